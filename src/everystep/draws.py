@@ -1,0 +1,140 @@
+"""Where randomness comes from: the global generator, or a hash of where the choice stands.
+
+Strategies see draws only. `SharedDraws` consumes torch's global generator as the reference does,
+over the full rectangle of the call. `SeededDraws` keys every number by (seed, stream, lineage,
+position), so that a choice depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele et al. 2014), element by element, modulo 2^64."""
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    return value ^ (value >> np.uint64(31))
+
+
+def _key(seed: int, stream: str, lineage: np.ndarray, position: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        head = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _GOLDEN)
+        key = _mix(head + np.uint64(_STREAMS[stream]) * _GOLDEN)
+        key = _mix(key ^ _mix(np.asarray(lineage).astype(np.uint64) + _GOLDEN))
+        return _mix(key + np.asarray(position).astype(np.uint64) * _GOLDEN + _GOLDEN)
+
+
+def uniform(
+    seed: int, stream: str, lineage: np.ndarray, position: np.ndarray, n: int = 1
+) -> np.ndarray:
+    """(R, n) float64 in (0, 1), a function of the arguments alone (rows: lineage, position)."""
+    with np.errstate(over="ignore"):
+        key = _key(seed, stream, lineage, position)[:, None]
+        bits = _mix(key + np.arange(1, n + 1, dtype=np.uint64)[None, :] * _GOLDEN)
+    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def fork_lineage(lineage: int, position: int, rank: int) -> int:
+    """The lineage of a further child: new for every (parent, position, rank)."""
+    with np.errstate(over="ignore"):
+        key = _key(rank, "fork", np.array([lineage], np.uint64), np.array([position], np.uint64))
+    return int(key[0])
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where R choices stand: `lineage` and `position` (R,), and their `slot` (R,) among the
+    `slots` rows of the call's full rectangle, finished rows included."""
+
+    lineage: np.ndarray
+    position: np.ndarray
+    slot: np.ndarray
+    slots: int
+
+
+class Draws(Protocol):
+    """Chooses tokens at random for rows that stand at given places."""
+
+    def choose(self, probabilities: Tensor, places: Places) -> Tensor:
+        """(R, V) probabilities -> (R,) one token per row."""
+        ...
+
+    def choose_without_replacement(
+        self, probabilities: Tensor, places: Places, count: int
+    ) -> Tensor:
+        """(R, M) probabilities -> (R, count) distinct indices per row, in order of the draw."""
+        ...
+
+    def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
+        """(R, n) numbers in (0, 1) from a named stream."""
+        ...
+
+
+@dataclass(frozen=True)
+class SharedDraws:
+    """Draws what the reference draws from torch's global generator.
+
+    `torch.multinomial` equals argmax(p / q) and, without replacement, topk(p / q), where q is
+    exponential noise over all rows of the call; rows that left the batch keep their share of it.
+    """
+
+    def choose(self, probabilities: Tensor, places: Places) -> Tensor:
+        return (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
+
+    def choose_without_replacement(
+        self, probabilities: Tensor, places: Places, count: int
+    ) -> Tensor:
+        return torch.topk(probabilities / self._noise(probabilities, places), count).indices
+
+    def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
+        drawn = torch.rand(places.slots, n, dtype=torch.float64)
+        return drawn[torch.from_numpy(places.slot)]
+
+    def _noise(self, probabilities: Tensor, places: Places) -> Tensor:
+        full = torch.empty(
+            places.slots,
+            probabilities.shape[1],
+            dtype=probabilities.dtype,
+            device=probabilities.device,
+        ).exponential_()
+        if len(places.slot) == places.slots and (places.slot == np.arange(places.slots)).all():
+            return full
+        return full[torch.from_numpy(places.slot).to(full.device)]
+
+
+@dataclass(frozen=True)
+class SeededDraws:
+    """Draws that depend on (seed, stream, lineage, position) alone."""
+
+    seed: int
+
+    def choose(self, probabilities: Tensor, places: Places) -> Tensor:
+        """Inverse of the cumulative distribution, so that one number makes one choice."""
+        cumulative = probabilities.double().cumsum(dim=-1)
+        threshold = self.uniform("choice", places).to(cumulative.device) * cumulative[:, -1:]
+        index = torch.searchsorted(cumulative, threshold, right=True)
+        # rounding may reach the end: the last token with any probability is the answer then
+        last = (probabilities > 0).to(torch.uint8).cummax(dim=-1).indices[:, -1:]
+        return torch.minimum(index, last)[:, 0]
+
+    def choose_without_replacement(
+        self, probabilities: Tensor, places: Places, count: int
+    ) -> Tensor:
+        """Gumbel top-k (Kool et al. 2019): the numbers are keyed by token, not by rank."""
+        noise = self.uniform("choice", places, probabilities.shape[1]).to(probabilities.device)
+        keys = probabilities.double().log() - torch.log(-torch.log(noise))
+        return torch.topk(keys, count).indices
+
+    def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
+        return torch.from_numpy(uniform(self.seed, stream, places.lineage, places.position, n))

@@ -1,0 +1,92 @@
+"""The one exception tree of the library.
+
+    EverystepError
+    |- RequestError (ValueError)         a call asks for something impossible or contradictory
+    |  |- UnknownArgumentError (TypeError)  a name nobody knows; the text proposes the nearest one
+    |  `- UnsupportedError (NotImplementedError)  known, but this model, cache or executor cannot do it
+    |- ModelClassError (TypeError)       the model given is not one that can generate
+    |- FileError (ValueError)            a file is broken, truncated, unsafe or of an unknown kind
+    |  |- MissingFileError (FileNotFoundError)
+    |  |- FormatError                    the bytes contradict the format or each other
+    |  `- ChecksumError                  the bytes are not the ones that were promised
+    |- DownloadError (OSError)           a file could not be fetched
+    |- TokenizerError (ValueError)       text cannot be turned into ids, or back
+    |- CapacityError (RuntimeError)      rows, positions or memory do not suffice
+    `- InvariantError (AssertionError)   a defect of the library itself; please report it
+
+Every text names what is wrong, what was wanted, what was got and what to do; build it with
+`message`. A class inherits the built-in exception that ported code already catches.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EverystepError(Exception):
+    """Base of every error that the library raises on purpose."""
+
+
+class RequestError(EverystepError, ValueError):
+    """A call asks for something impossible or contradictory."""
+
+
+class UnknownArgumentError(RequestError, TypeError):
+    """A call uses a name that nobody knows."""
+
+
+class UnsupportedError(RequestError, NotImplementedError):
+    """A known request that this model, cache or executor cannot fulfil."""
+
+
+class ModelClassError(EverystepError, TypeError):
+    """The model given is not one that can generate."""
+
+
+class FileError(EverystepError, ValueError):
+    """A file is broken, truncated, unsafe or of an unknown kind."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file or folder that is needed does not exist."""
+
+
+class FormatError(FileError):
+    """The bytes of a file contradict its format or each other."""
+
+
+class ChecksumError(FileError):
+    """The bytes of a file are not the ones that were promised."""
+
+
+class DownloadError(EverystepError, OSError):
+    """A file could not be fetched."""
+
+
+class TokenizerError(EverystepError, ValueError):
+    """Text cannot be turned into ids, or ids into text."""
+
+
+class CapacityError(EverystepError, RuntimeError):
+    """Rows, positions or memory do not suffice."""
+
+
+class InvariantError(EverystepError, AssertionError):
+    """A defect of the library itself."""
+
+
+def message(what: str, *, wanted: object = None, got: object = None, do: str | None = None) -> str:
+    """The text of an error: what is wrong, what was wanted, what was got, what to do."""
+    text = what
+    if wanted is not None:
+        text += f"; wanted {wanted}"
+    if got is not None:
+        text += f"; got {got}"
+    return f"{text}. {do}." if do else f"{text}."
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most like `name`, or None."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None

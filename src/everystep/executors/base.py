@@ -1,0 +1,32 @@
+"""What runs a `Work`: the protocol between the engine and everything that owns K/V storage."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from everystep.types import StepOutput, Work
+
+
+class Executor(Protocol):
+    """Runs works against rows that it stores itself; never chooses, never schedules.
+
+    One executor serves one engine. Row numbers come from the engine; a row that was freed may be
+    allocated again. After `run`, row r of a feed holds exactly `starts + counts` positions.
+    """
+
+    vocab_size: int
+    device: torch.device
+    abilities: frozenset[str]
+    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder"."""
+    max_rows: int | None
+    """How many rows it can hold at once; None: as many as memory allows."""
+
+    def run(self, work: Work) -> StepOutput:
+        """Apply the verbs in order, run the feeds, return what they want."""
+        ...
+
+    def audit(self) -> dict[int, int]:
+        """Row -> cached positions, for every row that is allocated."""
+        ...

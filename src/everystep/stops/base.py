@@ -1,0 +1,61 @@
+"""What a stop is: a frozen value that says which of many candidate sequences end now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from everystep.types import FinishReason, Sequence, TokenTable
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """C sequences as they would be after a choice.
+
+    Candidate c is the visible ids of `parents[c]` followed by `new[c]` ((C, n), the first
+    `counts[c]` of them count).
+    """
+
+    table: TokenTable
+    parents: list[Sequence]
+    new: np.ndarray
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(C,) visible ids of each candidate, pad prefix and new tokens included."""
+        return np.array([p.visible for p in self.parents], np.int64) + self.counts
+
+    @cached_property
+    def last(self) -> np.ndarray:
+        """(C,) the newest id of each candidate."""
+        return self.new[np.arange(len(self.parents)), self.counts - 1]
+
+    def ids(self, candidate: int) -> np.ndarray:
+        """All visible ids of one candidate."""
+        parent = self.parents[candidate]
+        head = self.table.data[parent.line, : parent.visible]
+        return np.concatenate([head, self.new[candidate, : self.counts[candidate]]])
+
+    def select(self, indices: np.ndarray) -> Candidates:
+        """The given candidates, in the given order."""
+        chosen = [self.parents[i] for i in indices]
+        return Candidates(self.table, chosen, self.new[indices], self.counts[indices])
+
+
+class Stop(Protocol):
+    """A function of candidates; equal stops of different requests are called once."""
+
+    def __call__(self, candidates: Candidates) -> np.ndarray:
+        """(C,) bool: which candidates end."""
+        ...
+
+    def reason(self, candidates: Candidates, index: int) -> FinishReason:
+        """Why candidate `index`, for which the call said True, ends."""
+        ...

@@ -1,0 +1,190 @@
+"""The rules that every test runs under, and the options --all and --shard.
+
+Warnings are errors (pyproject.toml). Operations of torch are deterministic and memory that nobody
+wrote is filled with NaN. Every test starts from the same seeds. No test reaches the network. What
+is left out is said in the header line, never silently; with --all nothing may be skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from everystep.errors import EverystepError
+from everystep.files.sources import DEFAULT_MODEL, resolve_source
+
+# --- once per process -----------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("everystep")
+    group.addoption("--all", action="store_true", help="run slow and model tests; a skip fails")
+    group.addoption("--shard", metavar="I/N", type=_shard, help="run the I-th of N parts")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise pytest.UsageError(f"--shard wants I/N with 1 <= I <= N, got {text!r}")
+    return int(part), int(parts)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    forbid_network()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+    # A failure that nobody else can see again is of no use, so examples are always the same ones.
+    hypothesis.settings.register_profile(
+        "everystep", deadline=None, derandomize=True, database=None, print_blob=True
+    )
+    hypothesis.settings.load_profile("everystep")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    everything = config.getoption("all")
+    lines = [f"everystep: {'everything' if everything else 'without slow tests (--all runs them)'}"]
+    if not torch.cuda.is_available():
+        lines.append("everystep: without cuda tests, as there is no CUDA device")
+    if (shard := config.getoption("shard")) is not None:
+        lines.append(f"everystep: part {shard[0]} of {shard[1]}")
+    return lines
+
+
+class NetworkInTest(RuntimeError):
+    """A test tried to leave this machine. Not an OSError, which would pass for being offline."""
+
+
+def is_local(host: object) -> bool:
+    """Whether `host` names this machine without asking anybody."""
+    if isinstance(host, bytes):
+        host = host.decode("ascii", "replace")
+    if host in (None, "", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(str(host)).is_loopback
+    except ValueError:
+        return False
+
+
+def forbid_network() -> None:
+    """Makes every way out of this machine raise NetworkInTest, in this process."""
+    connect, connect_ex, lookup = (
+        socket.socket.connect,
+        socket.socket.connect_ex,
+        socket.getaddrinfo,
+    )
+
+    def check(host: object) -> None:
+        if not is_local(host):
+            raise NetworkInTest(f"a test tried to reach {host!r}")
+
+    def guarded_connect(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:
+            check(address[0])
+        connect(self, address)
+
+    def guarded_connect_ex(self: socket.socket, address: Any) -> int:
+        if self.family != socket.AF_UNIX:
+            check(address[0])
+        return connect_ex(self, address)
+
+    def guarded_lookup(host: Any, *arguments: Any, **options: Any) -> Any:
+        check(host)
+        return lookup(host, *arguments, **options)
+
+    socket.socket.connect = guarded_connect  # type: ignore[method-assign]
+    socket.socket.connect_ex = guarded_connect_ex  # type: ignore[method-assign]
+    socket.getaddrinfo = guarded_lookup
+
+
+# --- which tests run ------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if _is_wanted(item, config)]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    if config.getoption("all") or not any(item.get_closest_marker("model") for item in items):
+        return
+    if (reason := missing_model()) is not None:
+        for item in items:
+            if item.get_closest_marker("model"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    if item.get_closest_marker("slow") and not config.getoption("all"):
+        return False
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        return False
+    shard = config.getoption("shard")
+    return shard is None or part_of(item.nodeid, shard[1]) == shard[0]
+
+
+def part_of(nodeid: str, parts: int) -> int:
+    """Which of `parts` parts, from 1, a test belongs to: by its name alone, on every machine."""
+    digest = hashlib.sha256(nodeid.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % parts + 1
+
+
+def missing_model() -> str | None:
+    """Why the default model cannot be used, with the path of its file; None when it can."""
+    try:
+        resolve_source(DEFAULT_MODEL, offline=True)
+    except EverystepError as error:
+        return str(error)
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    if item.config.getoption("all"):
+        _forbid_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    report = yield
+    if collector.config.getoption("all"):
+        _forbid_skip(report)
+    return report
+
+
+def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which --all does not allow: {report.longrepr}"
+
+
+# --- for each test --------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Every test starts from the same state of the global generators, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The default model's file in the cache folder; only for tests marked `model`."""
+    return resolve_source(DEFAULT_MODEL, offline=True)

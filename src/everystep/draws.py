@@ -8,7 +8,7 @@ position), so that a choice depends on nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -27,18 +27,18 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def _key(seed: int, stream: str, lineage: np.ndarray, position: np.ndarray) -> np.ndarray:
+def _key(seed: np.ndarray, stream: str, lineage: np.ndarray, position: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
-        head = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _GOLDEN)
+        head = _mix(np.asarray(seed).astype(np.uint64) + _GOLDEN)
         key = _mix(head + np.uint64(_STREAMS[stream]) * _GOLDEN)
         key = _mix(key ^ _mix(np.asarray(lineage).astype(np.uint64) + _GOLDEN))
         return _mix(key + np.asarray(position).astype(np.uint64) * _GOLDEN + _GOLDEN)
 
 
 def uniform(
-    seed: int, stream: str, lineage: np.ndarray, position: np.ndarray, n: int = 1
+    seed: np.ndarray, stream: str, lineage: np.ndarray, position: np.ndarray, n: int = 1
 ) -> np.ndarray:
-    """(R, n) float64 in (0, 1), a function of the arguments alone (rows: lineage, position)."""
+    """(R, n) float64 in (0, 1), a function of the arguments alone (rows: seed, lineage, position)."""
     with np.errstate(over="ignore"):
         key = _key(seed, stream, lineage, position)[:, None]
         bits = _mix(key + np.arange(1, n + 1, dtype=np.uint64)[None, :] * _GOLDEN)
@@ -48,15 +48,16 @@ def uniform(
 def fork_lineage(lineage: int, position: int, rank: int) -> int:
     """The lineage of a further child: new for every (parent, position, rank)."""
     with np.errstate(over="ignore"):
-        key = _key(rank, "fork", np.array([lineage], np.uint64), np.array([position], np.uint64))
+        key = _key(np.array([rank]), "fork", np.array([lineage], np.uint64), np.array([position]))
     return int(key[0])
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where R choices stand: `lineage` and `position` (R,), and their `slot` (R,) among the
-    `slots` rows of the call's full rectangle, finished rows included."""
+    """Where R choices stand: `seed`, `lineage` and `position` (R,) uint64, and their `slot` (R,)
+    among the `slots` rows of the call's full rectangle, finished rows included."""
 
+    seed: np.ndarray
     lineage: np.ndarray
     position: np.ndarray
     slot: np.ndarray
@@ -65,6 +66,11 @@ class Places:
 
 class Draws(Protocol):
     """Chooses tokens at random for rows that stand at given places."""
+
+    @property
+    def seed(self) -> int:
+        """What `Places.seed` holds for the rows of a request with these draws."""
+        ...
 
     def choose(self, probabilities: Tensor, places: Places) -> Tensor:
         """(R, V) probabilities -> (R,) one token per row."""
@@ -88,6 +94,8 @@ class SharedDraws:
     `torch.multinomial` equals argmax(p / q) and, without replacement, topk(p / q), where q is
     exponential noise over all rows of the call; rows that left the batch keep their share of it.
     """
+
+    seed: ClassVar[int] = 0
 
     def choose(self, probabilities: Tensor, places: Places) -> Tensor:
         return (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
@@ -115,7 +123,10 @@ class SharedDraws:
 
 @dataclass(frozen=True)
 class SeededDraws:
-    """Draws that depend on (seed, stream, lineage, position) alone."""
+    """Draws that depend on (seed, stream, lineage, position) alone.
+
+    Rows of several requests are drawn in one call: the seeds come with the places.
+    """
 
     seed: int
 
@@ -137,4 +148,4 @@ class SeededDraws:
         return torch.topk(keys, count).indices
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
-        return torch.from_numpy(uniform(self.seed, stream, places.lineage, places.position, n))
+        return torch.from_numpy(uniform(places.seed, stream, places.lineage, places.position, n))

@@ -260,8 +260,9 @@ class Children:
     `parent`: (C,) index into the batch. `tokens`: (C, n) new ids, of which the first `counts[c]`
     count. `score`: (C,) the child's whole score. `finish`: a reason, or None to live on.
     `provisional`: (C,) how many of its last tokens may be taken back, or None for none.
-    `memo`: per child what to put into its memory, or None. `settled`: batch indices of groups
-    whose result is final. A sequence without children is dropped.
+    `memo`: per child what to put into its memory, or None. `index`: (C,) the children's ranks, or
+    None to inherit the parents'. `lingers`: children that end go on where their request lingers. `settled`: batch indices of groups whose result is final. A
+    sequence without children is dropped; a child may have no tokens and a finish.
     """
 
     parent: np.ndarray
@@ -271,6 +272,8 @@ class Children:
     finish: list[FinishReason | None]
     provisional: np.ndarray | None = None
     memo: list[dict[str, Any] | None] | None = None
+    index: np.ndarray | None = None
+    lingers: bool = False
     settled: tuple[int, ...] = ()
 
 

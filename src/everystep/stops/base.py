@@ -15,8 +15,8 @@ from everystep.types import FinishReason, Sequence, TokenTable
 class Candidates:
     """C sequences as they would be after a choice.
 
-    Candidate c is the visible ids of `parents[c]` followed by `new[c]` ((C, n), the first
-    `counts[c]` of them count).
+    Candidate c is the visible ids of `parents[c]`, less its provisional ones, followed by `new[c]`
+    ((C, n), the first `counts[c]` >= 1 of them count).
     """
 
     table: TokenTable
@@ -30,7 +30,8 @@ class Candidates:
     @cached_property
     def lengths(self) -> np.ndarray:
         """(C,) visible ids of each candidate, pad prefix and new tokens included."""
-        return np.array([p.visible for p in self.parents], np.int64) + self.counts
+        settled = [parent.visible - parent.provisional for parent in self.parents]
+        return np.array(settled, np.int64) + self.counts
 
     @cached_property
     def last(self) -> np.ndarray:
@@ -40,7 +41,7 @@ class Candidates:
     def ids(self, candidate: int) -> np.ndarray:
         """All visible ids of one candidate."""
         parent = self.parents[candidate]
-        head = self.table.data[parent.line, : parent.visible]
+        head = self.table.data[parent.line, : parent.visible - parent.provisional]
         return np.concatenate([head, self.new[candidate, : self.counts[candidate]]])
 
     def select(self, indices: np.ndarray) -> Candidates:

@@ -9,7 +9,7 @@ kind at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,6 +19,10 @@ from everystep.draws import Draws, Places
 from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
 
 Drafts = list[np.ndarray]
+Check = Callable[
+    [np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]
+]
+MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,8 +33,9 @@ class Batch:
     that opens stands here `width` times with the same source sequence. `first_row`, `row_count`:
     (S,) the rows of scores of each sequence: 1 + len(drafts[s]), the first after its real tokens,
     the following ones after each draft. `slots`: how many rows the call's full rectangle has;
-    `slot`: (S,) the place of each sequence in it. `columns(s)`: (positions, E) hidden states.
-    `stops(parents, tokens)` and `visible` (S,) see lengths with the pad prefix.
+    `slot`: (S,) the place of each sequence in it. `vocabulary`: V. `columns(s)`: (positions, E) hidden states.
+    `stops(parents, tokens (C, n), counts)` says how many tokens of each child stand before it ends
+    (the ending one included), and why it ends.
     """
 
     groups: list[Group]
@@ -44,21 +49,34 @@ class Batch:
     slot: np.ndarray
     slots: int
     draws: Draws
+    vocabulary: int
     columns: Callable[[int], Tensor]
-    stops: Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]]
-    memo: dict[str, object] = field(default_factory=dict)
+    stops: Check
 
-    @property
-    def opening(self) -> np.ndarray:
-        """(G,) whether each group makes its first choice."""
-        return np.array([not group.opened for group in self.groups])
+    def __len__(self) -> int:
+        return len(self.sequences)
 
-    def places(self, sequences: np.ndarray, offset: np.ndarray | int = 0) -> Places:
-        """Where the choices of the given sequences stand, `offset` tokens further on."""
+    def places(self, sequences: np.ndarray) -> Places:
+        """Where the next choices of the given sequences stand."""
+        offset = np.zeros(len(sequences), dtype=np.int64)
+        return self._places(sequences, offset, self.slot[sequences], self.slots)
+
+    def row_places(self) -> Places:
+        """Where the choice of every row of scores stands, drafted rows included."""
+        if len(self.sequences) == int(self.row_count.sum()):
+            return self.places(np.arange(len(self.sequences)))
+        owner = np.repeat(np.arange(len(self.sequences)), self.row_count)
+        rows = np.arange(len(owner))
+        return self._places(owner, rows - self.first_row[owner], rows, len(rows))
+
+    def _places(
+        self, sequences: np.ndarray, offset: np.ndarray, slot: np.ndarray, slots: int
+    ) -> Places:
         chosen = [self.sequences[i] for i in sequences]
+        seed = np.array([s.request.draws.seed & MAX_SEED for s in chosen], dtype=np.uint64)
         lineage = np.array([s.lineage for s in chosen], dtype=np.uint64)
         position = np.array([s.generated for s in chosen], dtype=np.int64) + offset
-        return Places(lineage, position, self.slot[sequences], self.slots)
+        return Places(seed, lineage, position.astype(np.uint64), slot, slots)
 
 
 class Strategy(Protocol):
@@ -66,6 +84,8 @@ class Strategy(Protocol):
 
     width: int
     """Sequences per request from the first choice on."""
+    returns: int
+    """Sequences in a request's result; while it streams, those of rank < returns."""
     streams: bool
     """Whether chosen tokens may be shown before the group is done."""
     scores: Literal["logits", "log_probs"]

@@ -1,0 +1,163 @@
+"""From the logits of a step to one batch of scores per kind of strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.draws import fork_lineage
+from everystep.engine.feed import Fed
+from everystep.processors.pipeline import apply as process
+from everystep.stops.check import check
+from everystep.strategies.base import Batch, Check, Drafts
+from everystep.types import FinishReason, Group, Rows, Sequence, StepOutput, TokenTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """A batch with its rows: who owns each, raw logits and processed scores, (R, V) float32."""
+
+    batch: Batch
+    row_sequence: np.ndarray
+    logits: Tensor
+    scores: Tensor
+
+
+def score(groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable) -> Scored:
+    """Groups of one kind -> their batch, with the scores that its strategy asks for."""
+    batch, source_rows = _gather(groups, fed, output, table)
+    owner = np.repeat(np.arange(len(batch)), batch.row_count)
+    logits = _take(output.logits, source_rows[0])
+    request = groups[0].request
+    mixed = logits
+    if request.readout is not None:
+        companions = [_take(output.logits, rows) for rows in source_rows[1:]]
+        mixed = request.readout.mix(logits, companions)
+    if request.strategy.scores == "log_probs":
+        mixed = torch.log_softmax(mixed, dim=-1)
+    if any(group.request.processors for group in groups):
+        mixed = process(_rows(batch, owner, table), mixed)
+    return Scored(batch, owner, logits, mixed)
+
+
+def _gather(
+    groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable
+) -> tuple[Batch, list[np.ndarray]]:
+    """The batch, and for the sequences and each companion the row of logits behind every row."""
+    sequences: list[Sequence] = []
+    sources: list[Sequence] = []
+    group_of: list[int] = []
+    sibling: list[int] = []
+    for g, group in enumerate(groups):
+        members = group.live if group.opened else open_group(group)
+        sequences += members
+        sources += group.live if group.opened else group.live * len(members)
+        group_of += [g] * len(members)
+        sibling += range(len(members))
+    drafts: Drafts = [fed.draft(source) for source in sources]
+    row_count = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
+    first_row = np.cumsum(row_count) - row_count
+    width = max(group.request.strategy.width for group in groups)
+    rank = np.array([group.rank for group in groups], dtype=np.int64)
+    ranks = np.array([s.index for s in sequences], dtype=np.int64)
+    batch = Batch(
+        groups=groups,
+        sequences=sequences,
+        group_of=np.array(group_of),
+        sibling=np.array(sibling),
+        first_row=first_row,
+        row_count=row_count,
+        drafts=drafts,
+        table=table,
+        slot=rank[group_of] * width + ranks,
+        slots=(int(rank.max()) + 1 if len(rank) else 0) * width,
+        draws=groups[0].request.draws,
+        vocabulary=output.logits.shape[-1],
+        columns=_columns(sources, output.columns),
+        stops=_stops(sequences, table),
+    )
+    units = [[source, *source.companions] for source in sources]
+    rows = [_source_rows([u[k] for u in units], fed, row_count) for k in range(len(units[0]))]
+    return batch, rows
+
+
+def open_group(group: Group) -> list[Sequence]:
+    """The siblings a group opens with: equal but for rank, score and lineage."""
+    (source,) = group.live
+    strategy = group.request.strategy
+    source.score = strategy.opening_score(0)
+    siblings = [source]
+    for index in range(1, strategy.width):
+        lineage = fork_lineage(source.lineage, 0, index)
+        siblings.append(sprout(source, source.line, lineage, index))
+        siblings[-1].score = strategy.opening_score(index)
+    return siblings
+
+
+def sprout(parent: Sequence, line: int, lineage: int, index: int) -> Sequence:
+    """A sequence like `parent`, with its own memory, on the given line."""
+    return Sequence(
+        request=parent.request,
+        line=line,
+        length=parent.length,
+        cached=parent.cached,
+        row=parent.row,
+        score=parent.score,
+        lineage=lineage,
+        index=index,
+        provisional=parent.provisional,
+        finish=parent.finish,
+        memo={key: copy_memory(value) for key, value in parent.memo.items()},
+        companions=parent.companions,
+    )
+
+
+def copy_memory(value: object) -> object:
+    """An independent copy of something remembered; values without `copy` are immutable."""
+    copy = getattr(value, "copy", None)
+    return copy() if callable(copy) else value
+
+
+def _source_rows(units: list[object], fed: Fed, row_count: np.ndarray) -> np.ndarray:
+    first = np.array([fed.first_row[id(unit)] for unit in units], dtype=np.int64)
+    if row_count.max() == 1:
+        return first
+    start = np.cumsum(row_count) - row_count
+    return np.repeat(first - start, row_count) + np.arange(int(row_count.sum()))
+
+
+def _take(logits: Tensor, rows: np.ndarray) -> Tensor:
+    """(R, V) float32 rows; without a copy where they are a block of all logits."""
+    first = int(rows[0])
+    if np.array_equal(rows, np.arange(first, first + len(rows))):
+        chosen = logits[first : first + len(rows)]
+    else:
+        chosen = logits[torch.from_numpy(rows).to(logits.device)]
+    return chosen.to(torch.float32)
+
+
+def _rows(batch: Batch, owner: np.ndarray, table: TokenTable) -> Rows:
+    owners = [batch.sequences[s] for s in owner]
+    visible = np.array([s.visible for s in owners], dtype=np.int64)
+    return Rows(table, owners, visible + np.arange(len(owner)) - batch.first_row[owner])
+
+
+def _columns(sources: list[Sequence], columns: Mapping[int, Tensor]):  # type: ignore[no-untyped-def]
+    def column(s: int) -> Tensor:
+        row = sources[s].row
+        return columns[row]  # type: ignore[index]
+
+    return column
+
+
+def _stops(sequences: list[Sequence], table: TokenTable) -> Check:
+    def stops(
+        parents: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, list[FinishReason | None]]:
+        return check(table, [sequences[p] for p in parents], tokens, counts)
+
+    return stops

@@ -1,0 +1,286 @@
+"""The engine: one step that knows neither strategies nor phases.
+
+plan -> feed -> forward -> readout -> score -> select -> apply -> publish
+
+The scheduler plans, `feed` builds the work, the executor runs it, `batches` scores it, strategies
+select, `apply` moves rows. Nothing here asks which strategy it serves, or whether a feed is a
+prompt or one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.engine.apply import abandon, apply, drop_rows, release, token_events
+from everystep.engine.batches import Scored, score
+from everystep.engine.feed import Fed, Grant, WorkBuilder, feed
+from everystep.engine.ledger import Ledger
+from everystep.engine.schedule import Scheduler
+from everystep.errors import UnsupportedError, message
+from everystep.executors.base import Executor
+from everystep.types import (
+    Capture,
+    Companion,
+    Event,
+    FinishReason,
+    Group,
+    Request,
+    Sequence,
+    StepOutput,
+    StepRecord,
+    TokenTable,
+    Work,
+)
+
+Observer = Callable[[StepRecord], None]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the engine has done so far; deterministic, so that tests can hold it to account."""
+
+    steps: int = 0
+    forwards: int = 0
+    fed: int = 0
+    chunks: int = 0
+    syncs: int = 0
+    preemptions: int = 0
+    preemptions_in_decode: int = 0
+    long_children: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Engine:
+    """Runs requests on one executor, under one scheduler, until nothing is pending."""
+
+    def __init__(
+        self, executor: Executor, scheduler: Scheduler, observers: Iterable[Observer] = ()
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.observers = tuple(observers)
+        self.table = TokenTable()
+        self.ledger = Ledger()
+        self.counts = Counts()
+        self._submitted = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether any request is not over."""
+        return bool(self.scheduler.groups)
+
+    def submit(self, request: Request) -> Group:
+        """The request waits for its first step; refused if the executor lacks what it needs."""
+        self._require_abilities(request)
+        group = Group(request, self._submitted)
+        group.live = [self._first_sequence(request)]
+        try:
+            self.scheduler.submit(group)
+        except Exception:
+            self.table.close(group.live[0].line)
+            raise
+        self._submitted += 1
+        return group
+
+    def step(self) -> list[Event]:
+        """One forward for everything that the scheduler lets in; returns what became known."""
+        grants = self.scheduler.plan(self.preempt)
+        fed, work = self._feed(grants)
+        output = self.executor.run(work)
+        self._count(work, fed)
+        scored = [score(groups, fed, output, self.table) for groups in _kinds(fed.ready)]
+        events: list[Event] = []
+        for one, picked in zip(scored, self._pick(scored), strict=True):
+            events += self._choose(one, picked, fed, output, work)
+        return events + self._retire(fed.ready)
+
+    def cancel(self, group: Group, reason: FinishReason | None = None) -> list[Event]:
+        """The group ends now, with the tokens it has."""
+        reason = reason or FinishReason("cancelled")
+        abandon(group, reason, self.table, self.ledger)
+        return self._remove(group)
+
+    def preempt(self, group: Group) -> None:
+        """The group gives up its rows and will feed everything again."""
+        held = any(sequence.row is not None for sequence in group.live)
+        self.counts.preemptions += held
+        self.counts.preemptions_in_decode += held and group.opened
+        for sequence in group.live:
+            drop_rows(sequence, self.ledger)
+
+    def flush(self) -> None:
+        """The executor has heard of every fork, truncation and free."""
+        if self.ledger.verbs:
+            self.executor.run(WorkBuilder(self.table, self.ledger).work(layers=False, attentions=False))
+
+    def _require_abilities(self, request: Request) -> None:
+        needs = set(request.strategy.needs)
+        wants = request.wants
+        asked = {"embeds": request.prompt.embeds, "positions": request.prompt.positions,
+                 "encoder": request.prompt.encoder}
+        needs |= {name for name, value in asked.items() if value is not None}
+        needs |= {n for n in ("layers", "attentions", "columns") if getattr(wants, n)}
+        missing = needs - self.executor.abilities
+        if missing:
+            raise UnsupportedError(
+                message(
+                    f"{type(self.executor).__name__} cannot do what the request needs",
+                    wanted=", ".join(sorted(missing)),
+                    got=", ".join(sorted(self.executor.abilities)) or "none",
+                    do="Choose another executor, or leave out the option that needs it",
+                )
+            )
+
+    def _first_sequence(self, request: Request) -> Sequence:
+        prompt = request.prompt
+        pad = np.full(request.pad_prefix, request.pad_token, dtype=np.int64)
+        ids = pad if prompt.ids is None else np.concatenate([pad, prompt.ids])
+        companions = tuple(Companion(one) for one in request.companions)
+        return Sequence(request, self.table.open(ids), prompt.length, companions=companions)
+
+    def _feed(self, grants: list[Grant]) -> tuple[Fed, Work]:
+        builder = WorkBuilder(self.table, self.ledger)
+        fed = feed(grants, self._propose(grants), builder)
+        wants = [grant.group.request.wants for grant in grants]
+        work = builder.work(
+            layers=any(want.layers for want in wants),
+            attentions=any(want.attentions for want in wants),
+        )
+        return fed, work
+
+    def _propose(self, grants: list[Grant]) -> dict[int, np.ndarray]:
+        """Drafts for the groups that will choose in this step, all of one kind at once."""
+        ready = [grant.group for grant in grants if grant.group.pending <= grant.tokens]
+        drafts: dict[int, np.ndarray] = {}
+        for groups in _kinds(ready):
+            sequences = [sequence for group in groups for sequence in group.live]
+            proposed = groups[0].request.strategy.propose(sequences, self.table)
+            for sequence, draft in zip(sequences, proposed or (), strict=False):
+                if len(draft):
+                    drafts[id(sequence)] = draft
+        return drafts
+
+    def _count(self, work: Work, fed: Fed) -> None:
+        self.counts.steps += 1
+        self.counts.forwards += 1
+        self.counts.fed += len(work.tokens)
+        self.counts.chunks += fed.chunks
+        self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
+
+    def _pick(self, scored: list[Scored]) -> list[tuple[np.ndarray, ...]]:
+        """What every strategy needs on the host, in one transfer."""
+        picked = [one.batch.groups[0].request.strategy.pick(one.batch, one.scores) for one in scored]
+        self.counts.syncs += bool(picked)
+        return [tuple(tensor.cpu().numpy() for tensor in tensors) for tensors in _together(picked)]
+
+    def _choose(
+        self,
+        one: Scored,
+        picked: tuple[np.ndarray, ...],
+        fed: Fed,
+        output: StepOutput,
+        work: Work,
+    ) -> list[Event]:
+        batch = one.batch
+        children = batch.groups[0].request.strategy.select(batch, picked)
+        longer = children.counts > 1
+        self.counts.long_children += int(longer.sum())
+        self.counts.accepted += int((children.counts[longer] - 1).sum())
+        if self.observers:
+            captures = _captures(batch.sequences, batch.groups, fed, output, work)
+            record = StepRecord(
+                tuple(batch.groups),
+                tuple(batch.sequences),
+                batch.group_of,
+                one.row_sequence,
+                one.logits,
+                one.scores,
+                children,
+                captures,
+            )
+            for observer in self.observers:
+                observer(record)
+        return apply(batch, children, self.table, self.ledger)
+
+    def _retire(self, chose: list[Group]) -> list[Event]:
+        """Ends the groups that are over; lingering ones only when nobody goes on."""
+        over = [group for group in chose if group.finished]
+        if not over:
+            return []
+        alive = any(not group.finished for group in self.scheduler.groups)
+        events: list[Event] = []
+        for group in over:
+            if not (group.request.linger and alive):
+                for sequence in group.live:
+                    release(sequence, self.table, self.ledger)
+                group.live = []
+                events += self._remove(group)
+        return events
+
+    def _remove(self, group: Group) -> list[Event]:
+        """The group is over: its result is told, if it was not shown token by token."""
+        self.scheduler.remove(group)
+        if not self.pending:
+            self.flush()
+        strategy = group.request.strategy
+        if strategy.streams:
+            return []
+        events: list[Event] = []
+        for index, done in enumerate(strategy.finish(group)):
+            tokens = done.tokens.tolist()
+            events += token_events(group.request.request_id, index, tokens, 0, done.reason)
+        return events
+
+
+def _kinds(groups: list[Group]) -> list[list[Group]]:
+    """Groups that select together: equal kind of strategy, source of draws and readout."""
+    kinds: dict[object, list[Group]] = {}
+    for group in groups:
+        request = group.request
+        key = (request.strategy.kind, type(request.draws), request.readout)
+        kinds.setdefault(key, []).append(group)
+    return list(kinds.values())
+
+
+def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """The same tensors on the host: on an accelerator they travel as one block of bytes."""
+    flat = [tensor for tensors in picked for tensor in tensors]
+    if not flat or flat[0].device.type == "cpu":
+        return picked
+    block = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in flat]).cpu()
+    host, start = [], 0
+    for tensor in flat:
+        end = start + tensor.numel() * tensor.element_size()
+        # a copy aligns the bytes for the wider type
+        host.append(block[start:end].clone().view(tensor.dtype).reshape(tensor.shape))
+        start = end
+    arrived = iter(host)
+    return [tuple(next(arrived) for _ in tensors) for tensors in picked]
+
+
+def _captures(
+    sequences: list[Sequence], groups: list[Group], fed: Fed, output: StepOutput, work: Work
+) -> dict[int, Capture]:
+    """Batch index -> what the sequence's feed returned, for requests that want it."""
+    captures: dict[int, Capture] = {}
+    if output.layers is None and output.attentions is None:
+        return captures
+    ends = np.cumsum(work.counts)
+    source_of = {s.line: s for group in groups for s in group.live}
+    for s, sequence in enumerate(sequences):
+        f = fed.feed_of[id(source_of[sequence.line])]
+        start, end = int(ends[f] - work.counts[f]), int(ends[f])
+        layers, attentions = output.layers, output.attentions
+        cross = output.cross_attentions
+        captures[s] = Capture(
+            None if layers is None else tuple(layer[start:end] for layer in layers),
+            None if attentions is None else attentions[f],
+            None if cross is None else cross[f],
+        )
+    return captures

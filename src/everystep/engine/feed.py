@@ -1,0 +1,200 @@
+"""From granted groups to a `Work`: every live sequence feeds what is not cached yet.
+
+There is no other rule. A group whose pending positions fit its grant feeds them all, with its
+drafts, and wants the logits of its choices; otherwise each of its rows feeds a chunk that leaves
+at least the last position for later, and wants nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.engine.ledger import Ledger
+from everystep.types import (
+    Companion,
+    Group,
+    Prompt,
+    Sequence,
+    TokenTable,
+    Work,
+    companion_length,
+)
+
+_NO_DRAFT = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A group that may feed up to `tokens` positions in this step."""
+
+    group: Group
+    tokens: int
+
+
+@dataclass(slots=True)
+class Fed:
+    """What a step feeds: the groups that will choose, their drafts, and where logits come out.
+
+    `first_row[id(unit)]`: the first row of logits of a sequence or companion. `feed_of[id(unit)]`:
+    the index of its feed.
+    """
+
+    ready: list[Group] = field(default_factory=list)
+    drafts: dict[int, np.ndarray] = field(default_factory=dict)
+    first_row: dict[int, int] = field(default_factory=dict)
+    feed_of: dict[int, int] = field(default_factory=dict)
+    chunks: int = 0
+
+    def draft(self, sequence: Sequence) -> np.ndarray:
+        """The ids that the sequence's feed holds beyond its own."""
+        return self.drafts.get(id(sequence), _NO_DRAFT)
+
+
+@dataclass(slots=True)
+class WorkBuilder:
+    """Collects feeds as parallel lists."""
+
+    table: TokenTable
+    ledger: Ledger
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    logits: list[int] = field(default_factory=list)
+    tokens: list[np.ndarray] = field(default_factory=list)
+    embeds: list[tuple[int, Tensor]] = field(default_factory=list)
+    positions: list[Tensor | None] = field(default_factory=list)
+    fed: int = 0
+    wanted: int = 0
+
+    def add(
+        self, unit: Sequence | Companion, prompt: Prompt, source: Sequence, count: int, logits: int
+    ) -> None:
+        """Feeds `count` positions of a sequence or companion from where its cache ends."""
+        if unit.row is None:
+            columns = source.request.wants.columns and unit is source
+            unit.row = self.ledger.allocate(prompt.encoder, columns=columns)
+        start = unit.cached
+        self.rows.append(unit.row)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.logits.append(logits)
+        self.tokens.append(self._inputs(prompt, source, start, count))
+        self.positions.append(_positions(prompt, start, count))
+        self.fed += count
+        self.wanted += logits
+        unit.cached = start + count
+
+    def _inputs(self, prompt: Prompt, source: Sequence, start: int, count: int) -> np.ndarray:
+        """Ids of the positions [start, start + count):
+
+        [ prompt: ids, or -1 where embeddings stand | generated: from the token table ]
+        """
+        generated = source.request.prompt_visible - prompt.length
+        line = self.table.data[source.line]
+        if start >= prompt.length:
+            return line[start + generated : start + count + generated]
+        end = start + count
+        inside = min(end, prompt.length)
+        if prompt.embeds is not None:
+            self.embeds.append((self.fed, prompt.embeds[start:inside]))
+            head = np.full(inside - start, -1, dtype=np.int64)
+        else:
+            head = prompt.ids[start:inside]  # type: ignore[index]
+        return np.concatenate([head, line[prompt.length + generated : end + generated]])
+
+    def work(self, *, layers: bool, attentions: bool) -> Work:
+        """The finished work; the ledger's news go with it."""
+        verbs, encoders, columns = self.ledger.drain()
+        return Work(
+            verbs=verbs,
+            rows=np.array(self.rows, dtype=np.int64),
+            starts=np.array(self.starts, dtype=np.int64),
+            counts=np.array(self.counts, dtype=np.int64),
+            logits=np.array(self.logits, dtype=np.int64),
+            tokens=np.concatenate(self.tokens) if self.tokens else _NO_DRAFT,
+            embeds=tuple(self.embeds),
+            positions=self._all_positions(),
+            encoders=encoders,
+            columns=columns,
+            layers=layers,
+            attentions=attentions,
+        )
+
+    def _all_positions(self) -> Tensor | None:
+        given = [p for p in self.positions if p is not None]
+        if not given:
+            return None
+        lead = max((p.shape[:-1] for p in given), key=len)
+        parts = [
+            torch.arange(start, start + count) if part is None else part
+            for part, start, count in zip(self.positions, self.starts, self.counts, strict=True)
+        ]
+        return torch.cat([part.expand(*lead, part.shape[-1]) for part in parts], dim=-1)
+
+
+def _positions(prompt: Prompt, start: int, count: int) -> Tensor | None:
+    """Position ids of a feed: the given ones inside the prompt, then the last one plus 1, 2, ..."""
+    if prompt.positions is None:
+        return None
+    inside = prompt.positions[..., start : start + count]
+    after = torch.arange(
+        max(start, prompt.length) - prompt.length, start + count - prompt.length
+    )
+    beyond = prompt.positions[..., -1:] + 1 + after
+    return torch.cat([inside, beyond], dim=-1)
+
+
+def feed(grants: list[Grant], drafts: dict[int, np.ndarray], builder: WorkBuilder) -> Fed:
+    """Turns grants into feeds; afterwards every fed unit's `cached` says what it will hold."""
+    fed = Fed(drafts=drafts)
+    for grant in grants:
+        if grant.group.pending <= grant.tokens:
+            fed.ready.append(grant.group)
+            _feed_whole(grant.group, fed, builder)
+        else:
+            _feed_chunk(grant, fed, builder)
+    return fed
+
+
+def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder) -> None:
+    for sequence in group.live:
+        draft = fed.draft(sequence)
+        wanted = 1 + len(draft)
+        visible = sequence.visible
+        if len(draft):
+            builder.table.reserve(visible + len(draft))
+            builder.table.data[sequence.line, visible : visible + len(draft)] = draft
+        count = sequence.length - sequence.cached + len(draft)
+        _note(fed, sequence, builder)
+        builder.add(sequence, sequence.request.prompt, sequence, count, wanted)
+        for companion in sequence.companions:
+            behind = companion_length(sequence, companion) - companion.cached
+            _note(fed, companion, builder)
+            builder.add(companion, companion.prompt, sequence, behind + len(draft), wanted)
+
+
+def _feed_chunk(grant: Grant, fed: Fed, builder: WorkBuilder) -> None:
+    left = grant.tokens
+    for sequence in grant.group.live:
+        count = min(left, sequence.length - sequence.cached - 1)
+        if count > 0:
+            fed.feed_of[id(sequence)] = len(builder.rows)
+            builder.add(sequence, sequence.request.prompt, sequence, count, 0)
+            left -= count
+            fed.chunks += 1
+        for companion in sequence.companions:
+            behind = companion_length(sequence, companion) - companion.cached
+            count = min(left, behind - 1)
+            if count > 0:
+                builder.add(companion, companion.prompt, sequence, count, 0)
+                left -= count
+                fed.chunks += 1
+
+
+def _note(fed: Fed, unit: Sequence | Companion, builder: WorkBuilder) -> None:
+    fed.first_row[id(unit)] = builder.wanted
+    fed.feed_of[id(unit)] = len(builder.rows)

@@ -1,0 +1,147 @@
+"""Which groups take part in a step, and how much each may feed: the only thing that tells an
+offline batch from a server."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from everystep.engine.feed import Grant
+from everystep.errors import CapacityError, message
+from everystep.types import Group
+
+
+class Preempt(Protocol):
+    """Takes a group's rows away; it will feed everything again."""
+
+    def __call__(self, group: Group) -> None: ...
+
+
+class Scheduler(Protocol):
+    """Decides; changes nothing but its own queue and, through `preempt`, a group's rows."""
+
+    def submit(self, group: Group) -> None:
+        """The group waits for its turn, or is refused because it can never have one."""
+        ...
+
+    def remove(self, group: Group) -> None:
+        """The group is over."""
+        ...
+
+    def plan(self, preempt: Preempt) -> list[Grant]:
+        """Who feeds how much in the next step."""
+        ...
+
+    @property
+    def groups(self) -> list[Group]:
+        """All groups that are not over, waiting ones last."""
+        ...
+
+
+_UNLIMITED = 2**62
+
+
+@dataclass
+class Lockstep:
+    """All groups together, in order; no group chooses before every prompt is fed.
+
+    `chunk`: the most positions a row feeds at once while it is behind, or None.
+    """
+
+    chunk: int | None = None
+    groups: list[Group] = field(default_factory=list)
+
+    def submit(self, group: Group) -> None:
+        self.groups.append(group)
+
+    def remove(self, group: Group) -> None:
+        self.groups.remove(group)
+
+    def plan(self, preempt: Preempt) -> list[Grant]:
+        if self.chunk is None:
+            return [Grant(group, _UNLIMITED) for group in self.groups]
+        limits = {id(group): self.chunk * _units(group) for group in self.groups}
+        behind = [group for group in self.groups if group.pending > limits[id(group)]]
+        return [Grant(group, limits[id(group)]) for group in behind or self.groups]
+
+
+@dataclass
+class Continuous:
+    """Groups come and go: admitted in order of arrival while their rows fit.
+
+    `token_budget`: positions fed per step, drafts excluded. `max_rows`: cache rows in use at once.
+    `max_positions`: cached positions in use at once, or None; beyond it the youngest is preempted.
+    """
+
+    token_budget: int = 2048
+    max_rows: int = 256
+    max_positions: int | None = None
+    running: list[Group] = field(default_factory=list)
+    waiting: deque[Group] = field(default_factory=deque)
+
+    @property
+    def groups(self) -> list[Group]:
+        return [*self.running, *self.waiting]
+
+    def submit(self, group: Group) -> None:
+        _require("rows", group.rows, self.max_rows, "max_rows")
+        _require("positions per step", group.rows, self.token_budget, "token_budget")
+        self.waiting.append(group)
+
+    def remove(self, group: Group) -> None:
+        (self.running if group in self.running else self.waiting).remove(group)
+
+    def plan(self, preempt: Preempt) -> list[Grant]:
+        self._shrink(preempt)
+        self._admit()
+        left = self.token_budget
+        grants = []
+        for group in sorted(self.running, key=lambda g: (not g.opened, g.rank)):
+            if left <= 0:
+                break
+            grants.append(Grant(group, left))
+            left -= min(left, group.pending)
+        return grants
+
+    def _shrink(self, preempt: Preempt) -> None:
+        """Preempts the youngest groups until the next step's positions fit; one always stays."""
+        if self.max_positions is None:
+            return
+        while len(self.running) > 1 and sum(map(_positions, self.running)) > self.max_positions:
+            youngest = max(self.running, key=lambda group: group.rank)
+            preempt(youngest)
+            self.running.remove(youngest)
+            self.waiting.appendleft(youngest)
+
+    def _admit(self) -> None:
+        rows = sum(group.rows for group in self.running)
+        positions = sum(map(_positions, self.running))
+        limit = self.max_positions or _UNLIMITED
+        while self.waiting:
+            first = self.waiting[0]
+            rows += first.rows
+            positions += _positions(first)
+            if self.running and (rows > self.max_rows or positions > limit):
+                return
+            self.running.append(self.waiting.popleft())
+
+
+def _units(group: Group) -> int:
+    return max(1, len(group.live)) * (1 + len(group.request.companions))
+
+
+def _positions(group: Group) -> int:
+    """Positions the group holds once everything known is fed."""
+    return sum(s.length * (1 + len(s.companions)) for s in group.live)
+
+
+def _require(what: str, needed: int, limit: int, name: str) -> None:
+    if needed > limit:
+        text = message(
+            f"the request needs more {what} than there are",
+            wanted=f"at most {limit}",
+            got=needed,
+            do=f"Raise {name} or lower num_beams / num_return_sequences",
+        )
+        raise CapacityError(text)

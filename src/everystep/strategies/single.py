@@ -1,0 +1,103 @@
+"""Greedy and sampling: every sequence goes on by itself, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.strategies.base import Batch, Drafts
+from everystep.types import Children, Finished, Group, Sequence, TokenTable
+
+
+def continue_each(batch: Batch, tokens: np.ndarray, counts: np.ndarray) -> Children:
+    """Every sequence has one child with its (S, n) tokens, cut where a stop ends it.
+
+    A sequence that has already ended, and lingers, goes on with the pad token.
+    """
+    ended = np.array([s.finish is not None for s in batch.sequences])
+    if ended.any():
+        pad = np.array([s.request.pad_token for s in batch.sequences])
+        tokens = np.where(ended[:, None], pad[:, None], tokens)
+        counts = np.where(ended, 1, counts)
+    parents = np.arange(len(batch))
+    kept, reasons = batch.stops(parents, tokens, counts)
+    finish = [s.finish or reason for s, reason in zip(batch.sequences, reasons, strict=True)]
+    score = np.array([s.score for s in batch.sequences])
+    kept = np.where(ended, counts, kept)
+    return Children(parents, tokens, kept, score, finish, lingers=True)
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The token of the highest score, the first of equals."""
+
+    width: ClassVar[int] = 1
+    returns: ClassVar[int] = 1
+    streams: ClassVar[bool] = True
+    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def kind(self) -> Hashable:
+        return "greedy"
+
+    def opening_score(self, index: int) -> float:
+        return 0.0
+
+    def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
+        return None
+
+    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+        """(R,) the choice of every row."""
+        return (scores.argmax(dim=-1),)
+
+    def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
+        return continue_each(batch, picked[0][batch.first_row, None], np.ones(len(batch), int))
+
+    def keep(self, group: Group) -> list[Finished]:
+        return group.done
+
+    def finish(self, group: Group) -> list[Finished]:
+        return sorted(group.done, key=lambda done: done.index)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A draw from softmax(scores), for `width` sequences of one prompt."""
+
+    width: int = 1
+    streams: ClassVar[bool] = True
+    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def returns(self) -> int:
+        return self.width
+
+    @property
+    def kind(self) -> Hashable:
+        return "sample"
+
+    def opening_score(self, index: int) -> float:
+        return 0.0
+
+    def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
+        return None
+
+    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+        """(R,) the choice of every row."""
+        return (batch.draws.choose(torch.softmax(scores, dim=-1), batch.row_places()),)
+
+    def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
+        return continue_each(batch, picked[0][batch.first_row, None], np.ones(len(batch), int))
+
+    def keep(self, group: Group) -> list[Finished]:
+        return group.done
+
+    def finish(self, group: Group) -> list[Finished]:
+        return sorted(group.done, key=lambda done: done.index)

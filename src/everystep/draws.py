@@ -38,7 +38,7 @@ def _key(seed: np.ndarray, stream: str, lineage: np.ndarray, position: np.ndarra
 def uniform(
     seed: np.ndarray, stream: str, lineage: np.ndarray, position: np.ndarray, n: int = 1
 ) -> np.ndarray:
-    """(R, n) float64 in (0, 1), a function of the arguments alone (rows: seed, lineage, position)."""
+    """(R, n) float64 in (0, 1), a function of the arguments alone; R seeds, lineages, ..."""
     with np.errstate(over="ignore"):
         key = _key(seed, stream, lineage, position)[:, None]
         bits = _mix(key + np.arange(1, n + 1, dtype=np.uint64)[None, :] * _GOLDEN)

@@ -144,8 +144,13 @@ class Sequence:
     @property
     def pending(self) -> int:
         """How many positions its next feed must hold, companions included."""
-        return self.length - self.cached + sum(
-            companion_length(self, companion) - companion.cached for companion in self.companions
+        return (
+            self.length
+            - self.cached
+            + sum(
+                companion_length(self, companion) - companion.cached
+                for companion in self.companions
+            )
         )
 
 
@@ -261,8 +266,9 @@ class Children:
     count. `score`: (C,) the child's whole score. `finish`: a reason, or None to live on.
     `provisional`: (C,) how many of its last tokens may be taken back, or None for none.
     `memo`: per child what to put into its memory, or None. `index`: (C,) the children's ranks, or
-    None to inherit the parents'. `lingers`: children that end go on where their request lingers. `settled`: batch indices of groups whose result is final. A
-    sequence without children is dropped; a child may have no tokens and a finish.
+    None to inherit the parents'. `lingers`: children that end go on where their request lingers.
+    `settled`: batch indices of groups whose result is final. A sequence without children is
+    dropped; a child may have no tokens and a finish.
     """
 
     parent: np.ndarray

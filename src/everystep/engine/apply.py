@@ -136,8 +136,12 @@ def _extend(
         child.memo.update(children.memo[c])  # type: ignore[arg-type]
     if not 0 <= child.cached < child.length:
         raise InvariantError(
-            message("a sequence is cached beyond its tokens", wanted="cached < length",
-                    got=(child.cached, child.length), do="Report this as a defect")
+            message(
+                "a sequence is cached beyond its tokens",
+                wanted="cached < length",
+                got=(child.cached, child.length),
+                do="Report this as a defect",
+            )
         )
 
 
@@ -190,7 +194,9 @@ def token_events(
 ) -> list[Event]:
     """One event per token, the reason on the last; one without a token if there is none."""
     if not tokens:
-        return [] if finish is None else [Event(request_id, index, -1, position=first, finish=finish)]
+        return (
+            [] if finish is None else [Event(request_id, index, -1, position=first, finish=finish)]
+        )
     last = len(tokens) - 1
     return [
         Event(request_id, index, token, position=first + i, finish=finish if i == last else None)
@@ -220,8 +226,14 @@ def abandon(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledge
             first = sequence.request.prompt_visible
             tokens = table.data[sequence.line, first : sequence.visible - sequence.provisional]
             group.done.append(
-                Finished(tokens.copy(), sequence.score, reason, sequence.lineage,
-                         sequence.index, dict(sequence.memo))
+                Finished(
+                    tokens.copy(),
+                    sequence.score,
+                    reason,
+                    sequence.lineage,
+                    sequence.index,
+                    dict(sequence.memo),
+                )
             )
         release(sequence, table, ledger)
     group.live = []

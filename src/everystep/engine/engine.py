@@ -117,13 +117,18 @@ class Engine:
     def flush(self) -> None:
         """The executor has heard of every fork, truncation and free."""
         if self.ledger.verbs:
-            self.executor.run(WorkBuilder(self.table, self.ledger).work(layers=False, attentions=False))
+            self.executor.run(
+                WorkBuilder(self.table, self.ledger).work(layers=False, attentions=False)
+            )
 
     def _require_abilities(self, request: Request) -> None:
         needs = set(request.strategy.needs)
         wants = request.wants
-        asked = {"embeds": request.prompt.embeds, "positions": request.prompt.positions,
-                 "encoder": request.prompt.encoder}
+        asked = {
+            "embeds": request.prompt.embeds,
+            "positions": request.prompt.positions,
+            "encoder": request.prompt.encoder,
+        }
         needs |= {name for name, value in asked.items() if value is not None}
         needs |= {n for n in ("layers", "attentions", "columns") if getattr(wants, n)}
         missing = needs - self.executor.abilities
@@ -175,7 +180,9 @@ class Engine:
 
     def _pick(self, scored: list[Scored]) -> list[tuple[np.ndarray, ...]]:
         """What every strategy needs on the host, in one transfer."""
-        picked = [one.batch.groups[0].request.strategy.pick(one.batch, one.scores) for one in scored]
+        picked = [
+            one.batch.groups[0].request.strategy.pick(one.batch, one.scores) for one in scored
+        ]
         self.counts.syncs += bool(picked)
         return [tuple(tensor.cpu().numpy() for tensor in tensors) for tensors in _together(picked)]
 

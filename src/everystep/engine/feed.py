@@ -141,9 +141,7 @@ def _positions(prompt: Prompt, start: int, count: int) -> Tensor | None:
     if prompt.positions is None:
         return None
     inside = prompt.positions[..., start : start + count]
-    after = torch.arange(
-        max(start, prompt.length) - prompt.length, start + count - prompt.length
-    )
+    after = torch.arange(max(start, prompt.length) - prompt.length, start + count - prompt.length)
     beyond = prompt.positions[..., -1:] + 1 + after
     return torch.cat([inside, beyond], dim=-1)
 

@@ -19,9 +19,7 @@ from everystep.draws import Draws, Places
 from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
 
 Drafts = list[np.ndarray]
-Check = Callable[
-    [np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]
-]
+Check = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]]
 MAX_SEED = 2**64 - 1
 
 
@@ -33,7 +31,8 @@ class Batch:
     that opens stands here `width` times with the same source sequence. `first_row`, `row_count`:
     (S,) the rows of scores of each sequence: 1 + len(drafts[s]), the first after its real tokens,
     the following ones after each draft. `slots`: how many rows the call's full rectangle has;
-    `slot`: (S,) the place of each sequence in it. `vocabulary`: V. `columns(s)`: (positions, E) hidden states.
+    `slot`: (S,) the place of each sequence in it. `vocabulary`: V.
+    `columns(s)`: (positions, E) hidden states.
     `stops(parents, tokens (C, n), counts)` says how many tokens of each child stand before it ends
     (the ending one included), and why it ends.
     """

@@ -1,0 +1,118 @@
+"""The collector: step records of a lockstep call, as the rectangle that callers expect.
+
+It watches; the engine does not know it. A slot is a row of the call's rectangle: rank * width +
+index of the sequence at that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.types import Capture, StepRecord
+
+
+@dataclass(slots=True)
+class Collector:
+    """Keeps, per slot and in order, what each generated token was chosen from.
+
+    `slots`: rows of the rectangle; `width`: sequences per request.
+    """
+
+    slots: int
+    width: int
+    scores: bool = False
+    logits: bool = False
+    captures: bool = False
+    kept_scores: list[list[Tensor]] = field(default_factory=list)
+    kept_logits: list[list[Tensor]] = field(default_factory=list)
+    kept_captures: list[list[Capture]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for kept in (self.kept_scores, self.kept_logits, self.kept_captures):
+            kept.extend([] for _ in range(self.slots))
+
+    def __call__(self, record: StepRecord) -> None:
+        """Rows of drafts that were not accepted are left out."""
+        first = np.searchsorted(record.row_sequence, np.arange(len(record.sequences)))
+        accepted = _accepted(record)
+        for s, sequence in enumerate(record.sequences):
+            group = record.groups[record.group_of[s]]
+            slot = group.rank * self.width + sequence.index
+            rows = range(int(first[s]), int(first[s]) + accepted[s])
+            if self.scores:
+                self.kept_scores[slot] += [record.scores[row].clone() for row in rows]
+            if self.logits:
+                self.kept_logits[slot] += [record.logits[row].clone() for row in rows]
+            if self.captures and s in record.captures:
+                self.kept_captures[slot].append(record.captures[s])
+
+    def score_steps(self) -> tuple[Tensor, ...]:
+        """One (slots, V) tensor per step."""
+        return _steps(self.kept_scores)
+
+    def logit_steps(self) -> tuple[Tensor, ...]:
+        """One (slots, V) tensor per step."""
+        return _steps(self.kept_logits)
+
+    def layer_steps(self, pads: np.ndarray) -> tuple[tuple[Tensor, ...], ...]:
+        """Per step, per layer: (slots, T, E); the first step is padded on the left by `pads`."""
+        return self._capture_steps(lambda capture: capture.layers, _pad_layers, pads)
+
+    def attention_steps(self, pads: np.ndarray) -> tuple[tuple[Tensor, ...], ...]:
+        """Per step, per layer: (slots, H, T, S), with `pads` empty key positions on the left."""
+        return self._capture_steps(lambda capture: capture.attentions, _pad_attentions, pads)
+
+    def cross_steps(self) -> tuple[tuple[Tensor, ...], ...]:
+        """Per step, per layer: (slots, H, T, S) attention over the encoder states."""
+        none = np.zeros(self.slots, dtype=np.int64)
+        return self._capture_steps(lambda capture: capture.cross_attentions, _no_pad, none)
+
+    def _capture_steps(
+        self,
+        part: Callable[[Capture], tuple[Tensor, ...] | None],
+        pad: Callable[[Tensor, int, bool], Tensor],
+        pads: np.ndarray,
+    ) -> tuple[tuple[Tensor, ...], ...]:
+        steps = []
+        for t in range(min(len(kept) for kept in self.kept_captures)):
+            taken = [part(kept[t]) or () for kept in self.kept_captures]
+            layers = zip(*taken, strict=True)
+            steps.append(
+                tuple(
+                    torch.stack([pad(x, int(n), t == 0) for x, n in zip(layer, pads, strict=True)])
+                    for layer in layers
+                )
+            )
+        return tuple(steps)
+
+
+def _accepted(record: StepRecord) -> np.ndarray:
+    """(S,) how many rows of each sequence led to a token: one, or more where drafts stood."""
+    accepted = np.ones(len(record.sequences), dtype=np.int64)
+    np.maximum.at(accepted, record.children.parent, record.children.counts)
+    return accepted
+
+
+def _steps(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """A slot that needed fewer steps than others is filled up with -inf."""
+    longest = max(len(rows) for rows in kept)
+    for rows in kept:
+        rows += [torch.full_like(rows[0], -torch.inf)] * (longest - len(rows))
+    return tuple(torch.stack(rows) for rows in zip(*kept, strict=True))
+
+
+def _pad_layers(layer: Tensor, pad: int, first: bool) -> Tensor:
+    return torch.nn.functional.pad(layer, (0, 0, pad if first else 0, 0))
+
+
+def _pad_attentions(attention: Tensor, pad: int, first: bool) -> Tensor:
+    return torch.nn.functional.pad(attention, (pad, 0, pad if first else 0, 0))
+
+
+def _no_pad(attention: Tensor, pad: int, first: bool) -> Tensor:
+    return attention

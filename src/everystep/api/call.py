@@ -1,0 +1,156 @@
+"""One call, resolved: what `generate`, `stream` and `generate` over many prompts have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from everystep.api.inputs import Inputs
+from everystep.api.resolve import (
+    Limits,
+    Tokens,
+    read_draws,
+    read_limits,
+    read_stops,
+    read_strategy,
+)
+from everystep.config import Effective
+from everystep.engine import Guidance
+from everystep.errors import RequestError, message
+from everystep.processors import Facts, build
+from everystep.types import Prompt, Request, Wants
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UserParts:
+    """What a caller brings of his own: objects, not configuration values."""
+
+    processors: Sequence[Any] = ()
+    stops: Sequence[Any] = ()
+    prefix_allowed_tokens: Callable[[int, Any], list[int]] | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+    seed: int | Sequence[int] | None = None
+    negative: tuple[Prompt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Frozen choices of a call and its inputs; makes the requests."""
+
+    effective: Effective
+    tokens: Tokens
+    inputs: Inputs
+    limits: Limits
+    strategy: Any
+    stops: tuple[Any, ...]
+    user: UserParts
+    vocabulary: int
+    encoder_ids: Sequence[np.ndarray] = ()
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def wants(self) -> Wants:
+        """What is recorded only because the caller asked for outputs."""
+        asked = bool(self.effective.return_dict_in_generate)
+        return Wants(
+            layers=asked and bool(self.effective.output_hidden_states),
+            attentions=asked and bool(self.effective.output_attentions),
+            columns="columns" in self.strategy.needs,
+        )
+
+    @property
+    def lingers(self) -> bool:
+        """Whether finished rows must stay, because their scores are part of the result."""
+        e = self.effective
+        asked = (e.output_scores, e.output_logits, e.output_hidden_states, e.output_attentions)
+        return bool(e.return_dict_in_generate) and any(asked)
+
+    def requests(self, *, lingers: bool) -> list[Request]:
+        """One request per row, in order."""
+        draws = read_draws(self.user.seed, self.inputs.batch)
+        made: dict[Facts, tuple[Any, ...]] = {}
+        requests = []
+        for row, prompt in enumerate(self.inputs.prompts):
+            facts = self._facts(row)
+            if facts not in made:
+                made[facts] = build(
+                    self.effective, facts, self.user.processors, self.user.prefix_allowed_tokens
+                )
+            pad = self.inputs.pads[row]
+            shift = pad - (prompt.length if prompt.ids is None else 0)
+            requests.append(
+                Request(
+                    request_id=str(row),
+                    prompt=prompt,
+                    strategy=self.strategy,
+                    draws=draws[row],
+                    processors=made[facts],
+                    stops=self.stops,
+                    companions=self._companions(row, prompt),
+                    readout=self._readout(),
+                    wants=self.wants,
+                    max_length=self.limits.visible - shift,
+                    pad_prefix=pad,
+                    pad_token=self.tokens.fill,
+                    linger=lingers,
+                )
+            )
+        return requests
+
+    def _facts(self, row: int) -> Facts:
+        return Facts(
+            eos=self.tokens.eos,
+            bos=self.tokens.bos,
+            prompt_visible=self.inputs.width,
+            pads=self.inputs.pads[row],
+            max_length=self.limits.visible,
+            width=int(self.effective.num_beams or 1),
+            vocabulary=self.vocabulary,
+            encoder_ids=None if not len(self.encoder_ids) else tuple(self.encoder_ids[row].tolist()),
+        )
+
+    def _readout(self) -> Guidance | None:
+        scale = self.effective.guidance_scale
+        return None if scale is None or scale == 1 else Guidance(float(scale))
+
+    def _companions(self, row: int, prompt: Prompt) -> tuple[Prompt, ...]:
+        """Guidance reads the negative prompt, or the last token of the prompt, beside the row."""
+        if self._readout() is None:
+            return ()
+        if self.user.negative:
+            return (self.user.negative[row],)
+        if prompt.ids is None:
+            raise RequestError(
+                message("guidance_scale needs something to guide away from",
+                        wanted="negative_prompt_ids, or a prompt given as ids",
+                        got="inputs_embeds only", do="Pass negative_prompt_ids")
+            )
+        return (Prompt(ids=prompt.ids[-1:], encoder=prompt.encoder),)
+
+
+def resolve(
+    effective: Effective,
+    tokens: Tokens,
+    inputs: Inputs,
+    user: UserParts,
+    *,
+    vocabulary: int,
+    context: int | None,
+    encoder_ids: Sequence[np.ndarray] = (),
+) -> Call:
+    """Every choice of a call, checked against each other before any compute."""
+    limits = read_limits(effective, inputs, context)
+    strategy = read_strategy(effective, tokens, limits)
+    stops = read_stops(effective, tokens, limits, user.decode, user.stops)
+    return Call(
+        effective, tokens, inputs, limits, strategy, stops, user, vocabulary, encoder_ids
+    )
+
+
+def timings(call: Call, marks: Mapping[str, float]) -> dict[str, float]:
+    """Seconds since the call began, for each mark."""
+    return {name: mark - call.started for name, mark in marks.items()}

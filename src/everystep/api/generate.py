@@ -1,0 +1,254 @@
+"""`generate` over a rectangle: the reference's call, answered by the engine in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api import rectangle
+from everystep.api.arguments import require_one, split
+from everystep.api.call import Call, UserParts, resolve
+from everystep.api.inputs import Inputs, read_inputs
+from everystep.api.resolve import Tokens, read_tokens, refuse_unbuilt
+from everystep.config import Effective, GenerationConfig, merge_configs
+from everystep.engine import Engine, Lockstep
+from everystep.engine.collect import Collector
+from everystep.errors import RequestError, UnsupportedError, message
+from everystep.types import Event, Group, Prompt
+
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
+
+
+def generate(
+    model: LanguageModel,
+    inputs: Tensor | None,
+    generation_config: GenerationConfig | None,
+    user: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """New tokens after every row; a (rows, length) tensor, or an output object on request.
+
+    `user`: what is neither configuration nor model input (processors, stops, seed, streamer, ...).
+    """
+    require_one("input_ids", inputs, kwargs)
+    call = prepare(model, generation_config, user, kwargs)
+    streamer = user.get("streamer")
+    if streamer is not None and not call.strategy.streams:
+        raise UnsupportedError(
+            message("streamer cannot follow beams: their tokens may still change",
+                    wanted="greedy decoding or sampling", got=f"num_beams={call.strategy.width}",
+                    do="Leave the streamer out, or set num_beams=1")
+        )
+    with torch.inference_mode():
+        return _run(model, call, streamer)
+
+
+def prepare(
+    model: LanguageModel,
+    generation_config: GenerationConfig | None,
+    user: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> Call:
+    """Everything that can be wrong with a call is known after this, before any compute."""
+    config, model_inputs = split(kwargs)
+    effective = merge_configs(config, generation_config, model.generation_config)
+    refuse_unbuilt(effective)
+    tokens = read_tokens(effective)
+    read = _encoder_inputs if model.is_encoder_decoder else _decoder_inputs
+    inputs, encoder_ids = read(model, model_inputs, tokens)
+    parts = UserParts(
+        processors=tuple(user.get("logits_processor") or ()),
+        stops=tuple(user.get("stopping_criteria") or ()),
+        prefix_allowed_tokens=user.get("prefix_allowed_tokens_fn"),
+        decode=_decoder(user.get("tokenizer")),
+        seed=user.get("seed"),
+        negative=_negative(model, effective, user, inputs, tokens),
+    )
+    return resolve(
+        effective,
+        tokens,
+        inputs,
+        parts,
+        vocabulary=model.vocab_size,
+        context=model.context,
+        encoder_ids=encoder_ids,
+    )
+
+
+def _decoder_inputs(
+    model: LanguageModel, given: dict[str, Any], tokens: Tokens
+) -> tuple[Inputs, Sequence[np.ndarray]]:
+    if given.get("decoder_input_ids") is not None:
+        raise RequestError(
+            message("decoder_input_ids was given to a model without an encoder",
+                    do="Pass the prompt as input_ids")
+        )
+    inputs = read_inputs(
+        given.get("input_ids"),
+        given.get("attention_mask"),
+        given.get("inputs_embeds"),
+        given.get("position_ids"),
+        pad=tokens.pad,
+        eos=tokens.eos,
+        bos=tokens.bos,
+        vocabulary=model.vocab_size,
+    )
+    return inputs, ()
+
+
+def _encoder_inputs(
+    model: LanguageModel, given: dict[str, Any], tokens: Tokens
+) -> tuple[Inputs, Sequence[np.ndarray]]:
+    """The encoder reads the inputs once; the decoder starts from its start token."""
+    source = read_inputs(
+        given.get("input_ids"),
+        given.get("attention_mask"),
+        given.get("inputs_embeds"),
+        None,
+        pad=tokens.pad,
+        eos=tokens.eos,
+        bos=tokens.bos,
+        vocabulary=model.vocab_size,
+    )
+    start = given.get("decoder_input_ids")
+    if start is None:
+        if tokens.start is None:
+            raise RequestError(
+                message("the decoder has nothing to start from",
+                        wanted="decoder_start_token_id or decoder_input_ids", got="neither",
+                        do="Set decoder_start_token_id")
+            )
+        start = torch.full((source.batch, 1), tokens.start)
+    decoder = read_inputs(
+        start, None, None, None, pad=None, eos=tokens.eos, bos=tokens.bos,
+        vocabulary=model.vocab_size, name="decoder_input_ids",
+    )
+    if decoder.batch != source.batch:
+        raise RequestError(
+            message("decoder_input_ids and the inputs differ in rows", wanted=source.batch,
+                    got=decoder.batch, do="Pass one decoder prompt per row")
+        )
+    with torch.inference_mode():
+        prompts = tuple(
+            Prompt(ids=one.ids, encoder=model.encode(row))
+            for one, row in zip(decoder.prompts, source.prompts, strict=True)
+        )
+    ids = [row.ids for row in source.prompts if row.ids is not None]
+    return Inputs(prompts, decoder.pads, decoder.width, 0), ids
+
+
+def _negative(
+    model: LanguageModel,
+    effective: Effective,
+    user: dict[str, Any],
+    inputs: Inputs,
+    tokens: Tokens,
+) -> tuple[Prompt, ...]:
+    ids = user.get("negative_prompt_ids")
+    mask = user.get("negative_prompt_attention_mask")
+    if ids is None:
+        if mask is not None:
+            raise RequestError(
+                message("negative_prompt_attention_mask was given without negative_prompt_ids",
+                        do="Pass both or neither")
+            )
+        return ()
+    if effective.guidance_scale is None or effective.guidance_scale == 1:
+        raise RequestError(
+            message("negative_prompt_ids has no effect without guidance_scale",
+                    wanted="guidance_scale > 1", got=effective.guidance_scale,
+                    do="Set guidance_scale, or leave negative_prompt_ids out")
+        )
+    negative = read_inputs(
+        ids, mask, None, None, pad=tokens.pad, eos=tokens.eos, bos=tokens.bos,
+        vocabulary=model.vocab_size, name="negative_prompt_ids",
+    )
+    if negative.batch != inputs.batch:
+        raise RequestError(
+            message("negative_prompt_ids and the prompt differ in rows", wanted=inputs.batch,
+                    got=negative.batch, do="Pass one negative prompt per row")
+        )
+    encoders = [prompt.encoder for prompt in inputs.prompts]
+    return tuple(
+        Prompt(ids=one.ids, encoder=encoder)
+        for one, encoder in zip(negative.prompts, encoders, strict=True)
+    )
+
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
+    if tokenizer is None:
+        return None
+    return lambda ids: str(tokenizer.decode(ids))
+
+
+def _run(model: LanguageModel, call: Call, streamer: Any) -> Any:
+    asked = bool(call.effective.return_dict_in_generate)
+    collector = Collector(
+        slots=call.inputs.batch * call.strategy.width,
+        width=call.strategy.width,
+        scores=asked and bool(call.effective.output_scores),
+        logits=asked and bool(call.effective.output_logits),
+        captures=call.wants.layers or call.wants.attentions,
+    )
+    observers = (collector,) if call.lingers else ()
+    lockstep = Lockstep(chunk=call.effective.prefill_chunk_size)
+    engine = Engine(model.executor(), lockstep, observers)
+    groups = [engine.submit(request) for request in call.requests(lingers=call.lingers)]
+    follow = None if streamer is None else _Rectangle(call, streamer)
+    try:
+        _loop(engine, groups, follow, cached=call.effective.use_cache is not False)
+    finally:
+        if streamer is not None:
+            streamer.end()
+    if not asked:
+        return rectangle.sequences(call, groups)
+    encoder = None
+    if model.is_encoder_decoder:
+        encoder = {"encoder_attentions": None, "encoder_hidden_states": None}
+    return rectangle.output(call, groups, collector, encoder)
+
+
+def _loop(
+    engine: Engine, groups: list[Group], follow: Callable[[list[Event]], None] | None, *, cached: bool
+) -> None:
+    """Steps until nothing is pending; without a cache, every step feeds everything again."""
+    while engine.pending:
+        events = engine.step()
+        if follow is not None:
+            follow(events)
+        if not cached:
+            for group in groups:
+                engine.preempt(group)
+
+
+class _Rectangle:
+    """Gives a streamer of the reference what it expects: the prompt, then one id per row."""
+
+    def __init__(self, call: Call, streamer: Any) -> None:
+        self._rows = call.inputs.batch * call.strategy.returns
+        self._returns = call.strategy.returns
+        self._fill = call.tokens.fill
+        self._streamer = streamer
+        prompt = np.full((call.inputs.batch, call.inputs.width), self._fill, dtype=np.int64)
+        for row, one in enumerate(call.inputs.prompts):
+            if one.ids is not None:
+                prompt[row, call.inputs.width - len(one.ids) :] = one.ids
+        streamer.put(torch.from_numpy(prompt))
+
+    def __call__(self, events: list[Event]) -> None:
+        if self._rows == 1:
+            tokens = [event.token for event in events if event.token >= 0]
+            if tokens:
+                self._streamer.put(torch.tensor(tokens))
+            return
+        row = torch.full((self._rows,), self._fill)
+        for event in events:
+            if event.token >= 0:
+                row[int(event.request_id) * self._returns + event.index] = event.token
+        self._streamer.put(row)
+

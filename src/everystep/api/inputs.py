@@ -1,0 +1,184 @@
+"""From what callers pass (rectangles, masks, embeddings) to one prompt per row, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError, message
+from everystep.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """The prompts of a call. `pads`: (B,) how many pad ids stand before each in the rectangle that
+    processors and outputs see; `width`: ids per row of that rectangle (0 for embeddings only)."""
+
+    prompts: tuple[Prompt, ...]
+    pads: tuple[int, ...]
+    width: int
+    embeds_width: int
+
+    @property
+    def batch(self) -> int:
+        """How many rows the call has."""
+        return len(self.prompts)
+
+    @property
+    def prompt_width(self) -> int:
+        """Positions per row of the rectangle, whatever it is made of."""
+        return self.width or self.embeds_width
+
+
+def read_inputs(
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    inputs_embeds: Tensor | None,
+    position_ids: Tensor | None,
+    *,
+    pad: int | None,
+    eos: tuple[int, ...],
+    bos: int | None,
+    vocabulary: int,
+    name: str = "input_ids",
+) -> Inputs:
+    """Prompts of every row; padding on either side is recognised by the mask and left out.
+
+    Without a mask, pad ids count as padding if the pad id is not an end id, as in the reference.
+    """
+    if input_ids is None and inputs_embeds is None:
+        input_ids = _start(bos)
+    ids = None if input_ids is None else _checked_ids(input_ids, vocabulary, name)
+    embeds = None if inputs_embeds is None else _checked_embeds(inputs_embeds, ids)
+    shape = tuple(ids.shape) if ids is not None else tuple(embeds.shape[:2])  # type: ignore[union-attr]
+    mask = _mask(attention_mask, ids, shape, pad, eos)
+    spans = [_span(row, index) for index, row in enumerate(mask)]
+    prompts = [
+        Prompt(
+            ids=None if ids is None else ids[b, first:last].copy(),
+            embeds=None if embeds is None else embeds[b, first:last],
+            positions=_row_positions(position_ids, b, first, last, shape),
+        )
+        for b, (first, last) in enumerate(spans)
+    ]
+    width = shape[1]
+    pads = tuple(width - (last - first) for first, last in spans)
+    if ids is None:
+        return Inputs(tuple(prompts), (0,) * len(prompts), 0, width)
+    return Inputs(tuple(prompts), pads, width, 0)
+
+
+def _start(bos: int | None) -> Tensor:
+    if bos is None:
+        raise RequestError(
+            message(
+                "there is nothing to start from",
+                wanted="input_ids, inputs_embeds, or a bos_token_id in the generation config",
+                got="none of them",
+                do="Pass input_ids",
+            )
+        )
+    return torch.tensor([[bos]])
+
+
+def _checked_ids(ids: Any, vocabulary: int, name: str) -> np.ndarray:
+    if not isinstance(ids, Tensor):
+        try:
+            ids = torch.as_tensor(ids)
+        except (ValueError, TypeError) as error:
+            raise RequestError(
+                message(
+                    f"{name} is not a rectangle of ids",
+                    wanted="a (batch, length) integer tensor",
+                    got=type(ids).__name__,
+                    do="Pad the rows to one length, with an attention_mask, or use es.generate",
+                )
+            ) from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        _refuse(f"{name} has the wrong type", "integers", ids.dtype, "Pass a tensor of ids")
+    if ids.dim() != 2 or ids.shape[0] == 0 or ids.shape[1] == 0:
+        _refuse(
+            f"{name} has the wrong shape",
+            "(batch, length), neither of them 0",
+            tuple(ids.shape),
+            "Add the missing dimension, for example with [None]",
+        )
+    array = np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64)
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocabulary:
+        _refuse(
+            f"{name} holds an id outside the vocabulary",
+            f"0 to {vocabulary - 1}",
+            low if low < 0 else high,
+            "Check that tokenizer and model belong together",
+        )
+    return array
+
+
+def _checked_embeds(embeds: Any, ids: np.ndarray | None) -> Tensor:
+    if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
+        got = tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
+        _refuse("inputs_embeds has the wrong shape or type",
+                "a (batch, length, hidden) floating point tensor", got, "Pass embeddings")
+    if ids is not None and tuple(embeds.shape[:2]) != ids.shape:
+        _refuse("inputs_embeds and input_ids differ in shape", f"{ids.shape} positions",
+                tuple(embeds.shape[:2]), "Pass one of them, or one embedding per id")
+    return embeds.detach()
+
+
+def _mask(
+    mask: Any,
+    ids: np.ndarray | None,
+    shape: tuple[int, ...],
+    pad: int | None,
+    eos: tuple[int, ...],
+) -> np.ndarray:
+    if mask is None:
+        known = ids is not None and pad is not None and pad not in eos and bool((ids == pad).any())
+        return ids != pad if known else np.ones(shape, dtype=bool)
+    array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
+    if array.shape != shape:
+        _refuse("attention_mask has the wrong shape", f"{shape}, one entry per prompt position",
+                array.shape, "Pass the mask that the tokenizer returned with the ids")
+    if not np.isin(array, (0, 1)).all():
+        _refuse("attention_mask holds other values than 0 and 1", "0 or 1",
+                array[~np.isin(array, (0, 1))][0], "Pass 1 for real positions, 0 for padding")
+    return array.astype(bool)
+
+
+def _span(row: np.ndarray, index: int) -> tuple[int, int]:
+    """[first, last) of the real positions of a row."""
+    real = np.flatnonzero(row)
+    if len(real) == 0:
+        _refuse(f"row {index} of the prompt is empty", "at least one position with mask 1",
+                "none", "Drop the row or give it a start token")
+    first, last = int(real[0]), int(real[-1]) + 1
+    if last - first != len(real):
+        _refuse(f"row {index} of attention_mask has a hole", "padding at the ends only",
+                row.astype(int).tolist(), "Remove the masked positions from the prompt")
+    return first, last
+
+
+def _row_positions(
+    positions: Tensor | None, b: int, first: int, last: int, shape: tuple[int, ...]
+) -> Tensor | None:
+    """A row's share of position ids of any rank: (..., B, L), (..., 1, L) or (L,)."""
+    if positions is None:
+        return None
+    if positions.shape[-1] != shape[1] or (
+        positions.dim() > 1 and positions.shape[-2] not in (1, shape[0])
+    ):
+        _refuse("position_ids has the wrong shape", f"(..., {shape[0]}, {shape[1]})",
+                tuple(positions.shape), "Pass one position per prompt position")
+    row = positions
+    if positions.dim() > 1:
+        row = positions[..., b if positions.shape[-2] > 1 else 0, :]
+    return row[..., first:last].detach().cpu()
+
+
+def _refuse(what: str, wanted: object, got: object, do: str) -> None:
+    raise RequestError(message(what, wanted=wanted, got=got, do=do))

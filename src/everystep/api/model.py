@@ -1,0 +1,172 @@
+"""The model as its users see it: weights that can generate, and be called like the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everystep.api.generate import generate
+from everystep.config import GenerationConfig
+from everystep.errors import ModelClassError, UnsupportedError, message
+from everystep.executors.base import Executor
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.models import Model
+from everystep.types import Prompt
+
+
+@dataclass(frozen=True)
+class CausalLMOutput:
+    """`logits`: (B, T, V)."""
+
+    logits: Tensor
+
+
+class LanguageModel:
+    """A model with its generation defaults.
+
+    Generating changes nothing in it: every call has its own engine and its own cache rows, so
+    calls from several threads do not disturb each other, and an interrupted call leaves no row.
+    """
+
+    def __init__(
+        self, core: Model, generation_config: GenerationConfig | None = None, name: str = ""
+    ) -> None:
+        if not isinstance(core, Model):
+            raise ModelClassError(
+                message("this object is not a model that can generate", wanted="a models.Model",
+                        got=type(core).__name__, do="Use everystep.load_model")
+            )
+        self._core = core
+        self.generation_config = generation_config or GenerationConfig()
+        self.name_or_path = name
+
+    @property
+    def config(self) -> Any:
+        """The values of config.json, as attributes."""
+        return self._core.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self._core.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self._core.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self._core.vocab_size
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence the model was made for."""
+        return getattr(self._core.config, "max_position_embeddings", None)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads the prompt."""
+        return bool(getattr(self._core.config, "is_encoder_decoder", False))
+
+    def can_generate(self) -> bool:
+        """True: a model without a language head is refused when it is loaded."""
+        return True
+
+    def eval(self) -> LanguageModel:
+        """The model itself; there is no training mode."""
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> LanguageModel:
+        """A model on the given device and of the given type; this one stays as it is."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        core = self._core.to(device=device, dtype=dtype)
+        return LanguageModel(core, self.generation_config, self.name_or_path)
+
+    def executor(self) -> Executor:
+        """A fresh executor with no rows."""
+        return TorchExecutor(self._core)
+
+    def encode(self, prompt: Prompt) -> Tensor:
+        """(S, E) encoder states of one prompt."""
+        return self._core.encode(prompt)
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Logits of every position, (B, T, V), without a cache."""
+        with torch.inference_mode():
+            if self.is_encoder_decoder:
+                return CausalLMOutput(
+                    self._core.forward(
+                        input_ids, attention_mask, decoder_input_ids=decoder_input_ids
+                    )
+                )
+            if decoder_input_ids is not None:
+                raise UnsupportedError(
+                    message("decoder_input_ids was given to a model without an encoder",
+                            do="Pass input_ids only")
+                )
+            return CausalLMOutput(
+                self._core.forward(input_ids, attention_mask, position_ids, inputs_embeds)
+            )
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Any = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        custom_generate: Any = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Continues every row of the prompt.
+
+        Names, defaults and outputs are the reference's (`GenerationMixin.generate`, 5.23): any
+        `GenerationConfig` field and model input may be given by name; a name nobody knows is an
+        error. Returns a (rows, length) int64 tensor, or with `return_dict_in_generate=True` an
+        output object. Without `seed` draws come from torch's global generator, as there; with
+        it a row's tokens do not depend on its batch. `seed`: one integer, or one per row.
+        """
+        _refuse("synced_gpus", synced_gpus, "stepping together with other processes")
+        _refuse("assistant_model", assistant_model, "drafting with a second model")
+        _refuse("custom_generate", custom_generate, "decoding loops of the caller")
+        user = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "streamer": streamer,
+            "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask,
+            "seed": seed,
+            "tokenizer": tokenizer,
+        }
+        return generate(self, inputs, generation_config, user, dict(kwargs))
+
+
+def _refuse(name: str, value: object, capability: str) -> None:
+    if value:
+        raise UnsupportedError(
+            message(f"{name} asks for {capability}, which this version does not have",
+                    do=f"Leave {name} out")
+        )

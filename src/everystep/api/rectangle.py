@@ -1,0 +1,91 @@
+"""From finished groups to what callers expect: a rectangle of ids, or an output object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.call import Call
+from everystep.engine.collect import Collector
+from everystep.outputs import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+from everystep.strategies import Beam
+from everystep.types import Finished, Group
+
+
+def results(groups: list[Group]) -> list[Finished]:
+    """The result of every group, one after another."""
+    return [done for group in groups for done in group.request.strategy.finish(group)]
+
+
+def sequences(call: Call, groups: list[Group]) -> Tensor:
+    """(B * returns, length) int64: pads, prompt, new tokens, then pad ids up to the longest."""
+    finished = results(groups)
+    returns = call.strategy.returns
+    longest = max(len(done.tokens) for done in finished)
+    width = call.inputs.width
+    table = np.full((len(finished), width + longest), call.tokens.fill, dtype=np.int64)
+    for row, done in enumerate(finished):
+        prompt = call.inputs.prompts[row // returns].ids
+        if prompt is not None:
+            table[row, width - len(prompt) : width] = prompt
+        table[row, width : width + len(done.tokens)] = done.tokens
+    return torch.from_numpy(table)
+
+
+def output(
+    call: Call, groups: list[Group], collector: Collector, encoder: dict[str, Any] | None
+) -> Any:
+    """The output object of the reference for this kind of model and strategy, with our extras."""
+    finished = results(groups)
+    effective = call.effective
+    pads = np.repeat(np.array(call.inputs.pads), call.strategy.width)
+    fields: dict[str, Any] = {
+        "sequences": sequences(call, groups),
+        "scores": collector.score_steps() if effective.output_scores else None,
+        "logits": collector.logit_steps() if effective.output_logits else None,
+    }
+    layers = collector.layer_steps(pads) if effective.output_hidden_states else None
+    attentions = collector.attention_steps(pads) if effective.output_attentions else None
+    if isinstance(call.strategy, Beam):
+        fields["beam_indices"] = beam_indices(finished)
+        scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
+        fields["sequences_scores"] = scores if effective.output_scores else None
+    fields["finish_reasons"] = tuple(done.reason for done in finished)
+    fields["new_tokens"] = tuple(torch.from_numpy(done.tokens) for done in finished)
+    fields["prompt_length"] = call.inputs.prompt_width
+    fields["effective_config"] = effective
+    beams = isinstance(call.strategy, Beam)
+    if encoder is None:
+        fields |= {"hidden_states": layers, "attentions": attentions}
+        kind = GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput
+        return kind(**fields)
+    fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions, **encoder}
+    fields["cross_attentions"] = collector.cross_steps() if attentions is not None else None
+    kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
+    return kind(**fields)
+
+
+def beam_indices(finished: list[Finished]) -> Tensor:
+    """(sequences, longest) int32: the beam each token came from, -1 beyond the end."""
+    paths = [_path(done.memo.get("beams")) for done in finished]
+    longest = max(len(path) for path in paths)
+    table = np.full((len(paths), longest), -1, dtype=np.int32)
+    for row, path in enumerate(paths):
+        table[row, : len(path)] = path
+    return torch.from_numpy(table)
+
+
+def _path(chain: Any) -> list[int]:
+    path: list[int] = []
+    while chain is not None:
+        chain, beam = chain
+        path.append(beam)
+    return path[::-1]

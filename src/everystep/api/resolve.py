@@ -1,0 +1,197 @@
+"""From an effective configuration to frozen choices: strategy, stops, draws, limits.
+
+After this no configuration object goes any further down.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everystep.api.inputs import Inputs
+from everystep.config import Effective
+from everystep.draws import Draws, SeededDraws, SharedDraws
+from everystep.errors import RequestError, UnsupportedError, message
+from everystep.stops import EosToken, MaxLength, MaxTime, StopStrings, User
+from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
+
+LATER = {
+    "assistant_early_exit": "speculation with the model's own early layers",
+    "dola_layers": "DoLa",
+    "constraints": "constrained beams",
+    "force_words_ids": "constrained beams",
+    "token_healing": "token healing",
+    "watermarking_config": "watermarking",
+    "cache_implementation": "choosing a cache",
+    "cache_config": "choosing a cache",
+    "use_mtp": "multi-token prediction heads",
+    "speculation_type": "block drafters",
+    "low_memory": "sequential beams",
+    "compile_config": "compiled forwards",
+    "assistant_ensemble_weight": "ensemble verification",
+}
+"""Fields that are read and checked, whose capability is not built yet -> its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far a row may go: `visible` ids in all, pad prefix included, and `new` tokens of it."""
+
+    visible: int
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The special ids of a call."""
+
+    eos: tuple[int, ...]
+    pad: int | None
+    bos: int | None
+    start: int | None
+
+    @property
+    def fill(self) -> int:
+        """What stands where a row has nothing to say."""
+        if self.pad is not None:
+            return self.pad
+        return self.eos[0] if self.eos else 0
+
+
+def read_tokens(effective: Effective) -> Tokens:
+    """Special ids, the pad id taken from the first end id where there is none."""
+    eos = effective.eos_token_id
+    ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    pad = effective.pad_token_id
+    if pad is None and ends:
+        pad = ends[0]
+    start = effective.decoder_start_token_id
+    return Tokens(ends, pad, effective.bos_token_id, effective.bos_token_id if start is None else start)
+
+
+def refuse_unbuilt(effective: Effective) -> None:
+    """Raises if the caller set a field whose capability is not built yet."""
+    for name, capability in LATER.items():
+        if effective.source(name) in ("call", "config") and getattr(effective, name) is not None:
+            raise UnsupportedError(
+                message(f"{name} asks for {capability}, which this version does not have",
+                        got=repr(getattr(effective, name)), do=f"Leave {name} out")
+            )
+
+
+def read_limits(effective: Effective, inputs: Inputs, context: int | None) -> Limits:
+    """The most ids a row may have, counted as the reference counts them.
+
+    `max_new_tokens` wins over `max_length`; without either, 20 new tokens, or as many as the
+    model's context leaves. `max_length` counts prompt positions once, as ids or as embeddings.
+    """
+    prompt = inputs.prompt_width
+    set_length = effective.source("max_length") != "default"
+    if effective.max_new_tokens is not None:
+        if set_length and effective.source("max_length") in ("call", "config"):
+            warnings.warn(
+                "max_new_tokens and max_length are both set; max_new_tokens is used", stacklevel=4
+            )
+        new = int(effective.max_new_tokens)
+    elif set_length:
+        new = int(effective.max_length) - prompt
+        if new <= 0:
+            raise RequestError(
+                message("the prompt leaves no room for new tokens",
+                        wanted=f"a prompt shorter than max_length={effective.max_length}",
+                        got=f"{prompt} positions",
+                        do="Raise max_length, or set max_new_tokens instead")
+            )
+    else:
+        new = 20 if context is None else max(1, min(20, context - prompt))
+    return Limits(inputs.width + new, new)
+
+
+def read_strategy(effective: Effective, tokens: Tokens, limits: Limits) -> Any:
+    """The strategy that the configuration names."""
+    width = int(effective.num_beams or 1)
+    returns = int(effective.num_return_sequences or 1)
+    if width > 1:
+        _refuse_speculation(effective, "num_beams > 1")
+        return Beam(
+            width=width,
+            returns=returns,
+            length_penalty=float(effective.length_penalty),
+            early_stopping=effective.early_stopping,
+            eos_count=len(tokens.eos),
+            max_new=limits.new,
+            sampled=bool(effective.do_sample),
+        )
+    contrastive = _contrastive(effective)
+    if contrastive is not None:
+        return contrastive
+    base = Sample(returns) if effective.do_sample else Greedy()
+    if effective.prompt_lookup_num_tokens is None:
+        return base
+    ngram = effective.max_matching_ngram_size
+    return Speculative(
+        PromptLookup(
+            int(effective.prompt_lookup_num_tokens), 2 if ngram is None else int(ngram), tokens.eos
+        ),
+        base,
+    )
+
+
+def _contrastive(effective: Effective) -> Contrastive | None:
+    alpha, top_k = effective.penalty_alpha, effective.top_k
+    if effective.do_sample or not alpha or alpha <= 0 or top_k is None or top_k <= 1:
+        return None
+    _refuse_speculation(effective, "penalty_alpha")
+    return Contrastive(int(top_k), float(alpha))
+
+
+def _refuse_speculation(effective: Effective, other: str) -> None:
+    if effective.prompt_lookup_num_tokens is not None:
+        raise RequestError(
+            message(f"prompt_lookup_num_tokens cannot be combined with {other}",
+                    wanted="greedy decoding or sampling",
+                    got=f"prompt_lookup_num_tokens={effective.prompt_lookup_num_tokens}",
+                    do="Leave one of the two out")
+        )
+
+
+def read_stops(
+    effective: Effective,
+    tokens: Tokens,
+    limits: Limits,
+    decode: Callable[[Sequence[int]], str] | None,
+    user: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Every reason to end a sequence, in the order in which it is reported."""
+    stops: list[Any] = [MaxLength(limits.visible)]
+    if effective.max_time is not None:
+        stops.append(MaxTime.start(float(effective.max_time)))
+    if effective.stop_strings is not None:
+        if decode is None:
+            raise RequestError(
+                message("stop_strings needs a tokenizer", wanted="tokenizer=...", got="none",
+                        do="Pass tokenizer=tokenizer to generate")
+            )
+        strings = effective.stop_strings
+        strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        stops.append(StopStrings(strings, decode))
+    if tokens.eos:
+        stops.append(EosToken(tokens.eos))
+    stops += [User(criterion) for criterion in user]
+    return tuple(stops)
+
+
+def read_draws(seed: int | Sequence[int] | None, batch: int) -> tuple[Draws, ...]:
+    """(B,) where each row's randomness comes from: the global generator without a seed."""
+    if seed is None:
+        return (SharedDraws(),) * batch
+    seeds = [seed] * batch if isinstance(seed, int) else list(seed)
+    wrong = [s for s in seeds if isinstance(s, bool) or not isinstance(s, int)]
+    if len(seeds) != batch or wrong:
+        raise RequestError(
+            message("seed does not fit the call", wanted=f"an integer, or {batch} of them",
+                    got=repr(seed), do="Pass one seed, or one per row of the prompt")
+        )
+    return tuple(SeededDraws(s) for s in seeds)

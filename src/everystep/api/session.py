@@ -1,0 +1,249 @@
+"""Prompts under the continuous scheduler: texts in, events and texts out, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from everystep.api.arguments import CONFIG_FIELDS, refuse_unknown
+from everystep.api.call import Call, UserParts, resolve
+from everystep.api.inputs import Inputs
+from everystep.api.model import LanguageModel
+from everystep.api.resolve import read_tokens, refuse_unbuilt
+from everystep.config import GenerationConfig, merge_configs
+from everystep.engine import Continuous, Engine
+from everystep.errors import RequestError, message
+from everystep.text import Detokenizer, Tokenizer
+from everystep.types import Event, Finished, FinishReason, Group, Prompt
+
+Messages = Sequence[Mapping[str, Any]]
+PromptLike = str | Sequence[int] | Messages
+
+_OPTIONS = ("generation_config", "logits_processor", "stopping_criteria", "add_generation_prompt")
+_ROWS = 32
+_TOKEN_BUDGET = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One continuation: its text without special tokens, its ids, why it ended, its score."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    score: float
+    prompt_tokens: int
+
+
+class Session:
+    """One engine for many prompts of one model and one set of options.
+
+    `seed`: the draws of every prompt depend on it and on nothing around the prompt; without it a
+    fresh one is taken from torch's global generator.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer | None,
+        options: dict[str, Any],
+        seed: int | None = None,
+    ) -> None:
+        refuse_unknown(options, (*CONFIG_FIELDS, *_OPTIONS))
+        self._model = model
+        self._tokenizer = tokenizer
+        self._user = {name: options.pop(name, None) for name in _OPTIONS}
+        passed: GenerationConfig | None = self._user["generation_config"]
+        self._effective = merge_configs(options, passed, model.generation_config)
+        refuse_unbuilt(self._effective)
+        self._tokens = read_tokens(self._effective)
+        self._seed = int(torch.randint(2**62, ()).item()) if seed is None else _seed(seed)
+        width = max(self._effective.num_beams or 1, self._effective.num_return_sequences or 1)
+        rows = max(_ROWS, width * (2 if self._effective.guidance_scale else 1))
+        self.engine = Engine(model.executor(), Continuous(max(_TOKEN_BUDGET, rows), rows))
+
+    def ids(self, prompt: PromptLike) -> np.ndarray:
+        """The ids of a text, of messages through the chat template, or of ids as they are."""
+        if isinstance(prompt, str):
+            return np.array(self._need_tokenizer().encode(prompt), dtype=np.int64)
+        if is_messages(prompt):
+            start = self._user["add_generation_prompt"] is not False
+            ids = self._need_tokenizer().apply_chat_template(
+                list(prompt), tokenize=True, add_generation_prompt=start, return_dict=False
+            )
+            return np.array(ids, dtype=np.int64)
+        return np.array(list(prompt), dtype=np.int64)  # type: ignore[arg-type]
+
+    def call(self, prompt: PromptLike) -> Call:
+        """Everything resolved for one prompt."""
+        ids = self.ids(prompt)
+        vocabulary = self._model.vocab_size
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= vocabulary:
+            raise RequestError(
+                message("a prompt is empty or holds ids outside the vocabulary",
+                        wanted=f"ids from 0 to {vocabulary - 1}", got=ids[:8].tolist(),
+                        do="Check the prompt, and that tokenizer and model belong together")
+            )
+        if self._model.is_encoder_decoder:
+            source = Prompt(ids=ids)
+            with torch.inference_mode():
+                states = self._model.encode(source)
+            inputs = Inputs((Prompt(np.array([self._tokens.start]), encoder=states),), (0,), 1, 0)
+            encoder_ids = [ids]
+        else:
+            inputs, encoder_ids = Inputs((Prompt(ids=ids),), (0,), len(ids), 0), []
+        decode = None if self._tokenizer is None else self._tokenizer.decode
+        user = UserParts(
+            processors=tuple(self._user["logits_processor"] or ()),
+            stops=tuple(self._user["stopping_criteria"] or ()),
+            decode=decode,
+            seed=self._seed,
+        )
+        return resolve(
+            self._effective,
+            self._tokens,
+            inputs,
+            user,
+            vocabulary=vocabulary,
+            context=self._model.context,
+            encoder_ids=encoder_ids,
+        )
+
+    def submit(self, prompt: PromptLike, request_id: str) -> Group:
+        """The prompt waits for its turn."""
+        (request,) = self.call(prompt).requests(lingers=False)
+        return self.engine.submit(replace(request, request_id=request_id))
+
+    def step(self) -> list[Event]:
+        """One step of the engine."""
+        with torch.inference_mode():
+            return self.engine.step()
+
+    def generated(self, group: Group) -> list[Generated]:
+        """The result of a finished group."""
+        prompt = group.request.prompt
+        length = 0 if prompt.ids is None else len(prompt.ids)
+        done = group.request.strategy.finish(group)
+        return [self._generated(one, length) for one in done]
+
+    def _generated(self, done: Finished, prompt: int) -> Generated:
+        ids = done.tokens.tolist()
+        text = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+        return Generated(text, tuple(ids), done.reason, done.score, prompt)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                message("text needs a tokenizer", wanted="a tokenizer, or prompts given as ids",
+                        got="no tokenizer", do="Pass the tokenizer that es.load returned")
+            )
+        return self._tokenizer
+
+
+def is_messages(prompt: object) -> bool:
+    """Whether a prompt is a conversation."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def is_one(prompt: object) -> bool:
+    """Whether this is one prompt, and not a list of them."""
+    if isinstance(prompt, str) or is_messages(prompt):
+        return True
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def run_all(
+    session: Session, prompts: Iterable[PromptLike], done: Callable[[int, Group], None]
+) -> None:
+    """Runs every prompt; no more wait in the engine than it can soon admit."""
+    coming: Iterator[tuple[int, PromptLike]] = iter(enumerate(prompts))
+    inside: dict[int, Group] = {}
+    more = True
+    while more or inside:
+        while more and len(inside) < 2 * _ROWS:
+            try:
+                index, prompt = next(coming)
+            except StopIteration:
+                more = False
+                break
+            inside[index] = session.submit(prompt, str(index))
+        if inside:
+            session.step()
+        for index in [i for i, group in inside.items() if not group.live]:
+            done(index, inside.pop(index))
+
+
+class Stream:
+    """Events of one or several prompts, as they happen.
+
+    Iterating drives the engine; nothing runs between two events. `cancel()` ends every prompt
+    with the tokens it has (their last events say so), `close()` ends them silently.
+    """
+
+    def __init__(self, session: Session, tokenizer: Tokenizer | None, prompts: Sequence[PromptLike]):
+        self._session = session
+        self._tokenizer = tokenizer
+        self._texts: dict[tuple[str, int], Detokenizer] = {}
+        self._events: list[Event] = []
+        self.groups = [session.submit(prompt, str(i)) for i, prompt in enumerate(prompts)]
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Event:
+        while not self._events:
+            if not self._session.engine.pending:
+                raise StopIteration
+            self._events = [self._with_text(event) for event in self._session.step()]
+        return self._events.pop(0)
+
+    def cancel(self) -> None:
+        """Every prompt ends here; the last event of each has the reason `cancelled`."""
+        reason = FinishReason("cancelled")
+        for group in self.groups:
+            if group.live:
+                before = [(s.index, s.generated) for s in group.live if s.finish is None]
+                self._session.engine.cancel(group, reason)
+                for index, position in before[: group.request.strategy.returns]:
+                    event = Event(group.request.request_id, index, -1, None, None, position, reason)
+                    self._events.append(self._with_text(event))
+
+    def close(self) -> None:
+        """Every prompt ends here, and there are no more events."""
+        self.cancel()
+        self._events = []
+
+    def results(self) -> list[list[Generated]]:
+        """What every finished prompt has become, in the order of the prompts."""
+        return [self._session.generated(group) for group in self.groups]
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _with_text(self, event: Event) -> Event:
+        if self._tokenizer is None:
+            return event
+        key = (event.request_id, event.index)
+        text = self._texts.setdefault(key, Detokenizer(self._tokenizer))
+        piece = text.push(event.token) if event.token >= 0 else ""
+        if event.finish is not None:
+            piece += text.finish()
+        return replace(event, text=piece)
+
+
+def _seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise RequestError(
+            message("seed must be one integer here", wanted="an integer", got=repr(seed),
+                    do="Pass seed=7, say")
+        )
+    return seed
+
+

@@ -1,0 +1,101 @@
+"""Text in, text out: `generate` over any number of prompts, `stream`, and `chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from everystep.api.model import LanguageModel
+from everystep.api.session import (
+    Generated,
+    Messages,
+    PromptLike,
+    Session,
+    Stream,
+    is_one,
+    run_all,
+)
+from everystep.errors import RequestError, message
+from everystep.text import Tokenizer
+from everystep.types import Group
+
+
+def generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer | None = None,
+    prompts: PromptLike | Iterable[PromptLike] | None = None,
+    *,
+    seed: int | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Any:
+    """The continuation of one prompt, or of each of many.
+
+    A prompt is a text, a list of ids, or a list of messages (which goes through the chat template).
+    One prompt gives a text; several give a list of texts in their order, from the continuous
+    scheduler, with no more than a few dozen in memory at once. With `num_return_sequences` above 1
+    each prompt gives a list; with `return_dict_in_generate=True` each text is a `Generated`.
+    Without prompts this is `model.generate(**options)`.
+    """
+    if prompts is None:
+        return model.generate(seed=seed, tokenizer=tokenizer, **options)
+    session = Session(model, tokenizer, options, seed)
+    single = is_one(prompts)
+    many: Iterable[PromptLike] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
+    results: dict[int, Any] = {}
+    with _bar(progress, many) as advance:
+
+        def done(index: int, group: Group) -> None:
+            results[index] = _shape(session.generated(group), options, tokenizer)
+            advance()
+
+        run_all(session, many, done)
+    if single:
+        return results[0]
+    return [results[index] for index in range(len(results))]
+
+
+def stream(
+    model: LanguageModel,
+    tokenizer: Tokenizer | None,
+    prompts: PromptLike | Sequence[PromptLike],
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> Stream:
+    """The events of a text, of messages, or of a list of either, token by token."""
+    many = [prompts] if is_one(prompts) else list(prompts)
+    if not many:
+        raise RequestError(message("there is no prompt to stream", do="Pass at least one"))
+    return Stream(Session(model, tokenizer, options, seed), tokenizer, many)  # type: ignore[arg-type]
+
+
+def chat(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> str:
+    """The assistant's answer to a conversation; up to 512 new tokens unless told otherwise."""
+    if "max_length" not in options:
+        options.setdefault("max_new_tokens", 512)
+    return str(generate(model, tokenizer, messages, seed=seed, **options))
+
+
+def _shape(generated: list[Generated], options: dict[str, Any], tokenizer: Any) -> Any:
+    asked = bool(options.get("return_dict_in_generate"))
+    values: list[Any] = list(generated) if asked else [
+        one.text if tokenizer is not None else list(one.tokens) for one in generated
+    ]
+    return values[0] if len(values) == 1 else values
+
+
+def _bar(progress: bool, many: Any) -> AbstractContextManager[Callable[[], None]]:
+    if not progress:
+        return nullcontext(lambda: None)
+    from everystep.api.progress import ProgressBar
+
+    return ProgressBar(len(many) if isinstance(many, (list, tuple)) else None)

@@ -22,19 +22,6 @@ from everystep.types import Children, Finished, FinishReason, Group, Sequence, T
 _NEVER = -1.0e9
 
 
-@dataclass(slots=True)
-class Bank:
-    """The best finished scores of a request, (W,) float32 each, and whether more can come."""
-
-    scores: Tensor
-    filled: Tensor
-    open: bool = True
-
-    def full(self) -> bool:
-        """Whether every slot holds a finished hypothesis."""
-        return bool(self.filled.all())
-
-
 @dataclass(frozen=True)
 class Beam:
     """`width` hypotheses go on; the `returns` best finished ones are the result.
@@ -64,6 +51,11 @@ class Beam:
         """How many candidates of a request are looked at."""
         return max(2, 1 + self.eos_count) * self.width
 
+    def horizon(self, length: int) -> int:
+        """The length at which a running beam of `length` tokens is judged."""
+        late = self.early_stopping == "never" and self.length_penalty > 0.0
+        return self.max_new if late else length
+
     def opening_score(self, index: int) -> float:
         """Only the first of equal siblings counts at first."""
         return 0.0 if index == 0 else _NEVER
@@ -85,62 +77,37 @@ class Beam:
         return total.gather(1, drawn), drawn
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        """Candidates that end are banked, the best others go on."""
-        scores, flat = torch.from_numpy(picked[0]), picked[1]
-        vocabulary = batch.vocabulary
-        parent = flat // vocabulary + np.arange(len(batch.groups))[:, None] * self.width
-        token = flat % vocabulary
+        """Candidates that end are banked, the best others go on; all groups at once."""
+        scores, flat = torch.from_numpy(picked[0]), picked[1]  # (G, ranked)
+        parent = flat // batch.vocabulary + np.arange(len(flat))[:, None] * self.width
+        token = flat % batch.vocabulary
         _, reasons = batch.stops(parent.ravel(), token.reshape(-1, 1), np.ones(flat.size, int))
-        hits = torch.tensor([reason is not None for reason in reasons]).reshape(scores.shape)
-        going = scores + hits.float() * _NEVER
-        next_scores, next_ranks = torch.topk(going, self.width)
-        chosen = _Chosen([], [], [], [], [])
-        settled = []
-        for g, group in enumerate(batch.groups):
-            ended, reasons_g = hits[g], reasons[g * self.ranked : (g + 1) * self.ranked]
-            taken, final = self._bank(group, batch.sequences[g * self.width], scores[g], ended)
-            for rank in taken:
-                chosen.add(parent[g, rank], token[g, rank], final[rank], reasons_g[rank], 0)
-            if self._settled(group, batch.sequences[g * self.width], next_scores[g], ended):
-                settled.append(g)
-            if g not in settled or group.request.linger:
-                for index, rank in enumerate(next_ranks[g].tolist()):
-                    chosen.add(parent[g, rank], token[g, rank], next_scores[g, index], None, index)
-        return chosen.children(batch, self.width, tuple(settled))
-
-    def _bank(
-        self, group: Group, beam: Sequence, scores: Tensor, ended: Tensor
-    ) -> tuple[list[int], Tensor]:
-        """Ranks of the candidates that enter the bank, and the final score of every candidate."""
-        own: Beam = group.request.strategy
-        bank = group.memo.setdefault("bank", _empty_bank(self.width))
-        final = scores / ((beam.generated + 1) ** own.length_penalty)
-        closed = group.settled or not bank.open or (own.early_stopping is True and bank.full())
-        first = torch.arange(self.ranked) < self.width
-        just = ended & first & torch.tensor(not closed)
-        merged = torch.cat([bank.scores, final + (~just) * _NEVER])
-        filled = torch.cat([bank.filled, just])
-        best = torch.topk(merged, self.width).indices
-        bank.scores, bank.filled = merged[best], filled[best]
-        taken = [int(i) - self.width for i in best.tolist() if i >= self.width]
-        return [rank for rank in sorted(taken) if just[rank]], final
-
-    def _settled(self, group: Group, beam: Sequence, going: Tensor, ended: Tensor) -> bool:
-        """Whether no later hypothesis can change the result.
-
-        Source: the reference's `_check_early_stop_heuristic`, with its assumption that the best
-        running beam keeps its score at the current length (at the longest under "never").
-        """
-        own: Beam = group.request.strategy
-        bank: Bank = group.memo["bank"]
-        length = beam.generated + 1
-        if own.early_stopping == "never" and own.length_penalty > 0.0:
-            length = own.max_new
-        best = going[0] / (length**own.length_penalty)
-        worst = torch.where(bank.filled, bank.scores.min(), _NEVER)
-        bank.open = bank.open and bool((best > worst).any())
-        full = own.early_stopping is True and bank.full()
-        return not bank.open or full or bool(ended.all())
+        ended = torch.tensor([reason is not None for reason in reasons]).reshape(scores.shape)
+        next_scores, next_ranks = torch.topk(scores + ended * _NEVER, self.width)
+        banks = Banks.of(batch, self)
+        final, entered = banks.enter(scores, ended)
+        settled = banks.settle(next_scores[:, :1], ended)
+        goes = ~settled | np.array([group.request.linger for group in batch.groups])
+        born = np.argwhere(entered)  # (n, 2): group, rank
+        live = np.flatnonzero(goes)
+        group = np.concatenate([born[:, 0], np.repeat(live, self.width)])
+        rank = np.concatenate([born[:, 1], next_ranks.numpy()[live].ravel()])
+        score = np.concatenate([final[entered], next_scores.numpy()[live].ravel()])
+        finish = [reasons[g * self.ranked + r] for g, r in born] + [None] * (len(live) * self.width)
+        index = np.concatenate(
+            [np.zeros(len(born), int), np.tile(np.arange(self.width), len(live))]
+        )
+        parents = parent[group, rank]
+        return Children(
+            parents,
+            token[group, rank].reshape(-1, 1),
+            np.ones(len(parents), dtype=np.int64),
+            score.astype(np.float64),
+            finish,
+            memo=_paths(batch, parents, self.width),
+            index=index,
+            settled=tuple(np.flatnonzero(settled).tolist()),
+        )
 
     def keep(self, group: Group) -> list[Finished]:
         """The `width` best, as many as the bank has slots."""
@@ -154,8 +121,88 @@ class Beam:
         return best + [empty] * (self.returns - len(best))
 
 
-def _empty_bank(width: int) -> Bank:
-    return Bank(torch.full((width,), _NEVER), torch.zeros(width, dtype=torch.bool))
+@dataclass(slots=True)
+class Bank:
+    """The best finished scores of a request, (W,) float32, which are taken, and whether more can
+    come."""
+
+    scores: Tensor
+    filled: Tensor
+    open: bool = True
+
+
+@dataclass(slots=True)
+class Banks:
+    """The banks of G groups as one: `scores`, `filled` (G, W); all else (G, 1).
+
+    `power`, `horizon`: what the scores of this step, and the best score still possible, are
+    divided by. `eager`: whether a full bank ends the search.
+    """
+
+    banks: list[Bank]
+    scores: Tensor
+    filled: Tensor
+    open: Tensor
+    power: Tensor
+    horizon: Tensor
+    eager: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, beam: Beam) -> Banks:
+        """The banks of a batch; a group that opens has an empty one."""
+        banks = [_bank(group, beam.width) for group in batch.groups]
+        still = [bank.open and not g.settled for bank, g in zip(banks, batch.groups, strict=True)]
+        lengths = [s.generated + 1 for s in batch.sequences[:: beam.width]]
+        strategies: list[Beam] = [group.request.strategy for group in batch.groups]
+        pairs = list(zip(strategies, lengths, strict=True))
+        return cls(
+            banks,
+            torch.stack([bank.scores for bank in banks]),
+            torch.stack([bank.filled for bank in banks]),
+            _column(still),
+            _column([length**own.length_penalty for own, length in pairs]),
+            _column([own.horizon(length) ** own.length_penalty for own, length in pairs]),
+            _column([own.early_stopping is True for own in strategies]),
+        )
+
+    def enter(self, scores: Tensor, ended: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """(G, ranked) candidates and which ended -> their final scores, and who enters a bank."""
+        width = self.scores.shape[1]
+        final = scores / self.power
+        closed = ~self.open | (self.eager & self.filled.all(dim=1, keepdim=True))
+        just = ended & (torch.arange(scores.shape[1]) < width) & ~closed
+        merged = torch.cat([self.scores, final + ~just * _NEVER], dim=1)
+        best = torch.topk(merged, width).indices
+        self.scores = merged.gather(1, best)
+        self.filled = torch.cat([self.filled, just], dim=1).gather(1, best)
+        taken = torch.zeros(merged.shape, dtype=torch.bool).scatter_(1, best, True)[:, width:]
+        return final.numpy(), (taken & just).numpy()
+
+    def settle(self, best: Tensor, ended: Tensor) -> np.ndarray:
+        """(G, 1) best running scores -> (G,) whether no later hypothesis can change the result.
+
+        Source: the reference's `_check_early_stop_heuristic`, with its assumption that the best
+        running beam keeps its score at the current length (at the longest under "never").
+        """
+        worst = torch.where(self.filled, self.scores.amin(dim=1, keepdim=True), _NEVER)
+        self.open = self.open & (best / self.horizon > worst).any(dim=1, keepdim=True)
+        rows = zip(self.banks, self.scores, self.filled, self.open[:, 0].tolist(), strict=True)
+        for bank, scores, filled, still in rows:
+            bank.scores, bank.filled, bank.open = scores, filled, still
+        full = self.eager & self.filled.all(dim=1, keepdim=True)
+        return (~self.open | full | ended.all(dim=1, keepdim=True))[:, 0].numpy()
+
+
+def _bank(group: Group, width: int) -> Bank:
+    if "bank" not in group.memo:
+        empty = Bank(torch.full((width,), _NEVER), torch.zeros(width, dtype=torch.bool))
+        group.memo["bank"] = empty
+    bank: Bank = group.memo["bank"]
+    return bank
+
+
+def _column(values: list[float] | list[bool]) -> Tensor:
+    return torch.tensor(values)[:, None]
 
 
 def _group_places(batch: Batch, width: int) -> Places:
@@ -167,39 +214,10 @@ def _group_places(batch: Batch, width: int) -> Places:
     return Places(seed, np.zeros(len(firsts), np.uint64), position, slot, batch.slots // width)
 
 
-@dataclass
-class _Chosen:
-    """Children, gathered one by one; there are at most a few per beam."""
-
-    parent: list[int]
-    token: list[int]
-    score: list[float]
-    finish: list[FinishReason | None]
-    index: list[int]
-
-    def add(
-        self, parent: int, token: int, score: Tensor, finish: FinishReason | None, index: int
-    ) -> None:
-        self.parent.append(int(parent))
-        self.token.append(int(token))
-        self.score.append(float(score))
-        self.finish.append(finish)
-        self.index.append(index)
-
-    def children(self, batch: Batch, width: int, settled: tuple[int, ...]) -> Children:
-        """Each child remembers its beams as a chain (earlier chain, beam index in the call)."""
-        memo: list[dict[str, object] | None] = []
-        for parent in self.parent:
-            source = batch.sequences[parent]
-            rank = batch.groups[parent // width].rank * width + parent % width
-            memo.append({"beams": (source.memo.get("beams"), rank)})
-        return Children(
-            np.array(self.parent, dtype=np.int64),
-            np.array(self.token, dtype=np.int64).reshape(-1, 1),
-            np.ones(len(self.parent), dtype=np.int64),
-            np.array(self.score, dtype=np.float64),
-            self.finish,
-            memo=memo,
-            index=np.array(self.index, dtype=np.int64),
-            settled=settled,
-        )
+def _paths(batch: Batch, parents: np.ndarray, width: int) -> list[dict[str, object] | None]:
+    """What each child remembers: its beams as a chain (earlier chain, beam index in the call)."""
+    paths: list[dict[str, object] | None] = []
+    for parent in parents.tolist():
+        beam = batch.groups[parent // width].rank * width + parent % width
+        paths.append({"beams": (batch.sequences[parent].memo.get("beams"), beam)})
+    return paths

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = 2**64 - 1
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
@@ -47,9 +48,17 @@ def uniform(
 
 def fork_lineage(lineage: int, position: int, rank: int) -> int:
     """The lineage of a further child: new for every (parent, position, rank)."""
-    with np.errstate(over="ignore"):
-        key = _key(np.array([rank]), "fork", np.array([lineage], np.uint64), np.array([position]))
-    return int(key[0])
+    key = _mix_one(lineage + _STREAMS["fork"] * int(_GOLDEN))
+    key = _mix_one((key ^ position) + int(_GOLDEN))
+    return _mix_one((key ^ rank) + int(_GOLDEN))
+
+
+def _mix_one(value: int) -> int:
+    """`_mix` of one Python integer, for the many single forks of a beam search."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * int(_MIX_1)) & _MASK
+    value = ((value ^ (value >> 27)) * int(_MIX_2)) & _MASK
+    return value ^ (value >> 31)
 
 
 @dataclass(frozen=True)

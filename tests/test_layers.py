@@ -180,6 +180,11 @@ def test_every_package_has_a_level() -> None:
     assert unplaced_packages(sources()) == []
 
 
+def test_every_folder_is_a_package() -> None:
+    folders = {path.rpartition("/")[0] for path in sources()} - {""}
+    assert [folder for folder in sorted(folders) if f"{folder}/__init__.py" not in sources()] == []
+
+
 def test_imports_go_downward() -> None:
     assert upward_arrows(sources()) == []
 

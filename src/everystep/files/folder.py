@@ -89,7 +89,7 @@ def _read_json(file: Path) -> dict[str, object] | None:
 
 def _check_config(config: dict[str, object], name: str) -> None:
     field(config, "model_type", str, name)
-    architectures = field(config, "architectures", list[object], name, [])
+    architectures = field(config, "architectures", list, name, [])
     if not all(isinstance(entry, str) for entry in architectures):
         raise FormatError(
             message(f"{name}: the field 'architectures' should hold names", got=architectures)

@@ -97,10 +97,12 @@ def _hub_error(hub_id: HubId, offline: bool, error: Exception) -> EverystepError
                 do="Fetch it once with a network, or give the path of a local copy",
             )
         )
+    # The first line says it; what follows is the client's own advice.
+    lines = str(error).strip().splitlines() or ["no reason given"]
     return DownloadError(
         message(
             f"{hub_id} could not be fetched from the hub",
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]}",
+            got=f"{type(error).__name__}: {lines[0]}",
             do="Check the name, the network, and that you may read it (HF_TOKEN for gated models)",
         )
     )

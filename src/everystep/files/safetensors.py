@@ -154,7 +154,7 @@ def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     content = parse_object(read_bounded(index, MAX_INDEX_BYTES), str(index))
-    weight_map = field(content, "weight_map", dict[str, object], str(index))
+    weight_map = field(content, "weight_map", dict, str(index))
     if not weight_map:
         raise FormatError(message(f"{index}: the field 'weight_map' is empty"))
     return {name: _shard_name(index, name, shard) for name, shard in weight_map.items()}
@@ -224,7 +224,7 @@ def _stored_tensor(file: Path, name: str, entry: object) -> StoredTensor:
     if not isinstance(entry, dict):
         raise FormatError(message(f"{where} is not described by an object", got=repr(entry)[:80]))
     code = field(entry, "dtype", str, where)
-    shape = field(entry, "shape", list[object], where)
+    shape = field(entry, "shape", list, where)
     if code not in _DTYPES:
         raise UnsupportedError(
             message(f"{where} is of an unknown type", wanted=", ".join(_DTYPES), got=code)

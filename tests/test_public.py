@@ -15,13 +15,15 @@ import everystep
 
 
 def test_exported_names_are_the_listed_ones() -> None:
-    found = {
-        name
-        for name, value in vars(everystep).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
-    found -= {"annotations"}  # of `from __future__ import annotations`
-    assert found | {"__version__"} == set(everystep.__all__)
+    assert {*everystep._HOME, "__version__"} == set(everystep.__all__)
+    assert dir(everystep) == everystep.__all__
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "rich"]
+    code = f"import sys, everystep; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_listed_names_are_sorted() -> None:

@@ -88,7 +88,7 @@ class Draws(Protocol):
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int
     ) -> Tensor:
-        """(R, M) probabilities -> (R, count) distinct indices per row, in order of the draw."""
+        """(R, n) probabilities -> (R, count) distinct indices per row, in order of the draw."""
         ...
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:

@@ -57,8 +57,11 @@ def refuse_unknown(kwargs: Iterable[str], known: Iterable[str]) -> None:
 def _refuse_later(name: str, value: object) -> None:
     if value is not None:
         raise UnsupportedError(
-            message(f"{name} asks for {LATER[name]}, which this version does not have",
-                    got=type(value).__name__, do=f"Leave {name} out")
+            message(
+                f"{name} asks for {LATER[name]}, which this version does not have",
+                got=type(value).__name__,
+                do=f"Leave {name} out",
+            )
         )
 
 
@@ -66,7 +69,9 @@ def _refuse_unknown(name: str, known: Iterable[str] = ()) -> None:
     candidates = tuple(known) or (*CONFIG_FIELDS, *MODEL_INPUTS, *EXTRA)
     near = nearest(name, candidates)
     hint = f"Did you mean {near}?" if near else "See help(model.generate) for what there is"
-    raise UnknownArgumentError(message(f"generate() knows no argument {name!r}", do=hint.rstrip(".")))
+    raise UnknownArgumentError(
+        message(f"generate() knows no argument {name!r}", do=hint.rstrip("."))
+    )
 
 
 EXTRA = (
@@ -88,7 +93,9 @@ def require_one(name: str, inputs: object, kwargs: dict[str, Any]) -> None:
         return
     if kwargs.get(name) is not None:
         raise RequestError(
-            message(f"the prompt was given twice: as the first argument and as {name}",
-                    do=f"Pass it once, as {name}")
+            message(
+                f"the prompt was given twice: as the first argument and as {name}",
+                do=f"Pass it once, as {name}",
+            )
         )
     kwargs[name] = inputs

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from everystep.api.inputs import Inputs
 from everystep.api.resolve import (
@@ -18,11 +18,41 @@ from everystep.api.resolve import (
     read_stops,
     read_strategy,
 )
-from everystep.config import Effective
+from everystep.config import Effective, GenerationConfig
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
+from everystep.executors.base import Executor
 from everystep.processors import Facts, build
 from everystep.types import Prompt, Request, Wants
+
+
+class Host(Protocol):
+    """The model, as far as a call needs to know it."""
+
+    generation_config: GenerationConfig
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        ...
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence the model was made for."""
+        ...
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads the prompt."""
+        ...
+
+    def encode(self, prompt: Prompt) -> Tensor:
+        """(S, E) encoder states of one prompt."""
+        ...
+
+    def executor(self) -> Executor:
+        """A fresh executor with no rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +80,6 @@ class Call:
     user: UserParts
     vocabulary: int
     encoder_ids: Sequence[np.ndarray] = ()
-    started: float = field(default_factory=time.perf_counter)
 
     @property
     def wants(self) -> Wants:
@@ -110,7 +139,9 @@ class Call:
             max_length=self.limits.visible,
             width=int(self.effective.num_beams or 1),
             vocabulary=self.vocabulary,
-            encoder_ids=None if not len(self.encoder_ids) else tuple(self.encoder_ids[row].tolist()),
+            encoder_ids=None
+            if not len(self.encoder_ids)
+            else tuple(self.encoder_ids[row].tolist()),
         )
 
     def _readout(self) -> Guidance | None:
@@ -125,9 +156,12 @@ class Call:
             return (self.user.negative[row],)
         if prompt.ids is None:
             raise RequestError(
-                message("guidance_scale needs something to guide away from",
-                        wanted="negative_prompt_ids, or a prompt given as ids",
-                        got="inputs_embeds only", do="Pass negative_prompt_ids")
+                message(
+                    "guidance_scale needs something to guide away from",
+                    wanted="negative_prompt_ids, or a prompt given as ids",
+                    got="inputs_embeds only",
+                    do="Pass negative_prompt_ids",
+                )
             )
         return (Prompt(ids=prompt.ids[-1:], encoder=prompt.encoder),)
 
@@ -146,11 +180,4 @@ def resolve(
     limits = read_limits(effective, inputs, context)
     strategy = read_strategy(effective, tokens, limits)
     stops = read_stops(effective, tokens, limits, user.decode, user.stops)
-    return Call(
-        effective, tokens, inputs, limits, strategy, stops, user, vocabulary, encoder_ids
-    )
-
-
-def timings(call: Call, marks: Mapping[str, float]) -> dict[str, float]:
-    """Seconds since the call began, for each mark."""
-    return {name: mark - call.started for name, mark in marks.items()}
+    return Call(effective, tokens, inputs, limits, strategy, stops, user, vocabulary, encoder_ids)

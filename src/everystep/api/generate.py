@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everystep.api import rectangle
 from everystep.api.arguments import require_one, split
-from everystep.api.call import Call, UserParts, resolve
+from everystep.api.call import Call, Host, UserParts, resolve
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.resolve import Tokens, read_tokens, refuse_unbuilt
 from everystep.config import Effective, GenerationConfig, merge_configs
@@ -20,12 +20,9 @@ from everystep.engine.collect import Collector
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.types import Event, Group, Prompt
 
-if TYPE_CHECKING:
-    from everystep.api.model import LanguageModel
-
 
 def generate(
-    model: LanguageModel,
+    model: Host,
     inputs: Tensor | None,
     generation_config: GenerationConfig | None,
     user: dict[str, Any],
@@ -40,16 +37,19 @@ def generate(
     streamer = user.get("streamer")
     if streamer is not None and not call.strategy.streams:
         raise UnsupportedError(
-            message("streamer cannot follow beams: their tokens may still change",
-                    wanted="greedy decoding or sampling", got=f"num_beams={call.strategy.width}",
-                    do="Leave the streamer out, or set num_beams=1")
+            message(
+                "streamer cannot follow beams: their tokens may still change",
+                wanted="greedy decoding or sampling",
+                got=f"num_beams={call.strategy.width}",
+                do="Leave the streamer out, or set num_beams=1",
+            )
         )
     with torch.inference_mode():
         return _run(model, call, streamer)
 
 
 def prepare(
-    model: LanguageModel,
+    model: Host,
     generation_config: GenerationConfig | None,
     user: dict[str, Any],
     kwargs: dict[str, Any],
@@ -81,12 +81,14 @@ def prepare(
 
 
 def _decoder_inputs(
-    model: LanguageModel, given: dict[str, Any], tokens: Tokens
+    model: Host, given: dict[str, Any], tokens: Tokens
 ) -> tuple[Inputs, Sequence[np.ndarray]]:
     if given.get("decoder_input_ids") is not None:
         raise RequestError(
-            message("decoder_input_ids was given to a model without an encoder",
-                    do="Pass the prompt as input_ids")
+            message(
+                "decoder_input_ids was given to a model without an encoder",
+                do="Pass the prompt as input_ids",
+            )
         )
     inputs = read_inputs(
         given.get("input_ids"),
@@ -102,7 +104,7 @@ def _decoder_inputs(
 
 
 def _encoder_inputs(
-    model: LanguageModel, given: dict[str, Any], tokens: Tokens
+    model: Host, given: dict[str, Any], tokens: Tokens
 ) -> tuple[Inputs, Sequence[np.ndarray]]:
     """The encoder reads the inputs once; the decoder starts from its start token."""
     source = read_inputs(
@@ -119,19 +121,33 @@ def _encoder_inputs(
     if start is None:
         if tokens.start is None:
             raise RequestError(
-                message("the decoder has nothing to start from",
-                        wanted="decoder_start_token_id or decoder_input_ids", got="neither",
-                        do="Set decoder_start_token_id")
+                message(
+                    "the decoder has nothing to start from",
+                    wanted="decoder_start_token_id or decoder_input_ids",
+                    got="neither",
+                    do="Set decoder_start_token_id",
+                )
             )
         start = torch.full((source.batch, 1), tokens.start)
     decoder = read_inputs(
-        start, None, None, None, pad=None, eos=tokens.eos, bos=tokens.bos,
-        vocabulary=model.vocab_size, name="decoder_input_ids",
+        start,
+        None,
+        None,
+        None,
+        pad=None,
+        eos=tokens.eos,
+        bos=tokens.bos,
+        vocabulary=model.vocab_size,
+        name="decoder_input_ids",
     )
     if decoder.batch != source.batch:
         raise RequestError(
-            message("decoder_input_ids and the inputs differ in rows", wanted=source.batch,
-                    got=decoder.batch, do="Pass one decoder prompt per row")
+            message(
+                "decoder_input_ids and the inputs differ in rows",
+                wanted=source.batch,
+                got=decoder.batch,
+                do="Pass one decoder prompt per row",
+            )
         )
     with torch.inference_mode():
         prompts = tuple(
@@ -143,7 +159,7 @@ def _encoder_inputs(
 
 
 def _negative(
-    model: LanguageModel,
+    model: Host,
     effective: Effective,
     user: dict[str, Any],
     inputs: Inputs,
@@ -154,24 +170,40 @@ def _negative(
     if ids is None:
         if mask is not None:
             raise RequestError(
-                message("negative_prompt_attention_mask was given without negative_prompt_ids",
-                        do="Pass both or neither")
+                message(
+                    "negative_prompt_attention_mask was given without negative_prompt_ids",
+                    do="Pass both or neither",
+                )
             )
         return ()
     if effective.guidance_scale is None or effective.guidance_scale == 1:
         raise RequestError(
-            message("negative_prompt_ids has no effect without guidance_scale",
-                    wanted="guidance_scale > 1", got=effective.guidance_scale,
-                    do="Set guidance_scale, or leave negative_prompt_ids out")
+            message(
+                "negative_prompt_ids has no effect without guidance_scale",
+                wanted="guidance_scale > 1",
+                got=effective.guidance_scale,
+                do="Set guidance_scale, or leave negative_prompt_ids out",
+            )
         )
     negative = read_inputs(
-        ids, mask, None, None, pad=tokens.pad, eos=tokens.eos, bos=tokens.bos,
-        vocabulary=model.vocab_size, name="negative_prompt_ids",
+        ids,
+        mask,
+        None,
+        None,
+        pad=tokens.pad,
+        eos=tokens.eos,
+        bos=tokens.bos,
+        vocabulary=model.vocab_size,
+        name="negative_prompt_ids",
     )
     if negative.batch != inputs.batch:
         raise RequestError(
-            message("negative_prompt_ids and the prompt differ in rows", wanted=inputs.batch,
-                    got=negative.batch, do="Pass one negative prompt per row")
+            message(
+                "negative_prompt_ids and the prompt differ in rows",
+                wanted=inputs.batch,
+                got=negative.batch,
+                do="Pass one negative prompt per row",
+            )
         )
     encoders = [prompt.encoder for prompt in inputs.prompts]
     return tuple(
@@ -186,7 +218,7 @@ def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
     return lambda ids: str(tokenizer.decode(ids))
 
 
-def _run(model: LanguageModel, call: Call, streamer: Any) -> Any:
+def _run(model: Host, call: Call, streamer: Any) -> Any:
     asked = bool(call.effective.return_dict_in_generate)
     collector = Collector(
         slots=call.inputs.batch * call.strategy.width,
@@ -214,7 +246,11 @@ def _run(model: LanguageModel, call: Call, streamer: Any) -> Any:
 
 
 def _loop(
-    engine: Engine, groups: list[Group], follow: Callable[[list[Event]], None] | None, *, cached: bool
+    engine: Engine,
+    groups: list[Group],
+    follow: Callable[[list[Event]], None] | None,
+    *,
+    cached: bool,
 ) -> None:
     """Steps until nothing is pending; without a cache, every step feeds everything again."""
     while engine.pending:
@@ -251,4 +287,3 @@ class _Rectangle:
             if event.token >= 0:
                 row[int(event.request_id) * self._returns + event.index] = event.token
         self._streamer.put(row)
-

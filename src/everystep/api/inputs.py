@@ -122,11 +122,19 @@ def _checked_ids(ids: Any, vocabulary: int, name: str) -> np.ndarray:
 def _checked_embeds(embeds: Any, ids: np.ndarray | None) -> Tensor:
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
         got = tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
-        _refuse("inputs_embeds has the wrong shape or type",
-                "a (batch, length, hidden) floating point tensor", got, "Pass embeddings")
+        _refuse(
+            "inputs_embeds has the wrong shape or type",
+            "a (batch, length, hidden) floating point tensor",
+            got,
+            "Pass embeddings",
+        )
     if ids is not None and tuple(embeds.shape[:2]) != ids.shape:
-        _refuse("inputs_embeds and input_ids differ in shape", f"{ids.shape} positions",
-                tuple(embeds.shape[:2]), "Pass one of them, or one embedding per id")
+        _refuse(
+            "inputs_embeds and input_ids differ in shape",
+            f"{ids.shape} positions",
+            tuple(embeds.shape[:2]),
+            "Pass one of them, or one embedding per id",
+        )
     return embeds.detach()
 
 
@@ -142,11 +150,19 @@ def _mask(
         return ids != pad if known else np.ones(shape, dtype=bool)
     array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
     if array.shape != shape:
-        _refuse("attention_mask has the wrong shape", f"{shape}, one entry per prompt position",
-                array.shape, "Pass the mask that the tokenizer returned with the ids")
+        _refuse(
+            "attention_mask has the wrong shape",
+            f"{shape}, one entry per prompt position",
+            array.shape,
+            "Pass the mask that the tokenizer returned with the ids",
+        )
     if not np.isin(array, (0, 1)).all():
-        _refuse("attention_mask holds other values than 0 and 1", "0 or 1",
-                array[~np.isin(array, (0, 1))][0], "Pass 1 for real positions, 0 for padding")
+        _refuse(
+            "attention_mask holds other values than 0 and 1",
+            "0 or 1",
+            array[~np.isin(array, (0, 1))][0],
+            "Pass 1 for real positions, 0 for padding",
+        )
     return array.astype(bool)
 
 
@@ -154,12 +170,20 @@ def _span(row: np.ndarray, index: int) -> tuple[int, int]:
     """[first, last) of the real positions of a row."""
     real = np.flatnonzero(row)
     if len(real) == 0:
-        _refuse(f"row {index} of the prompt is empty", "at least one position with mask 1",
-                "none", "Drop the row or give it a start token")
+        _refuse(
+            f"row {index} of the prompt is empty",
+            "at least one position with mask 1",
+            "none",
+            "Drop the row or give it a start token",
+        )
     first, last = int(real[0]), int(real[-1]) + 1
     if last - first != len(real):
-        _refuse(f"row {index} of attention_mask has a hole", "padding at the ends only",
-                row.astype(int).tolist(), "Remove the masked positions from the prompt")
+        _refuse(
+            f"row {index} of attention_mask has a hole",
+            "padding at the ends only",
+            row.astype(int).tolist(),
+            "Remove the masked positions from the prompt",
+        )
     return first, last
 
 
@@ -172,8 +196,12 @@ def _row_positions(
     if positions.shape[-1] != shape[1] or (
         positions.dim() > 1 and positions.shape[-2] not in (1, shape[0])
     ):
-        _refuse("position_ids has the wrong shape", f"(..., {shape[0]}, {shape[1]})",
-                tuple(positions.shape), "Pass one position per prompt position")
+        _refuse(
+            "position_ids has the wrong shape",
+            f"(..., {shape[0]}, {shape[1]})",
+            tuple(positions.shape),
+            "Pass one position per prompt position",
+        )
     row = positions
     if positions.dim() > 1:
         row = positions[..., b if positions.shape[-2] > 1 else 0, :]

@@ -37,8 +37,12 @@ class LanguageModel:
     ) -> None:
         if not isinstance(core, Model):
             raise ModelClassError(
-                message("this object is not a model that can generate", wanted="a models.Model",
-                        got=type(core).__name__, do="Use everystep.load_model")
+                message(
+                    "this object is not a model that can generate",
+                    wanted="a models.Model",
+                    got=type(core).__name__,
+                    do="Use everystep.load_model",
+                )
             )
         self._core = core
         self.generation_config = generation_config or GenerationConfig()
@@ -115,8 +119,10 @@ class LanguageModel:
                 )
             if decoder_input_ids is not None:
                 raise UnsupportedError(
-                    message("decoder_input_ids was given to a model without an encoder",
-                            do="Pass input_ids only")
+                    message(
+                        "decoder_input_ids was given to a model without an encoder",
+                        do="Pass input_ids only",
+                    )
                 )
             return CausalLMOutput(
                 self._core.forward(input_ids, attention_mask, position_ids, inputs_embeds)
@@ -167,6 +173,8 @@ class LanguageModel:
 def _refuse(name: str, value: object, capability: str) -> None:
     if value:
         raise UnsupportedError(
-            message(f"{name} asks for {capability}, which this version does not have",
-                    do=f"Leave {name} out")
+            message(
+                f"{name} asks for {capability}, which this version does not have",
+                do=f"Leave {name} out",
+            )
         )

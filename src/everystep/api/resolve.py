@@ -68,7 +68,9 @@ def read_tokens(effective: Effective) -> Tokens:
     if pad is None and ends:
         pad = ends[0]
     start = effective.decoder_start_token_id
-    return Tokens(ends, pad, effective.bos_token_id, effective.bos_token_id if start is None else start)
+    return Tokens(
+        ends, pad, effective.bos_token_id, effective.bos_token_id if start is None else start
+    )
 
 
 def refuse_unbuilt(effective: Effective) -> None:
@@ -76,8 +78,11 @@ def refuse_unbuilt(effective: Effective) -> None:
     for name, capability in LATER.items():
         if effective.source(name) in ("call", "config") and getattr(effective, name) is not None:
             raise UnsupportedError(
-                message(f"{name} asks for {capability}, which this version does not have",
-                        got=repr(getattr(effective, name)), do=f"Leave {name} out")
+                message(
+                    f"{name} asks for {capability}, which this version does not have",
+                    got=repr(getattr(effective, name)),
+                    do=f"Leave {name} out",
+                )
             )
 
 
@@ -99,10 +104,12 @@ def read_limits(effective: Effective, inputs: Inputs, context: int | None) -> Li
         new = int(effective.max_length) - prompt
         if new <= 0:
             raise RequestError(
-                message("the prompt leaves no room for new tokens",
-                        wanted=f"a prompt shorter than max_length={effective.max_length}",
-                        got=f"{prompt} positions",
-                        do="Raise max_length, or set max_new_tokens instead")
+                message(
+                    "the prompt leaves no room for new tokens",
+                    wanted=f"a prompt shorter than max_length={effective.max_length}",
+                    got=f"{prompt} positions",
+                    do="Raise max_length, or set max_new_tokens instead",
+                )
             )
     else:
         new = 20 if context is None else max(1, min(20, context - prompt))
@@ -150,10 +157,12 @@ def _contrastive(effective: Effective) -> Contrastive | None:
 def _refuse_speculation(effective: Effective, other: str) -> None:
     if effective.prompt_lookup_num_tokens is not None:
         raise RequestError(
-            message(f"prompt_lookup_num_tokens cannot be combined with {other}",
-                    wanted="greedy decoding or sampling",
-                    got=f"prompt_lookup_num_tokens={effective.prompt_lookup_num_tokens}",
-                    do="Leave one of the two out")
+            message(
+                f"prompt_lookup_num_tokens cannot be combined with {other}",
+                wanted="greedy decoding or sampling",
+                got=f"prompt_lookup_num_tokens={effective.prompt_lookup_num_tokens}",
+                do="Leave one of the two out",
+            )
         )
 
 
@@ -171,8 +180,12 @@ def read_stops(
     if effective.stop_strings is not None:
         if decode is None:
             raise RequestError(
-                message("stop_strings needs a tokenizer", wanted="tokenizer=...", got="none",
-                        do="Pass tokenizer=tokenizer to generate")
+                message(
+                    "stop_strings needs a tokenizer",
+                    wanted="tokenizer=...",
+                    got="none",
+                    do="Pass tokenizer=tokenizer to generate",
+                )
             )
         strings = effective.stop_strings
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
@@ -191,7 +204,11 @@ def read_draws(seed: int | Sequence[int] | None, batch: int) -> tuple[Draws, ...
     wrong = [s for s in seeds if isinstance(s, bool) or not isinstance(s, int)]
     if len(seeds) != batch or wrong:
         raise RequestError(
-            message("seed does not fit the call", wanted=f"an integer, or {batch} of them",
-                    got=repr(seed), do="Pass one seed, or one per row of the prompt")
+            message(
+                "seed does not fit the call",
+                wanted=f"an integer, or {batch} of them",
+                got=repr(seed),
+                do="Pass one seed, or one per row of the prompt",
+            )
         )
     return tuple(SeededDraws(s) for s in seeds)

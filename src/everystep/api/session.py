@@ -84,9 +84,12 @@ class Session:
         vocabulary = self._model.vocab_size
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= vocabulary:
             raise RequestError(
-                message("a prompt is empty or holds ids outside the vocabulary",
-                        wanted=f"ids from 0 to {vocabulary - 1}", got=ids[:8].tolist(),
-                        do="Check the prompt, and that tokenizer and model belong together")
+                message(
+                    "a prompt is empty or holds ids outside the vocabulary",
+                    wanted=f"ids from 0 to {vocabulary - 1}",
+                    got=ids[:8].tolist(),
+                    do="Check the prompt, and that tokenizer and model belong together",
+                )
             )
         if self._model.is_encoder_decoder:
             source = Prompt(ids=ids)
@@ -132,14 +135,20 @@ class Session:
 
     def _generated(self, done: Finished, prompt: int) -> Generated:
         ids = done.tokens.tolist()
-        text = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+        text = (
+            "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+        )
         return Generated(text, tuple(ids), done.reason, done.score, prompt)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(
-                message("text needs a tokenizer", wanted="a tokenizer, or prompts given as ids",
-                        got="no tokenizer", do="Pass the tokenizer that es.load returned")
+                message(
+                    "text needs a tokenizer",
+                    wanted="a tokenizer, or prompts given as ids",
+                    got="no tokenizer",
+                    do="Pass the tokenizer that es.load returned",
+                )
             )
         return self._tokenizer
 
@@ -184,7 +193,9 @@ class Stream:
     with the tokens it has (their last events say so), `close()` ends them silently.
     """
 
-    def __init__(self, session: Session, tokenizer: Tokenizer | None, prompts: Sequence[PromptLike]):
+    def __init__(
+        self, session: Session, tokenizer: Tokenizer | None, prompts: Sequence[PromptLike]
+    ):
         self._session = session
         self._tokenizer = tokenizer
         self._texts: dict[tuple[str, int], Detokenizer] = {}
@@ -241,9 +252,11 @@ class Stream:
 def _seed(seed: object) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise RequestError(
-            message("seed must be one integer here", wanted="an integer", got=repr(seed),
-                    do="Pass seed=7, say")
+            message(
+                "seed must be one integer here",
+                wanted="an integer",
+                got=repr(seed),
+                do="Pass seed=7, say",
+            )
         )
     return seed
-
-

@@ -87,9 +87,11 @@ def chat(
 
 def _shape(generated: list[Generated], options: dict[str, Any], tokenizer: Any) -> Any:
     asked = bool(options.get("return_dict_in_generate"))
-    values: list[Any] = list(generated) if asked else [
-        one.text if tokenizer is not None else list(one.tokens) for one in generated
-    ]
+    values: list[Any] = (
+        list(generated)
+        if asked
+        else [one.text if tokenizer is not None else list(one.tokens) for one in generated]
+    )
     return values[0] if len(values) == 1 else values
 
 

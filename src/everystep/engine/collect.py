@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.types import Capture, StepRecord
+from everystep.engine.records import Capture, StepRecord
 
 
 @dataclass(slots=True)

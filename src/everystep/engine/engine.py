@@ -20,11 +20,11 @@ from everystep.engine.apply import abandon, apply, drop_rows, release, token_eve
 from everystep.engine.batches import Scored, score
 from everystep.engine.feed import Fed, Grant, WorkBuilder, feed
 from everystep.engine.ledger import Ledger
+from everystep.engine.records import Capture, StepRecord
 from everystep.engine.schedule import Scheduler
 from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.types import (
-    Capture,
     Companion,
     Event,
     FinishReason,
@@ -32,7 +32,6 @@ from everystep.types import (
     Request,
     Sequence,
     StepOutput,
-    StepRecord,
     TokenTable,
     Work,
 )

@@ -1,0 +1,212 @@
+"""How fast does decoding run on plain torch operators, beside transformers, on the same weights?
+
+    scripts/bench decode [--quick] [--model PATH] [--threads 2] [--out NAME]
+
+Every case runs in a process of its own, ours and the peer's in turn: float32 weights of the default
+model, greedy and four beams, several batches and prompt lengths, and a ragged batch whose rows end
+early. Printed and written to bench/results/: medians of load time, time to the first token, decoded
+tokens per second and peak memory, and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens`: new tokens per row; `ragged`: every 16th id ends a row."""
+
+    batch: int
+    prompt: int
+    beams: int = 1
+    tokens: int = 48
+    ragged: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.beams} beams" if self.beams > 1 else "greedy"
+        return f"b{self.batch} p{self.prompt} {kind}" + (" ragged" if self.ragged else "")
+
+
+CASES = (
+    Case(1, 32),
+    Case(8, 32),
+    Case(32, 32, tokens=32),
+    Case(1, 512),
+    Case(8, 512, tokens=32),
+    Case(32, 512, tokens=16),
+    Case(1, 32, beams=4),
+    Case(8, 32, beams=4, tokens=32),
+    Case(32, 32, beams=4, tokens=16),
+    Case(1, 512, beams=4),
+    Case(32, 32, ragged=True, tokens=96),
+)
+QUICK = (Case(1, 32, tokens=24), Case(8, 32, tokens=16), Case(1, 32, beams=4, tokens=16))
+
+
+def measure(engine: str, case: Case, path: str, threads: int, repeats: int) -> dict[str, float]:
+    """One process: loads, warms up, then times; seconds, tokens per second, MiB."""
+    import torch
+
+    torch.set_num_threads(threads)
+    start = time.perf_counter()
+    model, vocabulary = _load(engine, path)
+    load = time.perf_counter() - start
+    generator = torch.Generator().manual_seed(case.batch * 1000 + case.prompt)
+    ids = torch.randint(vocabulary // 2, (case.batch, case.prompt), generator=generator)
+    eos = [i for i in range(vocabulary) if i % 16 == 0] if case.ragged else None
+    model.generation_config.eos_token_id = eos
+    model.generation_config.pad_token_id = 1
+    options = {"do_sample": False, "num_beams": case.beams, "attention_mask": torch.ones_like(ids)}
+
+    def run(tokens: int) -> tuple[float, int]:
+        begin = time.perf_counter()
+        out = model.generate(ids, max_new_tokens=tokens, **options)
+        return time.perf_counter() - begin, _useful(out[:, case.prompt :], eos)
+
+    run(2)
+    firsts, totals, counts = [], [], []
+    for _ in range(repeats):
+        firsts.append(run(1)[0])
+        total, count = run(case.tokens + 1)
+        totals.append(total)
+        counts.append(count)
+    first, total = statistics.median(firsts), statistics.median(totals)
+    decoded = counts[0] - case.batch
+    return {
+        "load_s": load,
+        "first_token_s": first,
+        "decode_tokens_per_s": decoded / max(total - first, 1e-9),
+        "tokens": counts[0],
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _useful(new, eos) -> int:  # type: ignore[no-untyped-def]
+    """Tokens up to and including each row's end token."""
+    if not eos:
+        return new.numel()
+    total = 0
+    for row in new.tolist():
+        ends = [i for i, token in enumerate(row) if token % 16 == 0]
+        total += (ends[0] + 1) if ends else len(row)
+    return total
+
+
+def _load(engine: str, path: str):  # type: ignore[no-untyped-def]
+    import torch
+
+    if engine == "everystep":
+        import everystep
+
+        model = everystep.load_model(path, dtype=torch.float32)
+        return model, model.vocab_size
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval(), model.config.vocab_size
+
+
+def main() -> None:
+    """Runs every case for both engines in turn and writes a dated file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", default=None)
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        order = json.loads(args.one)
+        case = Case(**order["case"])
+        print(json.dumps(measure(order["engine"], case, order["path"], args.threads, args.repeats)))
+        return
+    folder = args.model or str(_float32_folder())
+    rows = []
+    for case in QUICK if args.quick else CASES:
+        pair = {e: _child(e, case, folder, args) for e in ("everystep", "transformers")}
+        rows.append({"case": case.name, **pair})
+        _print_row(case, pair)
+    _write(rows, args)
+
+
+def _child(engine: str, case: Case, path: str, args: argparse.Namespace) -> dict[str, float]:
+    order = json.dumps({"engine": engine, "case": asdict(case), "path": path})
+    command = [sys.executable, __file__, "--one", order, "--threads", str(args.threads)]
+    command += ["--repeats", str(args.repeats)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{engine} failed on {case.name}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _print_row(case: Case, pair: dict[str, dict[str, float]]) -> None:
+    ours, peer = pair["everystep"], pair["transformers"]
+    speed = ours["decode_tokens_per_s"] / peer["decode_tokens_per_s"]
+    print(
+        f"{case.name:24} decode {ours['decode_tokens_per_s']:8.1f} vs "
+        f"{peer['decode_tokens_per_s']:8.1f} tok/s = {speed:4.2f} x   first "
+        f"{ours['first_token_s']:6.3f} vs {peer['first_token_s']:6.3f} s   load "
+        f"{ours['load_s']:5.2f} vs {peer['load_s']:5.2f} s   peak "
+        f"{ours['peak_mib']:6.0f} vs {peer['peak_mib']:6.0f} MiB",
+        flush=True,
+    )
+
+
+def _float32_folder() -> Path:
+    """The default model as float32 safetensors, which both engines read; made once."""
+    import torch
+    from safetensors.torch import save_file
+
+    import everystep
+    from everystep.files.sources import Settings
+
+    folder = Settings.from_environment().cache / "bench" / "smollm2-135m-instruct-float32"
+    if not (folder / "model.safetensors").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        model = everystep.load_model("smollm2-135m-instruct", dtype=torch.float32)
+        (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _write(rows: list[dict[str, object]], args: argparse.Namespace) -> None:
+    import torch
+    import transformers
+
+    import everystep
+
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "versions": {
+            "everystep": everystep.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "settings": {"threads": args.threads, "repeats": args.repeats, "dtype": "float32"},
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / (args.out or f"{result['date']}-decode.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
-from everystep.config import GenerationConfig
+from everystep.config import FIELDS, META
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, message, nearest
 
 MODEL_INPUTS = (
@@ -27,7 +26,7 @@ LATER = {
     "custom_generate": "decoding loops of the caller",
     "logits_to_keep": "choosing which logits to keep",
 }
-CONFIG_FIELDS = tuple(f.name for f in fields(GenerationConfig) if not f.name.startswith("_"))
+CONFIG_FIELDS = tuple(name for name in FIELDS if name not in META)
 
 
 def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ def prepare(
     config, model_inputs = split(kwargs)
     effective = merge_configs(config, generation_config, model.generation_config)
     refuse_unbuilt(effective)
+    for notice in effective.notices:
+        warnings.warn(notice, stacklevel=4)
     tokens = read_tokens(effective)
     read = _encoder_inputs if model.is_encoder_decoder else _decoder_inputs
     inputs, encoder_ids = read(model, model_inputs, tokens)

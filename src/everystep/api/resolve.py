@@ -5,13 +5,12 @@ After this no configuration object goes any further down.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from everystep.api.inputs import Inputs
-from everystep.config import Effective
+from everystep.config import FIELDS, Effective
 from everystep.draws import Draws, SeededDraws, SharedDraws
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.stops import EosToken, MaxLength, MaxTime, StopStrings, User
@@ -31,6 +30,15 @@ LATER = {
     "low_memory": "sequential beams",
     "compile_config": "compiled forwards",
     "assistant_ensemble_weight": "ensemble verification",
+    "num_beam_groups": "diverse beams",
+    "max_cache_len": "choosing a cache",
+    "continuous_batching_config": "settings of the continuous scheduler",
+    "is_assistant": "drafting with a second model",
+    "num_assistant_tokens": "drafting with a second model",
+    "num_assistant_tokens_schedule": "drafting with a second model",
+    "assistant_confidence_threshold": "drafting with a second model",
+    "assistant_lookbehind": "drafting with a second model",
+    "target_lookbehind": "drafting with a second model",
 }
 """Fields that are read and checked, whose capability is not built yet -> its name."""
 
@@ -76,7 +84,8 @@ def read_tokens(effective: Effective) -> Tokens:
 def refuse_unbuilt(effective: Effective) -> None:
     """Raises if the caller set a field whose capability is not built yet."""
     for name, capability in LATER.items():
-        if effective.source(name) in ("call", "config") and getattr(effective, name) is not None:
+        asked = effective.source(name) in ("call", "config")
+        if asked and getattr(effective, name) != FIELDS[name].default:
             raise UnsupportedError(
                 message(
                     f"{name} asks for {capability}, which this version does not have",
@@ -93,12 +102,8 @@ def read_limits(effective: Effective, inputs: Inputs, context: int | None) -> Li
     model's context leaves. `max_length` counts prompt positions once, as ids or as embeddings.
     """
     prompt = inputs.prompt_width
-    set_length = effective.source("max_length") != "default"
+    set_length = effective.source("max_length") != "default" and effective.max_length is not None
     if effective.max_new_tokens is not None:
-        if set_length and effective.source("max_length") in ("call", "config"):
-            warnings.warn(
-                "max_new_tokens and max_length are both set; max_new_tokens is used", stacklevel=4
-            )
         new = int(effective.max_new_tokens)
     elif set_length:
         new = int(effective.max_length) - prompt

@@ -99,6 +99,7 @@ class WorkBuilder:
             return line[start + generated : start + count + generated]
         end = start + count
         inside = min(end, prompt.length)
+        end = max(end, prompt.length)
         if prompt.embeds is not None:
             self.embeds.append((self.fed, prompt.embeds[start:inside]))
             head = np.full(inside - start, -1, dtype=np.int64)
@@ -141,7 +142,8 @@ def _positions(prompt: Prompt, start: int, count: int) -> Tensor | None:
     if prompt.positions is None:
         return None
     inside = prompt.positions[..., start : start + count]
-    after = torch.arange(max(start, prompt.length) - prompt.length, start + count - prompt.length)
+    first, end = start - prompt.length, start + count - prompt.length
+    after = torch.arange(max(first, 0), max(end, 0))
     beyond = prompt.positions[..., -1:] + 1 + after
     return torch.cat([inside, beyond], dim=-1)
 

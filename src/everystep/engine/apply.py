@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from everystep.draws import fork_lineage
-from everystep.engine.batches import sprout
+from everystep.engine.batches import copy_memory, sprout
 from everystep.engine.ledger import Ledger
 from everystep.errors import InvariantError, message
 from everystep.strategies.base import Batch
@@ -121,7 +121,9 @@ def _extend(
     start = child.visible
     table.reserve(start + count)
     table.data[child.line, start : start + count] = tokens
-    kept = child.length + _agreement(draft, tokens)
+    agreed = _agreement(draft, tokens)
+    kept = child.length + agreed
+    rewind_memory(child, start + agreed)
     child.length += count
     excess = child.cached - min(kept, child.length - 1)
     _trim(child, excess, ledger)
@@ -145,6 +147,14 @@ def _extend(
         )
 
 
+def rewind_memory(sequence: Sequence, visible: int) -> None:
+    """What the sequence remembers speaks of its first `visible` ids only."""
+    for value in sequence.memo.values():
+        rewind = getattr(value, "rewind", None)
+        if callable(rewind):
+            rewind(visible)
+
+
 def _trim(unit: Sequence | Companion, excess: int, ledger: Ledger) -> None:
     if excess > 0 and unit.row is not None:
         unit.cached -= excess
@@ -166,7 +176,7 @@ def _finished(
     first = parent.request.prompt_visible
     head = table.data[parent.line, first : parent.visible]
     tokens = np.concatenate([head, children.tokens[c, : children.counts[c]]])
-    memo = dict(parent.memo)
+    memo = {key: copy_memory(value) for key, value in parent.memo.items()}
     if children.memo is not None and children.memo[c] is not None:
         memo.update(children.memo[c])  # type: ignore[arg-type]
     index = parent.index if children.index is None else int(children.index[c])

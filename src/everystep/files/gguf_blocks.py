@@ -18,10 +18,10 @@ from torch import Tensor
 
 from everystep.errors import InvariantError, message
 
-# Values decoded at a time. torch splits operations on 32,768 values or more among its threads; where
-# other programs use the cores as well, each of these thousands of operations would then wait for
-# the slowest one, and decoding takes seconds instead of a fraction of one. A round also stays in a
-# core's cache.
+# Values decoded at a time. torch splits operations on 32,768 values or more among its threads;
+# where other programs use the cores as well, each of these thousands of operations would then wait
+# for the slowest one, and decoding takes seconds instead of a fraction of one. A round also stays
+# in a core's cache.
 _CHUNK_VALUES = 31 << 10
 
 

@@ -22,7 +22,7 @@ from everystep.config import Effective, GenerationConfig
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
-from everystep.processors import Facts, build
+from everystep.processors.order import Facts, build
 from everystep.types import Prompt, Request, Wants
 
 
@@ -101,14 +101,9 @@ class Call:
     def requests(self, *, lingers: bool) -> list[Request]:
         """One request per row, in order."""
         draws = read_draws(self.user.seed, self.inputs.batch)
-        made: dict[Facts, tuple[Any, ...]] = {}
+        processors = self._processors()
         requests = []
         for row, prompt in enumerate(self.inputs.prompts):
-            facts = self._facts(row)
-            if facts not in made:
-                made[facts] = build(
-                    self.effective, facts, self.user.processors, self.user.prefix_allowed_tokens
-                )
             pad = self.inputs.pads[row]
             shift = pad - (prompt.length if prompt.ids is None else 0)
             requests.append(
@@ -117,7 +112,7 @@ class Call:
                     prompt=prompt,
                     strategy=self.strategy,
                     draws=draws[row],
-                    processors=made[facts],
+                    processors=processors[row],
                     stops=self.stops,
                     companions=self._companions(row, prompt),
                     readout=self._readout(),
@@ -130,18 +125,27 @@ class Call:
             )
         return requests
 
+    def _processors(self) -> list[tuple[Any, ...]]:
+        """One tuple per row; the same one for all rows unless something depends on the row."""
+        e = self.effective
+        by_encoder = e.encoder_repetition_penalty != 1.0 or e.encoder_no_repeat_ngram_size
+        by_row = by_encoder or self.user.prefix_allowed_tokens is not None
+        if not by_row:
+            return [build(e, self._facts(0))] * self.inputs.batch
+        return [build(e, self._facts(row)) for row in range(self.inputs.batch)]
+
     def _facts(self, row: int) -> Facts:
+        source = self.encoder_ids[row] if self.encoder_ids else self.inputs.prompts[row].ids
         return Facts(
             eos=self.tokens.eos,
-            bos=self.tokens.bos,
-            prompt_visible=self.inputs.width,
-            pads=self.inputs.pads[row],
+            prompt_length=self.inputs.width,
             max_length=self.limits.visible,
-            width=int(self.effective.num_beams or 1),
-            vocabulary=self.vocabulary,
-            encoder_ids=None
-            if not len(self.encoder_ids)
-            else tuple(self.encoder_ids[row].tolist()),
+            encoder_ids=None if source is None else tuple(source.tolist()),
+            beams=int(self.effective.num_beams or 1),
+            vocab_size=self.vocabulary,
+            first_row=row * self.strategy.width,
+            prefix_allowed_tokens_fn=self.user.prefix_allowed_tokens,
+            user=tuple(self.user.processors),
         )
 
     def _readout(self) -> Guidance | None:

@@ -14,7 +14,7 @@ from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.models import Model
+from everystep.models import Model, convert_model, named_weights
 from everystep.types import Prompt
 
 
@@ -90,8 +90,12 @@ class LanguageModel:
         """A model on the given device and of the given type; this one stays as it is."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        core = self._core.to(device=device, dtype=dtype)
+        core = convert_model(self._core, device=device, dtype=dtype)
         return LanguageModel(core, self.generation_config, self.name_or_path)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every weight under its checkpoint name."""
+        return dict(named_weights(self._core))
 
     def executor(self) -> Executor:
         """A fresh executor with no rows."""

@@ -13,7 +13,8 @@ from everystep.api.inputs import Inputs
 from everystep.config import FIELDS, Effective
 from everystep.draws import Draws, SeededDraws, SharedDraws
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.stops import EosToken, MaxLength, MaxTime, StopStrings, User
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
+from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
 
 LATER = {
@@ -181,7 +182,7 @@ def read_stops(
     """Every reason to end a sequence, in the order in which it is reported."""
     stops: list[Any] = [MaxLength(limits.visible)]
     if effective.max_time is not None:
-        stops.append(MaxTime.start(float(effective.max_time)))
+        stops.append(MaxTime.after(float(effective.max_time)))
     if effective.stop_strings is not None:
         if decode is None:
             raise RequestError(

@@ -45,6 +45,11 @@ def apply(batch: Batch, children: Children, table: TokenTable, ledger: Ledger) -
             group = batch.groups[batch.group_of[children.parent[c]]]
             group.done.append(_finished(table, parent, children, c, reason))
         events += _events(table, parent, children, c)
+    for line, source in sources.items():
+        if (
+            line not in heirs
+        ):  # first of all, so that no group ever needs more rows than it declared
+            release(source, table, ledger)
     born = _fork_all(batch, children, going, heirs, table, ledger)
     for c, parent_index in enumerate(children.parent):
         if going[c]:
@@ -52,9 +57,6 @@ def apply(batch: Batch, children: Children, table: TokenTable, ledger: Ledger) -
             child = born.get(c, parent)
             _extend(child, parent, batch.drafts[parent_index], children, c, table, ledger)
             live[batch.group_of[parent_index]].append(child)
-    for line, source in sources.items():
-        if line not in heirs:
-            release(source, table, ledger)
     for g, group in enumerate(batch.groups):
         group.opened = True
         group.live = live[g]

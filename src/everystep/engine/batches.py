@@ -27,9 +27,14 @@ class Scored:
     scores: Tensor
 
 
-def score(groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable) -> Scored:
-    """Groups of one kind -> their batch, with the scores that its strategy asks for."""
-    batch, source_rows = _gather(groups, fed, output, table)
+def score(
+    groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable, submitted: int
+) -> Scored:
+    """Groups of one kind -> their batch, with the scores that its strategy asks for.
+
+    `submitted`: how many groups the engine was ever given; the full rectangle has as many.
+    """
+    batch, source_rows = _gather(groups, fed, output, table, submitted)
     owner = np.repeat(np.arange(len(batch)), batch.row_count)
     logits = _take(output.logits, source_rows[0])
     request = groups[0].request
@@ -45,7 +50,7 @@ def score(groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable) 
 
 
 def _gather(
-    groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable
+    groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable, submitted: int
 ) -> tuple[Batch, list[np.ndarray]]:
     """The batch, and for the sequences and each companion the row of logits behind every row."""
     sequences: list[Sequence] = []
@@ -74,7 +79,7 @@ def _gather(
         drafts=drafts,
         table=table,
         slot=rank[group_of] * width + ranks,
-        slots=(int(rank.max()) + 1 if len(rank) else 0) * width,
+        slots=submitted * width,
         draws=groups[0].request.draws,
         vocabulary=output.logits.shape[-1],
         columns=_columns(sources, output.columns),

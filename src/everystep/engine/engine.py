@@ -93,7 +93,9 @@ class Engine:
         fed, work = self._feed(grants)
         output = self.executor.run(work)
         self._count(work, fed)
-        scored = [score(groups, fed, output, self.table) for groups in _kinds(fed.ready)]
+        scored = [
+            score(groups, fed, output, self.table, self._submitted) for groups in _kinds(fed.ready)
+        ]
         events: list[Event] = []
         for one, picked in zip(scored, self._pick(scored), strict=True):
             events += self._choose(one, picked, fed, output, work)

@@ -1,0 +1,170 @@
+"""Loading: from a name, a folder, a GGUF file or a hub id to a model and its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from everystep.api.model import LanguageModel
+from everystep.config import GenerationConfig
+from everystep.errors import (
+    MissingFileError,
+    RequestError,
+    UnknownArgumentError,
+    UnsupportedError,
+    message,
+)
+from everystep.files.folder import open_folder
+from everystep.files.gguf import GgufFile, read_gguf
+from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from everystep.models import build_gguf_model, build_model
+from everystep.text import Tokenizer
+
+Progress = Callable[[int, int, str], None]
+Source = str | os.PathLike[str]
+
+
+def load(
+    path: Source = DEFAULT_MODEL,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: Literal["auto"] | None = "auto",
+    device: str | torch.device = "cpu",
+    executor: Literal["auto", "torch"] = "auto",
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> tuple[LanguageModel, Tokenizer]:
+    """The model and the tokenizer that `path` stands for: a name, a folder, a file or a hub id.
+
+    `dtype`: the type of the weights; without it a folder's own, and float32 for a GGUF file.
+    Raises MissingFileError where there is no tokenizer; `load_model` does without.
+    """
+    local = _resolve(path, quantize, executor, offline, progress)
+    if local.is_dir():
+        found = open_folder(local)
+        if found.tokenizer is None:
+            raise MissingFileError(
+                message(
+                    f"{local} has no tokenizer.json",
+                    do="Load the model alone with everystep.load_model(path)",
+                )
+            )
+        return _from_folder(local, dtype, device), Tokenizer.from_folder(local)
+    file = read_gguf(local)
+    return _from_gguf(file, local.stem, dtype, device), Tokenizer.from_gguf(file.metadata)
+
+
+def load_model(
+    path: Source = DEFAULT_MODEL,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: Literal["auto"] | None = "auto",
+    device: str | torch.device = "cpu",
+    executor: Literal["auto", "torch"] = "auto",
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> LanguageModel:
+    """The model that `path` stands for, without a tokenizer; arguments as `load`."""
+    local = _resolve(path, quantize, executor, offline, progress)
+    if local.is_dir():
+        return _from_folder(local, dtype, device)
+    return _from_gguf(read_gguf(local), local.stem, dtype, device)
+
+
+def from_weights(
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    generation_config: GenerationConfig | None = None,
+) -> LanguageModel:
+    """A model from a configuration and named tensors in memory, such as a `state_dict()`."""
+    core = build_model(config, _Tensors(weights), dtype=dtype, device=device)
+    settings = generation_config or GenerationConfig.from_model_config(dict(config))
+    return LanguageModel(core, settings)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Tensors in memory as a source of weights."""
+
+    tensors: Mapping[str, Tensor]
+
+    def names(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self.tensors[name].detach()
+        return tensor if dtype is None else tensor.to(dtype)
+
+
+def _resolve(
+    path: Source, quantize: object, executor: object, offline: bool, progress: Progress | None
+) -> Path:
+    if quantize not in ("auto", None):
+        raise UnsupportedError(
+            message(
+                "quantize asks for quantised weights, which this version does not make",
+                wanted="'auto' or None",
+                got=repr(quantize),
+                do="Leave quantize out",
+            )
+        )
+    if executor not in ("auto", "torch"):
+        raise RequestError(
+            message(
+                "there is no such executor",
+                wanted="'auto' or 'torch'",
+                got=repr(executor),
+                do="Leave executor out",
+            )
+        )
+    return resolve_source(path, offline=offline, progress=progress)
+
+
+def _from_folder(
+    folder: Path, dtype: torch.dtype | None, device: str | torch.device
+) -> LanguageModel:
+    found = open_folder(folder)
+    core = build_model(found.config, found.weights(), dtype=dtype, device=device)
+    if found.generation_config is not None:
+        settings = _checkpoint_settings(found.generation_config)
+    else:
+        settings = GenerationConfig.from_model_config(found.config)
+    return LanguageModel(core, settings, folder.name)
+
+
+def _checkpoint_settings(values: Mapping[str, object]) -> GenerationConfig:
+    """A file may name fields of another version: those are left out, they cannot be obeyed."""
+    known = dict(values)
+    while True:
+        try:
+            return GenerationConfig.from_dict(known)
+        except UnknownArgumentError as error:
+            unknown = next((name for name in known if repr(name) in str(error)), None)
+            if unknown is None:
+                raise
+            del known[unknown]
+
+
+def _from_gguf(
+    file: GgufFile, name: str, dtype: torch.dtype | None, device: str | torch.device
+) -> LanguageModel:
+    core = build_gguf_model(file, dtype=dtype or torch.float32, device=device)
+    ids = {
+        "bos_token_id": "tokenizer.ggml.bos_token_id",
+        "eos_token_id": "tokenizer.ggml.eos_token_id",
+        "pad_token_id": "tokenizer.ggml.padding_token_id",
+    }
+    found = {field: file.metadata[key] for field, key in ids.items() if key in file.metadata}
+    return LanguageModel(core, GenerationConfig(**found), name)

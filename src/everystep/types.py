@@ -132,6 +132,11 @@ class Sequence:
     companions: tuple[Companion, ...] = ()
 
     @property
+    def units(self) -> tuple[Sequence | Companion, ...]:
+        """Everything of it that has a cache row: itself and its companions."""
+        return (self, *self.companions)
+
+    @property
     def visible(self) -> int:
         """How many ids, pad prefix included, others may see."""
         return self.length + self.request.shift

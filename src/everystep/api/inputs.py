@@ -147,7 +147,7 @@ def _mask(
 ) -> np.ndarray:
     if mask is None:
         known = ids is not None and pad is not None and pad not in eos and bool((ids == pad).any())
-        return ids != pad if known else np.ones(shape, dtype=bool)
+        return np.not_equal(ids, pad) if known else np.ones(shape, dtype=bool)
     array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
     if array.shape != shape:
         _refuse(

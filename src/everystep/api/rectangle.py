@@ -65,8 +65,8 @@ def output(
     beams = isinstance(call.strategy, Beam)
     if encoder is None:
         fields |= {"hidden_states": layers, "attentions": attentions}
-        kind = GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput
-        return kind(**fields)
+        plain = GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput
+        return plain(**fields)
     fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions, **encoder}
     fields["cross_attentions"] = collector.cross_steps() if attentions is not None else None
     kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput

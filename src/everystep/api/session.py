@@ -76,7 +76,7 @@ class Session:
                 list(prompt), tokenize=True, add_generation_prompt=start, return_dict=False
             )
             return np.array(ids, dtype=np.int64)
-        return np.array(list(prompt), dtype=np.int64)  # type: ignore[arg-type]
+        return np.array(list(prompt), dtype=np.int64)
 
     def call(self, prompt: PromptLike) -> Call:
         """Everything resolved for one prompt."""

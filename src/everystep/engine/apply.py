@@ -224,7 +224,7 @@ def release(sequence: Sequence, table: TokenTable, ledger: Ledger) -> None:
 
 def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
     """The sequence and its companions hold no row; everything must be fed again."""
-    for unit in (sequence, *sequence.companions):
+    for unit in sequence.units:
         if unit.row is not None:
             ledger.free(unit.row)
         unit.row = None

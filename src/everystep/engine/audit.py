@@ -17,7 +17,7 @@ def audit(engine: Engine) -> None:
     for group in engine.scheduler.groups:
         for sequence in group.live:
             lines.append(sequence.line)
-            for unit in (sequence, *sequence.companions):
+            for unit in sequence.units:
                 if unit.row is not None:
                     _require(unit.row not in held, "a row is shared", unit.row)
                     held[unit.row] = unit.cached

@@ -85,7 +85,7 @@ def _gather(
         columns=_columns(sources, output.columns),
         stops=_stops(sequences, table),
     )
-    units = [[source, *source.companions] for source in sources]
+    units = [source.units for source in sources]
     rows = [_source_rows([u[k] for u in units], fed, row_count) for k in range(len(units[0]))]
     return batch, rows
 

@@ -223,6 +223,7 @@ def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
 
 def _run(model: Host, call: Call, streamer: Any) -> Any:
     asked = bool(call.effective.return_dict_in_generate)
+    requests = call.requests(lingers=call.lingers)
     collector = Collector(
         slots=call.inputs.batch * call.strategy.width,
         width=call.strategy.width,
@@ -233,7 +234,7 @@ def _run(model: Host, call: Call, streamer: Any) -> Any:
     observers = (collector,) if call.lingers else ()
     lockstep = Lockstep(chunk=call.effective.prefill_chunk_size)
     engine = Engine(model.executor(), lockstep, observers)
-    groups = [engine.submit(request) for request in call.requests(lingers=call.lingers)]
+    groups = [engine.submit(request) for request in requests]
     follow = None if streamer is None else _Rectangle(call, streamer)
     try:
         _loop(engine, groups, follow, cached=call.effective.use_cache is not False)

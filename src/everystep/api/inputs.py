@@ -146,8 +146,9 @@ def _mask(
     eos: tuple[int, ...],
 ) -> np.ndarray:
     if mask is None:
-        known = ids is not None and pad is not None and pad not in eos and bool((ids == pad).any())
-        return np.not_equal(ids, pad) if known else np.ones(shape, dtype=bool)
+        if ids is None or pad is None or pad in eos:
+            return np.ones(shape, dtype=bool)
+        return np.not_equal(ids, pad)
     array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
     if array.shape != shape:
         _refuse(

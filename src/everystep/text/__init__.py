@@ -1,0 +1,19 @@
+"""Text to ids and back: tokenizer, chat template, incremental detokenizer."""
+
+from everystep.text.batch import BatchEncoding
+from everystep.text.detokenizer import Detokenizer
+from everystep.text.sandbox import TemplateLimits
+from everystep.text.settings import Settings, SpecialTokens
+from everystep.text.template import ChatTemplate, RenderedChat
+from everystep.text.tokenizer import Tokenizer
+
+__all__ = [
+    "BatchEncoding",
+    "ChatTemplate",
+    "Detokenizer",
+    "RenderedChat",
+    "Settings",
+    "SpecialTokens",
+    "TemplateLimits",
+    "Tokenizer",
+]

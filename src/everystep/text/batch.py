@@ -1,0 +1,177 @@
+"""What a tokenizer call returns, and the shaping of its rows: truncation, padding, tensors.
+
+Rows are plain lists until the very end, so nothing is shared with the tokenizer and a call is
+safe in any thread. This file knows the columns (`input_ids`, `attention_mask`, ...) and what
+pads each, and nothing of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from everystep.errors import RequestError, message
+
+Side = Literal["left", "right"]
+Columns = dict[str, list[list[Any]]]
+
+# What a padded position holds, column by column; input_ids take the pad token instead.
+FILL: dict[str, Any] = {
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "special_tokens_mask": 1,
+    "assistant_masks": 0,
+    "offset_mapping": (0, 0),
+    "labels": -100,
+}
+
+
+class BatchEncoding(MutableMapping[str, Any]):
+    """The columns of an encoded batch: a mapping that also answers to attributes and `**`."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.data = dict(data)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.data[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.data[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getattr__(self, name: str) -> Any:
+        # Pickle and copy ask for attributes before `data` exists.
+        data = self.__dict__.get("data", {})
+        if name in data:
+            return data[name]
+        raise AttributeError(f"The encoding has no {name}; it has {', '.join(data) or 'nothing'}.")
+
+    def __repr__(self) -> str:
+        return f"BatchEncoding({self.data!r})"
+
+    def to(self, device: str | torch.device | int, *, non_blocking: bool = False) -> BatchEncoding:
+        """Moves every tensor to `device` and returns the encoding itself."""
+        for name, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[name] = value.to(device, non_blocking=non_blocking)
+        return self
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How rows are made equally long: up to `length`, or to the longest if it is None."""
+
+    pad_id: int
+    side: Side
+    length: int | None = None
+    multiple: int = 1
+
+    def __call__(self, columns: Columns) -> Columns:
+        """The same columns with every row padded."""
+        longest = max(len(row) for row in columns["input_ids"])
+        length = max(longest, self.length or 0)
+        length += -length % self.multiple
+        return {
+            name: [self._padded(row, length, self._fill(name)) for row in rows]
+            for name, rows in columns.items()
+        }
+
+    def _fill(self, name: str) -> Any:
+        return self.pad_id if name == "input_ids" else FILL.get(name, 0)
+
+    def _padded(self, row: list[Any], length: int, fill: Any) -> list[Any]:
+        filling = [fill] * (length - len(row))
+        return filling + row if self.side == "left" else row + filling
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How a row is cut to `length`: which text gives tokens up, and on which side."""
+
+    length: int
+    side: Side
+    strategy: Literal["longest_first", "only_first", "only_second"] = "longest_first"
+
+    def kept(self, sequence_ids: Sequence[int | None]) -> list[int]:
+        """The positions that stay; those of special tokens (None) always do."""
+        excess = len(sequence_ids) - self.length
+        if excess <= 0:
+            return list(range(len(sequence_ids)))
+        members = [[i for i, s in enumerate(sequence_ids) if s == which] for which in (0, 1)]
+        dropped = set()
+        for which, count in enumerate(self._shares(excess, [len(m) for m in members])):
+            positions = members[which]
+            cut = positions[:count] if self.side == "left" else positions[len(positions) - count :]
+            dropped.update(cut)
+        return [i for i in range(len(sequence_ids)) if i not in dropped]
+
+    def _shares(self, excess: int, lengths: list[int]) -> list[int]:
+        """How many tokens each of the two texts gives up."""
+        if self.strategy == "longest_first":
+            return _shorten_longest(excess, lengths)
+        which = 0 if self.strategy == "only_first" else 1
+        if excess > lengths[which]:
+            raise RequestError(
+                message(
+                    f"{self.strategy} truncation cannot reach max_length={self.length}",
+                    wanted=f"at least {excess} tokens to drop from that text",
+                    got=lengths[which],
+                    do="Raise max_length or use truncation='longest_first'",
+                )
+            )
+        return [excess, 0] if which == 0 else [0, excess]
+
+
+def _shorten_longest(excess: int, lengths: list[int]) -> list[int]:
+    """Shares for two texts: the longer shrinks to the other's length, then both alike.
+
+    Of an odd rest the longer text keeps one token more, the second if both are equally long, as
+    in the `tokenizers` library.
+    """
+    total = sum(lengths) - excess
+    if total < 0:
+        raise RequestError(
+            message(
+                "max_length leaves no room for the special tokens",
+                wanted=f"at least {-total} more",
+                do="Raise max_length or pass add_special_tokens=False",
+            )
+        )
+    shorter, longer = sorted(lengths)
+    if 2 * shorter > total:
+        shorter, longer = total // 2, total - total // 2
+    else:
+        longer = total - shorter
+    first, second = (shorter, longer) if lengths[0] <= lengths[1] else (longer, shorter)
+    return [lengths[0] - first, lengths[1] - second]
+
+
+def as_tensors(columns: Columns, kind: str) -> dict[str, Any]:
+    """The columns as int64 tensors ("pt") or arrays ("np") of shape (rows, length, ...)."""
+    if kind not in ("pt", "np"):
+        raise RequestError(message("return_tensors is unknown", wanted="'pt' or 'np'", got=kind))
+    lengths = {len(row) for row in columns["input_ids"]}
+    if len(lengths) > 1:
+        raise RequestError(
+            message(
+                "Rows of different lengths do not fit into one tensor",
+                wanted="equal lengths",
+                got=f"{min(lengths)} to {max(lengths)} tokens",
+                do="Pass padding=True",
+            )
+        )
+    if kind == "np":
+        return {name: np.array(rows, dtype=np.int64) for name, rows in columns.items()}
+    return {name: torch.tensor(rows, dtype=torch.int64) for name, rows in columns.items()}

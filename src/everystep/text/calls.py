@@ -1,0 +1,237 @@
+"""The steps of a tokenizer call: reading its arguments, and making columns of encodings.
+
+Plain functions over plain values: what a text or a chat argument may be, what `padding`,
+`truncation` and `max_length` mean together (as in the reference), and which columns are wanted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from everystep.errors import (
+    RequestError,
+    TokenizerError,
+    UnknownArgumentError,
+    UnsupportedError,
+    message,
+    nearest,
+)
+from everystep.text.batch import BatchEncoding, Columns, Padding, Side, Truncation, as_tensors
+from everystep.text.native import checked_text
+from everystep.text.settings import NO_LIMIT
+
+TextInput = str | Sequence[str] | Sequence[tuple[str, str]]
+TextItem = str | tuple[str, str]
+
+# Arguments of the reference's tokenizers that can only have the value they have by default.
+UNSUPPORTED: dict[str, object] = {
+    "text_target": None,
+    "text_pair_target": None,
+    "stride": 0,
+    "is_split_into_words": False,
+    "return_overflowing_tokens": False,
+    "return_length": False,
+    "verbose": True,
+    "tokenizer_kwargs": None,
+}
+
+PADDINGS = {True: "longest", False: None, None: None, "do_not_pad": None}
+TRUNCATIONS = {True: "longest_first", False: None, None: None, "do_not_truncate": None}
+
+
+def refuse_unknown(call: Callable[..., Any], given: Mapping[str, object]) -> None:
+    """Raises for arguments that `call` does not know, or knows and cannot honour."""
+    for name, value in given.items():
+        if name in UNSUPPORTED and value == UNSUPPORTED[name]:
+            continue
+        if name in UNSUPPORTED:
+            raise UnsupportedError(
+                message(f"The tokenizer cannot honour {name}", wanted=UNSUPPORTED[name], got=value)
+            )
+        known = [name for name in inspect.signature(call).parameters if name != "self"]
+        near = nearest(name, known)
+        raise UnknownArgumentError(
+            message(
+                f"The tokenizer has no argument {name!r}",
+                wanted=f"perhaps {near!r}" if near else ", ".join(known),
+            )
+        )
+
+
+def as_texts(text: TextInput, pair: str | Sequence[str] | None) -> tuple[list[TextItem], bool]:
+    """The texts or pairs to encode, and whether a single one was given."""
+    if isinstance(text, str) or not isinstance(text, Iterable):
+        first = checked_text(text)
+        return [first if pair is None else (first, checked_text(pair, "text_pair"))], True
+    items = [_item(item, index) for index, item in enumerate(text)]
+    if pair is not None:
+        if isinstance(pair, str) or len(pair) != len(items):
+            raise RequestError(
+                message("text_pair does not fit text", wanted=f"{len(items)} texts", got=pair)
+            )
+        items = [
+            _item((item, other), index)
+            for index, (item, other) in enumerate(zip(items, pair, strict=True))
+        ]
+    if not items:
+        raise RequestError(message("There is no text to encode", got="an empty list"))
+    return items, False
+
+
+def _item(item: object, index: int) -> TextItem:
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return (checked_text(item[0], f"text {index}"), checked_text(item[1], f"pair {index}"))
+    return checked_text(item, f"text {index}")
+
+
+def as_chats(conversation: Sequence[Any]) -> tuple[list[Sequence[Any]], bool]:
+    """The chats of an argument that is one chat (messages) or several, and whether it is one."""
+    if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, Sequence):
+        raise RequestError(
+            message(
+                "A conversation is a list of messages",
+                wanted='e.g. [{"role": "user", "content": "Hello"}]',
+                got=type(conversation).__name__,
+            )
+        )
+    if not conversation:
+        raise RequestError(message("The conversation has no message"))
+    if isinstance(conversation[0], (list, tuple)):
+        return list(conversation), False
+    return [conversation], True
+
+
+def truncation_of(
+    truncation: bool | str | None,
+    max_length: int | None,
+    padding: bool | str,
+    limit: int,
+    side: Side,
+) -> Truncation | None:
+    """What cuts the rows, or None; `max_length` alone cuts, as in the reference."""
+    if max_length is not None and padding is False and truncation is None:
+        truncation = True
+    strategy = _choice(
+        "truncation", truncation, TRUNCATIONS, ("longest_first", "only_first", "only_second")
+    )
+    if strategy is None:
+        if max_length is not None and padding != "max_length":
+            raise RequestError(
+                message(
+                    "max_length would have no effect",
+                    do="Pass truncation=True to cut, or padding='max_length' to pad to it",
+                )
+            )
+        return None
+    return Truncation(_length("truncation", max_length, limit), side, strategy)  # type: ignore[arg-type]
+
+
+def padding_of(
+    padding: bool | str,
+    max_length: int | None,
+    limit: int,
+    side: Side,
+    multiple: int | None,
+    pad_id: int | None,
+) -> Padding | None:
+    """What pads the rows, or None."""
+    strategy = _choice("padding", padding, PADDINGS, ("longest", "max_length"))
+    if strategy is None:
+        if multiple is not None:
+            raise RequestError(
+                message("pad_to_multiple_of would have no effect", do="Pass padding=True with it")
+            )
+        return None
+    if pad_id is None:
+        raise RequestError(
+            message(
+                "Padding needs a pad token, and the tokenizer has none",
+                do="Choose one, e.g. tokenizer.pad_token = tokenizer.eos_token",
+            )
+        )
+    if multiple is not None and multiple < 1:
+        raise RequestError(message("pad_to_multiple_of is wrong", wanted="1 or more", got=multiple))
+    length = _length("padding", max_length, limit) if strategy == "max_length" else None
+    return Padding(pad_id, side, length, multiple or 1)
+
+
+def _choice(
+    name: str, value: bool | str | None, short: Mapping[Any, str | None], full: Sequence[str]
+) -> str | None:
+    if value in full:
+        return str(value)
+    if isinstance(value, (bool, str, type(None))) and value in short:
+        return short[value]
+    raise RequestError(
+        message(f"{name} is unknown", wanted=", ".join(["True", "False", *full]), got=repr(value))
+    )
+
+
+def _length(what: str, max_length: int | None, limit: int) -> int:
+    if max_length is None and limit >= NO_LIMIT:
+        raise RequestError(
+            message(
+                f"There is no length for {what}",
+                wanted="max_length",
+                got="a model without a known limit",
+                do="Pass max_length=...",
+            )
+        )
+    length = limit if max_length is None else max_length
+    if not isinstance(length, int) or length < 0:
+        raise RequestError(message("max_length is wrong", wanted="0 or more", got=max_length))
+    return length
+
+
+def columns_of(
+    encodings: Sequence[tokenizers.Encoding],
+    wanted: Mapping[str, bool],
+    cut: Truncation | None,
+) -> Columns:
+    """The wanted columns of the encodings, `input_ids` always, cut where they are too long."""
+    read: dict[str, Callable[[tokenizers.Encoding], list[Any]]] = {
+        "input_ids": lambda encoding: encoding.ids,
+        "token_type_ids": lambda encoding: encoding.type_ids,
+        "attention_mask": lambda encoding: [1] * len(encoding.ids),
+        "special_tokens_mask": lambda encoding: encoding.special_tokens_mask,
+        "offset_mapping": lambda encoding: encoding.offsets,
+    }
+    names = [name for name in read if name == "input_ids" or wanted.get(name)]
+    columns = {name: [read[name](encoding) for encoding in encodings] for name in names}
+    if cut is None:
+        return columns
+    for row, encoding in enumerate(encodings):
+        if len(encoding.ids) > cut.length:
+            kept = cut.kept(encoding.sequence_ids)
+            for rows in columns.values():
+                rows[row] = [rows[row][position] for position in kept]
+    return columns
+
+
+def shaped(columns: Columns, single: bool, return_tensors: str | None) -> BatchEncoding:
+    """The encoding that a call returns: tensors, lists, or the only row's lists."""
+    if return_tensors is not None:
+        return BatchEncoding(as_tensors(columns, return_tensors))
+    return BatchEncoding({name: rows[0] if single else rows for name, rows in columns.items()})
+
+
+def checked_id(id: Any) -> int:
+    """The id itself, if it can be one; TokenizerError otherwise."""
+    if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= int(id) < 2**32:
+        raise TokenizerError(message("This is not a token id", wanted="0 or more", got=repr(id)))
+    return int(id)
+
+
+def id_rows(token_ids: Any) -> tuple[list[list[int]], bool]:
+    """Ids in any of the shapes that decoding takes, as rows, and whether it was a single one."""
+    ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if not isinstance(ids, Iterable):
+        return [[checked_id(ids)]], True
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in ids]
+    if any(isinstance(row, Iterable) for row in rows):
+        return [[checked_id(id) for id in row] for row in rows], False
+    return [[checked_id(id) for id in rows]], True

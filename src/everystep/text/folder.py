@@ -1,0 +1,207 @@
+"""A tokenizer in a folder of the Hugging Face layout: reading it whole, and writing it.
+
+`tokenizer.json` decides how text is split and what is put before and after it; `add_bos_token`
+and `add_eos_token` of `tokenizer_config.json` change nothing then, as in the reference (5.23).
+The other files add names, sides, limits and chat templates. Nothing is fetched, and nothing in
+the folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from everystep.errors import FormatError, MissingFileError, message
+from everystep.text.native import native_call
+from everystep.text.settings import NO_LIMIT, Settings, SpecialTokens, checked_side, token_text
+
+EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
+    """The splitting rule and the settings of a folder; FileError names what is missing or wrong."""
+    backend = _read_backend(folder)
+    config = _read_object(folder / "tokenizer_config.json")
+    tokens_map = _read_object(folder / "special_tokens_map.json")
+    special = SpecialTokens.read(tokens_map, config)
+    _add_missing_tokens(backend, config, tokens_map, special)
+    return backend, _settings(folder, config, special)
+
+
+def write_folder(folder: Path, backend: tokenizers.Tokenizer, settings: Settings) -> list[Path]:
+    """Writes the files that `read_folder` reads and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_write(folder / name, text) for name, text in _files(backend, settings).items()]
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise MissingFileError(
+            message(
+                f"{folder} has no tokenizer",
+                wanted="a file tokenizer.json",
+                got=", ".join(sorted(p.name for p in folder.glob("token*"))) or "no such file",
+                do="Save the tokenizer with tokenizers.Tokenizer.save, or load the model alone",
+            )
+        )
+    with native_call(f"{path} is not a tokenizer", error=FormatError):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    # Both would be state shared by all calls; each call pads and truncates its own rows.
+    backend.no_padding()
+    backend.no_truncation()
+    if any(not token.content for token in backend.get_added_tokens_decoder().values()):
+        raise FormatError(message(f"{path} has an added token without text"))
+    return backend
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as failure:
+        raise FormatError(message(f"{path} is not JSON", got=failure)) from None
+    if not isinstance(value, dict):
+        raise FormatError(message(f"{path} is wrong", wanted="an object", got=type(value).__name__))
+    return value
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    tokens_map: Mapping[str, Any],
+    special: SpecialTokens,
+) -> None:
+    """Makes every token that the configuration names part of the vocabulary, with its flags."""
+    known = backend.get_added_tokens_decoder()
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, Mapping):
+        raise FormatError(message("added_tokens_decoder is wrong", wanted="an object"))
+    for id, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if int(id) not in known:
+            backend.add_tokens([_added_token(token)])
+            _check_id(backend, token, int(id))
+    names = [*special.named().values(), *_extra_tokens(tokens_map), *_extra_tokens(config)]
+    flagged = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([name for name in dict.fromkeys(names) if name not in flagged])
+
+
+def _added_token(token: Any) -> tokenizers.AddedToken:
+    if isinstance(token, str):
+        return tokenizers.AddedToken(token, special=True, normalized=False)
+    if not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
+        raise FormatError(message("An added token is wrong", wanted="content", got=repr(token)))
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(
+        token["content"], **{flag: bool(token[flag]) for flag in flags if flag in token}
+    )
+
+
+def _check_id(backend: tokenizers.Tokenizer, token: Any, id: int) -> None:
+    content = token if isinstance(token, str) else token["content"]
+    if backend.token_to_id(content) != id:
+        raise FormatError(
+            message(
+                f"tokenizer_config.json gives the added token {content!r} the id {id}",
+                wanted=f"{backend.token_to_id(content)}, its place in tokenizer.json",
+                do="The two files belong to different tokenizers",
+            )
+        )
+
+
+def _extra_tokens(source: Mapping[str, Any]) -> Iterator[str]:
+    for key in EXTRA_LISTS:
+        listed = source.get(key) or []
+        values = listed.values() if isinstance(listed, Mapping) else listed
+        for value in values:
+            text = token_text(value, key)
+            if text is not None:
+                yield text
+
+
+def _settings(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -> Settings:
+    limit = config.get("model_max_length")
+    return Settings(
+        special=special,
+        padding_side=checked_side(config.get("padding_side", "left"), "padding_side"),
+        truncation_side=checked_side(config.get("truncation_side", "right"), "truncation_side"),
+        model_max_length=NO_LIMIT if limit is None else int(limit),
+        chat_template=_read_templates(folder, config),
+        name_or_path=str(folder),
+    )
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The template files win over the configuration's template."""
+    found: dict[str, str] = {}
+    listed = config.get("chat_template")
+    if isinstance(listed, str):
+        found["default"] = listed
+    elif listed is not None:
+        found.update(_named_templates(listed))
+    stored = _read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(stored, str):
+        found["default"] = stored
+    if (path := folder / "chat_template.jinja").is_file():
+        found["default"] = path.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text(encoding="utf-8")
+    return found["default"] if list(found) == ["default"] else found or None
+
+
+def _named_templates(listed: Any) -> dict[str, str]:
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in listed}
+    except (TypeError, KeyError):
+        raise FormatError(
+            message(
+                "chat_template in tokenizer_config.json is wrong",
+                wanted="text, or a list of objects with name and template",
+                got=type(listed).__name__,
+            )
+        ) from None
+
+
+def _files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str]:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": settings.model_max_length,
+        "padding_side": settings.padding_side,
+        "truncation_side": settings.truncation_side,
+        **settings.special.named(),
+    }
+    files = {
+        "tokenizer.json": backend.to_str(pretty=True),
+        "tokenizer_config.json": _json_text(config),
+        "special_tokens_map.json": _json_text(settings.special.named()),
+    }
+    templates = settings.chat_template or {}
+    named = {"default": templates} if isinstance(templates, str) else templates
+    for name, source in named.items():
+        path = f"additional_chat_templates/{name}.jinja"
+        files["chat_template.jinja" if name == "default" else path] = source
+    return files
+
+
+def _json_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+
+
+def _write(path: Path, text: str) -> Path:
+    """Writes beside the target first, so that an interruption leaves the old file whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,108 @@
+"""What a tokenizer has beside its vocabulary: named special tokens, sides, limits, templates.
+
+Plain values. Files write a token as text or as an object with flags; both are read here. Ids
+belong to the vocabulary and are looked up by the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everystep.errors import RequestError, TokenizerError, message
+from everystep.text.batch import Side
+
+# The reference's "no limit is known".
+NO_LIMIT = int(1e30)
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The named special tokens; None where a tokenizer has no such token."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    pad_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+
+    @classmethod
+    def read(cls, *sources: Mapping[str, object]) -> SpecialTokens:
+        """The tokens named in the sources; a later source wins over an earlier one."""
+        found: dict[str, str | None] = {}
+        for source in sources:
+            for name in NAMES:
+                if name in source:
+                    found[name] = token_text(source[name], name)
+        return cls(**found)
+
+    def named(self) -> dict[str, str]:
+        """Name to text, of the tokens that exist."""
+        pairs = ((name, getattr(self, name)) for name in NAMES)
+        return {name: token for name, token in pairs if token is not None}
+
+
+class NamedToken:
+    """A named special token as an attribute of a tokenizer: its text or, for `..._id`, its id."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name.removesuffix("_id")
+        self._is_id = name.endswith("_id")
+
+    def __get__(self, tokenizer: Any, owner: type | None = None) -> Any:
+        if tokenizer is None:
+            return self
+        token = getattr(tokenizer.special, self._name)
+        if token is None or not self._is_id:
+            return token
+        return tokenizer.backend.token_to_id(token)
+
+    def __set__(self, tokenizer: Any, value: object) -> None:
+        token = tokenizer.token_of(value) if self._is_id and value is not None else value
+        if value is not None and (
+            not isinstance(token, str) or tokenizer.backend.token_to_id(token) is None
+        ):
+            raise TokenizerError(
+                message(f"{self._name} must be in the vocabulary", wanted="a token", got=value)
+            )
+        tokenizer.special = replace(tokenizer.special, **{self._name: token})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything of a tokenizer that is neither vocabulary nor splitting rule.
+
+    `chat_template` is one template or a mapping from names to templates.
+    """
+
+    special: SpecialTokens = SpecialTokens()
+    padding_side: Side = "left"
+    truncation_side: Side = "right"
+    model_max_length: int = NO_LIMIT
+    chat_template: str | dict[str, str] | None = None
+    name_or_path: str = ""
+
+
+def checked_side(value: object, name: str) -> Side:
+    """The side itself; RequestError if it is neither "left" nor "right"."""
+    if value == "left":
+        return "left"
+    if value == "right":
+        return "right"
+    raise RequestError(message(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value)))
+
+
+def token_text(value: object, name: str) -> str | None:
+    """The text of a token that a file gives as text, as an object with `content`, or as null."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value or None
+    raise TokenizerError(
+        message(f"{name} is not a token", wanted="text or an object with content", got=repr(value))
+    )

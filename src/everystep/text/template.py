@@ -1,0 +1,248 @@
+"""Chat templates: messages in, the prompt's text out, as the model was trained to read it.
+
+The semantics are those of the reference (`render_jinja_template`, 5.23), with two differences:
+a rendering is bounded in time and size, and an error names the line of the template. The text
+already holds every special token, so whoever turns it into ids adds none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import numpy as np
+
+from everystep.errors import RequestError, TokenizerError, message
+from everystep.text.sandbox import (
+    CURRENT,
+    GENERATION_END,
+    GENERATION_START,
+    BoundedEnvironment,
+    Budget,
+    LimitReached,
+    RefusedByTemplate,
+    TemplateLimits,
+)
+
+# Appended to the message that is to be continued, to find the place where it ends in the text.
+# The space shows whether the template trims messages.
+CONTINUATION = "\ufdd2 "
+DEFAULT_LIMITS = TemplateLimits()
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclasses.dataclass(frozen=True)
+class RenderedChat:
+    """The text of a chat, and the (start, end) of what `{% generation %}` blocks enclose."""
+
+    text: str
+    generations: tuple[tuple[int, int], ...] = ()
+
+
+class ChatTemplate:
+    """A compiled chat template; TokenizerError if the source is not one.
+
+    `reads` holds the names that the template takes from the call.
+    """
+
+    def __init__(self, source: str, limits: TemplateLimits = DEFAULT_LIMITS) -> None:
+        self.source = source
+        self.limits = limits
+        self._template, self.reads = _compiled(source, limits.source_characters)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """The chat as text; RequestError: refused by the template; TokenizerError: it fails.
+
+        `continue_final_message` ends the text within the last message, in its `content` or the
+        field named. `variables` are further names that the template may use.
+        """
+        chat = [_message(each) for each in messages]
+        field = "content" if continue_final_message is True else continue_final_message
+        expected = _mark_continuation(chat, field, self.source) if field else ""
+        names = {
+            **plain(dict(variables or {})),
+            "messages": chat,
+            "tools": plain(tools),
+            "documents": plain(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text, generations = self._run(names)
+        if field:
+            text = _cut_at_continuation(text, expected)
+        return _without_marks(text, generations)
+
+    def _run(self, names: Mapping[str, Any]) -> tuple[str, int]:
+        """The text as the template prints it, and how many generation blocks it passed."""
+        budget = Budget(self.limits)
+        token = CURRENT.set(budget)
+        try:
+            return "".join(_pieces(self._template, names, budget)), budget.generations
+        except RefusedByTemplate as refusal:
+            raise RequestError(
+                message("The chat template refuses these messages", got=refusal)
+            ) from None
+        except (Exception, RecursionError) as failure:
+            raise _failure(failure) from failure
+        finally:
+            CURRENT.reset(token)
+
+
+def _pieces(template: jinja2.Template, names: Mapping[str, Any], budget: Budget) -> Iterator[str]:
+    for piece in template.generate(names):
+        budget.printed(len(piece))
+        yield piece
+
+
+@functools.cache
+def _environment() -> BoundedEnvironment:
+    return BoundedEnvironment()
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(source: str, limit: int) -> tuple[jinja2.Template, frozenset[str]]:
+    if len(source) > limit:
+        raise TokenizerError(
+            message("The chat template is too long", wanted=f"{limit} characters", got=len(source))
+        )
+    try:
+        template = _environment().from_string(source)
+        names = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+        return template, frozenset(names)
+    except jinja2.TemplateSyntaxError as failure:
+        raise TokenizerError(
+            message(f"Line {failure.lineno} of the chat template is wrong", got=failure.message)
+        ) from None
+    except (Exception, RecursionError) as failure:
+        raise TokenizerError(
+            message("The chat template cannot be compiled", got=str(failure)[:500])
+        ) from None
+
+
+def _failure(failure: BaseException) -> TokenizerError:
+    """The error of a template that fails while it runs, with the line that failed."""
+    frames = traceback.extract_tb(failure.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    place = f"Line {lines[-1]} of the chat template" if lines else "The chat template"
+    if isinstance(failure, LimitReached):
+        return TokenizerError(
+            message(
+                f"{place} exceeds its limits",
+                got=failure,
+                do="Shorten the chat, or raise the TemplateLimits if you trust the template",
+            )
+        )
+    cause = f"{type(failure).__name__}: {failure}"
+    return TokenizerError(
+        message(
+            f"{place} fails",
+            got=cause[:500],
+            do="Check that the messages have the form that the template expects",
+        )
+    )
+
+
+def plain(value: Any) -> Any:
+    """The value rebuilt of plain JSON types; anything else becomes text that names its type.
+
+    Objects have methods that a sandbox cannot know to be harmless, so none gets in.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain(dump())
+    return f"<{type(value).__name__}>"
+
+
+def _message(given: Any) -> dict[str, Any]:
+    """A copy of a message without the keys that hold None, its reasoning under every name."""
+    value = plain(given)
+    if not isinstance(value, dict):
+        raise RequestError(
+            message("A message is not an object", wanted="role and content", got=repr(given)[:200])
+        )
+    found = {key: item for key, item in value.items() if item is not None}
+    reasoning = next((found[name] for name in REASONING_FIELDS if name in found), None)
+    if reasoning is not None:
+        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    return found
+
+
+def _mark_continuation(chat: list[dict[str, Any]], field: str, source: str) -> str:
+    """Appends the mark to the last message's field and returns the text before it."""
+    if not chat or not isinstance(chat[-1].get(field), (str, list)):
+        raise RequestError(
+            message("There is nothing to continue", wanted=f"a last message with {field!r}")
+        )
+    last = chat[-1]
+    text = last[field]
+    if isinstance(text, list):
+        block = next((part for part in reversed(text) if "text" in part), None)
+        if block is None:
+            raise RequestError(message("The last message has no text to continue"))
+        text, block["text"] = block["text"], block["text"] + CONTINUATION
+        return str(text)
+    # Reasoning is stored under several names; whichever the template reads carries the mark.
+    fields = REASONING_FIELDS if field in REASONING_FIELDS else (field,)
+    for name in fields:
+        if last.get(name) == text:
+            last[name] = text + CONTINUATION
+    if not any(name in source for name in fields):
+        raise RequestError(message(f"The chat template does not read {field!r}"))
+    return text
+
+
+def _cut_at_continuation(text: str, expected: str) -> str:
+    mark = CONTINUATION.strip()
+    if mark not in text or expected.strip() not in text:
+        raise RequestError(
+            message(
+                "The last message cannot be continued",
+                wanted="a template that prints it unchanged",
+                do="Pass the text of the prompt yourself instead of messages",
+            )
+        )
+    place = text.rindex(mark)
+    kept = text[:place]
+    return kept if text.startswith(CONTINUATION, place) else kept.rstrip()
+
+
+def _without_marks(text: str, generations: int) -> RenderedChat:
+    """Cuts the marks of generation blocks out of the text and keeps where they were."""
+    if not generations:
+        return RenderedChat(text)
+    head, *parts = text.split(GENERATION_START)
+    spans = []
+    for part in parts:
+        inside, end, after = part.partition(GENERATION_END)
+        if not end or GENERATION_END in after:
+            raise RequestError(message("A message holds U+FDD0 or U+FDD1, which are reserved"))
+        spans.append((len(head), len(head) + len(inside)))
+        head += inside + after
+    return RenderedChat(head, tuple(spans))

@@ -1,0 +1,385 @@
+"""The tokenizer: text to ids and back, called the way `transformers` tokenizers are called.
+
+A facade on the `tokenizers` library. Padding and truncation are done per call on plain rows and
+never stored in the library's object, so one tokenizer serves any number of threads. Rows are
+padded on the left unless something else is asked for. It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from everystep.errors import RequestError, UnsupportedError, message
+from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation
+from everystep.text.calls import (
+    TextInput,
+    TextItem,
+    as_chats,
+    as_texts,
+    checked_id,
+    columns_of,
+    id_rows,
+    padding_of,
+    refuse_unknown,
+    shaped,
+    truncation_of,
+)
+from everystep.text.chat import checked_tools, chosen_template, refuse_unread, tokens_within
+from everystep.text.folder import read_folder, write_folder
+from everystep.text.gguf import read_gguf
+from everystep.text.native import native_call
+from everystep.text.pieces import Decoding
+from everystep.text.settings import NamedToken, Settings, checked_side
+from everystep.text.template import RenderedChat
+
+NO_SETTINGS = Settings()
+
+
+class Tokenizer:
+    """A vocabulary with its splitting rule, special tokens and chat template.
+
+    Takes `backend` over: it must not pad or truncate. Settings are attributes and may be set:
+    `bos_token`, `eos_token`, `unk_token`, `sep_token`, `pad_token`, `cls_token`, `mask_token`
+    (with `..._id` beside each), `padding_side`, `truncation_side`, `model_max_length`,
+    `chat_template`, `name_or_path`.
+    """
+
+    is_fast = True
+    model_input_names = ("input_ids", "attention_mask")
+
+    bos_token = NamedToken()
+    eos_token = NamedToken()
+    unk_token = NamedToken()
+    sep_token = NamedToken()
+    pad_token = NamedToken()
+    cls_token = NamedToken()
+    mask_token = NamedToken()
+    bos_token_id = NamedToken()
+    eos_token_id = NamedToken()
+    unk_token_id = NamedToken()
+    sep_token_id = NamedToken()
+    pad_token_id = NamedToken()
+    cls_token_id = NamedToken()
+    mask_token_id = NamedToken()
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: Settings = NO_SETTINGS) -> None:
+        self.backend = backend
+        self.special = settings.special
+        self.padding_side = settings.padding_side
+        self.truncation_side = settings.truncation_side
+        self.model_max_length = settings.model_max_length
+        self.chat_template = settings.chat_template
+        self.name_or_path = settings.name_or_path
+        for name, token in settings.special.named().items():
+            setattr(self, name, token)  # checks that the vocabulary has it
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
+        """The tokenizer of a folder of the Hugging Face layout; FileError if it is broken."""
+        return cls(*read_folder(Path(folder)))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
+        """The tokenizer that a GGUF file's metadata describe, split as `tokenizer.ggml.pre` says.
+
+        FormatError: the metadata contradict themselves. UnsupportedError: a model or rule that
+        cannot be followed exactly.
+        """
+        return cls(*read_gguf(metadata))
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Writes the files of the Hugging Face layout and returns their paths."""
+        settings = Settings(
+            self.special,
+            checked_side(self.padding_side, "padding_side"),
+            checked_side(self.truncation_side, "truncation_side"),
+            self.model_max_length,
+            self.chat_template,
+            self.name_or_path,
+        )
+        return tuple(map(str, write_folder(Path(folder), self.backend, settings)))
+
+    # Text to ids
+
+    def __call__(
+        self,
+        text: TextInput,
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool | str | None = None,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+        return_token_type_ids: bool | None = None,
+        return_attention_mask: bool | None = None,
+        return_special_tokens_mask: bool = False,
+        return_offsets_mapping: bool = False,
+        **unknown: object,
+    ) -> BatchEncoding:
+        """Columns of ids for one text, a list of texts, or pairs of texts.
+
+        Lists of ids for one text, lists of lists for several; with `return_tensors` tensors
+        ("pt") or arrays ("np") of shape (texts, length), int64. `max_length` alone truncates.
+        """
+        refuse_unknown(Tokenizer.__call__, unknown)
+        texts, single = as_texts(text, text_pair)
+        cut = self._truncation(truncation, max_length, padding)
+        pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)
+        wanted = {
+            "attention_mask": return_attention_mask is not False,
+            "token_type_ids": bool(return_token_type_ids),
+            "special_tokens_mask": return_special_tokens_mask,
+            "offset_mapping": return_offsets_mapping,
+        }
+        encodings = self._encodings(texts, add_special_tokens)
+        if add_special_tokens:
+            self._warn_of_second_bos(encodings)
+        columns = columns_of(encodings, wanted, cut)
+        return shaped(pad(columns) if pad else columns, single, return_tensors)
+
+    def encode(self, text: str, text_pair: str | None = None, **options: Any) -> Any:
+        """The ids of one text: the column `input_ids` of a call."""
+        return self(text, text_pair, **options)["input_ids"]
+
+    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
+        """The tokens of one text, as the vocabulary spells them."""
+        return list(self._encodings([text], add_special_tokens)[0].tokens)
+
+    def pad(
+        self,
+        rows: Mapping[str, Sequence[Sequence[int]]] | Sequence[Mapping[str, Sequence[int]]],
+        *,
+        padding: bool | str = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+    ) -> BatchEncoding:
+        """The rows of an encoded batch (or a list of encoded texts) made equally long."""
+        if not isinstance(rows, Mapping):
+            rows = {name: [row[name] for row in rows] for name in rows[0]}
+        columns = {name: [list(row) for row in column] for name, column in rows.items()}
+        columns.setdefault("attention_mask", [[1] * len(row) for row in columns["input_ids"]])
+        pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)
+        return shaped(pad(columns) if pad else columns, False, return_tensors)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        *,
+        padding: bool | str = False,
+        truncation: bool | str | None = None,
+        max_length: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool = True,
+        return_assistant_tokens_mask: bool = False,
+        **template_variables: Any,
+    ) -> Any:
+        """A chat, or a list of chats, as its prompt: text, ids, or an encoding.
+
+        No special tokens are added to those that the template writes. Text if not `tokenize`,
+        ids if not `return_dict`. `assistant_masks` is 1 where a token lies in a
+        `{% generation %}` block. Further arguments are variables of the template; what it does
+        not read is an error.
+        """
+        chats, single = as_chats(conversation)
+        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
+            raise RequestError(
+                message(
+                    "continue_final_message leaves the last message open",
+                    wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
+                )
+            )
+        template = chosen_template(self.chat_template, chat_template, tools)
+        given = {"tools": tools, "documents": documents}
+        refuse_unread(template, template_variables, given, self.apply_chat_template)
+        render = functools.partial(
+            template.render,
+            tools=checked_tools(tools),
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self.special_tokens_map, **template_variables},
+        )
+        rendered = [render(chat) for chat in chats]
+        if not tokenize:
+            texts = [chat.text for chat in rendered]
+            return texts[0] if single else texts
+        cut = self._truncation(truncation, max_length, padding)
+        pad = self._padding(padding, max_length, padding_side, None)
+        columns = self._chat_columns(rendered, cut, return_assistant_tokens_mask)
+        encoding = shaped(pad(columns) if pad else columns, single, return_tensors)
+        return encoding if return_dict else encoding["input_ids"]
+
+    def _chat_columns(
+        self, chats: Sequence[RenderedChat], cut: Truncation | None, masks: bool
+    ) -> Columns:
+        """The columns of rendered chats; they hold every special token, so none is added."""
+        encodings = self._encodings([chat.text for chat in chats], add_special_tokens=False)
+        columns = columns_of(encodings, {"attention_mask": True, "offset_mapping": True}, cut)
+        offsets = columns.pop("offset_mapping")
+        if masks:
+            columns["assistant_masks"] = [
+                tokens_within(row, chat.generations)
+                for row, chat in zip(offsets, chats, strict=True)
+            ]
+        return columns
+
+    # Ids to text
+
+    def decode(
+        self,
+        token_ids: Any,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> Any:
+        """The text of a sequence of ids, or the texts of a list of sequences.
+
+        An id without a token contributes nothing; a negative one is a TokenizerError. The text
+        is never tidied up, since that would change what the ids say.
+        """
+        if clean_up_tokenization_spaces:
+            raise UnsupportedError(
+                message(
+                    "clean_up_tokenization_spaces=True would change the decoded text",
+                    wanted="False",
+                    do="Post-process the text yourself if it is to lose spaces",
+                )
+            )
+        rows, single = id_rows(token_ids)
+        with native_call("The ids cannot be decoded"):
+            texts = self.backend.decode_batch(rows, skip_special_tokens=skip_special_tokens)
+        return texts[0] if single else texts
+
+    def batch_decode(
+        self,
+        sequences: Any,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> list[str]:
+        """The texts of several sequences of ids."""
+        return [
+            self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in sequences
+        ]
+
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
+        """The token of an id, or the tokens of several; None where there is none."""
+        if isinstance(ids, int):
+            return self.token_of(ids)
+        skipped = self.skipped_ids if skip_special_tokens else frozenset()
+        return [self.token_of(int(id)) for id in ids if int(id) not in skipped]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of a token, or the ids of several; the unknown token's where there is none."""
+        if isinstance(tokens, str):
+            id = self.backend.token_to_id(tokens)
+            return self.unk_token_id if id is None else id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """The text of tokens that are spelled as in the vocabulary."""
+        decoder = self.backend.decoder
+        return " ".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
+
+    # The vocabulary
+
+    def __len__(self) -> int:
+        """How many tokens there are, added ones included."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the merge model has; added tokens beyond it are not counted."""
+        return int(self.backend.get_vocab_size(with_added_tokens=False))
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token to id, added tokens included."""
+        return dict(self.backend.get_vocab(with_added_tokens=True))
+
+    def token_of(self, id: int) -> str | None:
+        """The token of an id as the vocabulary spells it, or None."""
+        return self.backend.id_to_token(checked_id(id))
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """The named special tokens that exist."""
+        return self.special.named()
+
+    @functools.cached_property
+    def skipped_ids(self) -> frozenset[int]:
+        """The ids that decoding with `skip_special_tokens` leaves out."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of all special tokens, named or not, in order."""
+        named = (self.backend.token_to_id(token) for token in self.special.named().values())
+        return sorted(self.skipped_ids.union(id for id in named if id is not None))
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The special tokens, in the order of their ids."""
+        return self.convert_ids_to_tokens(self.all_special_ids)
+
+    @functools.cached_property
+    def decoding(self) -> Decoding:
+        """How tokens become text one at a time; UnsupportedError if they cannot."""
+        return Decoding.of(self.backend)
+
+    def _encodings(
+        self, texts: Sequence[TextItem], add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
+        with native_call("The text cannot be tokenized"):
+            return list(
+                self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+            )
+
+    def _warn_of_second_bos(self, encodings: Sequence[tokenizers.Encoding]) -> None:
+        bos = self.bos_token_id
+        if bos is not None and any(encoding.ids[:2] == [bos, bos] for encoding in encodings):
+            warnings.warn(
+                f"A text starts with {self.bos_token!r} already and got another one. Pass "
+                "add_special_tokens=False for a prompt that a chat template has made.",
+                stacklevel=3,
+            )
+
+    def _truncation(
+        self, truncation: bool | str | None, max_length: int | None, padding: bool | str
+    ) -> Truncation | None:
+        side = checked_side(self.truncation_side, "truncation_side")
+        return truncation_of(truncation, max_length, padding, self.model_max_length, side)
+
+    def _padding(
+        self,
+        padding: bool | str,
+        max_length: int | None,
+        side: str | None,
+        multiple: int | None,
+    ) -> Padding | None:
+        limit, pad_id = self.model_max_length, self.pad_token_id
+        side = checked_side(side or self.padding_side, "padding_side")
+        return padding_of(padding, max_length, limit, side, multiple, pad_id)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name_or_path!r}, {len(self)} tokens)"

@@ -1,0 +1,188 @@
+"""Tokenizers in folders: what is read, that transformers reads the same, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from everystep.errors import FileError, FormatError, MissingFileError, RequestError, TokenizerError
+from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.text import Tokenizer
+from everystep.text.ends import surrounding
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_saved_tokenizer_is_read_again(folder: Path) -> None:
+    saved, read = tiny_tokenizer(), Tokenizer.from_folder(folder)
+    assert read("the 😀<eos>")["input_ids"] == saved("the 😀<eos>")["input_ids"]
+    assert read.get_vocab() == saved.get_vocab()
+    assert read.special_tokens_map == saved.special_tokens_map
+    assert read.chat_template == saved.chat_template
+    assert (read.padding_side, read.model_max_length) == ("left", saved.model_max_length)
+    assert read.name_or_path == str(folder)
+
+
+def test_saving_names_the_files_it_wrote(tmp_path: Path) -> None:
+    written = tiny_tokenizer().save_pretrained(tmp_path / "new")
+    assert sorted(map(Path, written)) == sorted((tmp_path / "new").iterdir())
+
+
+def test_transformers_reads_the_saved_folder(folder: Path) -> None:
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    texts = ["the cat", "<bos>to be<eos> 😀"]
+    assert dict(ours(texts, padding=True)) == dict(theirs(texts, padding=True))
+    assert ours.apply_chat_template(MESSAGES, return_dict=False) == theirs.apply_chat_template(
+        MESSAGES, return_dict=False
+    )
+
+
+@pytest.mark.parametrize("processor", [None, (("<bos>", 1), None), (None, ("<eos>", 2))])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": False},
+        {"add_eos_token": True},
+        {"add_bos_token": True, "add_eos_token": True},
+    ],
+)
+def test_the_post_processor_alone_adds_bos_and_eos_as_in_transformers(
+    tmp_path: Path, processor: Any, flags: dict[str, bool]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    if processor:
+        tokenizer.backend.post_processor = surrounding(*processor)
+    tokenizer.save_pretrained(tmp_path)
+    configure(tmp_path, **flags)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert Tokenizer.from_folder(tmp_path)("a")["input_ids"] == theirs("a")["input_ids"]
+
+
+def test_padding_and_truncation_of_the_file_do_not_act(folder: Path) -> None:
+    backend = tiny_tokenizer().backend
+    backend.enable_padding(length=9)
+    backend.enable_truncation(max_length=2)
+    backend.save(str(folder / "tokenizer.json"))
+    assert len(Tokenizer.from_folder(folder)("cat")["input_ids"]) == 3
+
+
+def test_settings_come_from_the_configuration(folder: Path) -> None:
+    configure(folder, padding_side="right", truncation_side="left", model_max_length=7)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.padding_side, tokenizer.truncation_side) == ("right", "left")
+    assert len(tokenizer("a" * 20, truncation=True)["input_ids"]) == 7
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", {"content": "<|im_end|>", "lstrip": False}])
+def test_a_token_is_named_as_text_or_as_an_object(folder: Path, token: Any) -> None:
+    (folder / "special_tokens_map.json").unlink()
+    configure(folder, eos_token=token)
+    assert Tokenizer.from_folder(folder).eos_token_id == 4
+
+
+def test_the_map_names_what_the_configuration_does_not(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<bos>")
+
+
+def test_tokens_that_only_the_configuration_has_are_added(folder: Path) -> None:
+    added = {"320": {"content": "<new>", "special": True}, "321": "<newer>"}
+    configure(folder, added_tokens_decoder=added, additional_special_tokens=["<newest>"])
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer("<new>a<newer><newest>")["input_ids"] == [320, 102, 321, 322]
+
+
+def test_a_named_token_of_the_vocabulary_becomes_special(folder: Path) -> None:
+    configure(folder, unk_token="ing")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer("going")["input_ids"], skip_special_tokens=True) == "go"
+
+
+def test_template_files_win(folder: Path) -> None:
+    configure(folder, chat_template="configured")
+    (folder / "chat_template.jinja").unlink()
+    assert Tokenizer.from_folder(folder).chat_template == "configured"
+    (folder / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert Tokenizer.from_folder(folder).chat_template == "json"
+    (folder / "chat_template.jinja").write_text("jinja")
+    assert Tokenizer.from_folder(folder).chat_template == "jinja"
+
+
+def test_named_templates_are_kept_and_saved(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    configure(folder, chat_template=named)
+    read = Tokenizer.from_folder(folder)
+    assert read.chat_template == {"default": "A", "tool_use": "B"}
+    read.save_pretrained(tmp_path / "again")
+    assert Tokenizer.from_folder(tmp_path / "again").chat_template == read.chat_template
+
+
+def test_a_folder_without_settings_is_enough(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "tokenizer.json":
+            path.unlink()
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.eos_token, tokenizer.chat_template) == (None, None)
+
+
+BROKEN: list[tuple[str, str | None, type[Exception], str]] = [
+    ("tokenizer.json", None, MissingFileError, "has no tokenizer; wanted a file tokenizer.json"),
+    ("tokenizer.json", "", FormatError, "tokenizer.json is not a tokenizer"),
+    ("tokenizer.json", '{"version": "1.0"}', FormatError, "tokenizer.json is not a tokenizer"),
+    ("tokenizer_config.json", "{", FormatError, "tokenizer_config.json is not JSON"),
+    (
+        "tokenizer_config.json",
+        "[]",
+        FormatError,
+        "config.json is wrong; wanted an object; got list",
+    ),
+    ("tokenizer_config.json", "[" * 100_000, FormatError, "tokenizer_config.json is not JSON"),
+    ("tokenizer_config.json", '{"eos_token": 3}', TokenizerError, "eos_token is not a token"),
+    ("tokenizer_config.json", '{"padding_side": "up"}', RequestError, "padding_side is unknown"),
+    ("tokenizer_config.json", '{"chat_template": [1]}', FormatError, "chat_template.*is wrong"),
+    (
+        "tokenizer_config.json",
+        '{"added_tokens_decoder": {"999": "<new>"}}',
+        FormatError,
+        "'<new>' the id 999; wanted 320",
+    ),
+    (
+        "tokenizer_config.json",
+        '{"added_tokens_decoder": {"320": {"special": true}}}',
+        FormatError,
+        "An added token is wrong",
+    ),
+    ("special_tokens_map.json", "nothing", FormatError, "special_tokens_map.json is not JSON"),
+    ("chat_template.json", "nothing", FormatError, "chat_template.json is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "error", "what"), BROKEN)
+def test_broken_folders_are_refused(
+    folder: Path, name: str, text: str | None, error: type[FileError], what: str
+) -> None:
+    (folder / name).unlink(missing_ok=True)
+    if text is not None:
+        (folder / name).write_text(text)
+    with pytest.raises(error, match=what):
+        Tokenizer.from_folder(folder)

@@ -231,10 +231,17 @@ def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
         unit.cached = 0
 
 
-def abandon(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger) -> None:
+def abandon(
+    group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger
+) -> list[Event]:
     """Every live sequence ends here, with its settled tokens, and is released."""
+    request, strategy = group.request, group.request.strategy
+    events: list[Event] = []
     for sequence in group.live:
         if sequence.finish is None:
+            if strategy.streams and sequence.index < strategy.returns:
+                settled = sequence.generated - sequence.provisional
+                events += token_events(request.request_id, sequence.index, [], settled, reason)
             first = sequence.request.prompt_visible
             tokens = table.data[sequence.line, first : sequence.visible - sequence.provisional]
             group.done.append(
@@ -249,3 +256,4 @@ def abandon(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledge
             )
         release(sequence, table, ledger)
     group.live = []
+    return events

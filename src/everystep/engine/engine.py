@@ -104,8 +104,8 @@ class Engine:
     def cancel(self, group: Group, reason: FinishReason | None = None) -> list[Event]:
         """The group ends now, with the tokens it has."""
         reason = reason or FinishReason("cancelled")
-        abandon(group, reason, self.table, self.ledger)
-        return self._remove(group)
+        events = abandon(group, reason, self.table, self.ledger)
+        return events + self._remove(group)
 
     def preempt(self, group: Group) -> None:
         """The group gives up its rows and will feed everything again."""

@@ -102,4 +102,4 @@ class Contrastive:
         return group.done
 
     def finish(self, group: Group) -> list[Finished]:
-        return group.done
+        return group.done[:1]  # siblings that are cut short all hold the same settled tokens

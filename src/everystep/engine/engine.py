@@ -224,7 +224,7 @@ class Engine:
         alive = any(not group.finished for group in self.scheduler.groups)
         events: list[Event] = []
         for group in over:
-            if not (group.request.linger and alive):
+            if not (group.request.linger and group.live and alive):
                 for sequence in group.live:
                     release(sequence, self.table, self.ledger)
                 group.live = []

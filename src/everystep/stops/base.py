@@ -44,6 +44,15 @@ class Candidates:
         head = self.table.data[parent.line, : parent.visible - parent.provisional]
         return np.concatenate([head, self.new[candidate, : self.counts[candidate]]])
 
+    def tail(self, candidate: int, count: int) -> list[int]:
+        """The last `count` visible ids of one candidate, or all if there are fewer."""
+        parent = self.parents[candidate]
+        new = self.new[candidate, : self.counts[candidate]]
+        end = parent.visible - parent.provisional
+        start = max(end + len(new) - count, 0)
+        head = self.table.data[parent.line, min(start, end) : end]
+        return [*head.tolist(), *new.tolist()][-count:]
+
     def select(self, indices: np.ndarray) -> Candidates:
         """The given candidates, in the given order."""
         chosen = [self.parents[i] for i in indices]

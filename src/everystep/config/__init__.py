@@ -1,0 +1,34 @@
+"""How to generate: the fields, the configuration of them, and what holds for a call."""
+
+from __future__ import annotations
+
+from everystep.config.effective import Effective, Source, merge_configs
+from everystep.config.fields import CALL_ONLY, DEFAULTS, FIELDS, META, Field
+from everystep.config.generation import CONFIG_NAME, GenerationConfig, unknown_name
+from everystep.config.nested import (
+    CompileConfig,
+    SynthIDTextWatermarkingConfig,
+    Watermark,
+    WatermarkingConfig,
+)
+from everystep.config.rules import RULES, Rule
+
+__all__ = [
+    "CALL_ONLY",
+    "CONFIG_NAME",
+    "CompileConfig",
+    "DEFAULTS",
+    "Effective",
+    "FIELDS",
+    "Field",
+    "GenerationConfig",
+    "META",
+    "RULES",
+    "Rule",
+    "Source",
+    "SynthIDTextWatermarkingConfig",
+    "Watermark",
+    "WatermarkingConfig",
+    "merge_configs",
+    "unknown_name",
+]

@@ -1,0 +1,98 @@
+"""What holds for one call: the value of every field and who said so.
+
+Call before passed configuration before checkpoint before default. A None in the call is said on
+purpose: it turns off `top_k` and `max_length`, and gives any other field its default back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from everystep.config.fields import FIELDS, META
+from everystep.config.generation import GenerationConfig, unknown_name
+from everystep.config.rules import judge
+
+Source = Literal["call", "config", "checkpoint", "default"]
+
+
+@dataclass(frozen=True, repr=False)
+class Effective(Mapping[str, Any]):
+    """Every field's value, by attribute or key, and its source.
+
+    `notices`: what the caller should be told about values that have no effect.
+    """
+
+    values_by_name: Mapping[str, Any]
+    sources: Mapping[str, Source]
+    notices: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying looks attributes up before there are any.
+        if name in self.__dict__.get("values_by_name", ()):
+            return self.values_by_name[name]
+        raise AttributeError(f"no field is called {name!r}")
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+    def __repr__(self) -> str:
+        said = (
+            f"{name}={self[name]!r} ({source})"
+            for name, source in self.sources.items()
+            if source != "default"
+        )
+        return f"Effective({', '.join(said)}; everything else by default)"
+
+    def source(self, name: str) -> Source:
+        """Who gave the field its value."""
+        return self.sources[name]
+
+    def replaced(self, source: Source, **values: Any) -> Effective:
+        """The same with other values, such as those that depend on the prompt."""
+        for name in values:
+            if name not in FIELDS:
+                raise unknown_name(name, "no field is called")
+        return Effective(
+            {**self.values_by_name, **values},
+            {**self.sources, **dict.fromkeys(values, source)},
+            self.notices,
+        )
+
+
+def merge_configs(
+    call: Mapping[str, Any],
+    passed: GenerationConfig | None = None,
+    checkpoint: GenerationConfig | None = None,
+) -> Effective:
+    """The values that hold for a call with the keywords `call`.
+
+    UnknownArgumentError for a keyword that is no field; RequestError for values that cannot be,
+    that nothing can be generated with, or that the caller set and that contradict each other.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for name, field in FIELDS.items():
+        if name not in META:
+            values[name], sources[name] = field.default, "default"
+    layers: list[tuple[Source, GenerationConfig | None]]
+    layers = [("checkpoint", checkpoint), ("config", passed)]
+    for source, config in layers:
+        said = {} if config is None else config.to_diff_dict()
+        for name in said.keys() & values.keys():
+            values[name], sources[name] = said[name], source
+    for name, value in call.items():
+        if name not in values:
+            raise unknown_name(name, "generate() knows no argument")
+        values[name] = FIELDS[name].neutral if value is None else FIELDS[name].read(value)
+        sources[name] = "call"
+    given = {name for name, value in call.items() if value is not None}
+    caller = given | ({*passed.caller_set} - {*call} if passed else set())
+    return Effective(values, sources, judge(values, caller))

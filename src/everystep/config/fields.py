@@ -1,0 +1,197 @@
+"""The fields of a generation configuration: name, kind, meaning, and the default that holds.
+
+Every field of a configuration starts as None, "not said". `default` holds where nobody says
+anything; the names, meanings and defaults are those of transformers 5.23.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everystep.config import kinds
+from everystep.config.kinds import FLAG, NUMBER, POSITIVE, TOKENS, Kind, integer, one_of, plain
+from everystep.config.nested import (
+    CompileConfig,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+    compilation,
+    watermark,
+)
+from everystep.errors import RequestError, message
+
+CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")
+# Spellings of "static" that older checkpoints and scripts use.
+OLD_CACHES = (
+    "sliding_window",
+    "hybrid",
+    "hybrid_chunked",
+    "offloaded_hybrid",
+    "offloaded_hybrid_chunked",
+)
+SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+
+WATERMARK = Kind(
+    "a WatermarkingConfig, a SynthIDTextWatermarkingConfig or a dict of one",
+    lambda v: isinstance(v, WatermarkingConfig | SynthIDTextWatermarkingConfig | Mapping),
+    watermark,
+)
+COMPILATION = Kind(
+    "a CompileConfig or a dict of one",
+    lambda value: isinstance(value, CompileConfig | Mapping),
+    compilation,
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field; `hint` says what to do when a value is refused."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    default: Any = None
+    hint: str | None = None
+
+    @property
+    def neutral(self) -> Any:
+        """What a None that the call gives on purpose stands for."""
+        return None if self.name in ("top_k", "max_length") else self.default
+
+    def read(self, value: Any) -> Any:
+        """The value in the form in which it is kept; RequestError if it is of another kind."""
+        value = plain(value)
+        if value is None:
+            return None
+        if not self.kind.accepts(value):
+            do = self.hint or f"Give {self.name} such a value, or leave it out"
+            text = message(
+                f"{self.name} is not valid", wanted=self.kind.wanted, got=repr(value), do=do
+            )
+            raise RequestError(text)
+        return self.kind.stored(value)
+
+
+_LENGTH = (
+    Field("max_length", integer(1), "ids in the whole sequence, prompt included, at most", 20),
+    Field("max_new_tokens", integer(1), "generated ids at most; goes before max_length"),
+    Field("min_length", integer(0), "ids in the whole sequence before it may end", 0),
+    Field("min_new_tokens", integer(0), "generated ids before the sequence may end"),
+    Field("early_stopping", one_of(True, False, "never"), "when beams stop searching", False),
+    Field("max_time", kinds.NOT_NEGATIVE, "seconds after which a sequence ends"),
+    Field("stop_strings", kinds.TEXTS, "texts that end a sequence; needs the tokenizer"),
+)
+_STRATEGY = (
+    Field("do_sample", FLAG, "whether tokens are drawn, not only ranked", False),
+    Field("num_beams", integer(1), "hypotheses that are followed per prompt", 1),
+    Field("use_mtp", FLAG, "draft with the model's own multi-token heads"),
+    Field("num_return_sequences", integer(1), "sequences returned per prompt", 1),
+    Field("penalty_alpha", kinds.FRACTION, "contrastive search: weight of the repetition term"),
+    Field("dola_layers", kinds.LAYERS, "DoLa: which layers the last one is contrasted with"),
+    Field("num_beam_groups", integer(1), "diverse beams: groups that beams are divided into", 1),
+    Field("diversity_penalty", NUMBER, "diverse beams: cost of another group's token", 0.0),
+    Field("constraints", kinds.OBJECTS, "constrained beams: Constraint objects to fulfil"),
+    Field("force_words_ids", kinds.FORCED_WORDS, "constrained beams: words that must occur"),
+    Field("length_penalty", NUMBER, "beams: exponent of the length that divides a score", 1.0),
+    Field("low_memory", FLAG, "contrastive search and beams in smaller batches"),
+)
+_CACHE = (
+    Field("use_cache", FLAG, "keep keys and values instead of computing them anew", True),
+    Field("cache_implementation", one_of(*CACHES, *OLD_CACHES), "how keys and values are kept"),
+    Field("cache_config", kinds.MAPPING, "settings of the cache"),
+    Field("max_cache_len", integer(1), "positions that a static cache has room for"),
+    Field("prefill_chunk_size", integer(1), "prompt positions fed at once at most"),
+)
+_SCORES = (
+    Field(
+        "temperature",
+        kinds.NOT_NEGATIVE,
+        "what scores are divided by before sampling",
+        1.0,
+        "For greedy decoding set do_sample=False",
+    ),
+    Field("top_k", integer(0), "sample among this many best tokens; 0: among all", 50),
+    Field("top_p", kinds.FRACTION, "sample among the best tokens of this mass", 1.0),
+    Field("min_p", kinds.FRACTION, "sample where p is at least this share of the best"),
+    Field("top_h", kinds.FRACTION_ABOVE_0, "sample among the best tokens of this entropy share"),
+    Field("typical_p", kinds.FRACTION_ABOVE_0, "sample among the most typical of this mass", 1.0),
+    Field("epsilon_cutoff", kinds.FRACTION_BELOW_1, "sample where p is at least this", 0.0),
+    Field("eta_cutoff", kinds.FRACTION_BELOW_1, "as epsilon_cutoff, lowered by entropy", 0.0),
+    Field("repetition_penalty", POSITIVE, "factor against ids that already stand", 1.0),
+    Field("encoder_repetition_penalty", POSITIVE, "factor for ids of the (encoder) prompt", 1.0),
+    Field("no_repeat_ngram_size", integer(0), "n-grams of this size occur once", 0),
+    Field("encoder_no_repeat_ngram_size", integer(0), "n-grams of the prompt do not occur", 0),
+    Field("bad_words_ids", kinds.WORDS, "id sequences that must not occur"),
+    Field("renormalize_logits", FLAG, "log-softmax after everything else"),
+    Field("forced_bos_token_id", integer(0), "the id after a prompt of one id"),
+    Field("forced_eos_token_id", TOKENS, "the id at the last place of max_length"),
+    Field("remove_invalid_values", FLAG, "replace nan and infinities in scores", False),
+    Field("exponential_decay_length_penalty", kinds.DECAY, "(start, factor): ending grows likely"),
+    Field("suppress_tokens", kinds.IDS, "ids that are never chosen"),
+    Field("begin_suppress_tokens", kinds.IDS, "ids that are not chosen first"),
+    Field("sequence_bias", kinds.BIASES, "{ids: bias}, added to the last id after the others"),
+    Field("token_healing", FLAG, "redo the prompt's last token with its continuations"),
+    Field("guidance_scale", NUMBER, "classifier-free guidance against a negative prompt"),
+    Field("watermarking_config", WATERMARK, "mark the text so that it can be recognised"),
+)
+_OUTPUT = (
+    Field("output_attentions", FLAG, "return attention weights"),
+    Field("output_hidden_states", FLAG, "return hidden states"),
+    Field("output_scores", FLAG, "return scores, processors applied", False),
+    Field("output_logits", FLAG, "return logits as the model gave them"),
+    Field("return_dict_in_generate", FLAG, "return an output object, not a tensor", False),
+)
+_TOKENS = (
+    Field("pad_token_id", integer(), "the id that fills rows up"),
+    Field("bos_token_id", integer(), "the id that stands for an empty prompt"),
+    Field("eos_token_id", TOKENS, "the id or ids that end a sequence"),
+    Field("decoder_start_token_id", TOKENS, "encoder-decoder: the first id, or one per row"),
+)
+_ASSISTANT = (
+    Field("is_assistant", FLAG, "the model drafts for another"),
+    Field("num_assistant_tokens", integer(1), "tokens drafted at once", 20),
+    Field("num_assistant_tokens_schedule", one_of(*SCHEDULES), "how it adapts", "constant"),
+    Field("assistant_confidence_threshold", kinds.FRACTION, "drafting stops below this", 0.4),
+    Field("prompt_lookup_num_tokens", integer(1), "tokens drafted by copying from the prompt"),
+    Field("max_matching_ngram_size", integer(1), "longest n-gram looked up for copying"),
+    Field("assistant_early_exit", integer(1), "draft with the first so many layers"),
+    Field("assistant_lookbehind", integer(1), "other tokenizer: assistant ids re-encoded", 10),
+    Field("target_lookbehind", integer(1), "other tokenizer: own ids re-encoded", 10),
+    Field("assistant_ensemble_weight", kinds.BETWEEN_0_AND_1, "verify against a mixture; lossy"),
+    Field("speculation_type", one_of("dflash"), "kind of drafting model"),
+)
+_RUNNING = (
+    Field("compile_config", COMPILATION, "how forwards are compiled"),
+    Field("disable_compile", FLAG, "never compile"),
+    Field("continuous_batching_config", kinds.MAPPING, "settings of a continuous scheduler"),
+)
+_META = (
+    Field("_from_model_config", FLAG, "made from a model's config, not from a file of its own"),
+    Field("transformers_version", kinds.TEXT, "what wrote the file"),
+)
+
+FIELDS: dict[str, Field] = {
+    field.name: field
+    for part in (
+        *(_LENGTH, _STRATEGY, _CACHE, _SCORES, _OUTPUT, _TOKENS, _ASSISTANT, _RUNNING),
+        _META,
+    )
+    for field in part
+}
+META: frozenset[str] = frozenset(field.name for field in _META)
+DEFAULTS: dict[str, Any] = {name: f.default for name, f in FIELDS.items() if f.default is not None}
+
+# Names that belong to the call of generate(), not to a configuration.
+CALL_ONLY: frozenset[str] = frozenset(
+    {
+        "logits_processor",
+        "stopping_criteria",
+        "prefix_allowed_tokens_fn",
+        "synced_gpus",
+        "assistant_model",
+        "streamer",
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
+    }
+)

@@ -1,0 +1,304 @@
+"""`GenerationConfig`: what somebody said about how to generate, and nothing else.
+
+A field that nobody set is None. Names and values are checked when they are set, combinations when
+they are used or validated. It remembers which values came out of a file, so that a checkpoint's
+values can be told from the caller's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+from everystep.config.fields import CALL_ONLY, FIELDS, META
+from everystep.config.rules import judge, refuse_impossible
+from everystep.errors import (
+    FormatError,
+    MissingFileError,
+    RequestError,
+    UnknownArgumentError,
+    message,
+    nearest,
+)
+
+CONFIG_NAME = "generation_config.json"
+_OWN = frozenset({"inherited", "extra"})
+_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+# Where a model's config keeps what its decoder alone is told.
+_INNER_CONFIGS = ("decoder", "generator", "text_config")
+
+
+class GenerationConfig:
+    """The values that somebody set; see `FIELDS` for all names, meanings and defaults.
+
+    `inherited`: names whose values came out of a file and were not set since. `extra`: what a file
+    held under names that no field has, kept and saved again, readable as attributes.
+    UnknownArgumentError for other names, RequestError for values that a field cannot have.
+    Source: `GenerationConfig` of transformers 5.23.0.
+    """
+
+    inherited: frozenset[str]
+    extra: dict[str, Any]
+
+    def __init__(self, **values: Any) -> None:
+        self._reset()
+        for name, value in values.items():
+            setattr(self, name, value)
+        refuse_impossible(self.filled())
+
+    def _reset(self) -> None:
+        self.__dict__.update(dict.fromkeys(FIELDS))
+        self.__dict__.update(inherited=frozenset(), extra={})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELDS:
+            raise unknown_name(name, "GenerationConfig has no field")
+        self.__dict__[name] = FIELDS[name].read(value)
+        self.__dict__["inherited"] = self.inherited - {name}
+
+    def __getattr__(self, name: str) -> Any:
+        extra = self.__dict__.get("extra", {})
+        if name in extra:
+            return extra[name]
+        raise AttributeError(f"GenerationConfig has no field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GenerationConfig):
+            return NotImplemented
+        return self._said() == other._said()
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(_encoded(self._said()), sort_keys=True, default=repr))
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self._said().items())
+        return f"GenerationConfig({said})"
+
+    def _said(self) -> dict[str, Any]:
+        """What makes two configurations differ."""
+        return {name: value for name, value in self.to_diff_dict().items() if name not in META}
+
+    @property
+    def caller_set(self) -> frozenset[str]:
+        """The fields that have a value and did not get it from a file."""
+        return frozenset(n for n in FIELDS if self.__dict__[n] is not None) - self.inherited - META
+
+    def filled(self) -> dict[str, Any]:
+        """Every field's value, the default where nothing was said."""
+        return {
+            name: field.default if self.__dict__[name] is None else self.__dict__[name]
+            for name, field in FIELDS.items()
+        }
+
+    def validate(self, strict: bool = False) -> None:
+        """Returns if the values go together.
+
+        RequestError for what is impossible or in conflict, and with `strict` also for values
+        without effect, which else are a warning. Inherited values cause neither.
+        """
+        for notice in judge(self.filled(), self.caller_set):
+            if strict:
+                raise RequestError(notice)
+            warn(notice, UserWarning, stacklevel=2)
+
+    def update(self, **values: Any) -> dict[str, Any]:
+        """Sets the fields among `values`; returns those that are none."""
+        changed = copy.deepcopy(self)
+        unused = {}
+        for name, value in values.items():
+            if name in FIELDS:
+                setattr(changed, name, value)
+            else:
+                unused[name] = value
+        refuse_impossible(changed.filled())
+        self.__dict__.update(changed.__dict__)
+        return unused
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of every field's value, and of the extra ones."""
+        fields = {name: self.__dict__[name] for name in FIELDS}
+        return copy.deepcopy({**fields, **self.extra})
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """`to_dict()` without the fields that were not set."""
+        values = self.to_dict()
+        return {n: v for n, v in values.items() if v is not None or n not in FIELDS}
+
+    def to_json_string(self, use_diff: bool = True, ignore_metadata: bool = False) -> str:
+        """The values as JSON, sorted by name; RequestError for values that JSON cannot hold."""
+        values = self.to_diff_dict() if use_diff else self.to_dict()
+        if ignore_metadata:
+            values = {name: value for name, value in values.items() if name not in META}
+        return json.dumps(_encoded(values), indent=2, sort_keys=True, default=_refuse_object) + "\n"
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """The file holds `to_json_string()`, or is as it was if that fails."""
+        target = Path(json_file_path)
+        text = self.to_json_string(use_diff)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        config_file_name: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """The folder, made if need be, holds the configuration; strictly validated before."""
+        self.validate(strict=True)
+        folder = Path(save_directory)
+        if folder.exists() and not folder.is_dir():
+            text = message(
+                "save_directory is a file", wanted="a folder", got=folder, do="Choose another place"
+            )
+            raise RequestError(text)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.to_json_file(folder / (config_file_name or CONFIG_NAME))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name: str | os.PathLike[str],
+        config_file_name: str | os.PathLike[str] | None = None,
+        **overrides: Any,
+    ) -> GenerationConfig:
+        """The configuration in a folder, all of it inherited but the overrides.
+
+        MissingFileError if there is none, FormatError if it is not a JSON object or a value cannot
+        be. Names that no field has are kept in `extra`.
+        """
+        path = Path(pretrained_model_name) / (config_file_name or CONFIG_NAME)
+        config = cls.from_checkpoint(_read_object(path), str(path))
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        return config
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **overrides: Any) -> GenerationConfig:
+        """A configuration with the given values, which count as set by the caller."""
+        return cls(**{**config_dict, **overrides})
+
+    @classmethod
+    def from_checkpoint(
+        cls, values: Mapping[str, Any], name: str = CONFIG_NAME
+    ) -> GenerationConfig:
+        """A configuration with the values of the file `name`, inherited; see `from_pretrained`."""
+        known = {key: value for key, value in values.items() if key in FIELDS}
+        extra = {key: values[key] for key in values if key not in FIELDS and key != "_commit_hash"}
+        try:
+            config = cls._inheriting(known)
+        except RequestError as error:
+            text = message(
+                f"{name} holds a value that cannot be: {error}".rstrip("."),
+                do="Correct the file, or delete that line",
+            )
+            raise FormatError(text) from error
+        config.__dict__["extra"] = copy.deepcopy(extra)
+        return config
+
+    @classmethod
+    def from_model_config(cls, model_config: Any) -> GenerationConfig:
+        """What a model's config, a dict or an object with `to_dict()`, says about generating.
+
+        The decoder's own part counts where the outer one says nothing. Values that no such field
+        can have belong to somebody else's field of that name and are left out.
+        """
+        outer = _as_mapping(model_config)
+        inner: Any = next((outer[key] for key in _INNER_CONFIGS if outer.get(key)), {})
+        values = {**_usable(_as_mapping(inner)), **_usable(outer)}
+        if outer.get("force_bos_token_to_be_generated") and "bos_token_id" in values:
+            values["forced_bos_token_id"] = values["bos_token_id"]
+        if any(values.get(name) for name in _EXTRA_OUTPUTS):
+            values["return_dict_in_generate"] = True
+        return cls._inheriting({**values, "_from_model_config": True})
+
+    @classmethod
+    def _inheriting(cls, values: Mapping[str, Any]) -> GenerationConfig:
+        config = cls()
+        for name, value in values.items():
+            setattr(config, name, value)
+        config.__dict__["inherited"] = config.caller_set
+        return config
+
+
+def unknown_name(name: str, says: str) -> UnknownArgumentError:
+    """The error for a name that no field has, with the nearest one that there is."""
+    if name in CALL_ONLY:
+        do = f"Pass {name} to generate() itself"
+    else:
+        guess = nearest(name, [*(known for known in FIELDS if known not in META), *CALL_ONLY])
+        do = f"The nearest is {guess}" if guess else "See everystep.config.FIELDS for all names"
+    return UnknownArgumentError(message(f"{says} {name!r}", do=do))
+
+
+def _usable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are some field's, and could be."""
+    found = {}
+    for name, field in FIELDS.items():
+        value = values.get(name)
+        if value is not None and name not in META and field.kind.accepts(value):
+            found[name] = value
+    return found
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if hasattr(config, "to_dict"):
+        return config.to_dict()
+    text = message(
+        "not a model's config",
+        wanted="a dict or an object with to_dict()",
+        got=type(config).__name__,
+        do="Pass model.config",
+    )
+    raise RequestError(text)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        text = message(f"there is no {path}", do="Check the folder and the file's name")
+        raise MissingFileError(text) from error
+    except ValueError as error:
+        text = message(f"{path} is not JSON: {error}", do="Correct the file or fetch it again")
+        raise FormatError(text) from error
+    if not isinstance(values, dict):
+        text = message(
+            f"{path} is of another form",
+            wanted="a JSON object",
+            got=type(values).__name__,
+            do="Correct the file or fetch it again",
+        )
+        raise FormatError(text)
+    return values
+
+
+def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON can hold them; `_pairs` of `kinds` reads the biases back."""
+    encoded = dict(values)
+    if biases := encoded.get("sequence_bias"):
+        encoded["sequence_bias"] = [[list(ids), bias] for ids, bias in biases.items()]
+    for name in ("watermarking_config", "compile_config"):
+        if encoded.get(name) is not None:
+            encoded[name] = encoded[name].to_dict()
+    return encoded
+
+
+def _refuse_object(value: Any) -> Iterable[Any]:
+    text = message(
+        "a value cannot be written as JSON",
+        wanted="numbers, texts, lists and dicts",
+        got=repr(value),
+        do="Leave it out of what is saved and pass it in the call",
+    )
+    raise RequestError(text)

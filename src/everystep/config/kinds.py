@@ -1,0 +1,170 @@
+"""What a value of a field may be: a test and the words that say what would pass it.
+
+A kind refuses nothing by itself; `fields` asks it and raises. It knows no field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`accepts` says whether a plain value passes; `stored` is the form in which it is kept."""
+
+    wanted: str
+    accepts: Callable[[Any], bool]
+    stored: Callable[[Any], Any] = _same
+
+
+def plain(value: Any) -> Any:
+    """Tensors, arrays and their scalars as Python numbers and lists; anything else unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a whole number and not a flag."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number and not a flag; nan is none."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Real) and value == value
+
+
+def is_list(value: Any, of: Callable[[Any], bool], least: int = 0) -> bool:
+    """Whether it is a list or tuple of at least `least` values that all pass `of`."""
+    return isinstance(value, list | tuple) and len(value) >= least and all(map(of, value))
+
+
+def _is_id(value: Any) -> bool:
+    return is_integer(value) and value >= 0
+
+
+def _is_word(value: Any) -> bool:
+    return is_list(value, _is_id, least=1)
+
+
+def _as_lists(value: Any) -> Any:
+    """Tuples as lists, all the way down, as they come back from a file."""
+    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def integer(least: int | None = None) -> Kind:
+    """Whole numbers, from `least` on."""
+    if least is None:
+        return Kind("an integer", is_integer)
+    return Kind(
+        f"an integer of at least {least}", lambda value: is_integer(value) and value >= least
+    )
+
+
+def number(wanted: str, passes: Callable[[float], bool]) -> Kind:
+    """Real numbers that pass a test."""
+    return Kind(wanted, lambda value: is_number(value) and passes(value))
+
+
+def one_of(*names: Any) -> Kind:
+    """One of a few values; True is not taken for 1."""
+    wanted = "one of " + ", ".join(repr(name) for name in names)
+    return Kind(wanted, lambda v: any(type(v) is type(name) and v == name for name in names))
+
+
+def either(first: Kind, second: Kind) -> Kind:
+    """What one of two kinds accepts."""
+    return Kind(
+        f"{first.wanted} or {second.wanted}",
+        lambda value: first.accepts(value) or second.accepts(value),
+        lambda value: (first if first.accepts(value) else second).stored(value),
+    )
+
+
+FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+NUMBER = number("a number", lambda _: True)
+POSITIVE = number("a number above 0", lambda value: value > 0)
+NOT_NEGATIVE = number("a number of at least 0", lambda value: value >= 0)
+FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+FRACTION_ABOVE_0 = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
+FRACTION_BELOW_1 = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+BETWEEN_0_AND_1 = number("a number between 0 and 1, both excluded", lambda value: 0 < value < 1)
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+TEXTS = Kind(
+    "a string or a list of strings, none of them empty",
+    lambda v: v != "" and is_list([v] if isinstance(v, str) else v, _is_text, least=1),
+    _as_lists,
+)
+TOKENS = Kind(
+    "a token id or a list of token ids",
+    lambda value: is_integer(value) or is_list(value, is_integer),
+    _as_lists,
+)
+IDS = Kind("a list of token ids", lambda value: is_list(value, _is_id), _as_lists)
+WORDS = Kind(
+    "a non-empty list of non-empty lists of token ids",
+    lambda value: is_list(value, _is_word, least=1),
+    _as_lists,
+)
+FORCED_WORDS = Kind(
+    "a list of words (lists of token ids) or of lists of alternative words",
+    lambda value: is_list(value, lambda v: _is_word(v) or is_list(v, _is_word, 1), least=1),
+    _as_lists,
+)
+LAYERS = Kind(
+    "'low', 'high' or a list of layer indices",
+    lambda value: value in ("low", "high") or is_list(value, is_integer, least=1),
+    _as_lists,
+)
+DECAY = Kind(
+    "a pair (start, factor) of an integer of at least 0 and a number above 0",
+    lambda v: is_list(v, is_number) and len(v) == 2 and _is_id(v[0]) and v[1] > 0,
+    tuple,
+)
+MAPPING = Kind(
+    "a dict with strings as keys",
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
+    dict,
+)
+OBJECTS = Kind("a list", lambda value: isinstance(value, list | tuple), list)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    """The (ids, bias) pairs of a bias table in any of its spellings; empty if it is none.
+
+    A file holds a list of pairs, or, written by the reference, a dict whose keys are the text of
+    tuples: "(1, 2)".
+    """
+    if isinstance(value, Mapping):
+        return [(_ids_of_key(key), bias) for key, bias in value.items()]
+    if is_list(value, lambda pair: isinstance(pair, list | tuple) and len(pair) == 2):
+        return [(tuple(plain(ids)) if _is_word(plain(ids)) else (), bias) for ids, bias in value]
+    return []
+
+
+def _ids_of_key(key: Any) -> tuple[int, ...]:
+    if isinstance(key, str):
+        parts = [part.strip() for part in key.strip("()").split(",") if part.strip()]
+        return tuple(int(part) for part in parts) if all(map(str.isdigit, parts)) else ()
+    return key if isinstance(key, tuple) else ()
+
+
+BIASES = Kind(
+    "a non-empty dict {(id, id, ...): bias} or list [[[id, id, ...], bias], ...]",
+    lambda value: (
+        bool(pairs := _pairs(value))
+        and all(_is_word(ids) and is_number(bias) for ids, bias in pairs)
+    ),
+    lambda value: {tuple(int(token) for token in ids): float(bias) for ids, bias in _pairs(value)},
+)

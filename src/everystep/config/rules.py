@@ -1,0 +1,375 @@
+"""Which values do not go together: the closed list, as data, and what follows from each.
+
+    impossible   an error whoever set the values: nothing could be generated as asked
+    conflict     an error when the caller set both; a notice when the caller set only the value that
+                 has no effect; nothing when that value is inherited from a checkpoint
+    notice       a warning when the caller set the value that has no effect
+
+`RULES` is the whole list; each rule says in words what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from everystep.config.fields import OLD_CACHES
+from everystep.errors import RequestError, message
+
+Values = Mapping[str, Any]
+Level = Literal["impossible", "conflict", "notice"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values of `decides` and `loses` clash where `clash` holds; `loses` is what has no effect."""
+
+    level: Level
+    decides: str
+    loses: str
+    clash: Callable[[Values], bool]
+    what: str
+    do: str
+
+    def text(self, values: Values) -> str:
+        """What is wrong and what to do."""
+        got = f"{self.loses}={values[self.loses]!r}"
+        if self.decides != self.loses:
+            got += f" with {self.decides}={values[self.decides]!r}"
+        return message(self.what, got=got, do=self.do)
+
+
+def _one_beam(values: Values) -> bool:
+    return values["num_beams"] in (None, 1)
+
+
+def _contrastive(values: Values) -> bool:
+    return bool(values["penalty_alpha"])
+
+
+def _is_set(name: str) -> Callable[[Values], bool]:
+    return lambda values: values[name] is not None
+
+
+def _truthy(name: str) -> Callable[[Values], bool]:
+    return lambda values: bool(values[name])
+
+
+def _differs(name: str, neutral: Any) -> Callable[[Values], bool]:
+    return lambda values: values[name] is not None and values[name] != neutral
+
+
+def _both(*tests: Callable[[Values], bool]) -> Callable[[Values], bool]:
+    return lambda values: all(test(values) for test in tests)
+
+
+def _greedy(values: Values) -> bool:
+    return not values["do_sample"]
+
+
+def _samples(values: Values) -> bool:
+    return bool(values["do_sample"])
+
+
+# The value that means "off" for each.
+_ONLY_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+_ONLY_BEAMS = {"early_stopping": False, "length_penalty": 1.0}
+_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+
+_EACH_SAMPLING = tuple(
+    Rule(
+        "conflict",
+        "do_sample",
+        name,
+        _both(_greedy, _differs(name, neutral)),
+        f"{name} has no effect without sampling",
+        f"Set do_sample=True, or leave {name} out",
+    )
+    for name, neutral in _ONLY_SAMPLING.items()
+)
+_SAMPLING = (
+    *_EACH_SAMPLING,
+    Rule(
+        "conflict",
+        "do_sample",
+        "top_k",
+        _both(_greedy, _differs("top_k", 50), lambda values: not _contrastive(values)),
+        "top_k has no effect without sampling or contrastive search",
+        "Set do_sample=True, or leave top_k out",
+    ),
+    Rule(
+        "impossible",
+        "do_sample",
+        "temperature",
+        _both(_samples, lambda values: values["temperature"] == 0),
+        "temperature must be above 0 to sample",
+        "For greedy decoding set do_sample=False",
+    ),
+)
+
+_EACH_BEAM = tuple(
+    Rule(
+        "conflict",
+        "num_beams",
+        name,
+        _both(_one_beam, _differs(name, neutral)),
+        f"{name} has no effect without beams",
+        f"Set num_beams above 1, or leave {name} out",
+    )
+    for name, neutral in _ONLY_BEAMS.items()
+)
+_BEAMS = (
+    *_EACH_BEAM,
+    Rule(
+        "conflict",
+        "num_beam_groups",
+        "diversity_penalty",
+        _both(lambda v: v["num_beam_groups"] in (None, 1), _differs("diversity_penalty", 0.0)),
+        "diversity_penalty has no effect without groups of beams",
+        "Set num_beam_groups above 1, or leave diversity_penalty out",
+    ),
+    Rule(
+        "impossible",
+        "num_beams",
+        "num_beam_groups",
+        lambda v: (v["num_beams"] or 1) % (v["num_beam_groups"] or 1) != 0,
+        "num_beams must be a multiple of num_beam_groups",
+        "Change one of them",
+    ),
+    Rule(
+        "impossible",
+        "do_sample",
+        "num_beam_groups",
+        _both(_samples, lambda values: (values["num_beam_groups"] or 1) > 1),
+        "groups of beams do not sample",
+        "Set do_sample=False, or leave num_beam_groups out",
+    ),
+    Rule(
+        "impossible",
+        "num_beam_groups",
+        "diversity_penalty",
+        lambda v: (v["num_beam_groups"] or 1) > 1 and not (v["diversity_penalty"] or 0) > 0,
+        "groups of beams need a diversity_penalty above 0, or all find the same",
+        "Set diversity_penalty above 0, or leave num_beam_groups out",
+    ),
+)
+
+_RETURNS = (
+    Rule(
+        "impossible",
+        "do_sample",
+        "num_return_sequences",
+        _both(_greedy, _one_beam, _differs("num_return_sequences", 1)),
+        "greedy decoding finds one sequence: num_return_sequences must be 1",
+        "Set do_sample=True or num_beams, or leave num_return_sequences out",
+    ),
+    Rule(
+        "impossible",
+        "num_beams",
+        "num_return_sequences",
+        lambda v: not _one_beam(v) and (v["num_return_sequences"] or 1) > v["num_beams"],
+        "num_return_sequences must be at most num_beams",
+        "Raise num_beams or lower num_return_sequences",
+    ),
+)
+
+_CONSTRAINTS = tuple(
+    rule
+    for name in ("constraints", "force_words_ids")
+    for rule in (
+        Rule(
+            "impossible",
+            "do_sample",
+            name,
+            _both(_samples, _is_set(name)),
+            "constrained beams do not sample",
+            f"Set do_sample=False, or leave {name} out",
+        ),
+        Rule(
+            "impossible",
+            "num_beams",
+            name,
+            _both(_one_beam, _is_set(name)),
+            "constraints need beams",
+            f"Set num_beams above 1, or leave {name} out",
+        ),
+        Rule(
+            "impossible",
+            "num_beam_groups",
+            name,
+            _both(lambda v: (v["num_beam_groups"] or 1) > 1, _is_set(name)),
+            "constrained beams have no groups",
+            f"Leave num_beam_groups or {name} out",
+        ),
+    )
+)
+
+# Other ways to choose one token at a time, none of which goes with beams.
+_EACH_SINGLE = tuple(
+    Rule(
+        "conflict",
+        "num_beams",
+        name,
+        _both(lambda values: not _one_beam(values), _truthy(name)),
+        f"{name} has no effect with beams",
+        f"Leave num_beams or {name} out",
+    )
+    for name in (
+        "penalty_alpha",
+        "dola_layers",
+        "prompt_lookup_num_tokens",
+        "assistant_early_exit",
+        "use_mtp",
+    )
+)
+_SINGLE = (
+    *_EACH_SINGLE,
+    Rule(
+        "conflict",
+        "do_sample",
+        "penalty_alpha",
+        _both(_samples, _contrastive),
+        "penalty_alpha has no effect when sampling",
+        "Set do_sample=False, or leave penalty_alpha out",
+    ),
+    Rule(
+        "impossible",
+        "prompt_lookup_num_tokens",
+        "assistant_ensemble_weight",
+        lambda v: bool(v["prompt_lookup_num_tokens"]) and bool(v["assistant_ensemble_weight"]),
+        "assistant_ensemble_weight needs an assistant that gives probabilities",
+        "Leave prompt_lookup_num_tokens or assistant_ensemble_weight out",
+    ),
+)
+
+_EACH_CACHE = tuple(
+    Rule(
+        "conflict",
+        "use_cache",
+        name,
+        _both(lambda values: values["use_cache"] is False, _is_set(name)),
+        f"{name} has no effect without a cache",
+        f"Set use_cache=True, or leave {name} out",
+    )
+    for name in ("cache_implementation", "cache_config", "max_cache_len")
+)
+_CACHING = (
+    *_EACH_CACHE,
+    Rule(
+        "notice",
+        "cache_implementation",
+        "max_cache_len",
+        lambda v: (
+            v["max_cache_len"] is not None
+            and v["cache_implementation"] not in ("static", "offloaded_static", *OLD_CACHES)
+        ),
+        "max_cache_len has an effect on static caches only",
+        "Set cache_implementation='static', or leave max_cache_len out",
+    ),
+)
+
+_OUTPUTS = tuple(
+    Rule(
+        "conflict",
+        "return_dict_in_generate",
+        name,
+        _both(_truthy(name), lambda values: not values["return_dict_in_generate"]),
+        f"{name} has no effect where a tensor is returned",
+        f"Set return_dict_in_generate=True, or leave {name} out",
+    )
+    for name in _EXTRA_OUTPUTS
+)
+
+
+def _forced_is_suppressed(name: str) -> Callable[[Values], bool]:
+    def clash(values: Values) -> bool:
+        forced, suppressed = values[name], values["suppress_tokens"]
+        if forced is None or not suppressed:
+            return False
+        tokens = {forced} if isinstance(forced, int) else set(forced)
+        return bool(tokens) and tokens <= set(suppressed)
+
+    return clash
+
+
+_EACH_FORCED = tuple(
+    Rule(
+        "impossible",
+        name,
+        "suppress_tokens",
+        _forced_is_suppressed(name),
+        f"every token of {name} is also suppressed, so that no token would be left",
+        f"Take it out of {name} or of suppress_tokens; to end later, set min_new_tokens",
+    )
+    for name in ("forced_bos_token_id", "forced_eos_token_id")
+)
+_OTHERS = (
+    *_EACH_FORCED,
+    Rule(
+        "notice",
+        "max_new_tokens",
+        "max_length",
+        lambda v: v["max_new_tokens"] is not None and v["max_length"] is not None,
+        "max_new_tokens goes before max_length",
+        "Leave one of them out",
+    ),
+    Rule(
+        "notice",
+        "max_new_tokens",
+        "min_new_tokens",
+        lambda v: (v["min_new_tokens"] or 0) > (v["max_new_tokens"] or 2**62),
+        "min_new_tokens cannot be reached",
+        "Raise max_new_tokens or lower min_new_tokens",
+    ),
+    Rule(
+        "notice",
+        "pad_token_id",
+        "pad_token_id",
+        lambda v: v["pad_token_id"] is not None and v["pad_token_id"] < 0,
+        "pad_token_id is no token",
+        "Set pad_token_id to an id of the vocabulary",
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    *_SAMPLING,
+    *_BEAMS,
+    *_RETURNS,
+    *_CONSTRAINTS,
+    *_SINGLE,
+    *_CACHING,
+    *_OUTPUTS,
+    *_OTHERS,
+)
+
+
+def refuse_impossible(values: Values) -> None:
+    """Returns if something can be generated as asked; RequestError with the first reason if not."""
+    for rule in RULES:
+        if rule.level == "impossible" and rule.clash(values):
+            raise RequestError(rule.text(values))
+
+
+def judge(values: Values, caller: Collection[str]) -> tuple[str, ...]:
+    """What the caller should be told; RequestError for what is impossible or in conflict.
+
+    `values`: every field's value, defaults filled in. `caller`: the fields that the caller set.
+    """
+    refuse_impossible(values)
+    notices = []
+    for rule in RULES:
+        if rule.level == "impossible" or rule.loses not in caller or not rule.clash(values):
+            continue
+        if rule.level == "conflict" and rule.decides in caller:
+            raise RequestError(rule.text(values))
+        notices.append(rule.text(values))
+    return tuple(notices)

@@ -1,0 +1,164 @@
+"""What `generate()` returns on request: the reference's four output classes, with more to tell.
+
+Keys, length, iteration, integer and slice access show exactly what the reference's objects show:
+its fields, in its order, without those that are None. What the reference does not know (`text`,
+`finish_reasons`, ...) are attributes only, so that code that unpacks a tuple keeps working. This
+file knows nothing of how the values come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from everystep.errors import RequestError, message
+from everystep.types import FinishReason
+
+Layers = tuple[Tensor, ...]
+
+
+@dataclass(eq=False, kw_only=True, repr=False)
+class Output(Mapping[str, Any]):
+    """What every output object can do and tell beyond the reference's fields.
+
+    `text`: one per sequence, prompt excluded, if there is a tokenizer. `new_tokens`: per sequence
+    the generated ids, the end token included, padding excluded. `prompt_length`: how many columns
+    of `sequences` are prompt. `finish_reasons`: one per sequence. `effective_config`: the values
+    that held, with their sources. `timings`: seconds by name. `speculation`: what drafts achieved.
+    """
+
+    text: list[str] | None = None
+    new_tokens: list[list[int]] | None = None
+    prompt_length: int | None = None
+    finish_reasons: list[FinishReason] | None = None
+    effective_config: Mapping[str, Any] | None = None
+    timings: Mapping[str, float] | None = None
+    speculation: Mapping[str, Any] | None = None
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def _names(self) -> list[str]:
+        names = (one.name for one in fields(self) if not one.kw_only)
+        return [name for name in names if getattr(self, name) is not None]
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key in self._names():
+            return getattr(self, key)
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in {one.name for one in fields(self)}:
+            text = message(
+                f"{type(self).__name__} has no field {key!r}", do="Keep further values beside it"
+            )
+            raise RequestError(text)
+        setattr(self, key, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{one.name}={_brief(getattr(self, one.name))}"
+            for one in fields(self)
+            if getattr(self, one.name) is not None
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The reference's fields that are not None, in order."""
+        return tuple(getattr(self, name) for name in self._names())
+
+
+def _brief(value: Any) -> str:
+    """Tensors by their shapes, tuples of steps by their number."""
+    if isinstance(value, Tensor):
+        return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
+    if isinstance(value, tuple) and value and isinstance(value[0], Tensor | tuple):
+        return f"<{len(value)} of {_brief(value[0])}>"
+    return repr(value)
+
+
+@dataclass(eq=False, repr=False)
+class GenerateDecoderOnlyOutput(Output):
+    """Greedy, sampled or assisted output of a decoder.
+
+    `sequences`: (B, T) int64. `scores`, `logits`: per step (B, V), processed and raw. `attentions`:
+    per step per layer (B, H, t, T). `hidden_states`: per step per layer (B, t, E).
+    """
+
+    sequences: Tensor
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    attentions: tuple[Layers, ...] | None = None
+    hidden_states: tuple[Layers, ...] | None = None
+    past_key_values: Any = None
+
+
+@dataclass(eq=False, repr=False)
+class GenerateEncoderDecoderOutput(Output):
+    """Greedy, sampled or assisted output of an encoder and decoder.
+
+    As `GenerateDecoderOnlyOutput`; the encoder's attentions (B, H, S, S) and hidden states
+    (B, S, E) are per layer, `cross_attentions` per step per layer (B, H, t, S).
+    """
+
+    sequences: Tensor
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    encoder_attentions: Layers | None = None
+    encoder_hidden_states: Layers | None = None
+    decoder_attentions: tuple[Layers, ...] | None = None
+    cross_attentions: tuple[Layers, ...] | None = None
+    decoder_hidden_states: tuple[Layers, ...] | None = None
+    past_key_values: Any = None
+
+
+@dataclass(eq=False, repr=False)
+class GenerateBeamDecoderOnlyOutput(Output):
+    """Beam output of a decoder.
+
+    As `GenerateDecoderOnlyOutput`, with W beams per prompt in a step's rows. `sequences_scores`:
+    (B * returned,). `beam_indices`: (B * returned, steps), which row each token came from, -1
+    after the end.
+    """
+
+    sequences: Tensor
+    sequences_scores: Tensor | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    beam_indices: Tensor | None = None
+    attentions: tuple[Layers, ...] | None = None
+    hidden_states: tuple[Layers, ...] | None = None
+    past_key_values: Any = None
+
+
+@dataclass(eq=False, repr=False)
+class GenerateBeamEncoderDecoderOutput(Output):
+    """Beam output of an encoder and decoder; as the two classes it is named after."""
+
+    sequences: Tensor
+    sequences_scores: Tensor | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    beam_indices: Tensor | None = None
+    encoder_attentions: Layers | None = None
+    encoder_hidden_states: Layers | None = None
+    decoder_attentions: tuple[Layers, ...] | None = None
+    cross_attentions: tuple[Layers, ...] | None = None
+    decoder_hidden_states: tuple[Layers, ...] | None = None
+    past_key_values: Any = None
+
+
+GenerateNonBeamOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
+GenerateBeamOutput = GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput
+GenerateOutput = GenerateNonBeamOutput | GenerateBeamOutput

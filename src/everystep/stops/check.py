@@ -1,0 +1,99 @@
+"""Asks all stops about all children of a step: how much of each stands, and why it ends.
+
+Every prefix of a child's new tokens is a candidate, so that a child of several tokens is cut behind
+the first that ends it. Equal stops are asked once, whichever requests have them, and different ones
+of a class with `stack` as one. Where several say yes, the first of `ORDER` gives the reason: what
+was said (an end token, a string) before limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from everystep.stops.base import Candidates, Stop
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
+from everystep.stops.strings import StopStrings
+from everystep.types import FinishReason, Sequence, TokenTable
+
+ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, User)
+_RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}
+
+Reasons = list[FinishReason | None]
+
+
+def check(
+    table: TokenTable, parents: list[Sequence], tokens: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, Reasons]:
+    """C children -> (C,) how many of the new tokens stand, and why it ends there or None.
+
+    Child c continues `parents[c]`, less its provisional ids, with the first `counts[c]` of
+    `tokens[c]` ((C, n)).
+    """
+    reasons: Reasons = [None] * len(parents)
+    if tokens.shape[1] == 1 and (counts == 1).all():
+        _explain(Candidates(table, parents, tokens, counts), reasons)
+        return counts, reasons
+    child = np.repeat(np.arange(len(parents)), counts)
+    first = np.cumsum(counts) - counts
+    length = np.arange(len(child)) - first[child] + 1
+    prefixes = Candidates(table, [parents[c] for c in child], tokens[child], length)
+    found: Reasons = [None] * len(child)
+    _explain(prefixes, found)
+    kept = counts.copy()
+    for p in range(len(child) - 1, -1, -1):  # backwards: the first of a child is the last to write
+        if found[p] is not None:
+            kept[child[p]], reasons[child[p]] = length[p], found[p]
+    return kept, reasons
+
+
+def _explain(candidates: Candidates, reasons: Reasons) -> None:
+    """Writes why each candidate ends, for those that do."""
+    shared = candidates.parents[0].request.stops if candidates.parents else ()
+    if all(parent.request.stops is shared for parent in candidates.parents):
+        for stop in sorted(shared, key=_rank):
+            _ask(stop, candidates, None, reasons)
+        return
+    groups = _by_stop(candidates)
+    for kind in sorted({type(stop) for stop in groups}, key=lambda k: _RANK.get(k, len(ORDER))):
+        _ask_kind(
+            [(stop, ids) for stop, ids in groups.items() if type(stop) is kind], candidates, reasons
+        )
+
+
+def _rank(stop: Stop) -> int:
+    return _RANK.get(type(stop), len(ORDER))
+
+
+def _by_stop(candidates: Candidates) -> dict[Any, list[int]]:
+    """Each distinct stop with the candidates whose requests have it."""
+    tuples: dict[int, tuple[tuple[Stop, ...], list[int]]] = {}
+    for c, parent in enumerate(candidates.parents):
+        stops = parent.request.stops
+        tuples.setdefault(id(stops), (stops, []))[1].append(c)
+    groups: dict[Any, list[int]] = {}
+    for stops, members in tuples.values():
+        for stop in dict.fromkeys(stops):
+            groups.setdefault(stop, []).extend(members)
+    return groups
+
+
+def _ask_kind(
+    entries: list[tuple[Any, list[int]]], candidates: Candidates, reasons: Reasons
+) -> None:
+    stack = getattr(type(entries[0][0]), "stack", None)
+    if len(entries) > 1 and stack is not None:
+        owned = [(stop, c) for stop, members in entries for c in members]
+        entries = [(stack([stop for stop, _ in owned]), [c for _, c in owned])]
+    for stop, members in entries:
+        _ask(stop, candidates, members, reasons)
+
+
+def _ask(stop: Stop, candidates: Candidates, members: list[int] | None, reasons: Reasons) -> None:
+    """Asks about the given candidates, or about all."""
+    asked = candidates if members is None else candidates.select(np.array(members))
+    for a in np.flatnonzero(stop(asked)).tolist():
+        c = a if members is None else members[a]
+        if reasons[c] is None:
+            reasons[c] = stop.reason(asked, a)

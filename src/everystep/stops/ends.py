@@ -1,0 +1,119 @@
+"""The stops that need no text: an end token, a length, a moment, the caller's own function.
+
+`MaxTime` is the only place of the library where a decision reads a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError, message
+from everystep.stops.base import Candidates
+from everystep.types import FinishReason
+
+
+@dataclass(frozen=True)
+class EosToken:
+    """Ends with any of the given ids."""
+
+    ids: tuple[int, ...]
+
+    def __call__(self, candidates: Candidates) -> np.ndarray:
+        last = candidates.last
+        if len(self.ids) > 8:
+            return np.isin(last, self.ids)
+        ends = np.zeros(len(last), dtype=bool)
+        for token in self.ids:
+            ends |= last == token
+        return ends
+
+    def reason(self, candidates: Candidates, index: int) -> FinishReason:
+        return FinishReason("stop", int(candidates.last[index]))
+
+
+@dataclass(frozen=True)
+class MaxLength:
+    """Ends with `limit` visible ids, pad prefix included."""
+
+    limit: int | np.ndarray
+
+    @classmethod
+    def stack(cls, stops: Sequence[MaxLength]) -> MaxLength:
+        """One for C candidates, each with the limit of its own."""
+        return cls(np.array([stop.limit for stop in stops]))
+
+    def __call__(self, candidates: Candidates) -> np.ndarray:
+        return np.asarray(candidates.lengths >= self.limit)
+
+    def reason(self, candidates: Candidates, index: int) -> FinishReason:
+        return FinishReason("length")
+
+
+@dataclass(frozen=True)
+class MaxTime:
+    """Ends after `deadline`, a moment of the monotonic clock."""
+
+    deadline: float | np.ndarray
+
+    @classmethod
+    def after(cls, seconds: float) -> MaxTime:
+        """The stop for a request that is made now."""
+        return cls(time.monotonic() + seconds)
+
+    @classmethod
+    def stack(cls, stops: Sequence[MaxTime]) -> MaxTime:
+        """One for C candidates, each with the deadline of its own."""
+        return cls(np.array([stop.deadline for stop in stops]))
+
+    def __call__(self, candidates: Candidates) -> np.ndarray:
+        late = time.monotonic() > self.deadline
+        return np.broadcast_to(late, (len(candidates),))
+
+    def reason(self, candidates: Candidates, index: int) -> FinishReason:
+        return FinishReason("time")
+
+
+@dataclass(frozen=True, eq=False)
+class User:
+    """Ends where a function of (input_ids, scores) says so; scores are always None.
+
+    Candidates of equal length are given as one rectangle, others one by one without padding. It
+    returns one bool per row, or one for all. Two are equal if they call the same object.
+    """
+
+    call: Callable[..., Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, User) and self.call is other.call
+
+    def __hash__(self) -> int:
+        return id(self.call)
+
+    def __call__(self, candidates: Candidates) -> np.ndarray:
+        ids = [candidates.ids(c) for c in range(len(candidates))]
+        if len({len(row) for row in ids}) == 1:
+            return self._ask(np.stack(ids))
+        return np.concatenate([self._ask(row[None]) for row in ids])
+
+    def reason(self, candidates: Candidates, index: int) -> FinishReason:
+        return FinishReason("criteria", self.call)
+
+    def _ask(self, ids: np.ndarray) -> np.ndarray:
+        answer = self.call(torch.from_numpy(ids), None)
+        ends = answer.cpu().numpy() if isinstance(answer, Tensor) else np.asarray(answer)
+        if ends.shape not in ((), (len(ids),), (len(ids), 1)) or ends.dtype != np.bool_:
+            text = message(
+                f"stopping criterion {self.call!r} returned something else",
+                wanted=f"{len(ids)} bools or one",
+                got=repr(answer),
+                do="Let it return a bool tensor with one value per row",
+            )
+            raise RequestError(text)
+        return np.broadcast_to(ends.reshape(-1), (len(ids),))

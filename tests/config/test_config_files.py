@@ -1,0 +1,174 @@
+"""A configuration comes back whole from a file, the reference's too, and from a model's config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig as Theirs
+
+from everystep.config import DEFAULTS, FIELDS, META, CompileConfig, GenerationConfig
+from everystep.errors import FormatError, MissingFileError, RequestError
+from tests.config.values import GREEN, SYNTHID, VALUES
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_field_survives_a_file(name: str, tmp_path: Path) -> None:
+    values = {name: VALUES[name]}
+    needs = {"num_return_sequences": {"num_beams": 2}, "num_beam_groups": {"num_beams": 6}}
+    values |= needs.get(name, {})
+    values |= {"diversity_penalty": 0.5} if name == "num_beam_groups" else {}
+    values |= {"num_beams": 2} if name == "force_words_ids" else {}
+    config = GenerationConfig.from_checkpoint(values)
+    config.save_pretrained(tmp_path / "new")
+    loaded = GenerationConfig.from_pretrained(tmp_path / "new")
+    assert loaded == config
+    assert getattr(loaded, name) == VALUES[name]
+    assert type(getattr(loaded, name)) is type(VALUES[name])
+
+
+def test_every_field_is_tried() -> None:
+    assert set(FIELDS) - set(VALUES) == {"constraints"}
+    assert all(VALUES[name] != DEFAULTS.get(name) for name in VALUES)
+
+
+def test_both_watermarks_survive() -> None:
+    for watermark in (GREEN, SYNTHID):
+        config = GenerationConfig(watermarking_config=watermark)
+        assert GenerationConfig.from_dict(json.loads(config.to_json_string())) == config
+
+
+def test_a_dict_becomes_what_it_stands_for() -> None:
+    config = GenerationConfig(watermarking_config=SYNTHID.to_dict(), compile_config={"mode": "x"})
+    assert config.watermarking_config == SYNTHID
+    assert config.compile_config == CompileConfig(mode="x")
+
+
+def test_to_dict_and_back() -> None:
+    config = GenerationConfig.from_checkpoint(VALUES)
+    assert GenerationConfig.from_checkpoint(config.to_dict()) == config
+
+
+def test_json_has_what_was_said_or_everything() -> None:
+    config = GenerationConfig(top_k=5, transformers_version="5")
+    assert json.loads(config.to_json_string(ignore_metadata=True)) == {"top_k": 5}
+    assert set(json.loads(config.to_json_string(use_diff=False))) == set(FIELDS)
+    assert META & set(json.loads(config.to_json_string())) == {"transformers_version"}
+
+
+def test_the_reference_reads_our_file(tmp_path: Path) -> None:
+    values = {"top_k": 5, "sequence_bias": {(1, 2): 1.0}, "watermarking_config": GREEN}
+    GenerationConfig(do_sample=True, **values).save_pretrained(tmp_path)
+    theirs = Theirs.from_pretrained(tmp_path)
+    assert theirs.sequence_bias == [[[1, 2], 1.0]]
+    assert theirs.watermarking_config.to_dict() == GREEN.to_dict()
+
+
+def test_we_read_the_references_file(tmp_path: Path) -> None:
+    theirs = Theirs(do_sample=True, top_k=5, sequence_bias={(1, 2): 1.0, (3,): 2.0})
+    theirs.save_pretrained(tmp_path)
+    ours = GenerationConfig.from_pretrained(tmp_path)
+    assert (ours.top_k, ours.sequence_bias) == (5, {(1, 2): 1.0, (3,): 2.0})
+
+
+def test_a_file_may_have_another_name(tmp_path: Path) -> None:
+    GenerationConfig(top_k=5, do_sample=True).save_pretrained(tmp_path, "fast.json")
+    loaded = GenerationConfig.from_pretrained(tmp_path, "fast.json", top_k=6)
+    assert (loaded.top_k, loaded.caller_set) == (6, {"top_k"})
+
+
+def test_names_that_no_field_has_are_kept(tmp_path: Path) -> None:
+    values = {"lang_to_id": {"en": 3}, "top_k": 4, "_commit_hash": "f00"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    config = GenerationConfig.from_pretrained(tmp_path)
+    assert config.lang_to_id == {"en": 3}
+    config.save_pretrained(tmp_path / "again")
+    assert GenerationConfig.from_pretrained(tmp_path / "again").extra == {"lang_to_id": {"en": 3}}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "wanted a JSON object; got list"),
+        ('{"top_p": 3}', "top_p is not valid; wanted a number from 0 to 1; got 3"),
+        (b"\xff\xfe", "is not JSON"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(content: Any, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(FormatError, match=text) as caught:
+        GenerationConfig.from_pretrained(tmp_path)
+    assert "generation_config.json" in str(caught.value)
+
+
+def test_a_missing_file_is_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"there is no .*generation_config\.json"):
+        GenerationConfig.from_pretrained(tmp_path)
+
+
+def test_what_json_cannot_hold_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    config = GenerationConfig(compile_config=CompileConfig(backend=print))
+    with pytest.raises(RequestError, match="cannot be written as JSON"):
+        config.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_configuration_that_does_not_fit_together_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="top_p has no effect without sampling"):
+        GenerationConfig(top_p=0.5).save_pretrained(tmp_path)
+
+
+def test_what_was_loaded_can_be_saved_again(tmp_path: Path) -> None:
+    GenerationConfig.from_checkpoint({"top_p": 0.5}).save_pretrained(tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).top_p == 0.5
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="save_directory is a file"):
+        GenerationConfig().save_pretrained(tmp_path / "file")
+
+
+# --- models' configs ------------------------------------------------------------------------------
+
+
+def test_a_models_config_gives_what_is_a_field() -> None:
+    config = GenerationConfig.from_model_config(
+        {"hidden_size": 8, "eos_token_id": 3, "top_k": None, "text_config": {"bos_token_id": 1}}
+    )
+    assert config == GenerationConfig(eos_token_id=3, bos_token_id=1)
+    assert config.caller_set == frozenset()
+    assert config._from_model_config is True
+
+
+def test_another_field_of_the_same_name_is_left_out() -> None:
+    config = GenerationConfig.from_model_config({"cache_config": "x", "top_k": 2.5})
+    assert config == GenerationConfig()
+
+
+def test_extra_outputs_ask_for_an_output_object() -> None:
+    assert GenerationConfig.from_model_config({"output_scores": True}).return_dict_in_generate
+
+
+def test_an_old_way_to_force_the_first_token() -> None:
+    values = {"force_bos_token_to_be_generated": True, "bos_token_id": 4}
+    assert GenerationConfig.from_model_config(values).forced_bos_token_id == 4
+
+
+def test_an_object_with_to_dict_is_a_models_config() -> None:
+    class ModelConfig:
+        def to_dict(self) -> dict[str, int]:
+            return {"eos_token_id": 3}
+
+    assert GenerationConfig.from_model_config(ModelConfig()).eos_token_id == 3
+
+
+def test_anything_else_is_not() -> None:
+    with pytest.raises(RequestError, match="not a model's config"):
+        GenerationConfig.from_model_config(3)

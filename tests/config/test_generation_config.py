@@ -1,0 +1,231 @@
+"""A configuration checks names and values when they are set, and changes whole or not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig as Theirs
+
+from everystep.config import (
+    DEFAULTS,
+    FIELDS,
+    GenerationConfig,
+)
+from everystep.errors import (
+    RequestError,
+    UnknownArgumentError,
+)
+from tests.config.values import VALUES
+
+# --- fields and defaults --------------------------------------------------------------------------
+
+
+def test_the_fields_are_the_references() -> None:
+    assert set(FIELDS) == set(Theirs().__dict__)
+
+
+def test_every_field_starts_unsaid() -> None:
+    assert all(value is None for value in GenerationConfig().to_dict().values())
+
+
+def test_the_defaults_are_the_references() -> None:
+    theirs = Theirs._get_default_generation_params()
+    assert {name: value for name, value in theirs.items() if value is not None} == DEFAULTS
+
+
+def test_every_default_could_be_set() -> None:
+    for name, value in DEFAULTS.items():
+        assert getattr(GenerationConfig(**{name: value}), name) == value
+
+
+def test_every_field_says_what_it_means() -> None:
+    assert all(len(field.meaning) > 10 for field in FIELDS.values())
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("temprature", "temperature"),
+        ("max_tokens", "max_new_tokens"),
+        ("topk", "top_k"),
+        ("repetition_penality", "repetition_penalty"),
+        ("num_beam", "num_beams"),
+    ],
+)
+def test_a_mistyped_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=rf"'{name}'. The nearest is {nearest}\."):
+        GenerationConfig(**{name: 1})
+
+
+def test_a_mistyped_attribute_is_refused() -> None:
+    with pytest.raises(UnknownArgumentError, match="The nearest is top_p"):
+        GenerationConfig().top_pp = 0.5
+
+
+def test_arguments_of_the_call_are_sent_there() -> None:
+    with pytest.raises(UnknownArgumentError, match=r"Pass streamer to generate\(\) itself"):
+        GenerationConfig(streamer=None)
+
+
+def test_an_unknown_attribute_cannot_be_read() -> None:
+    with pytest.raises(AttributeError, match="no field 'topp'"):
+        GenerationConfig().topp  # noqa: B018
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("max_length", 0, "an integer of at least 1"),
+    ("max_new_tokens", -1, "an integer of at least 1"),
+    ("max_new_tokens", 2.5, "an integer of at least 1"),
+    ("max_new_tokens", True, "an integer of at least 1"),
+    ("min_length", -1, "an integer of at least 0"),
+    ("early_stopping", "always", "one of True, False, 'never'"),
+    ("early_stopping", 1, "one of True, False, 'never'"),
+    ("max_time", -1, "a number of at least 0"),
+    ("stop_strings", "", "none of them empty"),
+    ("stop_strings", ["a", ""], "none of them empty"),
+    ("stop_strings", [1], "a string or a list of strings"),
+    ("do_sample", "yes", "True or False"),
+    ("do_sample", 1, "True or False"),
+    ("num_beams", 0, "an integer of at least 1"),
+    ("num_beams", "4", "an integer of at least 1"),
+    ("temperature", -0.5, "a number of at least 0"),
+    ("temperature", float("nan"), "a number of at least 0"),
+    ("temperature", "hot", "a number of at least 0"),
+    ("top_k", -1, "an integer of at least 0"),
+    ("top_k", 0.5, "an integer of at least 0"),
+    ("top_p", 1.1, "a number from 0 to 1"),
+    ("min_p", -0.1, "a number from 0 to 1"),
+    ("top_h", 0, "a number above 0, at most 1"),
+    ("typical_p", 0.0, "a number above 0, at most 1"),
+    ("epsilon_cutoff", 1.0, "a number from 0 to below 1"),
+    ("eta_cutoff", -1, "a number from 0 to below 1"),
+    ("repetition_penalty", 0, "a number above 0"),
+    ("no_repeat_ngram_size", -2, "an integer of at least 0"),
+    ("bad_words_ids", [], "a non-empty list of non-empty lists"),
+    ("bad_words_ids", [1, 2], "a non-empty list of non-empty lists"),
+    ("bad_words_ids", [[]], "a non-empty list of non-empty lists"),
+    ("bad_words_ids", [[-1]], "a non-empty list of non-empty lists"),
+    ("forced_eos_token_id", "end", "a token id or a list of token ids"),
+    ("exponential_decay_length_penalty", (1,), "a pair"),
+    ("exponential_decay_length_penalty", (1, 0.0), "a pair"),
+    ("suppress_tokens", 5, "a list of token ids"),
+    ("sequence_bias", {}, "a non-empty dict"),
+    ("sequence_bias", {1: 2.0}, "a non-empty dict"),
+    ("sequence_bias", {(): 2.0}, "a non-empty dict"),
+    ("sequence_bias", {(1,): "much"}, "a non-empty dict"),
+    ("sequence_bias", [[1, 2.0]], "a non-empty dict"),
+    ("eos_token_id", [1.5], "a token id or a list of token ids"),
+    ("cache_implementation", "fast", "one of 'dynamic'"),
+    ("cache_config", [1], "a dict with strings as keys"),
+    ("num_assistant_tokens_schedule", "linear", "one of 'constant'"),
+    ("assistant_ensemble_weight", 1.0, "a number between 0 and 1"),
+    ("dola_layers", "middle", "'low', 'high' or a list"),
+    ("compile_config", "fast", "a CompileConfig or a dict"),
+    ("watermarking_config", 3, "a WatermarkingConfig"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), WRONG)
+def test_a_wrong_value_is_refused_by_name(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        GenerationConfig(**{name: value})
+    text = str(caught.value)
+    assert text.startswith(f"{name} is not valid; wanted ")
+    assert wanted in text
+    assert f"got {value!r}" in text
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_refuses_a_stranger(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} is not valid"):
+        GenerationConfig(**{name: object()})
+
+
+def test_greedy_is_what_a_temperature_of_less_than_nothing_means() -> None:
+    with pytest.raises(RequestError, match="For greedy decoding set do_sample=False"):
+        GenerationConfig(temperature=-1)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"greenlist_ratio": 2}, r"greenlist_ratio is not valid; wanted a number from 0 to 1"),
+        ({"seeding_scheme": "x"}, "wanted 'lefthash' or 'selfhash'; got 'x'"),
+        ({"context_width": 0}, "wanted an integer of at least 1"),
+        ({"biass": 1}, "has no value 'biass'. The nearest is bias"),
+        ({"ngram_len": 5}, "is incomplete; wanted ngram_len and keys; got ngram_len"),
+        ({"ngram_len": 5, "keys": []}, "wanted a non-empty list of integers"),
+        ({"ngram_len": 5, "keys": [1], "sampling_table_size": 2**25}, "from 1 to"),
+    ],
+)
+def test_a_wrong_watermark_is_refused(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        GenerationConfig(watermarking_config=values)
+
+
+def test_whole_numbers_pass_where_numbers_do() -> None:
+    config = GenerationConfig(temperature=2, sequence_bias={(1,): 3})
+    assert (config.temperature, config.sequence_bias) == (2, {(1,): 3.0})
+
+
+def test_tensors_and_arrays_are_kept_as_plain_values() -> None:
+    config = GenerationConfig(eos_token_id=torch.tensor([1, 2]), top_k=np.int64(5))
+    assert (config.eos_token_id, config.top_k) == ([1, 2], 5)
+    assert type(config.top_k) is int
+
+
+def test_both_spellings_of_biases_mean_the_same() -> None:
+    pairs, table = [[[1, 2], 1.0], [[3], -1.0]], {(1, 2): 1.0, (3,): -1.0}
+    assert GenerationConfig(sequence_bias=pairs) == GenerationConfig(sequence_bias=table)
+
+
+# --- changing -------------------------------------------------------------------------------------
+
+
+def test_update_returns_what_it_did_not_use() -> None:
+    config = GenerationConfig(top_k=5)
+    assert config.update(top_k=7, other=1) == {"other": 1}
+    assert config.top_k == 7
+
+
+def test_a_refused_update_changes_nothing() -> None:
+    config = GenerationConfig(top_k=5)
+    with pytest.raises(RequestError):
+        config.update(top_k=7, top_p=9)
+    with pytest.raises(RequestError):
+        config.update(top_k=7, num_return_sequences=3)
+    assert config == GenerationConfig(top_k=5)
+
+
+def test_equality_is_of_what_was_said() -> None:
+    assert GenerationConfig(top_k=5) == GenerationConfig(top_k=5)
+    assert GenerationConfig(top_k=5) != GenerationConfig(top_k=6)
+    assert GenerationConfig(top_k=5) != GenerationConfig()
+    assert GenerationConfig(top_k=5) != {"top_k": 5}
+    first, second = (GenerationConfig.from_checkpoint(VALUES) for _ in range(2))
+    assert hash(first) == hash(second)
+
+
+def test_who_wrote_it_makes_no_difference() -> None:
+    assert GenerationConfig(transformers_version="5.0") == GenerationConfig()
+
+
+def test_it_is_shown_by_what_was_said() -> None:
+    assert repr(GenerationConfig(top_k=5, top_p=0.5)) == "GenerationConfig(top_k=5, top_p=0.5)"
+
+
+def test_a_copy_is_independent() -> None:
+    config = GenerationConfig(eos_token_id=[1])
+    twin = copy.deepcopy(config)
+    twin.eos_token_id.append(2)
+    config.to_dict()["eos_token_id"].append(3)
+    assert config.eos_token_id == [1]

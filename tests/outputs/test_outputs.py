@@ -1,0 +1,112 @@
+"""Output objects are read as the reference's are; what we add does not get in the way."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import fields
+
+import pytest
+import torch
+import transformers.generation as reference
+
+from everystep import outputs
+from everystep.errors import RequestError
+from everystep.types import FinishReason
+
+NAMES = [
+    "GenerateDecoderOnlyOutput",
+    "GenerateEncoderDecoderOutput",
+    "GenerateBeamDecoderOnlyOutput",
+    "GenerateBeamEncoderDecoderOutput",
+]
+SEQUENCES = torch.tensor([[1, 2, 3]])
+SCORES = (torch.zeros(1, 5), torch.ones(1, 5))
+
+
+def an_output() -> outputs.GenerateDecoderOnlyOutput:
+    return outputs.GenerateDecoderOnlyOutput(
+        SEQUENCES,
+        scores=SCORES,
+        hidden_states=((torch.zeros(1, 1, 2),),),
+        text=["abc"],
+        prompt_length=1,
+        finish_reasons=[FinishReason("length")],
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_and_their_order_are_the_references(name: str) -> None:
+    ours, theirs = getattr(outputs, name), getattr(reference, name)
+    everything = {field.name: (SEQUENCES,) for field in fields(theirs)}
+    assert list(ours(**everything)) == list(theirs(**everything))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_access_gives_what_the_references_gives(name: str) -> None:
+    values = {"sequences": SEQUENCES, "logits": SCORES, "past_key_values": {"a": 1}}
+    ours = getattr(outputs, name)(**values, text=["abc"])
+    theirs = getattr(reference, name)(**values)
+    assert list(ours.keys()) == list(theirs.keys())
+    assert len(ours) == len(theirs)
+    assert list(ours) == list(theirs)
+    assert ours.to_tuple() == theirs.to_tuple()
+    assert ours[1] is theirs[1]
+    assert ours[-1] is theirs[-1]
+    assert ours[:2] == theirs[:2]
+    assert ours["logits"] is theirs["logits"]
+    assert ours.scores is theirs.scores is None
+    assert dict(ours.items()).keys() == dict(theirs.items()).keys()
+    assert ("scores" in ours, "logits" in ours) == ("scores" in theirs, "logits" in theirs)
+    assert ours.get("scores", 5) == theirs.get("scores", 5)
+
+
+def test_what_is_none_is_no_key() -> None:
+    with pytest.raises(KeyError):
+        an_output()["logits"]
+
+
+def test_an_index_beyond_the_fields_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        an_output()[3]
+
+
+def test_what_we_add_is_an_attribute_and_no_key() -> None:
+    output = an_output()
+    assert output.text == ["abc"]
+    assert "text" not in output
+    assert len(output.to_tuple()) == 3
+
+
+def test_a_field_that_is_set_becomes_a_key_in_its_place() -> None:
+    output = an_output()
+    output.logits = SCORES
+    output["past_key_values"] = "cache"
+    assert list(output) == ["sequences", "scores", "logits", "hidden_states", "past_key_values"]
+
+
+def test_other_names_cannot_be_set_by_key() -> None:
+    with pytest.raises(RequestError, match="no field 'other'"):
+        an_output()["other"] = 1
+
+
+def test_two_outputs_are_compared_by_identity() -> None:
+    output = an_output()
+    assert output == output
+    assert output != an_output()
+    assert len({output, an_output()}) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_has_everything(copied) -> None:  # type: ignore[no-untyped-def]
+    output = copied(an_output())
+    assert torch.equal(output.sequences, SEQUENCES)
+    assert output.finish_reasons == [FinishReason("length")]
+
+
+def test_it_is_shown_by_shapes() -> None:
+    assert repr(an_output()) == (
+        "GenerateDecoderOnlyOutput(text=['abc'], prompt_length=1, "
+        "finish_reasons=[FinishReason(kind='length', matched=None)], sequences=<(1, 3) int64>, "
+        "scores=<2 of <(1, 5) float32>>, hidden_states=<1 of <1 of <(1, 1, 2) float32>>>)"
+    )

@@ -1,0 +1,262 @@
+"""One step's view of the cache: stores new keys and values, and lets queries look at their rows.
+
+The layout comes from the plan; masks are made at the first layer that needs them and kept for the
+others. The usual step is one scatter and one attention per layer. Where attention weights are
+wanted, every feed is computed by itself over all its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.cache.plan import Feed, Plan, Rectangle, Span, make_plan
+from everystep.cache.rows import Row, Rows
+from everystep.errors import InvariantError, message
+from everystep.nn.attention import (
+    Rule,
+    additive,
+    attend,
+    attend_causally,
+    fold_heads,
+    probabilities,
+    unfold_heads,
+    visible,
+)
+from everystep.nn.relative_bias import RelativeBias
+
+Mask = Tensor | None
+
+
+class Context:
+    """What the layers of a network see of the rows in one step."""
+
+    def __init__(
+        self, rows: Rows, feeds: Sequence[Feed], device: torch.device, *, weights: bool
+    ) -> None:
+        self._rows = rows
+        self._device = device
+        self.plan: Plan = make_plan(feeds, device)
+        self._masks: dict[object, Mask] = {}
+        self.attentions: list[list[Tensor]] | None = _lists(feeds) if weights else None
+        self.cross_attentions: list[list[Tensor]] | None = _lists(feeds) if weights else None
+        self.kept: list[Tensor] | None = None
+
+    def keep(self, hidden: Tensor) -> None:
+        """Remembers (N, E) hidden states if somebody asked for layers."""
+        if self.kept is not None:
+            self.kept.append(hidden)
+
+    def segments(self, layer: int, row: Row) -> list[Tensor]:
+        """The keys and values of a row as views (2, K, n, D), one after another."""
+        shelf, tails = self._rows.shelf.pool.layer(layer), self._rows.tails.layer(layer)
+        parts = [shelf[:, link.segment.slot, :, : link.length] for link in row.chain]
+        return [*parts, tails[:, row.slot, :, : row.tail]] if row.tail else parts
+
+    def attend(
+        self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
+    ) -> Tensor:
+        """Stores kv (N, 2, K, D), lets q (N, H, D) look at its rows, returns (N, H * D)."""
+        plan = self.plan
+        # Indices on both sides of a slice: the result's first dimension is theirs, (N, 2, K, D).
+        self._rows.tails.layer(layer)[:, plan.slots, :, plan.places] = kv
+        if self.attentions is not None:
+            return self._weighed(layer, q, rule, bias, self.attentions)
+        parts = []
+        if plan.rectangle is not None:
+            parts.append(self._rectangle(layer, q, plan.rectangle, rule, bias))
+        parts += [self._span(layer, q, kv, span, rule, bias) for span in plan.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
+        """Lets q (N, H, D) look at the encoder states of its rows, returns (N, H * D)."""
+        if self.cross_attentions is not None:
+            return self._weighed_across(layer, q, rule, self.cross_attentions)
+        plan = self.plan
+        parts = []
+        if plan.rectangle is not None:
+            parts.append(self._rectangle_across(layer, q, plan.rectangle, rule))
+        for span in plan.spans:
+            for index, feed in enumerate(span.feeds):
+                start = span.offset + index * span.count
+                k, v = self._across(layer, feed.row)
+                folded = fold_heads(q[None, start : start + span.count], k.shape[0])
+                parts.append(unfold_heads(attend(folded, k[None], v[None], rule, None), span.count))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    # --- rectangles -------------------------------------------------------------------------------
+
+    def _rectangle(
+        self, layer: int, q: Tensor, box: Rectangle, rule: Rule, bias: RelativeBias | None
+    ) -> Tensor:
+        tails = self._rows.tails.layer(layer)
+        k, v = tails[:, : box.rows, :, : box.tail]
+        folded = fold_heads(_filled(q, box), k.shape[1])
+        mask = self._box_mask(box, rule, bias, folded.shape[2])
+        if box.levels:
+            out = self._chained(layer, folded, k, v, box, rule, mask)
+        else:
+            out = attend(folded, k, v, rule, mask)
+        return _packed(unfold_heads(out, box.length), box)
+
+    def _chained(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, box: Rectangle, rule: Rule, mask: Mask
+    ) -> Tensor:
+        """One softmax over the scores of every level of segments and of the tails."""
+        shelf = self._rows.shelf.pool.layer(layer)
+        stores = [shelf[:, one.first : one.last, :, : one.length] for one in box.levels]
+        pairs = list(zip(box.levels, stores, strict=True))
+        scores = [level.scores(q, store[0]) for level, store in pairs]
+        weights = probabilities(torch.cat([*scores, q @ k.transpose(-1, -2)], -1), rule, mask)
+        lengths = [*(level.length for level in box.levels), box.tail]
+        *shared, own = torch.split(weights, lengths, dim=-1)
+        out = own @ v
+        for (level, store), part in zip(pairs, shared, strict=True):
+            out = out + level.mix(part, store[1])
+        return out
+
+    def _rectangle_across(self, layer: int, q: Tensor, box: Rectangle, rule: Rule) -> Tensor:
+        level = box.across
+        if level is None:
+            raise InvariantError(message("rows of a model with an encoder have no encoder states"))
+        k, v = self._rows.across.pool.layer(layer)[:, level.first : level.last, :, : level.length]
+        folded = fold_heads(_filled(q, box), k.shape[1])
+        weights = probabilities(level.scores(folded, k), rule, self._across_mask(box, q.dtype))
+        return _packed(unfold_heads(level.mix(weights, v), box.length), box)
+
+    def _box_mask(self, box: Rectangle, rule: Rule, bias: RelativeBias | None, folded: int) -> Mask:
+        """(R, 1 or H, 1 or T * H/K, S), or None where everything is seen."""
+        key = ("box", rule.window, id(bias))
+        if key not in self._masks:
+            self._masks[key] = self._make_box_mask(box, rule, bias, folded)
+        return self._masks[key]
+
+    def _make_box_mask(
+        self, box: Rectangle, rule: Rule, bias: RelativeBias | None, folded: int
+    ) -> Mask:
+        if box.even and rule.window is None and bias is None:
+            return None
+        queries, keys = self._tensor(box.queries), self._tensor(box.keys)
+        seen = visible(queries, keys, rule.window) & self._tensor(box.held)[:, None]
+        mask = additive(seen, self._rows.dtype)[:, None]
+        if bias is not None:
+            return mask + bias(queries, keys)
+        # Each position's query heads lie side by side in the folded axis.
+        return mask if box.length == 1 else mask.repeat_interleave(folded // box.length, dim=2)
+
+    def _across_mask(self, box: Rectangle, dtype: torch.dtype) -> Mask:
+        if "across" not in self._masks:
+            held = self._tensor(box.across_held)
+            full = bool(box.across_held.all())
+            self._masks["across"] = None if full else additive(held, dtype)[:, None, None]
+        return self._masks["across"]
+
+    # --- spans ------------------------------------------------------------------------------------
+
+    def _span(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Tensor,
+        span: Span,
+        rule: Rule,
+        bias: RelativeBias | None,
+    ) -> Tensor:
+        shape = (len(span.feeds), span.count)
+        own = q[span.offset : span.stop].view(*shape, *q.shape[1:])
+        if not span.fresh:
+            k, v = torch.cat(self.segments(layer, span.feeds[0].row), dim=2)[:, None]
+        else:
+            blocks = kv[span.offset : span.stop].view(*shape, *kv.shape[1:])
+            k, v = blocks.permute(2, 0, 3, 1, 4)
+            if rule.window is None and rule.softcap is None and bias is None:
+                out = attend_causally(own.transpose(1, 2), k, v, rule)
+                return out.transpose(1, 2).reshape(span.stop - span.offset, -1)
+        folded = fold_heads(own, k.shape[1])
+        mask = self._span_mask(span, rule, bias, folded.shape[2])
+        return unfold_heads(attend(folded, k, v, rule, mask), span.count)
+
+    def _span_mask(self, span: Span, rule: Rule, bias: RelativeBias | None, folded: int) -> Tensor:
+        """(H or 1, T * H/K, S)."""
+        key = (span.offset, rule.window, id(bias))
+        mask = self._masks.get(key)
+        if mask is None:
+            mask = self._feed_mask(span.feeds[0], rule, bias, folded)
+            self._masks[key] = mask
+        return mask
+
+    def _feed_mask(self, feed: Feed, rule: Rule, bias: RelativeBias | None, folded: int) -> Tensor:
+        keys = torch.arange(feed.start + feed.count, device=self._device)
+        queries = keys[feed.start :]
+        mask = additive(visible(queries, keys, rule.window), self._rows.dtype)[None]
+        if bias is not None:
+            return mask + bias(queries, keys)
+        return mask.repeat_interleave(folded // feed.count, dim=1)
+
+    # --- weights wanted ---------------------------------------------------------------------------
+
+    def _weighed(
+        self,
+        layer: int,
+        q: Tensor,
+        rule: Rule,
+        bias: RelativeBias | None,
+        kept: list[list[Tensor]],
+    ) -> Tensor:
+        """Feed by feed over all keys, so that the weights of each are at hand."""
+        outs, start = [], 0
+        for feed in self.plan.feeds:
+            k, v = torch.cat(self.segments(layer, feed.row), dim=2)
+            folded = fold_heads(q[None, start : start + feed.count], k.shape[0])
+            mask = self._feed_mask(feed, rule, bias, folded.shape[2])
+            weights = probabilities(folded @ k.transpose(-1, -2), rule, mask)
+            kept[feed.index].append(_per_head(weights[0], feed.count))
+            outs.append(unfold_heads(weights @ v, feed.count))
+            start += feed.count
+        return torch.cat(outs)
+
+    def _weighed_across(
+        self, layer: int, q: Tensor, rule: Rule, kept: list[list[Tensor]]
+    ) -> Tensor:
+        outs, start = [], 0
+        for feed in self.plan.feeds:
+            k, v = self._across(layer, feed.row)
+            folded = fold_heads(q[None, start : start + feed.count], k.shape[0])
+            weights = probabilities(folded @ k.transpose(-1, -2), rule, None)
+            kept[feed.index].append(_per_head(weights[0], feed.count))
+            outs.append(unfold_heads(weights @ v, feed.count))
+            start += feed.count
+        return torch.cat(outs)
+
+    def _across(self, layer: int, row: Row) -> Tensor:
+        """(2, K, S, D)."""
+        if row.across is None:
+            raise InvariantError(message("a row of a model with an encoder has no encoder states"))
+        return self._rows.across.pool.layer(layer)[:, row.across.slot, :, : row.across.length]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _lists(feeds: Sequence[Feed]) -> list[list[Tensor]]:
+    return [[] for _ in feeds]
+
+
+def _filled(q: Tensor, box: Rectangle) -> Tensor:
+    """Packed queries (N, H, D) -> (rows, length, H, D)."""
+    chosen = q[: box.packed] if box.gather is None else q[box.gather]
+    return chosen.view(box.rows, box.length, *q.shape[1:])
+
+
+def _packed(out: Tensor, box: Rectangle) -> Tensor:
+    """(rows * length, X) -> (n, X)."""
+    return out if box.scatter is None else out[box.scatter]
+
+
+def _per_head(weights: Tensor, length: int) -> Tensor:
+    """(K, T * H/K, S) -> (H, T, S)."""
+    apart = weights.view(weights.shape[0], length, -1, weights.shape[2])
+    return apart.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,283 @@
+"""How the feeds of a step are laid out for attention: decided once, used by every layer.
+
+Feeds of at most eight positions form one rectangle over the first slots of the pool; longer ones
+form spans, of which neighbours with equal lengths and nothing cached are one block. Positions are
+packed rectangle first, in the order of slots, so that the usual step (one position per row, every
+row) needs no gathering at all. Nothing here holds keys or values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.cache.rows import Row
+from everystep.cache.segments import Link
+
+LONGEST_IN_RECTANGLE = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """`count` positions of a row from `start` on; `index`: its place among the work's feeds."""
+
+    index: int
+    row: Row
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """The segments that the rows of a rectangle look at, one per row.
+
+    Slots [first, last) of a shelf; `members` (G, W): the rectangle's rows that look at each slot,
+    padded with row 0. `group`, `place` (R,): where a row is found in `members`. `length`: the
+    longest use. `single`: there is one segment, and `members` is every row in order.
+    """
+
+    first: int
+    last: int
+    length: int
+    single: bool
+    members: Tensor
+    group: Tensor
+    place: Tensor
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Queries (R, K, Q, D) on keys (G, K, S, D) -> (R, K, Q, S)."""
+        return self._back(self._gather(q) @ k.transpose(-1, -2), q.shape[0])
+
+    def mix(self, p: Tensor, v: Tensor) -> Tensor:
+        """Weights (R, K, Q, S) of values (G, K, S, D) -> (R, K, Q, D)."""
+        return self._back(self._gather(p) @ v, p.shape[0])
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """(R, K, Q, X) -> (G, K, W * Q, X)."""
+        if self.single:
+            return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
+        return x[self.members].transpose(1, 2).flatten(2, 3)
+
+    def _back(self, x: Tensor, rows: int) -> Tensor:
+        """(G, K, W * Q, X) -> (R, K, Q, X)."""
+        if self.single:
+            return x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1)
+        apart = x.view(*x.shape[:2], self.members.shape[1], -1, x.shape[3])
+        return apart.transpose(1, 2)[self.group, self.place]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rectangle:
+    """Slots [0, rows), `length` positions each, filled up where a row feeds fewer or none.
+
+    `gather` (rows * length,): packed positions; `scatter` (n,): places in the rectangle. Both None
+    where they would change nothing. `queries` (rows, length) and `keys` (rows, S): row positions,
+    keys of all levels first, then the tail's `tail` ones; `held` (rows, S): which keys exist.
+    """
+
+    rows: int
+    length: int
+    packed: int
+    tail: int
+    levels: tuple[Level, ...]
+    gather: Tensor | None
+    scatter: Tensor | None
+    queries: np.ndarray
+    keys: np.ndarray
+    held: np.ndarray
+    across: Level | None
+    across_held: np.ndarray
+
+    @property
+    def even(self) -> bool:
+        """Whether every query sees every key, but for windows."""
+        return self.length == 1 and bool(self.held.all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Feeds of `count` positions each, packed from `offset` on; several only if all are fresh."""
+
+    offset: int
+    count: int
+    feeds: tuple[Feed, ...]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing of them was cached before."""
+        return self.feeds[0].start == 0
+
+    @property
+    def stop(self) -> int:
+        """Where the packed positions end."""
+        return self.offset + self.count * len(self.feeds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """`order` (N,): the feed-order place of each packed position, None if they are the same.
+
+    `slots`, `places` (N,): where the keys and values of packed positions are written.
+    """
+
+    feeds: tuple[Feed, ...]
+    rectangle: Rectangle | None
+    spans: tuple[Span, ...]
+    order: np.ndarray | None
+    slots: Tensor
+    places: Tensor
+
+
+def make_plan(feeds: Sequence[Feed], device: torch.device) -> Plan:
+    """The layout of a step; every row has its slot."""
+    short = sorted(
+        (feed for feed in feeds if feed.count <= LONGEST_IN_RECTANGLE), key=lambda f: f.slot
+    )
+    long = [feed for feed in feeds if feed.count > LONGEST_IN_RECTANGLE]
+    packed = [*short, *long]
+    slots = np.concatenate([np.full(feed.count, feed.slot) for feed in packed])
+    places = np.concatenate([_run(feed.start - feed.row.base, feed.count) for feed in packed])
+    return Plan(
+        feeds=tuple(packed),
+        rectangle=_rectangle(short, device) if short else None,
+        spans=_spans(long, sum(feed.count for feed in short)),
+        order=_order(feeds, packed),
+        slots=torch.from_numpy(slots).to(device),
+        places=torch.from_numpy(places).to(device),
+    )
+
+
+def _run(start: int, count: int) -> np.ndarray:
+    return np.arange(start, start + count)
+
+
+def _order(feeds: Sequence[Feed], packed: Sequence[Feed]) -> np.ndarray | None:
+    if [feed.index for feed in packed] == list(range(len(packed))):
+        return None
+    ends = np.cumsum([feed.count for feed in feeds])
+    return np.concatenate([_run(ends[feed.index] - feed.count, feed.count) for feed in packed])
+
+
+def _spans(feeds: Sequence[Feed], offset: int) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    for feed in feeds:
+        last = spans[-1] if spans else None
+        if last and last.count == feed.count and last.fresh and feed.start == 0:
+            spans[-1] = Span(last.offset, last.count, (*last.feeds, feed))
+        else:
+            spans.append(Span(offset, feed.count, (feed,)))
+        offset += feed.count
+    return tuple(spans)
+
+
+def _rectangle(feeds: Sequence[Feed], device: torch.device) -> Rectangle:
+    rows, length = feeds[-1].row.slot + 1, max(feed.count for feed in feeds)
+    by_slot: list[Feed | None] = [None] * rows
+    for feed in feeds:
+        by_slot[feed.slot] = feed
+    gather, scatter = _filling(feeds, rows, length, device)
+    levels, keys, held = _chains(by_slot, device)
+    tails = np.array([_tail_after(feed) for feed in by_slot])
+    bases = np.array([feed.row.base if feed else 0 for feed in by_slot])
+    run = np.arange(tails.max())
+    keys.append(bases[:, None] + run)
+    held.append(run < tails[:, None])
+    across, across_held = _across_level(by_slot, device)
+    return Rectangle(
+        rows=rows,
+        length=length,
+        packed=sum(feed.count for feed in feeds),
+        tail=len(run),
+        levels=tuple(levels),
+        gather=gather,
+        scatter=scatter,
+        queries=_query_positions(by_slot, length),
+        keys=np.concatenate(keys, axis=1),
+        held=np.concatenate(held, axis=1),
+        across=across,
+        across_held=across_held,
+    )
+
+
+def _tail_after(feed: Feed | None) -> int:
+    # A slot that feeds nothing looks at one key, whatever it is: a softmax needs one.
+    return 1 if feed is None else feed.start + feed.count - feed.row.base
+
+
+def _across_level(
+    by_slot: Sequence[Feed | None], device: torch.device
+) -> tuple[Level | None, np.ndarray]:
+    """The encoder states that rows look at, and (rows, S) which of them are theirs."""
+    states = [feed.row.across if feed else None for feed in by_slot]
+    if not any(states):
+        return None, np.empty(0)
+    links = [Link(segment, segment.length) if segment else None for segment in states]
+    level, held = _level(links, device)
+    # A slot that feeds nothing looks at one key, whatever it is: a softmax needs one.
+    held[:, 0] = True
+    return level, held
+
+
+def _filling(
+    feeds: Sequence[Feed], rows: int, length: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """See `Rectangle.gather` and `Rectangle.scatter`."""
+    if len(feeds) == rows and all(feed.count == length for feed in feeds):
+        return None, None
+    scatter = np.concatenate([_run(feed.slot * length, feed.count) for feed in feeds])
+    gather = np.zeros(rows * length, dtype=np.int64)
+    gather[scatter] = np.arange(len(scatter))
+    return torch.from_numpy(gather).to(device), torch.from_numpy(scatter).to(device)
+
+
+def _query_positions(by_slot: Sequence[Feed | None], length: int) -> np.ndarray:
+    """(rows, length); places beyond a feed repeat its last position."""
+    starts = np.array([feed.start if feed else 0 for feed in by_slot])
+    lasts = np.array([feed.start + feed.count - 1 if feed else 0 for feed in by_slot])
+    return np.minimum(starts[:, None] + np.arange(length), lasts[:, None])
+
+
+def _chains(
+    by_slot: Sequence[Feed | None], device: torch.device
+) -> tuple[list[Level], list[np.ndarray], list[np.ndarray]]:
+    """Levels, key positions and which keys are held, from the first segment of chains on."""
+    levels, keys, held = [], [], []
+    starts = np.zeros(len(by_slot), dtype=np.int64)
+    chains = [feed.row.chain if feed else () for feed in by_slot]
+    for depth in range(max(map(len, chains))):
+        links = [chain[depth] if depth < len(chain) else None for chain in chains]
+        level, level_held = _level(links, device)
+        levels.append(level)
+        keys.append(starts[:, None] + np.arange(level.length))
+        held.append(level_held)
+        starts = starts + np.array([link.length if link else 0 for link in links])
+    return levels, keys, held
+
+
+def _level(links: Sequence[Link | None], device: torch.device) -> tuple[Level, np.ndarray]:
+    """The level of one link per row at most, and (rows, length) which keys are held."""
+    slots = [link.segment.slot for link in links if link is not None]
+    first, last = min(slots), max(slots) + 1
+    # A row without a link looks at the first slot too, with weights that its mask makes zero.
+    group = np.array([link.segment.slot - first if link else 0 for link in links])
+    place = np.zeros(len(links), dtype=np.int64)
+    counts = np.bincount(group, minlength=last - first)
+    members = np.zeros((last - first, counts.max()), dtype=np.int64)
+    for slot in range(last - first):
+        rows = np.flatnonzero(group == slot)
+        place[rows] = np.arange(len(rows))
+        members[slot, : len(rows)] = rows
+    lengths = np.array([0 if link is None else link.length for link in links])
+    level = Level(
+        first,
+        last,
+        int(lengths.max()),
+        last - first == 1,
+        *(torch.from_numpy(array).to(device) for array in (members, group, place)),
+    )
+    return level, np.arange(level.length) < lengths[:, None]

@@ -1,0 +1,121 @@
+"""Storage of keys and values: slots of equal capacity in one tensor, (L, 2, slots, K, capacity, D).
+
+All layers of a slot are copied by one operation, and the first slots of a layer are one view for
+attention. Capacity and slots grow by doubling. Memory starts as zeros and a slot is wiped before it
+is used again, because attention multiplies what it masks by zero, and zero times NaN is NaN. Who
+owns a slot, and how much of it counts, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everystep.nn.network import KvShape
+
+_LEAST_CAPACITY = 64
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the cache has done so far; deterministic, so that tests can hold it to account.
+
+    `forks`: rows made from others. `tail_copies`: tails copied for a fork. `freezes`: tails that
+    became segments. `moves`: rows moved to keep the prefix dense. `allocations`: of memory.
+    """
+
+    forks: int = 0
+    tail_copies: int = 0
+    freezes: int = 0
+    moves: int = 0
+    allocations: int = 0
+
+
+class Pool:
+    """Slots of keys and values that grow as needed."""
+
+    def __init__(
+        self, shape: KvShape, dtype: torch.dtype, device: torch.device, counts: Counts
+    ) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._counts = counts
+        self._data = self._empty(0, 0)
+        self._used: list[int] = []
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return self._data.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """How many positions fit into a slot."""
+        return self._data.shape[4]
+
+    def layer(self, index: int) -> Tensor:
+        """(2, slots, K, capacity, D), a view."""
+        return self._data[index]
+
+    def read(self, slot: int, length: int) -> Tensor:
+        """(L, 2, K, length, D), a view."""
+        return self._data[:, :, slot, :, :length]
+
+    def reserve(self, slots: int, capacity: int) -> None:
+        """There are at least so many slots of at least so many positions."""
+        if slots <= self.slots and capacity <= self.capacity:
+            return
+        held, old = self._data, (self.slots, self.capacity)
+        self._data = self._empty(
+            _doubled(self.slots, slots, 1), _doubled(self.capacity, capacity, _LEAST_CAPACITY)
+        )
+        self._data[:, :, : old[0], :, : old[1]] = held
+        self._used += [0] * (self.slots - old[0])
+        self._counts.allocations += 1
+
+    def wipe(self, slot: int) -> None:
+        """The slot holds zeros."""
+        if self._used[slot]:
+            self._data[:, :, slot, :, : self._used[slot]] = 0
+            self._used[slot] = 0
+
+    def touch(self, slot: int, length: int) -> None:
+        """The first `length` positions of the slot will be written."""
+        self._used[slot] = max(self._used[slot], length)
+
+    def fill(self, slot: int, values: Tensor) -> None:
+        """Writes (L, 2, K, length, D) at the start of a wiped slot."""
+        self.touch(slot, values.shape[3])
+        self._data[:, :, slot, :, : values.shape[3]] = values
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copies the first `length` positions of all layers, slot by slot, in one operation.
+
+        No target may be among the sources.
+        """
+        if not sources or not length:
+            return
+        for source, target in zip(sources, targets, strict=True):
+            self.touch(target, min(length, self._used[source]))
+        if len(sources) == 1:
+            self._data[:, :, targets[0], :, :length] = self._data[:, :, sources[0], :, :length]
+        else:
+            self._data[:, :, list(targets), :, :length] = self._data[
+                :, :, list(sources), :, :length
+            ]
+
+    def _empty(self, slots: int, capacity: int) -> Tensor:
+        shape = self._shape
+        size = (shape.layers, 2, slots, shape.kv_heads, capacity, shape.head_dim)
+        return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+
+def _doubled(held: int, wanted: int, least: int) -> int:
+    size = max(held, least)
+    while size < wanted:
+        size *= 2
+    return size

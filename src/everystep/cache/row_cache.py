@@ -1,0 +1,120 @@
+"""The cache as an executor sees it: the four verbs, and a context per step.
+
+Row numbers are chosen by the engine. There is no search for known prefixes yet: `match` answers 0
+for every prompt, which is always right and never fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from everystep.cache.context import Context
+from everystep.cache.plan import Feed
+from everystep.cache.pool import Counts
+from everystep.cache.rows import Rows
+from everystep.errors import InvariantError, message
+from everystep.nn.network import KvShape
+from everystep.types import Work
+
+
+class RowCache:
+    """Rows of keys and values for one executor.
+
+    `width`: size of the hidden states that rows with columns keep. `project`: encoder states
+    (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder.
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        width: int,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._rows = Rows(shape, dtype, device)
+        self._project = project
+        self._device = device
+        self._no_columns = torch.empty(0, width, dtype=dtype, device=device)
+
+    @property
+    def counts(self) -> Counts:
+        """What was copied, moved and allocated so far."""
+        return self._rows.counts
+
+    @property
+    def shared(self) -> int:
+        """How many segments are held, encoder states included."""
+        return self._rows.shelf.held + self._rows.across.held
+
+    def allocate(self, row: int, encoder: Tensor | None = None, *, columns: bool = False) -> None:
+        """The row exists and is empty; it looks at `encoder` (S, E) where the model has one."""
+        self._rows.allocate(row, self._no_columns if columns else None)
+        if encoder is not None and self._project is not None:
+            self._rows.attach(row, encoder, self._project)
+
+    def fork(self, row: int, source: int) -> None:
+        """The row holds what `source` holds."""
+        self._rows.fork(row, source)
+
+    def truncate(self, row: int, length: int) -> None:
+        """The row holds its first `length` positions."""
+        self._rows.truncate(row, length)
+
+    def free(self, row: int) -> None:
+        """The row is gone, and with it every segment that no other row refers to."""
+        self._rows.free(row)
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens are held by some row: 0, as nobody looks."""
+        return 0
+
+    def lengths(self) -> dict[int, int]:
+        """Row -> cached positions."""
+        return {number: row.length for number, row in self._rows.items()}
+
+    def apply(self, work: Work) -> None:
+        """Does what happened since the last step, in order, and copies what has to be."""
+        for verb in work.verbs:
+            if verb.kind == "allocate":
+                encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
+                self.allocate(verb.row, encoder, columns=columns)
+            elif verb.kind == "fork":
+                self.fork(verb.row, verb.value)
+            elif verb.kind == "truncate":
+                self.truncate(verb.row, verb.value)
+            else:
+                self.free(verb.row)
+        self._rows.settle()
+
+    def begin(self, work: Work) -> Context:
+        """A context for the feeds of a work whose verbs were applied.
+
+        Afterwards every fed row has the length it will have when the step is over.
+        """
+        feeds = []
+        numbers = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
+        for index, (number, start, count) in enumerate(numbers):
+            row = self._rows[number]
+            if row.length != start:
+                raise InvariantError(
+                    message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
+                )
+            row.tail += count
+            feeds.append(Feed(index, row, row.slot, start, count))
+        self._rows.make_room(feed.row for feed in feeds)
+        return Context(self._rows, feeds, self._device, weights=work.attentions)
+
+    def columns(self) -> dict[int, Tensor]:
+        """Row -> (positions, E) hidden states, for every row that keeps them."""
+        return {n: row.columns for n, row in self._rows.items() if row.columns is not None}
+
+    def extend_columns(self, row: int, hidden: Tensor) -> None:
+        """The row keeps these (n, E) too, if it keeps any."""
+        held = self._rows[row]
+        if held.columns is not None:
+            # A new tensor: forks of the row go on with the old one.
+            held.columns = torch.cat([held.columns, hidden])

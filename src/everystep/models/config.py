@@ -1,0 +1,115 @@
+"""A model's configuration: its values as attributes, and typed reading with good errors.
+
+The values are those of a config.json. Which of them a family needs, and what they mean, is known
+to the family's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everystep.errors import FormatError, UnsupportedError, message
+
+
+class ModelConfig(Mapping[str, Any]):
+    """The values of a config.json, read as attributes or as a mapping; they never change."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(f"the configuration has no {name!r}")
+        return self._values[name]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"ModelConfig({self._values!r})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of the values."""
+        return dict(self._values)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed access to a mapping; `where` names it in errors. A null counts as absent."""
+
+    values: Mapping[str, Any]
+    where: str = "config.json"
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number of at least `least`; FormatError otherwise."""
+        value = self._present(key, default, "a whole number")
+        if type(value) is not int or value < least:
+            raise self.wrong(key, f"a whole number of at least {least}", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number; FormatError otherwise."""
+        value = self._present(key, default, "a number")
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self.wrong(key, "a positive number", value)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; FormatError otherwise."""
+        value = self._present(key, default, "true or false")
+        if type(value) is not bool:
+            raise self.wrong(key, "true or false", value)
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; FormatError otherwise."""
+        value = self._present(key, default, "a string")
+        if type(value) is not str:
+            raise self.wrong(key, "a string", value)
+        return value
+
+    def choice(self, key: str, known: Mapping[str, Any], default: str) -> str:
+        """One of the known strings; UnsupportedError otherwise."""
+        value = self.text(key, default)
+        if value not in known:
+            wanted = ", ".join(sorted(known))
+            raise UnsupportedError(
+                message(f"{self.where}: {key} is not supported", wanted=wanted, got=repr(value))
+            )
+        return value
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """An array of `count` positive numbers; FormatError otherwise."""
+        value = self._present(key, None, f"{count} numbers")
+        wanted = f"{count} positive numbers"
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise self.wrong(key, wanted, value)
+        if not all(type(one) in (int, float) and one > 0 for one in value):
+            raise self.wrong(key, wanted, value)
+        return tuple(float(one) for one in value)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value that is not null."""
+        return self.values.get(key) is not None
+
+    def wrong(self, key: str, wanted: object, got: object) -> FormatError:
+        """The error for a value that cannot be."""
+        return FormatError(
+            message(f"{self.where}: {key} is impossible", wanted=wanted, got=repr(got)[:200])
+        )
+
+    def _present(self, key: str, default: Any, wanted: str) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise FormatError(message(f"{self.where}: {key} is missing", wanted=wanted))
+        return default

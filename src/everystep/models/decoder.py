@@ -1,0 +1,225 @@
+"""One decoder for every family, driven by its spec.
+
+Positions of all rows come as one packed dimension, (N, E), and every layer but attention treats
+them alike; attention is done by the context, which alone knows rows. Projections that read the
+same input are one matrix. Cos and sin are made once per step and kind of rope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.models.spec import DecoderSpec, NormSpec
+from everystep.nn.activations import ACTIVATIONS, gated
+from everystep.nn.attention import Rule
+from everystep.nn.linear import Linear, packed_linear, shared_linear
+from everystep.nn.network import Context, Inputs, KvShape
+from everystep.nn.norm import Norm
+from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """The weights of one layer; see `DecoderSpec` for which of them exist."""
+
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
+    attention_norm: Norm
+    mlp_norm: Norm | None
+    attention_post_norm: Norm | None
+    mlp_post_norm: Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoder:
+    """A decoder-only network; `table`: (V, E) token embeddings."""
+
+    spec: DecoderSpec
+    table: Tensor
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear
+    rules: tuple[Rule, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.table.device
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self.spec.vocab_size
+
+    @property
+    def width(self) -> int:
+        """The size of the hidden states."""
+        return self.spec.width
+
+    @property
+    def encodes(self) -> bool:
+        """False: there is no encoder."""
+        return False
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """What one position costs."""
+        attention = self.spec.attention
+        return KvShape(len(self.layers), attention.kv_heads, attention.head_dim)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...,) ids -> (..., E)."""
+        hidden = F.embedding(tokens, self.table)
+        if self.spec.embed_scale is None:
+            return hidden
+        # The factor is rounded to the weights' type first, as in the reference.
+        return hidden * torch.tensor(self.spec.embed_scale, dtype=self.dtype, device=self.device)
+
+    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+        """(N, E) hidden states after the last layer, before the last norm."""
+        hidden = inputs.hidden
+        tables = self._tables(inputs)
+        context.keep(hidden)
+        for index, layer in enumerate(self.layers):
+            rope = self.spec.layers[index].rope
+            hidden = self._layer(index, layer, hidden, tables.get(rope) if rope else None, context)
+            context.keep(hidden)
+        return hidden
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The last norm, (..., E) -> (..., E)."""
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normalised hidden states (..., E) -> (..., V)."""
+        logits = self.head(hidden)
+        cap = self.spec.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def across(self, encoder: Tensor) -> Tensor:
+        """Never called: there is no encoder."""
+        raise NotImplementedError
+
+    def _tables(self, inputs: Inputs) -> dict[Rope, RotaryTable]:
+        ropes = {layer.rope for layer in self.spec.layers if layer.rope is not None}
+        return {
+            rope: rotary_table(rope, inputs.positions, inputs.lengths, self.dtype) for rope in ropes
+        }
+
+    def _layer(
+        self, index: int, layer: Layer, hidden: Tensor, table: RotaryTable | None, context: Context
+    ) -> Tensor:
+        normed = layer.attention_norm(hidden)
+        mixed = self._attention(index, layer, normed, table, context)
+        hidden = _add(hidden, layer.out, mixed, layer.attention_post_norm)
+        read = normed if layer.mlp_norm is None else layer.mlp_norm(hidden)
+        return _add(hidden, layer.down, self._mlp(layer, read), layer.mlp_post_norm)
+
+    def _attention(
+        self, index: int, layer: Layer, x: Tensor, table: RotaryTable | None, context: Context
+    ) -> Tensor:
+        spec = self.spec.attention
+        turning = spec.heads + spec.kv_heads
+        # (N, H + 2K, D): queries, keys, values; queries and keys are changed in place.
+        qkv = layer.qkv(x).view(-1, turning + spec.kv_heads, spec.head_dim)
+        q, kv = qkv[:, : spec.heads], qkv[:, spec.heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q.copy_(layer.q_norm(q))
+            keys = kv[:, : spec.kv_heads]
+            keys.copy_(layer.k_norm(keys))
+        if table is not None:
+            rotate_(qkv[:, :turning], table)
+        kv = kv.view(-1, 2, spec.kv_heads, spec.head_dim)
+        return context.attend(index, q, kv, self.rules[index])
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.spec.mlp.activation]
+        inner = layer.up(x)
+        return gated(inner, activation) if self.spec.mlp.gated else activation(inner)
+
+
+def _add(hidden: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None) -> Tensor:
+    if post_norm is None:
+        return linear.add_to(hidden, x)
+    return hidden + post_norm(linear(x))
+
+
+def assemble_decoder(spec: DecoderSpec, tensors: dict[str, Tensor]) -> Decoder:
+    """A decoder from the filled slots; entries are taken out, so that none is held twice."""
+    table = tensors.pop("embed")
+    layers = tuple(_assemble_layer(spec, tensors, i) for i in range(len(spec.layers)))
+    bias = tensors.pop("head.bias", None)
+    weight = tensors.pop("head.weight", None)
+    head = shared_linear(table, bias) if weight is None else packed_linear(weight, bias)
+    norm = _norm(spec.norm, tensors, "norm")
+    return Decoder(spec, table, layers, norm, head, _rules(spec))
+
+
+def _rules(spec: DecoderSpec) -> tuple[Rule, ...]:
+    attention = spec.attention
+    return tuple(Rule(attention.scale, attention.softcap, layer.window) for layer in spec.layers)
+
+
+def _assemble_layer(spec: DecoderSpec, tensors: dict[str, Tensor], index: int) -> Layer:
+    key = f"layers.{index}"
+
+    def linear(role: str) -> Linear:
+        weight = tensors.pop(f"{key}.{role}.weight")
+        return packed_linear(weight, tensors.pop(f"{key}.{role}.bias", None))
+
+    def norm(role: str) -> Norm | None:
+        found = f"{key}.{role}.weight" in tensors
+        return _norm(spec.norm, tensors, f"{key}.{role}") if found else None
+
+    return Layer(
+        qkv=linear("qkv"),
+        out=linear("out"),
+        up=linear("up"),
+        down=linear("down"),
+        attention_norm=_norm(spec.norm, tensors, f"{key}.attention_norm"),
+        mlp_norm=norm("mlp_norm"),
+        attention_post_norm=norm("attention_post_norm"),
+        mlp_post_norm=norm("mlp_post_norm"),
+        q_norm=norm("q_norm"),
+        k_norm=norm("k_norm"),
+    )
+
+
+def _norm(spec: NormSpec, tensors: dict[str, Tensor], key: str) -> Norm:
+    weight, bias = tensors.pop(f"{key}.weight"), tensors.pop(f"{key}.bias", None)
+    return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
+
+
+def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every slot's key and tensor, the inverse of `assemble_decoder`, unpacked one at a time."""
+    yield "embed", decoder.table
+    yield from _held("norm", decoder.norm)
+    if not decoder.spec.tied:
+        yield "head.weight", decoder.head.dense()
+    if decoder.head.bias is not None:
+        yield "head.bias", decoder.head.bias
+    for index, layer in enumerate(decoder.layers):
+        for role in fields(layer):
+            yield from _held(f"layers.{index}.{role.name}", getattr(layer, role.name))
+
+
+def _held(key: str, part: Linear | Norm | None) -> Iterator[tuple[str, Tensor]]:
+    if part is None:
+        return
+    yield f"{key}.weight", part.dense() if isinstance(part, Linear) else part.weight
+    if part.bias is not None:
+        yield f"{key}.bias", part.bias

@@ -1,0 +1,98 @@
+"""The plain forward: a rectangle of tokens, no cache, every position looks at those before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError, message
+from everystep.nn.attention import Rule, additive, attend, attend_causally, visible
+from everystep.nn.network import Inputs, Network
+from everystep.nn.relative_bias import RelativeBias
+
+
+class DenseContext:
+    """B rows of T positions that see each other; `seen` (B, T) tells real ones from padding."""
+
+    def __init__(
+        self, batch: int, length: int, seen: Tensor | None, across: Tensor | None = None
+    ) -> None:
+        self._shape = (batch, length)
+        self._seen = seen
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
+    ) -> Tensor:
+        """Lets q (B * T, H, D) look at kv (B * T, 2, K, D), returns (B * T, H * D)."""
+        k, v = kv.view(*self._shape, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
+        q = q.view(*self._shape, *q.shape[1:]).transpose(1, 2)
+        if self._seen is None and rule.softcap is None and rule.window is None and bias is None:
+            out = attend_causally(q, k, v, rule)
+        else:
+            groups = q.shape[1] // k.shape[1]
+            mask = self._mask(rule.window, q)
+            if bias is not None:
+                places = torch.arange(self._shape[1], device=q.device)
+                mask = mask + bias(places, places)
+            out = attend(
+                q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), rule, mask
+            )
+        return out.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
+
+    def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
+        """There is no encoder."""
+        raise NotImplementedError
+
+    def keep(self, hidden: Tensor) -> None:
+        """Nothing is kept."""
+
+    def _mask(self, window: int | None, like: Tensor) -> Tensor:
+        """(1 or B, 1, T, T)."""
+        if window not in self._masks:
+            places = torch.arange(self._shape[1], device=like.device)
+            seen = visible(places, places, window)[None, None]
+            if self._seen is not None:
+                # A row of padding that sees nothing would divide by zero: it sees itself.
+                itself = torch.eye(self._shape[1], dtype=torch.bool, device=like.device)
+                seen = seen & self._seen[:, None, None] | itself
+            self._masks[window] = additive(seen, like.dtype)
+        return self._masks[window]
+
+
+def dense_logits(
+    network: Network,
+    ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+) -> Tensor:
+    """(B, T, V); see `Model.forward`."""
+    hidden = _hidden(network, ids, inputs_embeds)
+    batch, length = hidden.shape[:2]
+    seen = None if attention_mask is None else attention_mask.to(network.device).bool()
+    if seen is not None and seen.shape != (batch, length):
+        raise RequestError(
+            message(
+                "attention_mask does not fit the inputs",
+                wanted=(batch, length),
+                got=tuple(seen.shape),
+            )
+        )
+    places = torch.arange(length, device=network.device) if position_ids is None else position_ids
+    places = places.to(network.device).expand(batch, length)
+    lengths = places.amax(dim=1, keepdim=True).add(1).expand(batch, length)
+    inputs = Inputs(hidden.flatten(0, 1), places.flatten(), lengths.flatten())
+    context = DenseContext(batch, length, None if seen is None or bool(seen.all()) else seen)
+    out = network.finish(network.forward(inputs, context))
+    return network.logits(out).view(batch, length, -1)
+
+
+def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    if ids is not None and inputs_embeds is None:
+        return network.embed(ids.to(network.device))
+    if inputs_embeds is not None and ids is None:
+        return inputs_embeds.to(network.device, network.dtype)
+    raise RequestError(
+        message("a forward reads either ids or embeddings", wanted="exactly one of them")
+    )

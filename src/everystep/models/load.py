@@ -1,0 +1,171 @@
+"""From a configuration and a source of weights to a model, and back to named weights.
+
+Names and shapes are compared before the first value is read. Every slot is allocated once, in the
+wanted type and on the wanted device, and filled part by part, so that the peak is the model and
+one tensor. What a source is made of is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from everystep.errors import FormatError, UnsupportedError, message
+from everystep.models.config import ModelConfig
+from everystep.models.families import Family, find_family
+from everystep.models.model import Model
+from everystep.models.names import Slot
+
+_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+class Source(Protocol):
+    """Named tensors that are read one by one."""
+
+    def names(self) -> Iterable[str]:
+        """All names."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        ...
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The values of a tensor."""
+        ...
+
+
+def build_model(
+    config: Mapping[str, Any],
+    source: Source,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """A model with the weights of `source`; without `dtype`, of the type its configuration names.
+
+    Raises UnsupportedError (a family, a type, a value without implementation) and FormatError
+    (impossible values; missing, unexpected or misshaped weights).
+    """
+    family = find_family(config.get("model_type"))
+    values = _with_defaults(config, family)
+    wanted = _dtype(config) if dtype is None else _supported(dtype)
+    spec = family.read_spec(values)
+    slots = family.slots(spec)
+    _check_names(slots, source, lambda name: family.unused(spec, name))
+    with torch.inference_mode():
+        tensors = {slot.key: _fill(slot, source, wanted, torch.device(device)) for slot in slots}
+        network = family.assemble(spec, tensors)
+    return Model(ModelConfig(values), spec, network)
+
+
+def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under its checkpoint name; parts of fused tensors are views of one copy."""
+    family = find_family(model.config.model_type)
+    slots = {slot.key: slot for slot in family.slots(model.spec)}
+    for key, tensor in family.tensors(model.network):
+        for part in slots[key].parts:
+            yield part.name, tensor[part.start : part.stop]
+
+
+def convert_model(
+    model: Model,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Model:
+    """The same weights in another type or on another device; the given model stays as it is."""
+    return build_model(
+        model.config,
+        _Converted(model),
+        dtype=model.dtype if dtype is None else dtype,
+        device=model.device if device is None else device,
+    )
+
+
+class _Converted:
+    """A model as a source of its own weights."""
+
+    def __init__(self, model: Model) -> None:
+        self._tensors = dict(named_weights(model))
+
+    def names(self) -> Iterable[str]:
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self._tensors[name].to(dtype)
+
+
+def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    # A null stays only where the family has no value for it, as in the reference.
+    given = {key: value for key, value in config.items() if value is not None}
+    absent = {key: None for key in config if key not in given}
+    return {"is_encoder_decoder": False} | absent | dict(family.defaults) | given
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The type that the configuration names, float32 if it names none."""
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found = _DTYPES.get(str(name).removeprefix("torch."))
+    if found is None:
+        raise FormatError(
+            message("config.json: dtype is unknown", wanted=", ".join(_DTYPES), got=repr(name))
+        )
+    return found
+
+
+def _supported(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _DTYPES.values():
+        raise UnsupportedError(
+            message("no model runs in this type", wanted=", ".join(_DTYPES), got=dtype)
+        )
+    return dtype
+
+
+def _check_names(slots: list[Slot], source: Source, unused: Any) -> None:
+    wanted = {part.name: (part.stop - part.start, *slot.shape[1:]) for slot, part in _parts(slots)}
+    found = set(source.names())
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in sorted(found - set(wanted)) if not unused(name)]
+    if missing:
+        near = f"; there are also unknown ones: {_some(unexpected)}" if unexpected else ""
+        raise FormatError(message(f"weights are missing: {_some(missing)}{near}"))
+    if unexpected:
+        raise FormatError(
+            message(
+                f"there are weights that this model has no place for: {_some(unexpected)}",
+                do="Check that config.json and weights belong together",
+            )
+        )
+    for name, shape in wanted.items():
+        if tuple(source.shape(name)) != shape:
+            raise FormatError(
+                message(
+                    f"the weight {name!r} does not fit config.json",
+                    wanted=shape,
+                    got=tuple(source.shape(name)),
+                )
+            )
+
+
+def _parts(slots: list[Slot]) -> Iterator[tuple[Slot, Any]]:
+    return ((slot, part) for slot in slots for part in slot.parts)
+
+
+def _some(names: list[str], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def _fill(slot: Slot, source: Source, dtype: torch.dtype, device: torch.device) -> Tensor:
+    tensor = torch.empty(slot.shape, dtype=dtype, device=device)
+    for part in slot.parts:
+        # Values as stored may be views of a mapped file: the copy makes them the model's own.
+        tensor[part.start : part.stop].copy_(source.load(part.name))
+    return tensor

@@ -1,0 +1,1 @@
+"""Layers over leading dimensions: plain functions and small frozen values that hold tensors."""

@@ -1,0 +1,32 @@
+"""Activation functions by the names that configurations use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """(..., 2F), gate before up -> (..., F): activation(gate) * up (Shazeer 2020)."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate) * up

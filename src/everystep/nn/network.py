@@ -1,0 +1,88 @@
+"""What a network asks of whoever stores its keys and values, and what it offers in return.
+
+These protocols are all that executors, caches and networks know of each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from everystep.nn.attention import Rule
+from everystep.nn.relative_bias import RelativeBias
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one position costs: (L, 2, K, D)."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class Context(Protocol):
+    """The positions of one step and everything they may look at."""
+
+    def attend(
+        self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
+    ) -> Tensor:
+        """Stores kv (N, 2, K, D), lets q (N, H, D) look at its rows, returns (N, H * D)."""
+        ...
+
+    def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
+        """Lets q (N, H, D) look at the encoder states of its rows, returns (N, H * D)."""
+        ...
+
+    def keep(self, hidden: Tensor) -> None:
+        """Hears (N, E) hidden states before the first layer and after each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """N positions of one step: `hidden` (N, E), `positions` (N,), row `lengths` (N,) after it."""
+
+    hidden: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+
+class Network(Protocol):
+    """Weights that turn inputs into hidden states and hidden states into logits."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def kv_shape(self) -> KvShape: ...
+    @property
+    def encodes(self) -> bool: ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...,) ids -> (..., E)."""
+        ...
+
+    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+        """(N, E) hidden states after the last layer, before the last norm."""
+        ...
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The last norm, (..., E) -> (..., E)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normalised hidden states (..., E) -> (..., V)."""
+        ...
+
+    def across(self, encoder: Tensor) -> Tensor:
+        """Encoder states (S, E) -> their keys and values (L, 2, K, S, D), where it `encodes`."""
+        ...

@@ -1,0 +1,231 @@
+"""Rotary position embeddings (Su et al. 2021) and every way in use to stretch them.
+
+A `Rope` says which frequencies turn the pairs (i, i + dim/2) of a head's first `dim` values. How
+they are stretched is its scaling, one small class per kind. Dynamic and longrope frequencies depend
+on a length: here always the length of the row after the feed that holds the position, so a row's
+result never depends on its neighbours. Tables are made once per step. Everything is computed in
+float32 and then cast, whatever the model's type, as in the reference (`modeling_rope_utils`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Scaling(Protocol):
+    """How frequencies are stretched."""
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied with."""
+        ...
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on the row's length."""
+        ...
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(dim/2,), or (N, dim/2) where `lengths` (N,) matter; float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rope:
+    """`dim`: how many values of a head turn. `theta`: the base wavelength."""
+
+    dim: int
+    theta: float
+    scaling: Scaling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryTable:
+    """`cos`: (..., N, 1, dim). `sin`: the same with its first half negated, for swapped halves."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_table(
+    rope: Rope, positions: Tensor, lengths: Tensor | None, dtype: torch.dtype
+) -> RotaryTable:
+    """The table for `positions` (..., N); `lengths` (N,) matters where the scaling reads it."""
+    wanted = lengths if rope.scaling.by_length else None
+    frequencies = rope.scaling.frequencies(rope.dim, rope.theta, wanted).to(positions.device)
+    angles = positions[..., None].float() * frequencies
+    factor = rope.scaling.attention_factor
+    cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    return RotaryTable(
+        torch.cat((cos, cos), dim=-1).unsqueeze(-2), torch.cat((-sin, sin), dim=-1).unsqueeze(-2)
+    )
+
+
+def rotate_(x: Tensor, table: RotaryTable) -> None:
+    """Turns (..., N, H, D) in place; values of a head beyond the table's width stay."""
+    dim = table.cos.shape[-1]
+    part = x if x.shape[-1] == dim else x[..., :dim]
+    swapped = part.roll(dim // 2, dims=-1)
+    part.mul_(table.cos).addcmul_(swapped, table.sin)
+
+
+def inverse_frequencies(dim: int, theta: float | Tensor) -> Tensor:
+    """theta^(-2i/dim) for i < dim/2, float32."""
+    return 1.0 / theta ** _exponents(dim)
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """The original frequencies, each divided by `divisors` (dim/2 of them) if given."""
+
+    divisors: tuple[float, ...] | None = None
+    attention_factor: float = 1.0
+    by_length: bool = False
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(dim/2,)."""
+        plain = inverse_frequencies(dim, theta)
+        return plain if self.divisors is None else plain / torch.tensor(self.divisors)
+
+
+@dataclass(frozen=True)
+class Interpolated:
+    """Positions divided by `factor`."""
+
+    factor: float
+    attention_factor: float = 1.0
+    by_length: bool = False
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(dim/2,)."""
+        return inverse_frequencies(dim, theta) / self.factor
+
+
+@dataclass(frozen=True)
+class Proportional:
+    """Only the first `share` of the pairs turn, with exponents over the whole head (Gemma)."""
+
+    share: float
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    by_length: bool = False
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(dim/2,), zeros for the pairs that stay."""
+        turning = int(self.share * dim // 2)
+        frequencies = inverse_frequencies(dim, theta)
+        frequencies[turning:] = 0.0
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A base that grows with the length beyond `trained` positions (NTK-aware, dynamic)."""
+
+    factor: float
+    trained: int
+    attention_factor: float = 1.0
+    by_length: bool = True
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(N, dim/2); (dim/2,) without lengths."""
+        if lengths is None:
+            return inverse_frequencies(dim, theta)
+        longest = lengths.clamp(min=self.trained)
+        stretch = (self.factor * longest / self.trained) - (self.factor - 1)
+        return inverse_frequencies(dim, theta * stretch[:, None] ** (dim / (dim - 2)))
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Interpolated low and kept high frequencies with a ramp between (Peng et al. 2023)."""
+
+    factor: float
+    trained: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    by_length: bool = False
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(dim/2,)."""
+        wavelengths = theta ** _exponents(dim)
+        kept, interpolated = 1.0 / wavelengths, 1.0 / (self.factor * wavelengths)
+        low, high = self._bounds(dim, theta)
+        # A ramp of no width would divide by zero.
+        high = high + 0.001 if low == high else high
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        share = 1 - ramp
+        return interpolated * (1 - share) + kept * share
+
+    def _bounds(self, dim: int, theta: float) -> tuple[float, float]:
+        """The pairs that turn `beta_fast` and `beta_slow` times over the trained length."""
+        low, high = (
+            dim * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        return max(low, 0), min(high, dim - 1)
+
+
+def yarn_attention_factor(factor: float, mscale: float | None, all_dim: float | None) -> float:
+    """The attention factor where the configuration leaves it open."""
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if mscale and all_dim:
+        return magnitude(mscale) / magnitude(all_dim)
+    return magnitude(1.0)
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """One divisor per pair, another set for rows longer than `trained` (Ding et al. 2024)."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    trained: int
+    attention_factor: float
+    by_length: bool = True
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(N, dim/2); (dim/2,) without lengths."""
+        wavelengths = theta ** _exponents(dim)
+        short = 1.0 / (torch.tensor(self.short) * wavelengths)
+        if lengths is None:
+            return short
+        long = 1.0 / (torch.tensor(self.long) * wavelengths)
+        return torch.where(lengths[:, None].cpu() > self.trained, long, short)
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Low frequencies divided by `factor`, high ones kept, smooth between (Llama 3.1)."""
+
+    factor: float
+    low: float
+    high: float
+    trained: int
+    attention_factor: float = 1.0
+    by_length: bool = False
+
+    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
+        """(dim/2,)."""
+        plain = inverse_frequencies(dim, theta)
+        wavelengths = 2 * math.pi / plain
+        smooth = (self.trained / wavelengths - self.low) / (self.high - self.low)
+        between = (1 - smooth) * plain / self.factor + smooth * plain
+        stretched = torch.where(wavelengths > self.trained / self.low, plain / self.factor, between)
+        return torch.where(wavelengths < self.trained / self.high, plain, stretched)

@@ -98,6 +98,12 @@ def test_merging_changes_no_argument() -> None:
     assert passed.eos_token_id == [1]
 
 
+def test_what_the_call_takes_back_contradicts_nothing() -> None:
+    passed = GenerationConfig(do_sample=True, top_p=0.5)
+    (notice,) = merge_configs({"do_sample": None}, passed).notices
+    assert notice.startswith("top_p has no effect")
+
+
 # --- what does not go together --------------------------------------------------------------------
 
 # The caller sets both: an error that names both.

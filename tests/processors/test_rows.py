@@ -12,11 +12,12 @@ from torch import Tensor
 from everystep.errors import RequestError
 from everystep.processors.allowed import PrefixConstrained
 from everystep.processors.base import Processor
+from everystep.processors.bias import SequenceBias
 from everystep.processors.order import CANONICAL
 from everystep.processors.pipeline import apply
 from everystep.processors.repetition import RepetitionPenalty
 from everystep.processors.user import User
-from everystep.processors.warpers import Temperature, TopK, TopP
+from everystep.processors.warpers import Epsilon, Eta, MinP, Temperature, TopK, TopP, Typical
 from everystep.types import Rows, TokenTable
 from tests.processors.making import VOCABULARY, a_sequence, rectangle, rows_of, same, some_scores
 from tests.processors.test_parity import CASES, WITHOUT_INFINITY
@@ -87,6 +88,19 @@ def test_different_parameters_of_a_class_run_as_one_call(monkeypatch: pytest.Mon
     )
     apply(mixed([(Temperature(t),) for t in (0.5, 0.7, 2.0)]), some_scores(3))
     assert seen == [3]
+
+
+@pytest.mark.parametrize("kind", [Temperature, TopP, MinP, Typical, Epsilon, Eta])
+def test_stacked_parameters_are_as_exact_as_numbers(kind: type) -> None:
+    tuples = [(kind(value),) for value in (0.1, 0.3, 0.7)]
+    rows, scores = mixed(tuples), some_scores(3).double()
+    assert torch.equal(apply(rows, scores), one_by_one(rows, scores, tuples))
+
+
+def test_a_row_that_is_shorter_than_a_word_does_not_end_in_it() -> None:
+    rows, scores = rows_of([[5], [5, 5, 5]]), torch.zeros(2, VOCABULARY)
+    result = SequenceBias((((5, 5, 1), 2.0),))(rows, scores)
+    assert result[:, 1].tolist() == [0.0, 2.0]
 
 
 def test_equal_processors_of_different_requests_run_as_one_call() -> None:

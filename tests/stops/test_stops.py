@@ -204,7 +204,8 @@ def ends_with(strings: tuple[str, ...], prefix: str, new: bytes) -> str | None:
     [
         (("stop",), "please sto", b"p", "stop"),
         (("stop",), "please sto", b"q", None),
-        (("stop",), "stop here", b"x", None),
+        (("stop",), "stop", b"x", None),
+        (("stop",), "stop sto", b"p", "stop"),
         (("é",), "caf", "é".encode(), "é"),
         (("é",), "caf", "é".encode()[:1], None),
         (("日本",), "日", "本".encode(), "日本"),

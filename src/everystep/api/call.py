@@ -136,14 +136,15 @@ class Call:
 
     def _facts(self, row: int) -> Facts:
         source = self.encoder_ids[row] if self.encoder_ids else self.inputs.prompts[row].ids
+        beams = int(self.effective.num_beams or 1)
         return Facts(
             eos=self.tokens.eos,
             prompt_length=self.inputs.width,
             max_length=self.limits.visible,
             encoder_ids=None if source is None else tuple(source.tolist()),
-            beams=int(self.effective.num_beams or 1),
+            beams=beams,
             vocab_size=self.vocabulary,
-            first_row=row * self.strategy.width,
+            first_row=row if beams > 1 else row * self.strategy.width,
             prefix_allowed_tokens_fn=self.user.prefix_allowed_tokens,
             user=tuple(self.user.processors),
         )

@@ -16,7 +16,6 @@ from everystep.config import GenerationConfig
 from everystep.errors import (
     MissingFileError,
     RequestError,
-    UnknownArgumentError,
     UnsupportedError,
     message,
 )
@@ -138,23 +137,10 @@ def _from_folder(
     found = open_folder(folder)
     core = build_model(found.config, found.weights(), dtype=dtype, device=device)
     if found.generation_config is not None:
-        settings = _checkpoint_settings(found.generation_config)
+        settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:
         settings = GenerationConfig.from_model_config(found.config)
     return LanguageModel(core, settings, folder.name)
-
-
-def _checkpoint_settings(values: Mapping[str, object]) -> GenerationConfig:
-    """A file may name fields of another version: those are left out, they cannot be obeyed."""
-    known = dict(values)
-    while True:
-        try:
-            return GenerationConfig.from_dict(known)
-        except UnknownArgumentError as error:
-            unknown = next((name for name in known if repr(name) in str(error)), None)
-            if unknown is None:
-                raise
-            del known[unknown]
 
 
 def _from_gguf(

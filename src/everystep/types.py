@@ -15,7 +15,7 @@ They differ by a constant per request, the shift:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -330,6 +330,11 @@ class TokenTable:
     def close(self, line: int) -> None:
         """The line may be handed out again."""
         self._free.append(line)
+
+    def keep(self, lines: Collection[int]) -> None:
+        """Only the given lines are in use."""
+        count = self.data.shape[0]
+        self._free = [line for line in range(count - 1, -1, -1) if line not in lines]
 
     def reserve(self, capacity: int) -> None:
         """Every line has room for `capacity` ids."""

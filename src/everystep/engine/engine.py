@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.engine.apply import abandon, apply, drop_rows, release, token_events
+from everystep.engine.apply import (
+    abandon,
+    apply,
+    drop_rows,
+    release,
+    rewind_memory,
+    token_events,
+)
 from everystep.engine.batches import Scored, score
 from everystep.engine.feed import Fed, Grant, WorkBuilder, feed
 from everystep.engine.ledger import Ledger
@@ -88,7 +95,18 @@ class Engine:
         return group
 
     def step(self) -> list[Event]:
-        """One forward for everything that the scheduler lets in; returns what became known."""
+        """One forward for everything that the scheduler lets in; returns what became known.
+
+        After an error or an interrupt inside, no sequence holds a row: requests that go on feed
+        everything again, and those that are cancelled leave nothing behind.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _step(self) -> list[Event]:
         grants = self.scheduler.plan(self.preempt)
         fed, work = self._feed(grants)
         output = self.executor.run(work)
@@ -100,6 +118,16 @@ class Engine:
         for one, picked in zip(scored, self._pick(scored), strict=True):
             events += self._choose(one, picked, fed, output, work)
         return events + self._retire(fed.ready)
+
+    def _let_go(self) -> None:
+        """Frees what a broken step may have left: rows by the executor's own account."""
+        live = [sequence for group in self.scheduler.groups for sequence in group.live]
+        for sequence in live:
+            rewind_memory(sequence, sequence.visible)
+            for unit in (sequence, *sequence.companions):
+                unit.row, unit.cached = None, 0
+        self.ledger.restart(self.executor.audit())
+        self.table.keep({sequence.line for sequence in live})
 
     def cancel(self, group: Group, reason: FinishReason | None = None) -> list[Event]:
         """The group ends now, with the tokens it has."""

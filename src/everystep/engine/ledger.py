@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -45,6 +45,14 @@ class Ledger:
         self.verbs.append(Verb("free", row))
         self.held.remove(row)
         self._free.append(row)
+
+    def restart(self, stored: Iterable[int]) -> None:
+        """Nobody holds a row; those that the executor stores are to be freed first of all."""
+        self.verbs[:] = [Verb("free", row) for row in stored]
+        self.encoders.clear()
+        self.columns.clear()
+        self.held.clear()
+        self._free.clear()
 
     def drain(self) -> tuple[tuple[Verb, ...], Mapping[int, Tensor], frozenset[int]]:
         """What happened since the last call: verbs, encoder states and columns of new rows."""

@@ -231,9 +231,7 @@ def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
         unit.cached = 0
 
 
-def abandon(
-    group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger
-) -> list[Event]:
+def abandon(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger) -> list[Event]:
     """Every live sequence ends here, with its settled tokens, and is released."""
     request, strategy = group.request, group.request.strategy
     events: list[Event] = []

@@ -1,0 +1,128 @@
+"""Tiny decoders with random weights: any specification, and every kind of rope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everystep.models import Model
+from everystep.models.config import ModelConfig
+from everystep.models.decoder import assemble_decoder
+from everystep.models.families import find_family
+from everystep.models.names import Names, decoder_slots
+from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from everystep.nn.rotary import (
+    Dynamic,
+    Interpolated,
+    Llama3,
+    LongRope,
+    Proportional,
+    Rope,
+    Scaling,
+    Unscaled,
+    Yarn,
+)
+
+TRAINED = 16
+CONFIG: Mapping[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+SCALINGS: Mapping[str, Scaling] = {
+    "unscaled": Unscaled(),
+    "linear": Interpolated(2.5),
+    "proportional": Proportional(0.5),
+    "dynamic": Dynamic(2.0, TRAINED),
+    "yarn": Yarn(4.0, TRAINED, 1.2),
+    "longrope": LongRope((1.0, 1.1, 1.2, 1.3), (1.5, 2.0, 3.0, 4.0), TRAINED, 1.3),
+    "llama3": Llama3(4.0, 1.0, 4.0, TRAINED),
+}
+
+
+def rope(scaling: str = "unscaled") -> Rope:
+    """A rope over heads of 8 values."""
+    return Rope(8, 100.0, SCALINGS[scaling])
+
+
+PLAIN = DecoderSpec(
+    vocab_size=40,
+    width=32,
+    norm=NormSpec("rms", 1e-5),
+    attention=AttentionSpec(heads=4, kv_heads=2, head_dim=8, scale=8**-0.5),
+    mlp=MlpSpec(48, "silu"),
+    layers=(LayerSpec(rope()),) * 2,
+)
+
+
+def with_attention(**changes: Any) -> DecoderSpec:
+    """PLAIN with another attention."""
+    return replace(PLAIN, attention=replace(PLAIN.attention, **changes))
+
+
+def with_mlp(**changes: Any) -> DecoderSpec:
+    """PLAIN with another MLP."""
+    return replace(PLAIN, mlp=replace(PLAIN.mlp, **changes))
+
+
+def with_norm(norm: NormSpec, **changes: Any) -> DecoderSpec:
+    """PLAIN with other norms."""
+    return replace(PLAIN, norm=norm, **changes)
+
+
+def with_layers(*layers: LayerSpec) -> DecoderSpec:
+    """PLAIN with other layers."""
+    return replace(PLAIN, layers=layers)
+
+
+SPECS: dict[str, DecoderSpec] = {
+    "plain": PLAIN,
+    "one head each": with_attention(kv_heads=4),
+    "biases": with_attention(qkv_bias=True, out_bias=True),
+    "scale": with_attention(scale=0.9),
+    "capped scores": with_attention(softcap=1.5),
+    "normed heads": with_attention(qk_norm=True),
+    "plain mlp": with_mlp(gated=False, bias=True, activation="relu"),
+    "layer norm": with_norm(NormSpec("layer", 1e-3, bias=True)),
+    "layer norm without bias": with_norm(NormSpec("layer", 1e-3)),
+    "plus one": with_norm(NormSpec("rms", 1e-5, plus_one=True), post_norms=True),
+    "parallel": replace(PLAIN, parallel=True),
+    "tied": replace(PLAIN, tied=True, embed_scale=3.3),
+    "head": replace(PLAIN, head_bias=True, final_softcap=2.0),
+    "window": with_layers(LayerSpec(rope(), window=3), LayerSpec(rope())),
+    "mixed ropes": with_layers(LayerSpec(None), LayerSpec(rope("linear"))),
+    "partial rope": with_layers(LayerSpec(Rope(4, 100.0, Unscaled())), LayerSpec(rope())),
+}
+SPECS |= {name: with_mlp(activation=name) for name in ("gelu", "gelu_new", "swish")}
+SPECS |= {f"rope {name}": with_layers(*[LayerSpec(rope(name))] * 2) for name in SCALINGS}
+
+
+class Slots(dict[str, Tensor]):
+    """Tensors by the keys of their slots, each of which is taken once."""
+
+    take = dict.pop
+
+
+def random_model(spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
+    """A model of the specification whose values are drawn widely."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = Slots()
+    for slot in decoder_slots(spec, Names()):
+        spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
+        drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
+        tensors[slot.key] = (drawn * spread).to(dtype)
+    return Model(ModelConfig({"model_type": "llama"}), spec, assemble_decoder(spec, tensors))
+
+
+def family_model(model_type: str, **config: Any) -> Model:
+    """A model of the family's own reading of CONFIG and `config`."""
+    family = find_family(model_type)
+    return random_model(family.read_spec({**family.defaults, **CONFIG, **config}))

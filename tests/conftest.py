@@ -172,6 +172,20 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
         report.longrepr = f"skipped, which --all does not allow: {report.longrepr}"
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints what all tests together have covered, where they recorded it."""
+    total: dict[str, int] = {}
+    for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get(
+        "failed", []
+    ):
+        for counts in (value for name, value in report.user_properties if name == "coverage"):
+            for name, count in counts.items():
+                total[name] = total.get(name, 0) + count
+    if total:
+        counted = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in total.items())
+        terminalreporter.write_line(f"laws: {counted}")
+
+
 # --- for each test --------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.models.names import Filled
 from everystep.models.spec import DecoderSpec, NormSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.attention import Rule
@@ -158,15 +159,32 @@ def _add(hidden: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None) -> T
     return hidden + post_norm(linear(x))
 
 
-def assemble_decoder(spec: DecoderSpec, tensors: dict[str, Tensor]) -> Decoder:
-    """A decoder from the filled slots; entries are taken out, so that none is held twice."""
-    table = tensors.pop("embed")
-    layers = tuple(_assemble_layer(spec, tensors, i) for i in range(len(spec.layers)))
-    bias = tensors.pop("head.bias", None)
-    weight = tensors.pop("head.weight", None)
-    head = shared_linear(table, bias) if weight is None else packed_linear(weight, bias)
-    norm = _norm(spec.norm, tensors, "norm")
-    return Decoder(spec, table, layers, norm, head, _rules(spec))
+def assemble_decoder(spec: DecoderSpec, slots: Filled) -> Decoder:
+    """A decoder from its slots, which are taken one by one."""
+    table = slots.take("embed")
+    layers = tuple(_assemble_layer(spec, slots, index) for index in range(len(spec.layers)))
+    bias = take_if(slots, "head.bias")
+    if spec.tied:
+        head = shared_linear(table, bias)
+    else:
+        head = packed_linear(slots.take("head.weight"), bias)
+    return Decoder(spec, table, layers, take_norm(spec.norm, slots, "norm"), head, _rules(spec))
+
+
+def take_if(slots: Filled, key: str) -> Tensor | None:
+    """A slot's tensor, None where there is no such slot."""
+    return slots.take(key) if key in slots else None
+
+
+def take_linear(slots: Filled, key: str) -> Linear:
+    """A linear map in the layout that this machine prefers."""
+    return packed_linear(slots.take(f"{key}.weight"), take_if(slots, f"{key}.bias"))
+
+
+def take_norm(spec: NormSpec, slots: Filled, key: str) -> Norm:
+    """A norm."""
+    weight, bias = slots.take(f"{key}.weight"), take_if(slots, f"{key}.bias")
+    return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
 
 
 def _rules(spec: DecoderSpec) -> tuple[Rule, ...]:
@@ -174,34 +192,25 @@ def _rules(spec: DecoderSpec) -> tuple[Rule, ...]:
     return tuple(Rule(attention.scale, attention.softcap, layer.window) for layer in spec.layers)
 
 
-def _assemble_layer(spec: DecoderSpec, tensors: dict[str, Tensor], index: int) -> Layer:
+def _assemble_layer(spec: DecoderSpec, slots: Filled, index: int) -> Layer:
     key = f"layers.{index}"
 
-    def linear(role: str) -> Linear:
-        weight = tensors.pop(f"{key}.{role}.weight")
-        return packed_linear(weight, tensors.pop(f"{key}.{role}.bias", None))
-
     def norm(role: str) -> Norm | None:
-        found = f"{key}.{role}.weight" in tensors
-        return _norm(spec.norm, tensors, f"{key}.{role}") if found else None
+        found = f"{key}.{role}.weight" in slots
+        return take_norm(spec.norm, slots, f"{key}.{role}") if found else None
 
     return Layer(
-        qkv=linear("qkv"),
-        out=linear("out"),
-        up=linear("up"),
-        down=linear("down"),
-        attention_norm=_norm(spec.norm, tensors, f"{key}.attention_norm"),
+        qkv=take_linear(slots, f"{key}.qkv"),
+        out=take_linear(slots, f"{key}.out"),
+        up=take_linear(slots, f"{key}.up"),
+        down=take_linear(slots, f"{key}.down"),
+        attention_norm=take_norm(spec.norm, slots, f"{key}.attention_norm"),
         mlp_norm=norm("mlp_norm"),
         attention_post_norm=norm("attention_post_norm"),
         mlp_post_norm=norm("mlp_post_norm"),
         q_norm=norm("q_norm"),
         k_norm=norm("k_norm"),
     )
-
-
-def _norm(spec: NormSpec, tensors: dict[str, Tensor], key: str) -> Norm:
-    weight, bias = tensors.pop(f"{key}.weight"), tensors.pop(f"{key}.bias", None)
-    return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
 
 
 def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

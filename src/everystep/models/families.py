@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from everystep.errors import UnsupportedError, message, nearest
-from everystep.models.names import Slot
+from everystep.models.names import Filled, Slot
 from everystep.nn.network import Network
 
 _MODULES: Mapping[str, str] = {
@@ -34,7 +34,7 @@ class Family:
     defaults: Mapping[str, Any]
     read_spec: Callable[[Mapping[str, Any]], Any]
     slots: Callable[[Any], list[Slot]]
-    assemble: Callable[[Any, dict[str, Tensor]], Network]
+    assemble: Callable[[Any, Filled], Network]
     tensors: Callable[[Any], Iterator[tuple[str, Tensor]]]
     unused: Callable[[Any, str], bool]
 

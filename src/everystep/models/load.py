@@ -1,8 +1,8 @@
 """From a configuration and a source of weights to a model, and back to named weights.
 
-Names and shapes are compared before the first value is read. Every slot is allocated once, in the
-wanted type and on the wanted device, and filled part by part, so that the peak is the model and
-one tensor. What a source is made of is not known here.
+Names and shapes are compared before the first value is read. Then each slot is allocated in the
+wanted type on the wanted device, filled part by part, and laid out before the next one is, so that
+the peak is the model and one tensor. What a source is made of is not known here.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def build_model(
     slots = family.slots(spec)
     _check_names(slots, source, lambda name: family.unused(spec, name))
     with torch.inference_mode():
-        tensors = {slot.key: _fill(slot, source, wanted, torch.device(device)) for slot in slots}
-        network = family.assemble(spec, tensors)
+        network = family.assemble(spec, _Slots(slots, source, wanted, torch.device(device)))
     return Model(ModelConfig(values), spec, network)
 
 
@@ -163,9 +162,24 @@ def _some(names: list[str], count: int = 4) -> str:
     return ", ".join(names[:count]) + more
 
 
-def _fill(slot: Slot, source: Source, dtype: torch.dtype, device: torch.device) -> Tensor:
-    tensor = torch.empty(slot.shape, dtype=dtype, device=device)
-    for part in slot.parts:
-        # Values as stored may be views of a mapped file: the copy makes them the model's own.
-        tensor[part.start : part.stop].copy_(source.load(part.name))
-    return tensor
+class _Slots:
+    """A source as slots: names are joined, values converted, when a slot is taken."""
+
+    def __init__(
+        self, slots: list[Slot], source: Source, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._slots = {slot.key: slot for slot in slots}
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slots
+
+    def take(self, key: str) -> Tensor:
+        slot = self._slots.pop(key)
+        tensor = torch.empty(slot.shape, dtype=self._dtype, device=self._device)
+        for part in slot.parts:
+            # What a source returns may be a view of a mapped file: the copy is the model's own.
+            tensor[part.start : part.stop].copy_(self._source.load(part.name, self._dtype))
+        return tensor

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from everystep.models.spec import DecoderSpec
 
@@ -29,6 +32,16 @@ class Slot:
     key: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+
+class Filled(Protocol):
+    """Slots that are filled when they are taken, each once, so that none is held twice."""
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def take(self, key: str) -> Tensor:
+        """The tensor of a slot."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,7 @@ def _check_keys(values: Mapping[str, Any], kind: str) -> None:
 
 
 def _unscaled(outer: Fields, inner: Fields, dim: int) -> Scaling:
-    # A file without scaling may still carry one divisor per pair, as GGUF does for Llama 3.
-    divisors = inner.numbers("divisors", dim // 2) if inner.has("divisors") else None
-    return Unscaled(divisors)
+    return Unscaled()
 
 
 def _linear(outer: Fields, inner: Fields, dim: int) -> Scaling:
@@ -140,7 +138,7 @@ def _llama3(outer: Fields, inner: Fields, dim: int) -> Scaling:
 _TRAINED = "original_max_position_embeddings"
 _Reader = Callable[[Fields, Fields, int], Scaling]
 _KINDS: Mapping[str, tuple[_Reader, set[str]]] = {
-    "default": (_unscaled, {"divisors"}),
+    "default": (_unscaled, set()),
     "linear": (_linear, {"factor"}),
     "dynamic": (_dynamic, {"factor", _TRAINED}),
     "yarn": (

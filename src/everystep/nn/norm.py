@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,18 +28,11 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., E) -> (..., E)."""
-        shape = self.weight.shape
         if self.kind == "layer":
-            return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
-        if x.dtype == torch.float32 or not (self.plus_one or x.dtype == torch.float64):
-            weight = 1.0 + self.weight if self.plus_one else self.weight
-            return F.rms_norm(x, shape, weight, self.eps)
-        return self._in_float32(x)
-
-    def _in_float32(self, x: Tensor) -> Tensor:
-        """The reference's own order of operations, which rounds where it does."""
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         exact = x.float()
-        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
+        scale = exact.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        exact = exact * scale
         if self.plus_one:
-            return (exact * (1.0 + self.weight.float())).to(x.dtype)
+            return exact.mul_(1.0 + self.weight.float()).to(x.dtype)
         return self.weight * exact.to(x.dtype)

@@ -85,16 +85,14 @@ def _exponents(dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Unscaled:
-    """The original frequencies, each divided by `divisors` (dim/2 of them) if given."""
+    """The original frequencies."""
 
-    divisors: tuple[float, ...] | None = None
     attention_factor: float = 1.0
     by_length: bool = False
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
         """(dim/2,)."""
-        plain = inverse_frequencies(dim, theta)
-        return plain if self.divisors is None else plain / torch.tensor(self.divisors)
+        return inverse_frequencies(dim, theta)
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,13 @@ class Dynamic:
         """(N, dim/2); (dim/2,) without lengths."""
         if lengths is None:
             return inverse_frequencies(dim, theta)
-        longest = lengths.clamp(min=self.trained)
-        stretch = (self.factor * longest / self.trained) - (self.factor - 1)
-        return inverse_frequencies(dim, theta * stretch[:, None] ** (dim / (dim - 2)))
+        # One length at a time: powers of single numbers and of arrays differ in their last bit.
+        longest, place = lengths.clamp(min=self.trained).unique(return_inverse=True)
+        return torch.stack([self._at(dim, theta, length) for length in longest])[place]
+
+    def _at(self, dim: int, theta: float, length: Tensor) -> Tensor:
+        stretch = (self.factor * length / self.trained) - (self.factor - 1)
+        return inverse_frequencies(dim, theta * stretch ** (dim / (dim - 2)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""Runs mixes on engines, under any scheduler, and gathers what came out.
+
+A run that does not end, an event that contradicts the result and a row that outlives its request
+are errors here, whoever asked for the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from everystep.engine import Continuous, Engine, Lockstep, audit
+from everystep.errors import InvariantError, message
+from everystep.executors.base import Executor
+from everystep.testing.hash_model import HashExecutor
+from everystep.testing.requests import EMBED_DIM, Mix, Schedule
+from everystep.testing.textbook import Hypothesis
+from everystep.types import Event, Group, Request
+
+MOST_STEPS = 2_000
+# Without end, preemptions could keep a long prompt from ever being fed.
+PREEMPTIONS_EACH = 2
+
+
+@dataclass
+class Run:
+    """An engine on its way through some requests, and what it said."""
+
+    engine: Engine
+    groups: dict[str, Group] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    cancelled: set[str] = field(default_factory=set)
+
+    def submit(self, request: Request) -> None:
+        """The request waits for its turn."""
+        self.groups[request.request_id] = self.engine.submit(request)
+
+    def step(self) -> None:
+        """One step more."""
+        if self.engine.counts.steps >= MOST_STEPS:
+            raise InvariantError(message("the run does not end", got=f"{MOST_STEPS} steps"))
+        self.events += self.engine.step()
+
+    def cancel(self, request: Request) -> None:
+        """The request ends here, if it is not over."""
+        group = self.groups[request.request_id]
+        if group in self.engine.scheduler.groups:
+            self.events += self.engine.cancel(group)
+            self.cancelled.add(request.request_id)
+
+    def finish(self) -> Run:
+        """All requests are over, and nothing of them is left."""
+        while self.engine.pending:
+            self.step()
+        audit(self.engine)
+        for group in self.groups.values():
+            _check_events(group, self.events)
+        return self
+
+    @property
+    def results(self) -> dict[str, list[Hypothesis]]:
+        """Request id -> its result."""
+        return {name: result(group) for name, group in self.groups.items()}
+
+
+def result(group: Group) -> list[Hypothesis]:
+    """What a group that is over has to show."""
+    return [
+        Hypothesis(tuple(done.tokens.tolist()), done.score, done.reason.kind)
+        for done in group.request.strategy.finish(group)
+    ]
+
+
+def hash_executor(mix: Mix, max_rows: int | None = None) -> HashExecutor:
+    """A fresh executor for the mix."""
+    return HashExecutor(mix.vocab_size, EMBED_DIM, max_rows=max_rows)
+
+
+def run_together(requests: Iterable[Request], executor: Executor, chunk: int | None = None) -> Run:
+    """All requests as one lockstep batch."""
+    run = Run(Engine(executor, Lockstep(chunk)))
+    for request in requests:
+        run.submit(request)
+    return run.finish()
+
+
+def run_scheduled(requests: tuple[Request, ...], schedule: Schedule, executor: Executor) -> Run:
+    """The requests come, go, are cancelled and lose their rows as the schedule says."""
+    scheduler = Continuous(
+        token_budget=schedule.token_budget,
+        max_rows=schedule.max_rows,
+        max_positions=schedule.max_positions,
+    )
+    run = Run(Engine(executor, scheduler))
+    rng = np.random.default_rng(schedule.seed)
+    last = max(schedule.arrivals)
+    step = 0
+    while step <= last or run.engine.pending:
+        _happenings(run, requests, schedule, step)
+        _preempt(run, schedule, rng)
+        if run.engine.pending:
+            run.step()
+        if schedule.audits:
+            audit(run.engine)
+        step += 1
+    return run.finish()
+
+
+def _happenings(run: Run, requests: tuple[Request, ...], schedule: Schedule, step: int) -> None:
+    for request, arrival in zip(requests, schedule.arrivals, strict=True):
+        if arrival == step:
+            run.submit(request)
+    for request, cancel in zip(requests, schedule.cancels, strict=True):
+        if cancel == step and request.request_id in run.groups:
+            run.cancel(request)
+
+
+def _preempt(run: Run, schedule: Schedule, rng: np.random.Generator) -> None:
+    groups = run.engine.scheduler.groups
+    left = run.engine.counts.preemptions < PREEMPTIONS_EACH * len(schedule.arrivals)
+    if groups and left and rng.random() < schedule.preempt_rate:
+        run.engine.preempt(groups[rng.integers(len(groups))])
+
+
+def _check_events(group: Group, events: list[Event]) -> None:
+    """The events of a request spell its result, token by token, and end it once."""
+    name = group.request.request_id
+    told: dict[int, list[Event]] = {}
+    for event in events:
+        if event.request_id == name:
+            told.setdefault(event.index, []).append(event)
+    for index, hypothesis in enumerate(result(group)):
+        own = told.pop(index, [])
+        tokens = tuple(event.token for event in own if event.token >= 0)
+        ends = [event.finish.kind for event in own if event.finish]
+        places = [event.position for event in own if event.token >= 0]
+        right = tokens == hypothesis.tokens and places == list(range(len(tokens)))
+        closed = ends == [hypothesis.reason] and own[-1].finish is not None
+        if not (right and closed):
+            raise InvariantError(
+                message(f"the events of {name}, {index}", wanted=hypothesis, got=own)
+            )
+    if told:
+        raise InvariantError(message(f"{name} has events of no result", got=sorted(told)))

@@ -1,0 +1,174 @@
+"""Named defects that the laws must catch: each breaks the product in one place, for a while.
+
+A mutant that survives shows that the judges are too lenient. Every replacement names the attribute
+that it stands in for, so a renamed function is noticed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep import draws
+from everystep.engine import apply, batches, engine, feed
+from everystep.engine.ledger import Ledger
+from everystep.processors import pipeline
+from everystep.testing.hash_model import Row
+from everystep.types import Companion, Prompt, Rows, Sequence, TokenTable, companion_length
+
+Place = tuple[ModuleType | type, str]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A replacement for something of the product, wherever that is looked up."""
+
+    places: tuple[Place, ...]
+    replacement: Any
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the product has this defect."""
+        with ExitStack() as stack:
+            for owner, name in self.places:
+                stack.enter_context(mock.patch.object(owner, name, self.replacement))
+            yield
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(name: str, *places: Place) -> Callable[[Any], Any]:
+    """Registers a replacement for the given places under a name."""
+
+    def register(replacement: Any) -> Any:
+        MUTANTS[name] = Mutant(places, replacement)
+        return replacement
+
+    return register
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@mutant("aliasing fork", (Ledger, "fork"))
+def _fork_shares_the_row(ledger: Ledger, source: int) -> int:
+    return source
+
+
+@mutant("aliasing storage", (Row, "copy"))
+def _copy_shares_the_lists(row: Row) -> Row:
+    return row
+
+
+@mutant("missing truncate", (Ledger, "truncate"))
+def _truncate_forgets(ledger: Ledger, row: int, length: int) -> None:
+    pass
+
+
+@mutant("leaked row", (apply, "release"), (engine, "release"))
+def _release_keeps_the_row(sequence: Sequence, table: TokenTable, ledger: Ledger) -> None:
+    table.close(sequence.line)
+
+
+@mutant("leaked companion", (apply, "drop_rows"), (engine, "drop_rows"))
+def _drop_forgets_companions(sequence: Sequence, ledger: Ledger) -> None:
+    if sequence.row is not None:
+        ledger.free(sequence.row)
+    for unit in (sequence, *sequence.companions):
+        unit.row = None
+        unit.cached = 0
+
+
+@mutant("preemption keeps its count", (engine, "drop_rows"))
+def _drop_keeps_the_count(sequence: Sequence, ledger: Ledger) -> None:
+    for unit in (sequence, *sequence.companions):
+        if unit.row is not None:
+            ledger.free(unit.row)
+        unit.row = None
+
+
+@mutant("rejected drafts kept", (apply, "_agreement"))
+def _all_drafts_agree(draft: np.ndarray, tokens: np.ndarray) -> int:
+    return len(draft)
+
+
+# --- feeds ----------------------------------------------------------------------------------------
+
+
+@mutant("chunk that swallows the last token", (feed, "_feed_chunk"))
+def _chunk_leaves_nothing(grant: feed.Grant, fed: feed.Fed, builder: feed.WorkBuilder) -> None:
+    left = grant.tokens
+    for sequence in grant.group.live:
+        units: list[tuple[Sequence | Companion, Prompt, int]] = [
+            (sequence, sequence.request.prompt, sequence.length)
+        ]
+        for one in sequence.companions:
+            units.append((one, one.prompt, companion_length(sequence, one)))
+        for unit, prompt, length in units:
+            count = min(left, length - unit.cached)
+            if count > 0:
+                builder.add(unit, prompt, sequence, count, 0)
+                left -= count
+
+
+_true_positions = feed._positions
+
+
+@mutant("stale position", (feed, "_positions"))
+def _positions_stand_still(prompt: Prompt, start: int, count: int) -> Tensor | None:
+    if prompt.positions is None or start < prompt.length:
+        return _true_positions(prompt, start, count)
+    return (prompt.positions[..., -1:] + 1).expand(*prompt.positions.shape[:-1], count)
+
+
+# --- scores and draws -----------------------------------------------------------------------------
+
+
+@mutant("order-dependent draw", (draws.SeededDraws, "uniform"))
+def _draw_by_slot(self: draws.SeededDraws, stream: str, places: draws.Places, n: int = 1) -> Tensor:
+    return torch.from_numpy(draws.uniform(places.seed, stream, places.slot, places.position, n))
+
+
+@mutant("fork without a lineage", (batches, "fork_lineage"))
+def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
+    return lineage
+
+
+_true_process = pipeline.apply
+
+
+@mutant("normalising after processors", (batches, "process"))
+def _normalise_late(rows: Rows, scores: Tensor) -> Tensor:
+    scores = _true_process(rows, scores)
+    if rows.sequences[0].request.strategy.scores == "log_probs":
+        scores = scores.log_softmax(dim=-1)
+    return scores
+
+
+@mutant("processors of a neighbour", (pipeline, "_apply_mixed"))
+def _first_row_speaks_for_all(rows: Rows, scores: Tensor) -> Tensor:
+    for processor in rows.sequences[0].request.processors:
+        scores = processor(rows, scores)
+    return scores
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@mutant("shared memory", (batches, "copy_memory"), (apply, "copy_memory"))
+def _memory_is_shared(value: object) -> object:
+    return value
+
+
+@mutant("memory not rewound", (apply, "rewind_memory"))
+def _memory_stays(sequence: Sequence, visible: int) -> None:
+    pass

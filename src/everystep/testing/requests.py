@@ -1,0 +1,232 @@
+"""Random mixes of requests and schedules: what the laws are tried on.
+
+A mix follows from its seed alone. Prompts repeat phrases so that n-gram drafts find something, the
+vocabularies are small so that end tokens are met, and the schedules are tight so that prompts are
+chunked, groups wait and rows are taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from everystep.draws import SeededDraws
+from everystep.engine.readout import Guidance
+from everystep.processors.repetition import NoRepeatNGram, RepetitionPenalty
+from everystep.processors.warpers import Temperature, TopK, TopP
+from everystep.stops.ends import EosToken, MaxLength
+from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
+from everystep.testing.hash_function import HashFunction
+from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty
+from everystep.types import Prompt, Request, Wants
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+EMBED_DIM = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a continuous run goes: who arrives when, and what gets in the way.
+
+    `arrivals[i]`: the step before which request i is submitted. `cancels[i]`: the step before which
+    it is cancelled, or None. `preempt_rate`: the chance per step that one running group loses its
+    rows. `audits`: whether the audit looks after every step, or only at the end.
+    """
+
+    arrivals: tuple[int, ...]
+    cancels: tuple[int | None, ...]
+    token_budget: int
+    max_rows: int
+    max_positions: int | None
+    preempt_rate: float
+    audits: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Requests for one hash function, and a schedule for them."""
+
+    seed: int
+    vocab_size: int
+    requests: tuple[Request, ...]
+    schedule: Schedule
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of "beams", "sampling", "speculation", "contrastive", "guidance"; what is in it."""
+        return frozenset(name for request in self.requests for name in kinds(request))
+
+
+def kinds(request: Request) -> list[str]:
+    """What a request exercises."""
+    strategy = request.strategy
+    base = strategy.base if isinstance(strategy, Speculative) else strategy
+    sampled = isinstance(base, Sample) or (isinstance(base, Beam) and base.sampled)
+    named = {
+        "beams": isinstance(base, Beam),
+        "sampling": sampled,
+        "speculation": isinstance(strategy, Speculative),
+        "contrastive": isinstance(base, Contrastive),
+        "guidance": request.readout is not None,
+    }
+    return [name for name, holds in named.items() if holds]
+
+
+def random_mix(seed: int) -> Mix:
+    """One to six requests with a schedule; the same ones for the same seed."""
+    draw = Dice(np.random.default_rng([seed, 0]))
+    function = HashFunction(draw.between(12, 40), EMBED_DIM)
+    count = draw.between(1, 6)
+    requests = tuple(_request(f"request {i}", function, draw) for i in range(count))
+    return Mix(seed, function.vocab_size, requests, _schedule(requests, draw))
+
+
+def mixes() -> SearchStrategy[Mix]:
+    """The mixes as a hypothesis strategy."""
+    from hypothesis import strategies
+
+    return strategies.integers(0, 2**32 - 1).map(random_mix)
+
+
+@dataclass(frozen=True)
+class Dice:
+    """Named throws of one generator."""
+
+    rng: np.random.Generator
+
+    def chance(self, probability: float) -> bool:
+        """True with the given probability."""
+        return bool(self.rng.random() < probability)
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number, both ends included."""
+        return int(self.rng.integers(low, high + 1))
+
+    def one_of(self, *choices: Any) -> Any:
+        """One of the choices."""
+        return choices[self.between(0, len(choices) - 1)]
+
+    def ids(self, vocab_size: int, count: int) -> np.ndarray:
+        """(count,) ids; half the time a phrase over and over."""
+        ids = self.rng.integers(0, vocab_size, count)
+        if count and self.chance(0.5):
+            phrase = ids[: self.between(2, 5)]
+            ids = np.tile(phrase, -(-count // len(phrase)))[:count]
+        return ids.astype(np.int64)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def _request(name: str, function: HashFunction, draw: Dice) -> Request:
+    prompt = _prompt(function, draw)
+    ends = tuple(draw.ids(function.vocab_size, draw.between(0, 3)).tolist())
+    pad_prefix = draw.between(1, 4) if draw.chance(0.3) else 0
+    max_new = draw.between(1, 12)
+    strategy = _strategy(draw, len(set(ends)), max_new)
+    request = Request(
+        request_id=name,
+        prompt=prompt,
+        strategy=strategy,
+        draws=SeededDraws(draw.between(0, 2**31)),
+        processors=_processors(function.vocab_size, draw),
+        wants=Wants(columns="columns" in strategy.needs),
+        max_length=prompt.length + max_new,
+        pad_prefix=pad_prefix,
+    )
+    limit = MaxLength(request.prompt_visible + max_new)
+    request = replace(request, stops=(EosToken(ends), limit) if ends else (limit,))
+    if draw.chance(0.1) and not isinstance(strategy, Contrastive):
+        companion = Prompt(ids=draw.ids(function.vocab_size, draw.between(1, 8)))
+        scale = draw.one_of(0.5, 1.5, 3.0)
+        request = replace(request, companions=(companion,), readout=Guidance(scale))
+    return request
+
+
+def _prompt(function: HashFunction, draw: Dice) -> Prompt:
+    length = draw.between(1, 20)
+    ids: np.ndarray | None = draw.ids(function.vocab_size, length)
+    embeds = positions = encoder = None
+    if draw.chance(0.15):
+        embeds = torch.from_numpy(draw.rng.standard_normal((length, EMBED_DIM)).astype(np.float32))
+        ids = draw.one_of(None, ids)
+    if draw.chance(0.15):
+        shape = draw.one_of((length,), (3, length))
+        positions = torch.from_numpy(draw.rng.integers(0, 30, shape))
+    if draw.chance(0.1):
+        size = (draw.between(1, 5), EMBED_DIM)
+        encoder = torch.from_numpy(draw.rng.standard_normal(size).astype(np.float32))
+    return Prompt(ids, embeds, positions, encoder)
+
+
+def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
+    makers: list[tuple[int, Callable[[], Any]]] = [
+        (2, Greedy),
+        (3, lambda: Sample(draw.between(1, 4))),
+        (3, lambda: _beam(draw, eos_count, max_new)),
+        (4, lambda: Speculative(_lookup(draw), draw.one_of(Greedy(), Sample(1), Sample(3)))),
+        (1, lambda: Contrastive(draw.between(2, 4), draw.one_of(0.1, 0.6))),
+    ]
+    weights = np.array([weight for weight, _ in makers])
+    return makers[int(draw.rng.choice(len(makers), p=weights / weights.sum()))][1]()
+
+
+def _beam(draw: Dice, eos_count: int, max_new: int) -> Beam:
+    width = draw.between(2, 4)
+    return Beam(
+        width,
+        returns=draw.between(1, width),
+        length_penalty=draw.one_of(1.0, 0.0, -0.5, 2.0),
+        early_stopping=draw.one_of(False, True, "never"),
+        eos_count=eos_count,
+        max_new=max_new,
+        sampled=draw.chance(0.4),
+    )
+
+
+def _lookup(draw: Dice) -> PromptLookup:
+    return PromptLookup(tokens=draw.between(1, 6), max_ngram=draw.between(1, 3))
+
+
+def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:
+    token, every = draw.between(0, vocab_size - 1), draw.between(1, 3)
+    known = (  # in the canonical order, own ones before those that cut the distribution
+        (0.15, RepetitionPenalty(draw.one_of(1.3, 0.8))),
+        (0.1, NoRepeatNGram(draw.between(2, 3))),
+        (0.2, FrequencyPenalty(draw.one_of(0.5, 1.25))),
+        (0.15, Discourage(draw.one_of(0.75, -0.5))),
+        (0.15, Forbid(token, every)),
+        (0.2, Temperature(draw.one_of(0.7, 1.5))),
+        (0.15, TopK(draw.between(6, 10))),
+        (0.1, TopP(draw.one_of(0.8, 0.95))),
+    )
+    return tuple(processor for probability, processor in known if draw.chance(probability))
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+def _schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
+    widest = max(_rows(request) for request in requests)
+    longest = max(request.max_length * _rows(request) for request in requests)
+    return Schedule(
+        arrivals=tuple(draw.between(0, 15) for _ in requests),
+        cancels=tuple(draw.between(0, 25) if draw.chance(0.08) else None for _ in requests),
+        token_budget=widest + draw.one_of(0, 1, 3, 8, 30),
+        max_rows=widest + draw.one_of(0, 1, 3, 10),
+        max_positions=draw.one_of(None, None, longest, 2 * longest),
+        preempt_rate=draw.one_of(0.0, 0.1, 0.3),
+        audits=draw.chance(0.5),
+        seed=draw.between(0, 2**31),
+    )
+
+
+def _rows(request: Request) -> int:
+    return int(request.strategy.width) * (1 + len(request.companions))

@@ -1,0 +1,268 @@
+"""Every way to choose, written as its textbook writes it: no cache, no batch, no engine.
+
+Each loop asks the hash function for the logits of a whole prefix, anew for every token. It shares
+with the engine only what a request is made of: draws, processors and stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.draws import Places, fork_lineage
+from everystep.engine.readout import Guidance
+from everystep.errors import UnsupportedError, message
+from everystep.stops.base import Candidates
+from everystep.strategies import Beam, Contrastive, Greedy, Sample, Speculative
+from everystep.testing.hash_function import HashFunction
+from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+
+_NEVER = -1.0e9
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One sequence of a result: its generated ids, its score (0 without scores), how it ended."""
+
+    tokens: tuple[int, ...]
+    score: float
+    reason: str
+
+
+def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
+    """The result of a request, in the order in which its strategy returns it."""
+    prefix = Prefix(request, function)
+    strategy = request.strategy
+    if isinstance(strategy, Speculative):
+        strategy = strategy.base
+    if isinstance(strategy, Greedy):
+        return [follow(prefix, lambda scores, _: int(scores.argmax()))]
+    if isinstance(strategy, Sample):
+        return [sample(prefix, index) for index in range(strategy.width)]
+    if isinstance(strategy, Beam):
+        return beam_search(prefix, strategy)
+    if isinstance(strategy, Contrastive):
+        return [contrastive(prefix, strategy)]
+    raise UnsupportedError(message("no textbook loop", got=type(strategy).__name__))
+
+
+# --- what all loops ask ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A request's prompt, asked about with different tokens after it."""
+
+    request: Request
+    function: HashFunction
+
+    def scores(self, tokens: list[int]) -> Tensor:
+        """(V,) processed scores of what may follow the tokens."""
+        mixed = logits(self.function, self.request.prompt, tokens)
+        if isinstance(self.request.readout, Guidance):
+            other = logits(self.function, self.request.companions[0], tokens).log_softmax(-1)
+            mixed = self.request.readout.scale * (mixed.log_softmax(-1) - other) + other
+        if self.request.strategy.scores == "log_probs":
+            mixed = mixed.log_softmax(-1)
+        for processor in self.request.processors:
+            sequence, table = self._written(tokens)
+            rows = Rows(table, [sequence], np.array([sequence.visible]))
+            mixed = processor(rows, mixed[None])[0]
+        return mixed
+
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """(T, E) hidden state of every position."""
+        states, _ = _read(self.function, self.request.prompt, tokens)
+        return self.function.hidden(np.array(states, np.uint64))
+
+    def reason(self, tokens: list[int]) -> str | None:
+        """Why the tokens end here, by the first stop that says so; None if they go on."""
+        sequence, table = self._written(tokens[:-1])
+        candidate = Candidates(table, [sequence], np.array([tokens[-1:]]), np.array([1]))
+        for stop in self.request.stops:
+            if stop(candidate)[0]:
+                return stop.reason(candidate, 0).kind
+        return None
+
+    def places(self, tokens: list[int], lineage: int) -> Places:
+        """Where the choice after the tokens stands."""
+        seed, position = [self.request.draws.seed], [len(tokens)]
+        numbers = [np.array(column, np.uint64) for column in (seed, [lineage], position)]
+        return Places(*numbers, slot=np.array([0]), slots=1)
+
+    def _written(self, tokens: list[int]) -> tuple[Sequence, TokenTable]:
+        """A sequence without memory or rows, and the table that its ids stand in."""
+        request, table = self.request, TokenTable(1)
+        ids = [] if request.prompt.ids is None else request.prompt.ids.tolist()
+        line = table.open(np.array([request.pad_token] * request.pad_prefix + ids + tokens, int))
+        return Sequence(request, line, request.prompt.length + len(tokens)), table
+
+
+def logits(function: HashFunction, prompt: Prompt, tokens: list[int]) -> Tensor:
+    """(V,) logits of what may follow a prompt and the tokens after it."""
+    states, keys = _read(function, prompt, tokens)
+    pair = [0, *keys][-2:]
+    return function.logits(np.array(states[-1:], np.uint64), np.array([pair], np.uint64))[0]
+
+
+def _read(function: HashFunction, prompt: Prompt, tokens: list[int]) -> tuple[list[int], list[int]]:
+    """The state after every position, and the key of its input."""
+    if prompt.embeds is not None:
+        keys = function.keys(prompt.embeds)
+    else:
+        keys = [function.token_key(token) for token in prompt.ids.tolist()]  # type: ignore[union-attr]
+    keys += [function.token_key(token) for token in tokens]
+    state, states = function.start(prompt.encoder), []
+    for key, position in zip(keys, _positions(prompt), strict=False):
+        state = function.advance(state, key, position)
+        states.append(state)
+    return states, keys
+
+
+def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
+    """The position ids of the prompt, and then without end those of generated tokens."""
+    if prompt.positions is None:
+        given = [(p,) for p in range(prompt.length)]
+    else:
+        given = [tuple(p) for p in prompt.positions.reshape(-1, prompt.length).T.tolist()]
+    yield from given
+    place = given[-1]
+    while True:
+        place = tuple(coordinate + 1 for coordinate in place)
+        yield place
+
+
+# --- the loops ------------------------------------------------------------------------------------
+
+
+def follow(prefix: Prefix, choose: Callable[[Tensor, list[int]], int]) -> Hypothesis:
+    """One token after the other, as `choose(scores, tokens)` says, until a stop."""
+    tokens: list[int] = []
+    while True:
+        tokens.append(choose(prefix.scores(tokens), tokens))
+        if reason := prefix.reason(tokens):
+            return Hypothesis(tuple(tokens), 0.0, reason)
+
+
+def sample(prefix: Prefix, index: int) -> Hypothesis:
+    """Sequence `index` of a request: draws of its own lineage."""
+    lineage = fork_lineage(0, 0, index) if index else 0
+
+    def choose(scores: Tensor, tokens: list[int]) -> int:
+        probabilities = torch.softmax(scores[None], dim=-1)
+        return int(prefix.request.draws.choose(probabilities, prefix.places(tokens, lineage)))
+
+    return follow(prefix, choose)
+
+
+def contrastive(prefix: Prefix, strategy: Contrastive) -> Hypothesis:
+    """Of the `top_k` likeliest tokens the one whose hidden state is most unlike all earlier ones.
+
+    Source: Su et al. 2022, equation 5.
+    """
+
+    def choose(scores: Tensor, tokens: list[int]) -> int:
+        likely = torch.topk(torch.softmax(scores, dim=-1), strategy.top_k)
+        ratings = []
+        for probability, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):
+            hidden = torch.nn.functional.normalize(prefix.hidden([*tokens, token]).double(), dim=-1)
+            penalty = float((hidden[:-1] @ hidden[-1]).max())
+            ratings.append((1.0 - strategy.alpha) * probability - strategy.alpha * penalty)
+        return int(likely.indices[int(np.argmax(ratings))])
+
+    return follow(prefix, choose)
+
+
+@dataclass
+class Beams:
+    """The state of one beam search: W running hypotheses and W slots for finished ones."""
+
+    running: list[list[int]]
+    scores: Tensor
+    banked: Tensor
+    bank: list[Hypothesis | None] = field(default_factory=list)
+    improvable: bool = True
+
+    @property
+    def filled(self) -> Tensor:
+        """(W,) which slots hold a finished hypothesis."""
+        return torch.tensor([slot is not None for slot in self.bank])
+
+
+def beam_search(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
+    """The `returns` best hypotheses. Source: the reference's `_beam_search`, for one prompt."""
+    width = strategy.width
+    never = torch.full((width,), _NEVER)
+    opening = torch.cat([torch.zeros(1), never[1:]])
+    beams = Beams([[] for _ in range(width)], opening, never, [None] * width)
+    while True:
+        values, continued = _continuations(prefix, strategy, beams)
+        reasons = [prefix.reason(tokens) for tokens in continued]
+        ended = torch.tensor([reason is not None for reason in reasons])
+        _store(strategy, beams, values, continued, reasons)
+        going = values + ended.float() * _NEVER
+        beams.scores, best = torch.topk(going, width)
+        beams.running = [continued[i] for i in best.tolist()]
+        if not _may_improve(strategy, beams) or bool(ended.all()):
+            break
+        if strategy.early_stopping is True and bool(beams.filled.all()):
+            break
+    finished = [slot for slot in beams.bank if slot is not None]
+    missing = Hypothesis((), _NEVER, "length")
+    return (finished + [missing] * width)[: strategy.returns]
+
+
+def _continuations(prefix: Prefix, strategy: Beam, beams: Beams) -> tuple[Tensor, list[list[int]]]:
+    """The best or the drawn ones among all tokens after all beams: values and sequences."""
+    scores = torch.stack([prefix.scores(tokens) for tokens in beams.running])
+    total = scores + beams.scores[:, None]
+    flat, count = total.reshape(-1), max(2, 1 + strategy.eos_count) * strategy.width
+    if strategy.sampled:
+        draws, places = prefix.request.draws, prefix.places(beams.running[0], 0)
+        probabilities = torch.softmax(flat[None], dim=-1)
+        drawn = draws.choose_without_replacement(probabilities, places, count)[0]
+    else:
+        drawn = torch.topk(flat, count).indices
+    pairs = [divmod(index, total.shape[1]) for index in drawn.tolist()]
+    return flat[drawn], [[*beams.running[beam], token] for beam, token in pairs]
+
+
+def _store(
+    strategy: Beam,
+    beams: Beams,
+    values: Tensor,
+    continued: list[list[int]],
+    reasons: list[str | None],
+) -> None:
+    """Those of the W best continuations that ended compete for the slots.
+
+    Of equal scores that are no scores (`_NEVER`) the one wins that `topk` takes, as in the
+    reference: hence the same layout, slots first and then all continuations.
+    """
+    final = values / (len(continued[0]) ** strategy.length_penalty)
+    closed = strategy.early_stopping is True and bool(beams.filled.all())
+    new: list[Hypothesis | None] = [None] * len(continued)
+    if beams.improvable and not closed:
+        for i in range(strategy.width):
+            if reason := reasons[i]:
+                new[i] = Hypothesis(tuple(continued[i]), float(final[i]), reason)
+    absent = torch.tensor([hypothesis is None for hypothesis in new])
+    merged = torch.cat([beams.banked, final + absent.float() * _NEVER])
+    beams.banked, best = torch.topk(merged, strategy.width)
+    slots = [*beams.bank, *new]
+    beams.bank = [slots[i] for i in best.tolist()]
+
+
+def _may_improve(strategy: Beam, beams: Beams) -> bool:
+    """Whether a running beam could still beat the worst slot, by the reference's estimate."""
+    length = len(beams.running[0])
+    if strategy.early_stopping == "never" and strategy.length_penalty > 0.0:
+        length = strategy.max_new
+    reachable = beams.scores[0] / (length**strategy.length_penalty)
+    worst = torch.where(beams.filled, beams.banked.min(), _NEVER)
+    beams.improvable = beams.improvable and bool((reachable > worst).any())
+    return beams.improvable

@@ -1,0 +1,158 @@
+"""What the engine asks of an executor, counted: forwards, tokens, forks, waits for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from everystep.engine import Engine, Lockstep
+from everystep.engine.records import StepRecord
+from everystep.strategies import Beam, Greedy, Sample, Speculative
+from everystep.testing.drive import Run, hash_executor
+from everystep.testing.hash_model import HashExecutor
+from everystep.testing.requests import Mix, random_mix
+from everystep.types import FinishReason, Request, StepOutput, Work
+
+SEEDS = range(40)
+
+
+def run(
+    requests: Iterable[Request],
+    executor: HashExecutor,
+    observers: Iterable[Callable[[StepRecord], None]] = (),
+) -> Run:
+    """A lockstep run."""
+    one = Run(Engine(executor, Lockstep(), observers))
+    for request in requests:
+        one.submit(request)
+    return one.finish()
+
+
+def requests_of(*kinds: type) -> list[tuple[Mix, Request]]:
+    """Requests with such a strategy, out of the first mixes."""
+    return [
+        (mix, request)
+        for mix in map(random_mix, SEEDS)
+        for request in mix.requests
+        if isinstance(request.strategy, kinds)
+    ]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_step_is_one_forward(seed: int) -> None:
+    mix = random_mix(seed)
+    executor = hash_executor(mix)
+    assert run(mix.requests, executor).engine.counts.steps == executor.counts.forwards
+
+
+def test_a_prompt_is_fed_once_whatever_the_width() -> None:
+    for mix, request in requests_of(Greedy, Sample):
+        executor = hash_executor(mix)
+        sequences = run([request], executor).results[request.request_id]
+        prompts = [request.prompt, *request.companions]
+        after_the_first = sum(len(sequence.tokens) - 1 for sequence in sequences)
+        expected = sum(p.length for p in prompts) + len(prompts) * after_the_first
+        assert executor.counts.tokens == expected
+
+
+def test_beams_feed_a_prompt_once_and_then_a_token_each() -> None:
+    for mix, request in requests_of(Beam):
+        executor = hash_executor(mix)
+        steps = run([request], executor).engine.counts.steps
+        prompts = [request.prompt, *request.companions]
+        per_step = len(prompts) * request.strategy.width
+        expected = sum(p.length for p in prompts) + (steps - 1) * per_step
+        assert executor.counts.tokens == expected
+
+
+def test_speculation_takes_fewer_steps() -> None:
+    steps = np.zeros(2, dtype=int)
+    for mix, request in requests_of(Speculative):
+        plain = replace(request, strategy=request.strategy.base)
+        steps += [run([r], hash_executor(mix)).engine.counts.steps for r in (request, plain)]
+    assert steps[0] < steps[1]
+
+
+def needed_forks(record: StepRecord) -> int:
+    """One for each child that goes on beside another child of its row, and for each prompt of it.
+
+    All siblings of an opening group come from one row.
+    """
+    going = [p for p, reason in _children(record) if reason is None]
+    groups = [record.groups[record.group_of[parent]] for parent in going]
+    sources = {p if g.opened else -g.rank - 1: g for p, g in zip(going, groups, strict=True)}
+    prompts = [1 + len(group.request.companions) for group in groups]
+    return sum(prompts) - sum(1 + len(group.request.companions) for group in sources.values())
+
+
+def _children(record: StepRecord) -> list[tuple[int, FinishReason | None]]:
+    return list(zip(record.children.parent.tolist(), record.children.finish, strict=True))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_row_is_copied_without_need(seed: int) -> None:
+    mix = random_mix(seed)
+    executor = hash_executor(mix)
+    needed: list[int] = []
+    run(mix.requests, executor, [lambda record: needed.append(needed_forks(record))])
+    assert executor.counts.forks == sum(needed)
+
+
+# --- waiting for the device -----------------------------------------------------------------------
+
+WAITING = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.nonzero,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.unique,
+    torch.nonzero,
+    torch.unique,
+    torch.equal,
+}
+
+
+class OnDevice(Tensor):
+    """A tensor that pretends to lie on an accelerator: whatever waits for it is written down."""
+
+    waits: list[str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in WAITING:
+            cls.waits.append(func.__name__)
+        if func is Tensor.cpu:
+            cls.waits.append("cpu")
+            return args[0].as_subclass(Tensor)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class DeviceExecutor(HashExecutor):
+    """The hash model, with logits and columns that pretend to lie on an accelerator."""
+
+    def run(self, work: Work) -> StepOutput:
+        output = super().run(work)
+        columns = {row: column.as_subclass(OnDevice) for row, column in output.columns.items()}
+        return replace(output, logits=output.logits.as_subclass(OnDevice), columns=columns)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_step_waits_for_the_device_once(seed: int) -> None:
+    """Every wait but the transfer of what was picked would be one too many."""
+    mix = random_mix(seed)
+    OnDevice.waits = []
+    steps = run(mix.requests, DeviceExecutor(mix.vocab_size)).engine.counts
+    assert set(OnDevice.waits) == {"cpu"}
+    assert steps.syncs <= steps.steps

@@ -79,18 +79,22 @@ def _release_keeps_the_row(sequence: Sequence, table: TokenTable, ledger: Ledger
     table.close(sequence.line)
 
 
+def _units(sequence: Sequence) -> list[Sequence | Companion]:
+    return [sequence, *sequence.companions]
+
+
 @mutant("leaked companion", (apply, "drop_rows"), (engine, "drop_rows"))
 def _drop_forgets_companions(sequence: Sequence, ledger: Ledger) -> None:
     if sequence.row is not None:
         ledger.free(sequence.row)
-    for unit in (sequence, *sequence.companions):
+    for unit in _units(sequence):
         unit.row = None
         unit.cached = 0
 
 
 @mutant("preemption keeps its count", (engine, "drop_rows"))
 def _drop_keeps_the_count(sequence: Sequence, ledger: Ledger) -> None:
-    for unit in (sequence, *sequence.companions):
+    for unit in _units(sequence):
         if unit.row is not None:
             ledger.free(unit.row)
         unit.row = None

@@ -90,9 +90,13 @@ class Prefix:
 
     def places(self, tokens: list[int], lineage: int) -> Places:
         """Where the choice after the tokens stands."""
-        seed, position = [self.request.draws.seed], [len(tokens)]
-        numbers = [np.array(column, np.uint64) for column in (seed, [lineage], position)]
-        return Places(*numbers, slot=np.array([0]), slots=1)
+        return Places(
+            seed=np.array([self.request.draws.seed], np.uint64),
+            lineage=np.array([lineage], np.uint64),
+            position=np.array([len(tokens)], np.uint64),
+            slot=np.array([0]),
+            slots=1,
+        )
 
     def _written(self, tokens: list[int]) -> tuple[Sequence, TokenTable]:
         """A sequence without memory or rows, and the table that its ids stand in."""
@@ -125,6 +129,7 @@ def _read(function: HashFunction, prompt: Prompt, tokens: list[int]) -> tuple[li
 
 def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
     """The position ids of the prompt, and then without end those of generated tokens."""
+    given: list[tuple[int, ...]]
     if prompt.positions is None:
         given = [(p,) for p in range(prompt.length)]
     else:

@@ -1,0 +1,164 @@
+"""What does a step cost beside its forward?
+
+    scripts/bench engine_overhead [--steps 300] [--threads 1] [--out NAME]
+
+The executor gives logits that were made beforehand, so that all the time is the engine's: planning,
+feeding, scoring, selecting, applying. Greedy, sampling, sampling with processors, and four beams,
+at two sizes of vocabulary and three of the batch. Printed and written to bench/results/: the median
+over steps in which every sequence feeds one token, in microseconds, less the executor's own time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import everystep
+from everystep.draws import SeededDraws
+from everystep.engine import Engine, Lockstep
+from everystep.processors.repetition import RepetitionPenalty
+from everystep.processors.warpers import Temperature, TopK, TopP
+from everystep.stops.ends import EosToken, MaxLength
+from everystep.strategies import Beam, Greedy, Sample
+from everystep.types import Prompt, Request, StepOutput, Work
+
+RESULTS = Path(__file__).parent / "results"
+PROMPT = 16
+WARM_UP = 20
+END = 0
+VOCABULARIES = (1_000, 49_152)
+BATCHES = (1, 8, 32)
+WIDEST = 4
+WARPERS = (RepetitionPenalty(1.1), Temperature(0.8), TopK(50), TopP(0.9))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A name, how to choose, and with which processors."""
+
+    name: str
+    strategy: Callable[[], Any]
+    processors: tuple[Any, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return int(self.strategy().width)
+
+
+KINDS = (
+    Kind("greedy", Greedy),
+    Kind("sample", Sample),
+    Kind("sample, 4 processors", Sample, WARPERS),
+    Kind("4 beams", lambda: Beam(WIDEST)),
+)
+
+
+class ReadyExecutor:
+    """Answers with logits that it has, in different order from step to step; keeps no rows."""
+
+    device = torch.device("cpu")
+    abilities: frozenset[str] = frozenset()
+    max_rows: int | None = None
+
+    def __init__(self, vocab_size: int, rows: int) -> None:
+        self.vocab_size = vocab_size
+        self.seconds = 0.0
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(2 * rows, vocab_size, generator=generator)
+        self._logits[:, END] = -100.0  # nothing ends before its length
+        self._rows = rows
+        self._step = 0
+
+    def run(self, work: Work) -> StepOutput:
+        """As many rows of logits as are wanted."""
+        start = time.perf_counter()
+        self._step += 1
+        first = self._step % self._rows
+        output = StepOutput(self._logits[first : first + int(work.logits.sum())])
+        self.seconds += time.perf_counter() - start
+        return output
+
+    def audit(self) -> dict[int, int]:
+        """Nothing is stored."""
+        return {}
+
+
+def measure(kind: Kind, vocab_size: int, batch: int, steps: int) -> float:
+    """Median microseconds of a step, less what the executor took."""
+    executor = ReadyExecutor(vocab_size, batch * kind.width)
+    engine = Engine(executor, Lockstep())
+    for i in range(batch):
+        engine.submit(_request(kind, i, steps))
+    taken = []
+    for _ in range(WARM_UP + steps):
+        start, before = time.perf_counter(), executor.seconds
+        engine.step()
+        taken.append(time.perf_counter() - start - (executor.seconds - before))
+    return statistics.median(taken[WARM_UP:]) * 1e6
+
+
+def _request(kind: Kind, index: int, steps: int) -> Request:
+    length = PROMPT + WARM_UP + steps + 1
+    return Request(
+        request_id=str(index),
+        prompt=Prompt(ids=np.arange(1, PROMPT + 1)),
+        strategy=kind.strategy(),
+        draws=SeededDraws(index),
+        processors=kind.processors,
+        stops=(EosToken((END,)), MaxLength(length)),
+        max_length=length,
+    )
+
+
+def main() -> None:
+    """Measures every case and writes a dated file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    for vocab_size in VOCABULARIES:
+        for kind in KINDS:
+            medians = [measure(kind, vocab_size, batch, args.steps) for batch in BATCHES]
+            more = (medians[-1] - medians[0]) / (BATCHES[-1] - BATCHES[0])
+            row = dict(zip(map(str, BATCHES), medians, strict=True))
+            rows.append({"vocabulary": vocab_size, "kind": kind.name, "step_us": row})
+            cells = "  ".join(
+                f"batch {b}: {m:8.1f} us" for b, m in zip(BATCHES, medians, strict=True)
+            )
+            print(f"{vocab_size:6,} {kind.name:22} {cells}  {more:6.1f} us more per request")
+    _write(rows, args)
+
+
+def _write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "versions": {
+            "everystep": everystep.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "settings": {"steps": args.steps, "threads": args.threads},
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / (args.out or f"{result['date']}-engine-overhead.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The same laws on tiny decoders in float64, where sums may differ in their last bits only.
+
+Positions of several axes and encoder states are the hash model's alone; all else stays in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from everystep.executors.base import Executor
+from everystep.executors.numpy_executor import NumpyExecutor
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.models import Model
+from everystep.testing.laws import Laws
+from everystep.testing.requests import Mix, random_mix
+from everystep.types import Prompt, Request
+from tests.executors.models import family_model
+
+WIDTH = 32
+BLOCKS = 3
+MIXES = 10
+
+
+def for_decoder(mix: Mix) -> Mix:
+    """The mix with prompts that a decoder of WIDTH can read."""
+    return replace(mix, requests=tuple(_readable(request, mix.seed) for request in mix.requests))
+
+
+def _readable(request: Request, seed: int) -> Request:
+    return replace(
+        request,
+        prompt=_flat(request.prompt, seed),
+        companions=tuple(_flat(prompt, seed) for prompt in request.companions),
+    )
+
+
+def _flat(prompt: Prompt, seed: int) -> Prompt:
+    embeds, positions = prompt.embeds, prompt.positions
+    if embeds is not None:
+        drawn = np.random.default_rng(seed).standard_normal((prompt.length, WIDTH))
+        embeds = torch.from_numpy(drawn)
+    if positions is not None:
+        positions = positions.reshape(-1, prompt.length)[0]
+    return Prompt(prompt.ids, embeds, positions)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def model(request: pytest.FixtureRequest) -> Model:
+    """A tiny model with random weights, in float64."""
+    return family_model(request.param)
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("executor", [TorchExecutor, NumpyExecutor])
+def test_the_laws_hold(model: Model, executor: Callable[[Model], Executor], block: int) -> None:
+    laws = Laws(lambda mix, max_rows: executor(model))
+    for seed in range(block * MIXES, (block + 1) * MIXES):
+        laws.check(for_decoder(random_mix(seed)))

@@ -1,0 +1,69 @@
+"""The command line as a whole: its commands, and what may stand before their names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from everystep._version import __version__
+from everystep.cli.chat import chat
+from everystep.cli.failures import exit_code_of
+from everystep.cli.generate import generate
+from everystep.cli.info import info
+from everystep.cli.models import models, pull
+from everystep.cli.options import Globals, Offline
+from everystep.cli.terminal import tolerate_narrow_encodings, write_line
+
+app = typer.Typer(
+    name="everystep",
+    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(pull)
+app.add_typer(models, name="models")
+app.command()(info)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        write_line(f"everystep {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def everystep(
+    context: typer.Context,
+    offline: Offline = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Text generation you can see, steer and trust at every step."""
+    context.obj = Globals(offline)
+    # With rich installed `get_help` prints, and returns nothing that could be printed.
+    if context.invoked_subcommand is None and (text := context.get_help()):
+        write_line(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code.
+
+    0: done. 1: something failed. 2: the command line is wrong. 130: Ctrl-C. 141: nobody reads the
+    output any more. Without `arguments` they are the program's own.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    tolerate_narrow_encodings()
+    return exit_code_of(lambda: _run(given))
+
+
+def _run(arguments: list[str]) -> None:
+    command = typer.main.get_command(app)
+    # Not `app()`: it would print errors, and end the process, in its own way.
+    with command.make_context("everystep", arguments) as context:
+        command.invoke(context)

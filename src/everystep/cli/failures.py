@@ -1,0 +1,117 @@
+"""What goes wrong, as an exit code and a line or two on standard error.
+
+A user's mistake never shows a traceback. EVERYSTEP_DEBUG=1 shows it for every failure, which is
+also how a defect of the library is to be reported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from everystep.cli.terminal import is_terminal, note
+from everystep.errors import EverystepError, InvariantError, RequestError, UnsupportedError
+from everystep.files.sources import Settings
+
+OK = 0
+FAILURE = 1
+USAGE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports for any program whose reader went away
+
+# Releases of typer differ in which module defines click's exceptions, so the base of all that a
+# wrong command line can raise is found from the one that each of them exports.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+_ClickException: type[Any] = typer.BadParameter.__mro__[2]
+
+
+def exit_code_of(action: Callable[[], None]) -> int:
+    """Runs `action` to its end and returns an exit code; what went wrong is on standard error."""
+    try:
+        with _plain_warnings():
+            action()
+            sys.stdout.flush()
+    except typer.Exit as request:
+        return request.exit_code
+    except BrokenPipeError:
+        _silence_output()
+        return BROKEN_PIPE
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted()
+    except Exception as error:
+        return _explained(error)
+    return OK
+
+
+def _explained(error: Exception) -> int:
+    if _debugging():
+        traceback.print_exception(error)
+    code, text, hint = _reading(error)
+    note(text)
+    if hint:
+        note(hint)
+    return code
+
+
+def _reading(error: Exception) -> tuple[int, str, str]:
+    """Exit code, what is wrong, and where to go from there (or nothing)."""
+    if isinstance(error, _ClickException):
+        return error.exit_code, _sentence(error.format_message()), _help_hint(error)
+    if isinstance(error, RequestError) and not isinstance(error, UnsupportedError):
+        return USAGE, str(error), ""
+    if isinstance(error, EverystepError) and not isinstance(error, InvariantError):
+        return FAILURE, str(error), ""
+    if isinstance(error, OSError):
+        return FAILURE, _sentence(str(error)), ""
+    if isinstance(error, MemoryError):
+        return FAILURE, "There is not enough memory.", ""
+    text = _sentence(f"{type(error).__name__}: {error}".removesuffix(": "))
+    return FAILURE, f"Unexpected failure: {text}", "EVERYSTEP_DEBUG=1 shows where it happened."
+
+
+def _help_hint(error: Any) -> str:
+    context = error.ctx if isinstance(error, _UsageError) else None
+    return f"`{context.command_path} --help` shows what there is." if context else ""
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def _debugging() -> bool:
+    value = Settings.from_environment().variables.get("EVERYSTEP_DEBUG", "")
+    return value.strip().lower() not in {"", "0", "false", "no", "off"}
+
+
+def _interrupted() -> int:
+    if is_terminal(sys.stdout):
+        sys.stderr.write("\n")  # the answer stands in the middle of its line
+    note("interrupted")
+    return INTERRUPTED
+
+
+def _silence_output() -> None:
+    # The interpreter flushes standard output once more when it ends, and would complain.
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return  # no file behind it, so nothing to flush
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings are one line on standard error, without the line of code that gave them."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        note(f"warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,81 @@
+"""`everystep info`: what a report of a problem should say about the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from typing import Any, get_args, get_type_hints
+
+from everystep._version import __version__
+from everystep.cli.models import AsJson
+from everystep.cli.tables import print_table
+from everystep.cli.writers import write_document
+from everystep.files.sources import DEFAULT_MODEL, Settings, cached_models
+
+_LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "transformers")
+
+
+def info(as_json: AsJson = False) -> None:
+    """Show versions, devices, and where models are kept."""
+    found = facts()
+    if as_json:
+        write_document(found)
+    else:
+        print_table(("what", "here"), [(name, _shown(value)) for name, value in found.items()])
+
+
+def facts() -> dict[str, Any]:
+    """Every fact by name, in the order in which it is shown."""
+    return {
+        "everystep": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: _version(name) for name in _LIBRARIES},
+        **_torch_facts(),
+        **_file_facts(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_facts() -> dict[str, Any]:
+    # A second of importing that other commands without a model do not need.
+    import torch
+
+    from everystep.api.load import load
+
+    cuda = torch.cuda
+    names = [f"cuda:{i} ({cuda.get_device_name(i)})" for i in range(cuda.device_count())]
+    return {
+        "devices": ["cpu", *names],
+        "threads": torch.get_num_threads(),
+        "executors": [
+            name for name in get_args(get_type_hints(load)["executor"]) if name != "auto"
+        ],
+    }
+
+
+def _file_facts() -> dict[str, Any]:
+    settings = Settings.from_environment()
+    cached = {one.name: str(one.path) for one in cached_models()}
+    return {
+        "executable": sys.executable,
+        "cache folder": str(settings.cache),
+        "offline": settings.offline,
+        "default model": DEFAULT_MODEL,
+        "default model's file": cached.get(DEFAULT_MODEL),
+    }
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not here"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, list) else str(value)

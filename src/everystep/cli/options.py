@@ -1,0 +1,224 @@
+"""Options that several commands share, declared once, and the choices they lead to.
+
+Names and meanings are those of `generate()`, with hyphens. Which values go together is judged by
+`GenerationConfig`, before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from everystep.config import GenerationConfig
+from everystep.files.sources import DEFAULT_MODEL
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
+
+class Dtype(StrEnum):
+    """The types that weights can be computed in."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass(frozen=True)
+class Globals:
+    """What stands before the name of a command."""
+
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model is loaded, and how."""
+
+    source: str = DEFAULT_MODEL
+    dtype: Dtype | None = None
+    device: str = "cpu"
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the answer is found; None leaves a value to the model's own generation config."""
+
+    max_new_tokens: int
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    num_beams: int | None = None
+    num_return_sequences: int | None = None
+    repetition_penalty: float | None = None
+    stop_strings: list[str] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `generate()`; an option of sampling turns sampling on."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {name: value for name, value in given.items() if value is not None}
+        if any(name in given for name in _SAMPLING):
+            given.setdefault("do_sample", True)
+        return given
+
+    def check(self) -> None:
+        """RequestError if a value is impossible, in conflict with another, or without effect."""
+        GenerationConfig(**self.arguments()).validate(strict=True)
+
+
+def device_name(text: str) -> str:
+    """The text itself if it is spelled like a device."""
+    if not _DEVICE.fullmatch(text):
+        raise typer.BadParameter(f"{text!r} is no device; wanted cpu, cuda, cuda:1 or the like")
+    return text
+
+
+_SAMPLING_PANEL = "Sampling; each of temperature, top-k, top-p and min-p turns it on"
+_SEARCH_PANEL = "Length, search and penalties"
+_MODEL_PANEL = "Model"
+
+Offline = Annotated[
+    bool,
+    typer.Option("--offline", rich_help_panel=_MODEL_PANEL, help="Never use the network."),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        rich_help_panel=_MODEL_PANEL,
+        help="A name, a folder, a .gguf file or a hub id.",
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        rich_help_panel=_MODEL_PANEL,
+        help=f"{', '.join(Dtype)}; else what the file says.",
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        callback=device_name,
+        rich_help_panel=_MODEL_PANEL,
+        help="cpu, cuda, cuda:1 and so on.",
+    ),
+]
+DoSample = Annotated[
+    bool | None,
+    typer.Option(
+        "--do-sample/--no-do-sample",
+        rich_help_panel=_SAMPLING_PANEL,
+        help="Draw tokens instead of taking the best; else what the model's own settings say.",
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        rich_help_panel=_SAMPLING_PANEL,
+        help="Below 1 more predictable, above 1 less.",
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        rich_help_panel=_SAMPLING_PANEL,
+        help="Draw from the K most probable tokens; 0 is all.",
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        rich_help_panel=_SAMPLING_PANEL,
+        help="Draw from the fewest tokens whose probabilities add up to P.",
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        rich_help_panel=_SAMPLING_PANEL,
+        help="Leave out tokens less than P times as probable as the best.",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        rich_help_panel=_SAMPLING_PANEL,
+        help="The same N draws the same tokens again.",
+    ),
+]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        min=1,
+        metavar="N",
+        rich_help_panel=_SEARCH_PANEL,
+        help="End after N tokens at the latest.",
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        rich_help_panel=_SEARCH_PANEL,
+        help="End after this text; may be given several times.",
+    ),
+]
+NumBeams = Annotated[
+    int | None,
+    typer.Option(
+        "--num-beams",
+        metavar="N",
+        rich_help_panel=_SEARCH_PANEL,
+        help="Search for the best answer with N beams.",
+    ),
+]
+NumReturnSequences = Annotated[
+    int | None,
+    typer.Option(
+        "--num-return-sequences",
+        metavar="N",
+        rich_help_panel=_SEARCH_PANEL,
+        help="Give N answers; needs sampling or beams.",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="R",
+        rich_help_panel=_SEARCH_PANEL,
+        help="Above 1, what was said before becomes less probable.",
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="Instructions that stand before everything."),
+]

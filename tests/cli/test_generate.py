@@ -1,0 +1,237 @@
+"""`everystep generate`: what reaches the library, and what comes out in each form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.files.sources import DEFAULT_MODEL
+from everystep.types import Event, FinishReason
+from tests.cli.fakes import FakeEvent, FakeFinish, FakeGenerated, Stage
+from tests.cli.running import Caller, on_terminal, program, run
+from tests.reading import ROOT
+
+
+def asked(stage: Stage) -> Any:
+    """The one prompt that was streamed."""
+    ((prompt, _),) = stage.streams
+    return prompt
+
+
+def options(stage: Stage) -> dict[str, Any]:
+    """The options of the one stream."""
+    ((_, given),) = stage.streams
+    return given
+
+
+def test_the_fakes_have_the_fields_of_the_real_ones() -> None:
+    pairs = ((FakeEvent, Event), (FakeFinish, FinishReason))
+    for fake, real in pairs:
+        assert list(fake._fields) == [field.name for field in fields(real)]
+    generated = [field.name for field in fields(es.Generated)]
+    assert [field.name for field in fields(FakeGenerated)] == generated
+
+
+# --- the prompt -----------------------------------------------------------------------------------
+
+
+def test_an_argument_is_a_users_message(stage: Stage, call: Caller) -> None:
+    call("generate", "Why?")
+    assert asked(stage) == [{"role": "user", "content": "Why?"}]
+
+
+def test_a_system_message_stands_first(stage: Stage, call: Caller) -> None:
+    call("generate", "Why?", "--system", "Be brief.")
+    assert asked(stage)[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_raw_hands_the_text_on(stage: Stage, call: Caller) -> None:
+    call("generate", "Once upon", "--raw")
+    assert asked(stage) == "Once upon"
+
+
+def test_without_a_template_the_text_is_handed_on(stage: Stage, call: Caller) -> None:
+    stage.chat_template = None
+    call("generate", "Once upon")
+    assert asked(stage) == "Once upon"
+
+
+def test_a_file_is_read(stage: Stage, call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes("größer\nals\n".encode())
+    call("generate", "--file", str(tmp_path / "prompt.txt"), "--raw")
+    assert asked(stage) == "größer\nals"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_standard_input_is_read(stage: Stage, call: Caller, arguments: list[str]) -> None:
+    call("generate", *arguments, "--raw", given=b"from a pipe\n")
+    assert asked(stage) == "from a pipe"
+
+
+def test_an_argument_leaves_standard_input_alone(stage: Stage, call: Caller) -> None:
+    call("generate", "from the line", "--raw", given=b"from a pipe")
+    assert asked(stage) == "from the line"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_only_the_final_line_break_is_dropped(stage: Stage, call: Caller, end: str) -> None:
+    call("generate", "--raw", given=f" two\n\nlines \n{end}".encode() if end else b" two\n\nlines ")
+    assert asked(stage) == (" two\n\nlines \n" if end else " two\n\nlines ")
+
+
+# --- the options ----------------------------------------------------------------------------------
+
+
+def test_nothing_said_leaves_all_but_the_length_to_the_model(stage: Stage, call: Caller) -> None:
+    call("generate", "a")
+    assert options(stage) == {"max_new_tokens": 512, "seed": None}
+
+
+def test_options_arrive_under_their_names(stage: Stage, call: Caller) -> None:
+    line = "--max-new-tokens 5 --num-beams 4 --num-return-sequences 2 --repetition-penalty 1.5"
+    call("generate", "a", *line.split(), "--stop", "x", "--stop", "y", "--seed", "7")
+    assert options(stage) == {
+        "max_new_tokens": 5,
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "repetition_penalty": 1.5,
+        "stop_strings": ["x", "y"],
+        "seed": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "value"),
+    [
+        ("--temperature=0.5", "temperature", 0.5),
+        ("--top-k=3", "top_k", 3),
+        ("--top-p=0.5", "top_p", 0.5),
+        ("--min-p=0.1", "min_p", 0.1),
+    ],
+)
+def test_an_option_of_sampling_turns_it_on(
+    stage: Stage, call: Caller, option: str, name: str, value: float
+) -> None:
+    call("generate", "a", option)
+    assert (options(stage)[name], options(stage)["do_sample"]) == (value, True)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--do-sample", True), ("--no-do-sample", False)])
+def test_sampling_can_be_chosen(stage: Stage, call: Caller, option: str, value: bool) -> None:
+    call("generate", "a", option)
+    assert options(stage)["do_sample"] is value
+
+
+def test_the_default_model_is_loaded_as_it_is(stage: Stage, call: Caller) -> None:
+    call("generate", "a")
+    assert stage.loads == [(DEFAULT_MODEL, {"dtype": None, "device": "cpu", "offline": False})]
+
+
+def test_another_model_is_loaded_as_told(stage: Stage, call: Caller) -> None:
+    call("generate", "a", "-m", "org/name", "--dtype", "bfloat16", "--device", "cpu")
+    name, given = stage.loads[0]
+    assert (name, given["dtype"]) == ("org/name", torch.bfloat16)
+
+
+@pytest.mark.parametrize("line", [["--offline", "generate", "a"], ["generate", "a", "--offline"]])
+def test_offline_may_stand_before_and_after(stage: Stage, call: Caller, line: list[str]) -> None:
+    call(*line)
+    assert stage.loads[0][1]["offline"] is True
+
+
+# --- the output -----------------------------------------------------------------------------------
+
+
+def test_text_is_plain_and_ends_with_a_line_break(stage: Stage, call: Caller) -> None:
+    assert call("generate", "one two three") == (0, "one two three\n", "")
+
+
+def test_text_that_ends_its_line_gets_no_second_break(stage: Stage, call: Caller) -> None:
+    stage.answer = "one two\n"
+    assert call("generate", "a").out == "one two\n"
+
+
+def test_several_answers_are_separated(stage: Stage, call: Caller) -> None:
+    out = call("generate", "x y", "--num-beams", "2", "--num-return-sequences", "2").out
+    assert out == "x y\n---\nx y\n"
+
+
+def test_json_is_one_document(stage: Stage, call: Caller) -> None:
+    document = json.loads(call("generate", "x ü", "--json", "--seed", "3").out)
+    timings = document.pop("timings")
+    assert document == {
+        "results": [
+            {"text": "x ü", "tokens": [100, 101], "finish_reason": "stop", "matched": 2},
+        ],
+        "prompt_tokens": 7,
+        "model": DEFAULT_MODEL,
+        "seed": 3,
+    }
+    assert 0 <= timings["first_token_seconds"] <= timings["generate_seconds"]
+    assert timings["load_seconds"] >= 0
+
+
+def test_json_has_the_scores_of_beams(stage: Stage, call: Caller) -> None:
+    document = json.loads(call("generate", "x", "--json", "--num-beams", "2").out)
+    assert [result["score"] for result in document["results"]] == [-1.5]
+
+
+def test_json_lines_are_events(stage: Stage, call: Caller) -> None:
+    lines = [json.loads(line) for line in call("generate", "x y", "--jsonl").out.splitlines()]
+    event = {"sequence": 0, "position": 0, "token": 100, "text": "x", "logprob": None}
+    last = {"position": 1, "token": 101, "text": " y", "finish_reason": "stop", "matched": 2}
+    assert lines == [event, {**event, **last}]
+
+
+def test_a_pipe_gets_every_token_when_it_comes() -> None:
+    command = program("generate", "one two three four five six", delay=0.3)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        first = process.stdout.read1(100)
+        rest = process.stdout.read()
+    assert first.startswith(b"one") and rest.endswith(b"six\n")
+
+
+def test_a_pipe_gets_the_text_unchanged() -> None:
+    assert run(program("generate", "a\x1b[31m b")).out == "a\x1b[31m b\n"
+
+
+def test_a_terminal_gets_no_control_characters() -> None:
+    with on_terminal(program("generate", "before \x1b[31mred\x9b2J \x07after")) as terminal:
+        assert terminal.end() == 0
+    assert "before [31mred2J after" in terminal.shown
+
+
+def test_the_stream_is_closed(stage: Stage, call: Caller) -> None:
+    call("generate", "a")
+    assert stage.closed == 1
+
+
+# --- fetching -------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_each_stage_of_a_fetch_is_one_line(stage: Stage, call: Caller) -> None:
+    total = 98_362_432
+    stage.fetches = tuple((i, total, what) for what in ("downloading", "verifying") for i in (0, 9))
+    outcome = call("generate", "a")
+    assert outcome.err.splitlines() == [
+        f"everystep: downloading {DEFAULT_MODEL} (98 MB)",
+        f"everystep: verifying {DEFAULT_MODEL} (98 MB)",
+    ]
+    assert outcome.out == "a\n"
+
+
+def test_a_terminal_gets_a_bar_while_something_is_fetched() -> None:
+    fetches = [(done, 4_000_000, "downloading") for done in (0, 4_000_000)]
+    with on_terminal(program("generate", "an answer", fetches=fetches)) as terminal:
+        assert terminal.end() == 0
+    assert f"downloading {DEFAULT_MODEL}" in terminal.shown
+    assert "4.0/4.0 MB" in terminal.shown
+    assert terminal.shown.rstrip().endswith("an answer")

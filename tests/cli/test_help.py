@@ -1,0 +1,56 @@
+"""What is answered without a model: help and version, at once and without torch."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from everystep import __version__
+from tests.cli.running import Caller, everystep, run
+
+COMMANDS = ("generate", "chat", "pull", "models", "info")
+
+
+def test_the_version_is_shown(call: Caller) -> None:
+    assert call("--version") == (0, f"everystep {__version__}\n", "")
+
+
+def test_the_module_is_the_command() -> None:
+    assert run(everystep("--version")) == (0, f"everystep {__version__}\n", "")
+
+
+@pytest.mark.parametrize("line", [[], ["--help"], ["-h"]])
+def test_help_names_every_command(call: Caller, line: list[str]) -> None:
+    outcome = call(*line)
+    assert outcome.code == 0
+    assert [name for name in COMMANDS if name not in outcome.out] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(call: Caller, name: str) -> None:
+    outcome = call(name, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"everystep {name}" in outcome.out
+
+
+@pytest.mark.parametrize("line", [["--version"], ["--help"], ["generate", "--help"], ["models"]])
+def test_torch_is_imported_only_to_run_a_model(line: list[str]) -> None:
+    code = (
+        f"import sys; from everystep.cli import main; main({line}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_help_comes_at_once() -> None:
+    # Processor time: what else runs on the machine is not the command's fault.
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run(everystep("--version"))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.3

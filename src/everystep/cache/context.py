@@ -252,7 +252,7 @@ def _filled(q: Tensor, box: Rectangle) -> Tensor:
 
 
 def _packed(out: Tensor, box: Rectangle) -> Tensor:
-    """(rows * length, X) -> (n, X)."""
+    """(rows * length, x) -> (n, x)."""
     return out if box.scatter is None else out[box.scatter]
 
 

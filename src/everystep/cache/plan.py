@@ -50,21 +50,21 @@ class Level:
     place: Tensor
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Queries (R, K, Q, D) on keys (G, K, S, D) -> (R, K, Q, S)."""
+        """Queries (R, K, q, D) on keys (G, K, S, D) -> (R, K, q, S)."""
         return self._back(self._gather(q) @ k.transpose(-1, -2), q.shape[0])
 
     def mix(self, p: Tensor, v: Tensor) -> Tensor:
-        """Weights (R, K, Q, S) of values (G, K, S, D) -> (R, K, Q, D)."""
+        """Weights (R, K, q, S) of values (G, K, S, D) -> (R, K, q, D)."""
         return self._back(self._gather(p) @ v, p.shape[0])
 
     def _gather(self, x: Tensor) -> Tensor:
-        """(R, K, Q, X) -> (G, K, W * Q, X)."""
+        """(R, K, q, x) -> (G, K, W * q, x)."""
         if self.single:
             return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
         return x[self.members].transpose(1, 2).flatten(2, 3)
 
     def _back(self, x: Tensor, rows: int) -> Tensor:
-        """(G, K, W * Q, X) -> (R, K, Q, X)."""
+        """(G, K, W * q, x) -> (R, K, q, x)."""
         if self.single:
             return x.view(x.shape[1], rows, -1, x.shape[3]).transpose(0, 1)
         apart = x.view(*x.shape[:2], self.members.shape[1], -1, x.shape[3])

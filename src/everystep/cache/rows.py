@@ -129,7 +129,7 @@ class Rows:
         self._cut_chain(held, length)
 
     def free(self, row: int) -> None:
-        """The row is gone."""
+        """The row is gone, and with the last one everything."""
         gone = self[row]
         del self._rows[row]
         self._cut_chain(gone, 0)
@@ -139,6 +139,12 @@ class Rows:
             self.across.release(gone.across)
             if gone.across.references == 0:
                 self._forget_encoder(gone.across)
+        if not self._rows:
+            # An interrupt may have cut a verb short: whatever it left behind goes now.
+            self._owners.clear()
+            self._encoders.clear()
+            self.shelf.clear()
+            self.across.clear()
 
     def settle(self) -> None:
         """Every row has a slot, its tail lies there, and the slots in use are the first ones."""

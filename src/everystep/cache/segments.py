@@ -66,6 +66,11 @@ class Shelf:
         if segment.references == 0:
             heapq.heappush(self._free, segment.slot)
 
+    def clear(self) -> None:
+        """Nobody refers to any segment."""
+        self._free.clear()
+        self._ever = 0
+
     def _take(self, length: int) -> int:
         if self._free:
             slot = heapq.heappop(self._free)

@@ -36,9 +36,10 @@ class TorchExecutor:
         self._network = network
         self.vocab_size: int = network.vocab_size
         self.device: torch.device = network.device
+        # Models with an encoder have relative positions only.
+        special = "encoder" if network.encodes else "positions"
         self.abilities = frozenset(
-            ["truncate", "embeds", "positions", "columns", "layers", "attentions"]
-            + ["encoder"] * network.encodes
+            {"truncate", "embeds", "columns", "layers", "attentions", special}
         )
         self.cache = RowCache(
             network.kv_shape,

@@ -111,6 +111,10 @@ class Decoder:
         cap = self.spec.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def encode(self, hidden: Tensor, seen: Tensor | None) -> Tensor:
+        """Never called: there is no encoder."""
+        raise NotImplementedError
+
     def across(self, encoder: Tensor) -> Tensor:
         """Never called: there is no encoder."""
         raise NotImplementedError

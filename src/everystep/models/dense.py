@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, message
+from everystep.errors import InvariantError, RequestError, message
 from everystep.nn.attention import Rule, additive, attend, attend_causally, visible
 from everystep.nn.network import Inputs, Network
 from everystep.nn.relative_bias import RelativeBias
@@ -15,10 +15,17 @@ class DenseContext:
     """B rows of T positions that see each other; `seen` (B, T) tells real ones from padding."""
 
     def __init__(
-        self, batch: int, length: int, seen: Tensor | None, across: Tensor | None = None
+        self,
+        batch: int,
+        length: int,
+        seen: Tensor | None,
+        across: Tensor | None = None,
+        across_seen: Tensor | None = None,
     ) -> None:
         self._shape = (batch, length)
         self._seen = seen
+        self._across = across
+        self._across_seen = across_seen
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
@@ -41,8 +48,15 @@ class DenseContext:
         return out.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
-        """There is no encoder."""
-        raise NotImplementedError
+        """Lets q (B * T, H, D) look at the encoder states of its row, returns (B * T, H * D)."""
+        if self._across is None:
+            raise InvariantError(message("there are no encoder states to look at"))
+        k, v = self._across[layer]
+        q = q.view(*self._shape, *q.shape[1:]).transpose(1, 2)
+        seen = self._across_seen
+        mask = None if seen is None else additive(seen, q.dtype)[:, None, None]
+        out = attend(q, k, v, rule, mask)
+        return out.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def keep(self, hidden: Tensor) -> None:
         """Nothing is kept."""
@@ -70,22 +84,55 @@ def dense_logits(
     """(B, T, V); see `Model.forward`."""
     hidden = _hidden(network, ids, inputs_embeds)
     batch, length = hidden.shape[:2]
-    seen = None if attention_mask is None else attention_mask.to(network.device).bool()
-    if seen is not None and seen.shape != (batch, length):
+    places = torch.arange(length, device=network.device) if position_ids is None else position_ids
+    places = places.to(network.device).expand(batch, length)
+    context = DenseContext(batch, length, _seen(hidden, attention_mask))
+    return _logits(network, hidden, places, context)
+
+
+def paired_logits(
+    network: Network,
+    ids: Tensor | None,
+    attention_mask: Tensor | None,
+    inputs_embeds: Tensor | None,
+    decoder_input_ids: Tensor,
+) -> Tensor:
+    """(B, T, V) of the decoder's ids (B, T), after the encoder's inputs; see `Model.forward`."""
+    read = _hidden(network, ids, inputs_embeds)
+    seen = _seen(read, attention_mask)
+    states = network.encode(read, seen)
+    # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
+    across = network.across(states.flatten(0, 1))
+    across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
+    hidden = network.embed(decoder_input_ids.to(network.device))
+    batch, length = hidden.shape[:2]
+    places = torch.arange(length, device=network.device).expand(batch, length)
+    return _logits(network, hidden, places, DenseContext(batch, length, None, across, seen))
+
+
+def _logits(network: Network, hidden: Tensor, places: Tensor, context: DenseContext) -> Tensor:
+    """(B, T, V) of embeddings (B, T, E) at places (B, T)."""
+    batch, length = places.shape
+    lengths = places.amax(dim=1, keepdim=True).add(1).expand(batch, length)
+    inputs = Inputs(hidden.flatten(0, 1), places.flatten(), lengths.flatten())
+    out = network.finish(network.forward(inputs, context))
+    return network.logits(out).view(batch, length, -1)
+
+
+def _seen(hidden: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """(B, T) which inputs are real, None where all are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != hidden.shape[:2]:
         raise RequestError(
             message(
                 "attention_mask does not fit the inputs",
-                wanted=(batch, length),
-                got=tuple(seen.shape),
+                wanted=tuple(hidden.shape[:2]),
+                got=tuple(attention_mask.shape),
             )
         )
-    places = torch.arange(length, device=network.device) if position_ids is None else position_ids
-    places = places.to(network.device).expand(batch, length)
-    lengths = places.amax(dim=1, keepdim=True).add(1).expand(batch, length)
-    inputs = Inputs(hidden.flatten(0, 1), places.flatten(), lengths.flatten())
-    context = DenseContext(batch, length, None if seen is None or bool(seen.all()) else seen)
-    out = network.finish(network.forward(inputs, context))
-    return network.logits(out).view(batch, length, -1)
+    seen = attention_mask.to(hidden.device).bool()
+    return None if bool(seen.all()) else seen
 
 
 def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -38,6 +38,19 @@ _LAYER = {
 _FREQUENCIES = "rope_freqs.weight"
 _PERMUTED = ("self_attn.q_proj.", "self_attn.k_proj.")
 _ARCHITECTURES = ("llama", "qwen2")
+# Each changes what a model computes, and none is understood here.
+_REFUSED = (
+    "expert_count",
+    "attention.sliding_window",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "rope.scaling.attn_factor",
+)
 
 
 class GgufSource(Protocol):
@@ -84,6 +97,7 @@ def gguf_config(file: GgufSource) -> dict[str, Any]:
             )
         )
     own = keys.under(architecture)
+    _refuse_unknown(own)
     heads = own.integer("attention.head_count")
     config: dict[str, Any] = {
         "model_type": architecture,
@@ -102,6 +116,9 @@ def gguf_config(file: GgufSource) -> dict[str, Any]:
         config["head_dim"] = own.integer("attention.key_length")
     if architecture == "llama" and "blk.0.attn_q.bias" in file.tensors:
         config["attention_bias"] = True
+    if "rope.dimension_count" in own:
+        head_dim = config.get("head_dim", config["hidden_size"] // max(heads, 1))
+        config["partial_rotary_factor"] = own.integer("rope.dimension_count") / max(head_dim, 1)
     scaling = _scaling(file, own, config["max_position_embeddings"])
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -110,6 +127,18 @@ def gguf_config(file: GgufSource) -> dict[str, Any]:
         if key in keys:
             config[f"{field}_token_id"] = keys.integer(key)
     return config
+
+
+def _refuse_unknown(own: _Keys) -> None:
+    for key in _REFUSED:
+        if key in own and own.values[own.prefix + key] not in (0, 1.0):
+            raise UnsupportedError(
+                message(
+                    f"the GGUF key {own.prefix + key} has no implementation here",
+                    got=own.values[own.prefix + key],
+                    do="Load the model from a Hugging Face folder if its family is known",
+                )
+            )
 
 
 def _vocabulary(file: GgufSource) -> int:
@@ -199,7 +228,7 @@ def _halves(values: Tensor, heads: int) -> Tensor:
 
     stored  [x0 y0 x1 y1 ...]  ->  [x0 x1 ... y0 y1 ...]
     """
-    pairs = values.unflatten(0, (heads, -1, 2))
+    pairs = values.view(heads, -1, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)
 
 

@@ -47,7 +47,7 @@ def unfold_heads(out: Tensor, length: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
-    """(R, K, Q, D) over (R, K, S, D) -> (R, K, Q, D); `mask` broadcasts to (R, K, Q, S)."""
+    """(R, K, q, D) over (R, K, S, D) -> (R, K, q, D); `mask` broadcasts to (R, K, q, S)."""
     if rule.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale)
     return probabilities(q @ k.transpose(-1, -2), rule, mask) @ v
@@ -61,7 +61,7 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
 
 
 def probabilities(scores: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
-    """Raw scores (..., Q, S) -> weights (..., Q, S) that sum to one."""
+    """Raw scores (..., q, S) -> weights (..., q, S) that sum to one."""
     scores = scores * rule.scale
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap

@@ -83,6 +83,10 @@ class Network(Protocol):
         """Normalised hidden states (..., E) -> (..., V)."""
         ...
 
+    def encode(self, hidden: Tensor, seen: Tensor | None) -> Tensor:
+        """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E)."""
+        ...
+
     def across(self, encoder: Tensor) -> Tensor:
         """Encoder states (S, E) -> their keys and values (L, 2, K, S, D), where it `encodes`."""
         ...

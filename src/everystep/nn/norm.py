@@ -13,7 +13,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "rms_t5", "layer"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,8 @@ class Norm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         exact = x.float()
         scale = exact.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        exact = exact * scale
+        # T5 rounds the scale to float32 and nothing else, which shows in float64 only.
+        exact = (x if self.kind == "rms_t5" else exact) * scale
         if self.plus_one:
             return exact.mul_(1.0 + self.weight.float()).to(x.dtype)
         return self.weight * exact.to(x.dtype)

@@ -139,7 +139,7 @@ class Dynamic:
         if lengths is None:
             return inverse_frequencies(dim, theta)
         # One length at a time: powers of single numbers and of arrays differ in their last bit.
-        longest, place = lengths.clamp(min=self.trained).unique(return_inverse=True)
+        longest, place = torch.unique(lengths.clamp(min=self.trained), return_inverse=True)
         return torch.stack([self._at(dim, theta, length) for length in longest])[place]
 
     def _at(self, dim: int, theta: float, length: Tensor) -> Tensor:

@@ -1,0 +1,332 @@
+"""T5: an encoder that is run once per prompt, and a decoder that looks at what it says.
+
+Positions are relative biases only, learned in the first layer of each stack and used in all. The
+spec follows the reference's `T5Config`; weights of a decoder that scales its output are tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.models.config import Fields
+from everystep.models.decoder import take_linear, take_norm
+from everystep.models.families import Family
+from everystep.models.names import Filled, Slot, linear, slot
+from everystep.models.spec import NormSpec
+from everystep.nn.activations import ACTIVATIONS, gated
+from everystep.nn.attention import Rule, additive, attend
+from everystep.nn.linear import Linear, packed_linear, shared_linear
+from everystep.nn.network import Context, Inputs, KvShape
+from everystep.nn.norm import Norm
+from everystep.nn.relative_bias import RelativeBias
+
+_RULE = Rule(scale=1.0)
+
+
+@dataclass(frozen=True)
+class T5Spec:
+    """`scaled`: the decoder's output is divided by the root of `width` before the head."""
+
+    vocab_size: int
+    width: int
+    heads: int
+    head_dim: int
+    inner: int
+    encoder_layers: int
+    decoder_layers: int
+    buckets: int
+    max_distance: int
+    activation: str
+    gated: bool
+    eps: float
+    tied: bool
+    scaled: bool
+
+    @property
+    def norm(self) -> NormSpec:
+        """The same everywhere."""
+        return NormSpec("rms_t5", self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderLayer:
+    """Self-attention and feed-forward, each after a norm."""
+
+    norm: Norm
+    qkv: Linear
+    out: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """An encoder's layer with attention to the encoder in the middle."""
+
+    norm: Norm
+    qkv: Linear
+    out: Linear
+    across_norm: Norm
+    across_q: Linear
+    across_kv: Linear
+    across_out: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class T5:
+    """The network; `table`: (V, E) embeddings of both stacks."""
+
+    spec: T5Spec
+    table: Tensor
+    encoder: tuple[EncoderLayer, ...]
+    encoder_norm: Norm
+    encoder_bias: RelativeBias
+    decoder: tuple[DecoderLayer, ...]
+    decoder_norm: Norm
+    decoder_bias: RelativeBias
+    head: Linear
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.table.device
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self.spec.vocab_size
+
+    @property
+    def width(self) -> int:
+        """The size of the hidden states."""
+        return self.spec.width
+
+    @property
+    def encodes(self) -> bool:
+        """True: rows look at an encoder."""
+        return True
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """What one position of the decoder costs, and one of the encoder the decoder looks at."""
+        return KvShape(self.spec.decoder_layers, self.spec.heads, self.spec.head_dim)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...,) ids -> (..., E)."""
+        return F.embedding(tokens, self.table)
+
+    def encode(self, hidden: Tensor, seen: Tensor | None) -> Tensor:
+        """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E)."""
+        places = torch.arange(hidden.shape[1], device=hidden.device)
+        mask = self.encoder_bias(places, places)
+        if seen is not None:
+            mask = mask + additive(seen, hidden.dtype)[:, None, None]
+        for layer in self.encoder:
+            mixed = self._look(layer.qkv(layer.norm(hidden)), mask)
+            hidden = layer.out.add_to(hidden, mixed)
+            hidden = self._feed_forward(layer, hidden)
+        return self.encoder_norm(hidden)
+
+    def across(self, encoder: Tensor) -> Tensor:
+        """Encoder states (S, E) -> their keys and values for every layer, (L, 2, K, S, D)."""
+        shape = (encoder.shape[0], 2, self.spec.heads, self.spec.head_dim)
+        states = encoder.to(self.device, self.dtype)
+        projected = [layer.across_kv(states).view(shape) for layer in self.decoder]
+        return torch.stack(projected).permute(0, 2, 3, 1, 4)
+
+    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+        """(N, E) decoder states after the last layer, before the last norm."""
+        hidden = inputs.hidden
+        context.keep(hidden)
+        for index, layer in enumerate(self.decoder):
+            qkv = layer.qkv(layer.norm(hidden)).view(-1, 3, self.spec.heads, self.spec.head_dim)
+            mixed = context.attend(index, qkv[:, 0], qkv[:, 1:], _RULE, self.decoder_bias)
+            hidden = layer.out.add_to(hidden, mixed)
+            q = layer.across_q(layer.across_norm(hidden))
+            q = q.view(-1, self.spec.heads, self.spec.head_dim)
+            hidden = layer.across_out.add_to(hidden, context.attend_across(index, q, _RULE))
+            hidden = self._feed_forward(layer, hidden)
+            context.keep(hidden)
+        return hidden
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The last norm, (..., E) -> (..., E)."""
+        return self.decoder_norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normalised decoder states (..., E) -> (..., V)."""
+        return self.head(hidden * self.spec.width**-0.5 if self.spec.scaled else hidden)
+
+    def _look(self, qkv: Tensor, mask: Tensor) -> Tensor:
+        """(B, S, 3 * H * D) -> (B, S, H * D): every position sees every other."""
+        batch, length = qkv.shape[:2]
+        apart = qkv.view(batch, length, 3, self.spec.heads, self.spec.head_dim)
+        q, k, v = apart.permute(2, 0, 3, 1, 4)
+        return attend(q, k, v, _RULE, mask).transpose(1, 2).reshape(batch, length, -1)
+
+    def _feed_forward(self, layer: EncoderLayer | DecoderLayer, hidden: Tensor) -> Tensor:
+        inner = layer.up(layer.mlp_norm(hidden))
+        activation = ACTIVATIONS[self.spec.activation]
+        inner = gated(inner, activation) if self.spec.gated else activation(inner)
+        return layer.down.add_to(hidden, inner)
+
+
+def read_spec(config: Mapping[str, Any]) -> T5Spec:
+    """The spec of a configuration, defaults filled in by the caller."""
+    read = Fields(config)
+    kind = read.choice("feed_forward_proj", _KINDS, "relu")
+    layers = read.integer("num_layers")
+    tied = read.flag("tie_word_embeddings", True)
+    return T5Spec(
+        vocab_size=read.integer("vocab_size"),
+        width=read.integer("d_model"),
+        heads=read.integer("num_heads"),
+        head_dim=read.integer("d_kv"),
+        inner=read.integer("d_ff"),
+        encoder_layers=layers,
+        decoder_layers=read.integer("num_decoder_layers", layers),
+        buckets=read.integer("relative_attention_num_buckets", least=4),
+        max_distance=read.integer("relative_attention_max_distance", least=2),
+        activation=_KINDS[kind],
+        gated=kind.startswith("gated-"),
+        eps=read.number("layer_norm_epsilon"),
+        tied=tied,
+        scaled=read.flag("scale_decoder_outputs", tied),
+    )
+
+
+# The reference takes the tanh approximation for gated-gelu, whatever the name says.
+_KINDS: Mapping[str, str] = {name: name for name in ACTIVATIONS} | {
+    f"gated-{name}": "gelu_new" if name == "gelu" else name for name in ACTIVATIONS
+}
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "feed_forward_proj": "relu",
+    "layer_norm_epsilon": 1e-6,
+    "is_encoder_decoder": True,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def t5_slots(spec: T5Spec) -> list[Slot]:
+    """Every tensor of the network, each with its names."""
+    slots = [slot("embed", "shared.weight", spec.vocab_size, spec.width)]
+    for stack, count in (("encoder", spec.encoder_layers), ("decoder", spec.decoder_layers)):
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        slots.append(slot(f"{stack}.bias", bias, spec.buckets, spec.heads))
+        for index in range(count):
+            slots += _layer_slots(spec, stack, index)
+        slots.append(slot(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight", spec.width))
+    if not spec.tied:
+        slots.append(slot("head.weight", "lm_head.weight", spec.vocab_size, spec.width))
+    return slots
+
+
+def _layer_slots(spec: T5Spec, stack: str, index: int) -> Iterator[Slot]:
+    key, name = f"{stack}.{index}", f"{stack}.block.{index}.layer"
+    width, size = spec.width, spec.heads * spec.head_dim
+    own = f"{name}.0.SelfAttention"
+    yield slot(f"{key}.norm.weight", f"{name}.0.layer_norm.weight", width)
+    yield from linear(f"{key}.qkv", tuple((f"{own}.{x}", size) for x in "qkv"), width, bias=False)
+    yield slot(f"{key}.out.weight", f"{own}.o.weight", width, size)
+    last = 1
+    if stack == "decoder":
+        last, other = 2, f"{name}.1.EncDecAttention"
+        shared = ((f"{other}.k", size), (f"{other}.v", size))
+        yield slot(f"{key}.across_norm.weight", f"{name}.1.layer_norm.weight", width)
+        yield slot(f"{key}.across_q.weight", f"{other}.q.weight", size, width)
+        yield from linear(f"{key}.across_kv", shared, width, bias=False)
+        yield slot(f"{key}.across_out.weight", f"{other}.o.weight", width, size)
+    inner = ("wi_0", "wi_1") if spec.gated else ("wi",)
+    dense = f"{name}.{last}.DenseReluDense"
+    yield slot(f"{key}.mlp_norm.weight", f"{name}.{last}.layer_norm.weight", width)
+    sizes = tuple((f"{dense}.{one}", spec.inner) for one in inner)
+    yield from linear(f"{key}.up", sizes, width, bias=False)
+    yield slot(f"{key}.down.weight", f"{dense}.wo.weight", width, spec.inner)
+
+
+def assemble_t5(spec: T5Spec, slots: Filled) -> T5:
+    """The network from its slots, which are taken one by one."""
+    table = slots.take("embed")
+
+    def bias(stack: str) -> RelativeBias:
+        both_ways = stack == "encoder"
+        return RelativeBias(slots.take(f"{stack}.bias"), spec.max_distance, both_ways)
+
+    def layers(stack: str, kind: type[Any], count: int) -> tuple[Any, ...]:
+        return tuple(_assemble_layer(spec, kind, f"{stack}.{i}", slots) for i in range(count))
+
+    return T5(
+        spec=spec,
+        table=table,
+        encoder=layers("encoder", EncoderLayer, spec.encoder_layers),
+        encoder_norm=take_norm(spec.norm, slots, "encoder.norm"),
+        encoder_bias=bias("encoder"),
+        decoder=layers("decoder", DecoderLayer, spec.decoder_layers),
+        decoder_norm=take_norm(spec.norm, slots, "decoder.norm"),
+        decoder_bias=bias("decoder"),
+        head=shared_linear(table) if spec.tied else packed_linear(slots.take("head.weight")),
+    )
+
+
+def _assemble_layer(spec: T5Spec, kind: type[Any], key: str, slots: Filled) -> Any:
+    """A layer of `kind`, whose fields are named as its slots are."""
+    parts = {
+        role.name: take_norm(spec.norm, slots, f"{key}.{role.name}")
+        if role.name.endswith("norm")
+        else take_linear(slots, f"{key}.{role.name}")
+        for role in fields(kind)
+    }
+    return kind(**parts)
+
+
+def t5_tensors(network: T5) -> Iterator[tuple[str, Tensor]]:
+    """Every slot's key and tensor, the inverse of `assemble_t5`."""
+    yield "embed", network.table
+    yield "encoder.bias", network.encoder_bias.table
+    yield "decoder.bias", network.decoder_bias.table
+    yield "encoder.norm.weight", network.encoder_norm.weight
+    yield "decoder.norm.weight", network.decoder_norm.weight
+    if not network.spec.tied:
+        yield "head.weight", network.head.dense()
+    for stack in ("encoder", "decoder"):
+        for index, layer in enumerate(getattr(network, stack)):
+            for role in fields(layer):
+                part = getattr(layer, role.name)
+                weight = part.dense() if isinstance(part, Linear) else part.weight
+                yield f"{stack}.{index}.{role.name}.weight", weight
+
+
+def leftover(spec: T5Spec, name: str) -> bool:
+    """Whether checkpoints may hold this for nothing: copies of the table, a bias nobody reads."""
+    copies = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
+    if spec.tied:
+        copies.add("lm_head.weight")
+    return name in copies or name.endswith("EncDecAttention.relative_attention_bias.weight")
+
+
+FAMILY = Family(_DEFAULTS, read_spec, t5_slots, assemble_t5, t5_tensors, leftover)

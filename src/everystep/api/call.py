@@ -42,6 +42,11 @@ class Host(Protocol):
         ...
 
     @property
+    def windows(self) -> Sequence[int | None]:
+        """Per layer, how many positions it looks back; None for all."""
+        ...
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads the prompt."""
         ...
@@ -134,8 +139,15 @@ class Call:
             return [build(e, self._facts(0))] * self.inputs.batch
         return [build(e, self._facts(row)) for row in range(self.inputs.batch)]
 
+    def _visible_prompt(self, row: int) -> np.ndarray | None:
+        """A prompt's ids with its padding, as processors see it."""
+        ids = self.inputs.prompts[row].ids
+        if ids is None:
+            return None
+        return np.concatenate([np.full(self.inputs.pads[row], self.tokens.fill), ids])
+
     def _facts(self, row: int) -> Facts:
-        source = self.encoder_ids[row] if self.encoder_ids else self.inputs.prompts[row].ids
+        source = self.encoder_ids[row] if self.encoder_ids else self._visible_prompt(row)
         beams = int(self.effective.num_beams or 1)
         return Facts(
             eos=self.tokens.eos,

@@ -230,14 +230,19 @@ def _run(model: Host, call: Call, streamer: Any) -> Any:
         scores=asked and bool(call.effective.output_scores),
         logits=asked and bool(call.effective.output_logits),
         captures=call.wants.layers or call.wants.attentions,
+        windows=model.windows,
     )
     observers = (collector,) if call.lingers else ()
-    lockstep = Lockstep(chunk=call.effective.prefill_chunk_size)
+    cached = call.effective.use_cache is not False
+    # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
+    # and without a cache nothing of an earlier chunk would be left.
+    whole = collector.captures or not cached
+    lockstep = Lockstep(chunk=None if whole else call.effective.prefill_chunk_size)
     engine = Engine(model.executor(), lockstep, observers)
     groups = [engine.submit(request) for request in requests]
     follow = None if streamer is None else _Rectangle(call, streamer)
     try:
-        _loop(engine, groups, follow, cached=call.effective.use_cache is not False)
+        _loop(engine, groups, follow, cached=cached)
     finally:
         if streamer is not None:
             streamer.end()

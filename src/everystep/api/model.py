@@ -74,6 +74,11 @@ class LanguageModel:
         return getattr(self._core.config, "max_position_embeddings", None)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, how many positions it looks back; None for all."""
+        return tuple(layer.window for layer in getattr(self._core.spec, "layers", ()))
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads the prompt."""
         return bool(getattr(self._core.config, "is_encoder_decoder", False))

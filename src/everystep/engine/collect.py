@@ -6,7 +6,7 @@ index of the sequence at that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,8 @@ from everystep.engine.records import Capture, StepRecord
 class Collector:
     """Keeps, per slot and in order, what each generated token was chosen from.
 
-    `slots`: rows of the rectangle; `width`: sequences per request.
+    `slots`: rows of the rectangle; `width`: sequences per request; `windows`: per layer, how far
+    back it looks, None for all the way.
     """
 
     slots: int
@@ -28,6 +29,7 @@ class Collector:
     scores: bool = False
     logits: bool = False
     captures: bool = False
+    windows: Sequence[int | None] = ()
     kept_scores: list[list[Tensor]] = field(default_factory=list)
     kept_logits: list[list[Tensor]] = field(default_factory=list)
     kept_captures: list[list[Capture]] = field(default_factory=list)
@@ -38,18 +40,19 @@ class Collector:
 
     def __call__(self, record: StepRecord) -> None:
         """Rows of drafts that were not accepted are left out."""
-        first = np.searchsorted(record.row_sequence, np.arange(len(record.sequences)))
+        bounds = np.searchsorted(record.row_sequence, np.arange(len(record.sequences) + 1))
         accepted = _accepted(record)
         for s, sequence in enumerate(record.sequences):
             group = record.groups[record.group_of[s]]
             slot = group.rank * self.width + sequence.index
-            rows = range(int(first[s]), int(first[s]) + accepted[s])
+            first, read = int(bounds[s]), int(bounds[s + 1] - bounds[s])
+            rows = range(first, first + accepted[s])
             if self.scores:
                 self.kept_scores[slot] += [record.scores[row].clone() for row in rows]
             if self.logits:
                 self.kept_logits[slot] += [record.logits[row].clone() for row in rows]
             if self.captures and s in record.captures:
-                self.kept_captures[slot].append(record.captures[s])
+                self.kept_captures[slot] += record.captures[s].per_token(read, accepted[s])
 
     def score_steps(self) -> tuple[Tensor, ...]:
         """One (slots, V) tensor per step."""
@@ -60,17 +63,24 @@ class Collector:
         return _steps(self.kept_logits)
 
     def layer_steps(self, pads: np.ndarray) -> tuple[tuple[Tensor, ...], ...]:
-        """Per step, per layer: (slots, T, E); the first step is padded on the left by `pads`."""
+        """Per step, per layer: (slots, T, E); whole rows are padded on the left by `pads`."""
         return self._capture_steps(lambda capture: capture.layers, _pad_layers, pads)
 
     def attention_steps(self, pads: np.ndarray) -> tuple[tuple[Tensor, ...], ...]:
-        """Per step, per layer: (slots, H, T, S), with `pads` empty key positions on the left."""
-        return self._capture_steps(lambda capture: capture.attentions, _pad_attentions, pads)
+        """Per step, per layer: (slots, H, T, S), empty key positions on the left as in `pads`.
+
+        Once the prompt is fed, layers that look at a window give the keys of that window alone.
+        """
+        steps = self._capture_steps(lambda capture: capture.attentions, _pad_attentions, pads)
+        return tuple(tuple(map(_in_window, layers, self._windows(layers))) for layers in steps)
 
     def cross_steps(self) -> tuple[tuple[Tensor, ...], ...]:
         """Per step, per layer: (slots, H, T, S) attention over the encoder states."""
         none = np.zeros(self.slots, dtype=np.int64)
         return self._capture_steps(lambda capture: capture.cross_attentions, _no_pad, none)
+
+    def _windows(self, layers: Sequence[Tensor]) -> Sequence[int | None]:
+        return self.windows or (None,) * len(layers)
 
     def _capture_steps(
         self,
@@ -79,15 +89,12 @@ class Collector:
         pads: np.ndarray,
     ) -> tuple[tuple[Tensor, ...], ...]:
         steps = []
-        for t in range(min(len(kept) for kept in self.kept_captures)):
-            taken = [part(kept[t]) or () for kept in self.kept_captures]
-            layers = zip(*taken, strict=True)
-            steps.append(
-                tuple(
-                    torch.stack([pad(x, int(n), t == 0) for x, n in zip(layer, pads, strict=True)])
-                    for layer in layers
-                )
-            )
+        for taken in zip(*self.kept_captures, strict=False):
+            padded = [
+                [pad(layer, int(n), capture.start == 0) for layer in part(capture) or ()]
+                for capture, n in zip(taken, pads, strict=True)
+            ]
+            steps.append(tuple(torch.stack(layers) for layers in zip(*padded, strict=True)))
         return tuple(steps)
 
 
@@ -106,13 +113,21 @@ def _steps(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
     return tuple(torch.stack(rows) for rows in zip(*kept, strict=True))
 
 
-def _pad_layers(layer: Tensor, pad: int, first: bool) -> Tensor:
-    return torch.nn.functional.pad(layer, (0, 0, pad if first else 0, 0))
+def _pad_layers(layer: Tensor, pad: int, whole: bool) -> Tensor:
+    return torch.nn.functional.pad(layer, (0, 0, pad if whole else 0, 0))
 
 
-def _pad_attentions(attention: Tensor, pad: int, first: bool) -> Tensor:
-    return torch.nn.functional.pad(attention, (pad, 0, pad if first else 0, 0))
+def _pad_attentions(attention: Tensor, pad: int, whole: bool) -> Tensor:
+    return torch.nn.functional.pad(attention, (pad, 0, pad if whole else 0, 0))
 
 
-def _no_pad(attention: Tensor, pad: int, first: bool) -> Tensor:
+def _in_window(attention: Tensor, window: int | None) -> Tensor:
+    """Without the keys that a cache of `window` positions would have dropped."""
+    queries, keys = attention.shape[-2:]
+    if window is None or queries == keys:
+        return attention
+    return attention[..., -(window - 1 + queries) :]
+
+
+def _no_pad(attention: Tensor, pad: int, whole: bool) -> Tensor:
     return attention

@@ -315,6 +315,8 @@ def _captures(
         layers, attentions = output.layers, output.attentions
         cross = output.cross_attentions
         captures[s] = Capture(
+            int(work.starts[f]),
+            int(work.counts[f]),
             None if layers is None else tuple(layer[start:end] for layer in layers),
             None if attentions is None else attentions[f],
             None if cross is None else cross[f],

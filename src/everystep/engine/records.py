@@ -15,12 +15,33 @@ from everystep.types import Children, Group, Sequence
 class Capture:
     """What one sequence's feed returned beside logits: layers and attentions, layer by layer.
 
-    `layers`: (T, E) each; `attentions`: (H, T, S) each; `cross_attentions`: (H, T, S) each.
+    `start`, `count`: T = count positions were fed from position `start` on. `layers`: (T, E) each;
+    `attentions`: (H, T, S) each, S the positions up to the last one fed; `cross_attentions`:
+    (H, T, S) each, S the positions of the encoder.
     """
 
+    start: int
+    count: int
     layers: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
+
+    def cut(self, first: int, last: int) -> Capture:
+        """What a feed of [first, last) of these T positions would have returned."""
+        behind = self.count - last
+        layers, own, across = self.layers, self.attentions, self.cross_attentions
+        return Capture(
+            self.start + first,
+            last - first,
+            layers and tuple(one[first:last] for one in layers),
+            own and tuple(one[:, first:last, : one.shape[-1] - behind] for one in own),
+            across and tuple(one[:, first:last] for one in across),
+        )
+
+    def per_token(self, rows: int, accepted: int) -> list[Capture]:
+        """One capture per accepted row: `rows` of the positions, the last ones, were read out."""
+        ends = range(self.count - rows + 1, self.count - rows + 1 + accepted)
+        return [self.cut(end - 1 if i else 0, end) for i, end in enumerate(ends)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

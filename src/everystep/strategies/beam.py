@@ -85,7 +85,7 @@ class Beam:
         ended = torch.tensor([reason is not None for reason in reasons]).reshape(scores.shape)
         next_scores, next_ranks = torch.topk(scores + ended * _NEVER, self.width)
         banks = Banks.of(batch, self)
-        final, entered = banks.enter(scores, ended)
+        final, entered, serials = banks.enter(scores, ended)
         settled = banks.settle(next_scores[:, :1], ended)
         goes = ~settled | np.array([group.request.linger for group in batch.groups])
         born = np.argwhere(entered)  # (n, 2): group, rank
@@ -104,14 +104,20 @@ class Beam:
             np.ones(len(parents), dtype=np.int64),
             score.astype(np.float64),
             finish,
-            memo=_paths(batch, parents, self.width),
+            memo=_memories(batch, parents, self.width, serials[entered].tolist()),
             index=index,
             settled=tuple(np.flatnonzero(settled).tolist()),
         )
 
     def keep(self, group: Group) -> list[Finished]:
-        """The `width` best, as many as the bank has slots."""
-        return sorted(group.done, key=lambda done: -done.score)[: self.width]
+        """The `width` best, as many as the bank has slots; of equal ones those that it holds."""
+        slots = _bank(group, self.width).serials.tolist()
+
+        def place(done: Finished) -> tuple[float, int]:
+            serial = done.memo.get("serial", -1)
+            return -done.score, slots.index(serial) if serial in slots else self.width
+
+        return sorted(group.done, key=place)[: self.width]
 
     def finish(self, group: Group) -> list[Finished]:
         """The `returns` best; an empty hypothesis where fewer have ended."""
@@ -123,17 +129,19 @@ class Beam:
 
 @dataclass(slots=True)
 class Bank:
-    """The best finished scores of a request, (W,) float32, which are taken, and whether more can
-    come."""
+    """The best finished scores of a request, (W,) float32, which are taken, whose they are, and
+    whether more can come. `serials`: (W,) int64; `born`: how many were given out."""
 
     scores: Tensor
     filled: Tensor
+    serials: Tensor
     open: bool = True
+    born: int = 0
 
 
 @dataclass(slots=True)
 class Banks:
-    """The banks of G groups as one: `scores`, `filled` (G, W); all else (G, 1).
+    """The banks of G groups as one: `scores`, `filled`, `serials` (G, W); all else (G, 1).
 
     `power`, `horizon`: what the scores of this step, and the best score still possible, are
     divided by. `eager`: whether a full bank ends the search.
@@ -142,6 +150,7 @@ class Banks:
     banks: list[Bank]
     scores: Tensor
     filled: Tensor
+    serials: Tensor
     open: Tensor
     power: Tensor
     horizon: Tensor
@@ -159,14 +168,15 @@ class Banks:
             banks,
             torch.stack([bank.scores for bank in banks]),
             torch.stack([bank.filled for bank in banks]),
+            torch.stack([bank.serials for bank in banks]),
             _column(still),
             _column([length**own.length_penalty for own, length in pairs]),
             _column([own.horizon(length) ** own.length_penalty for own, length in pairs]),
             _column([own.early_stopping is True for own in strategies]),
         )
 
-    def enter(self, scores: Tensor, ended: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """(G, ranked) candidates and which ended -> their final scores, and who enters a bank."""
+    def enter(self, scores: Tensor, ended: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(G, ranked) candidates and which ended -> their final scores, who enters, serials."""
         width = self.scores.shape[1]
         final = scores / self.power
         closed = ~self.open | (self.eager & self.filled.all(dim=1, keepdim=True))
@@ -175,8 +185,10 @@ class Banks:
         best = torch.topk(merged, width).indices
         self.scores = merged.gather(1, best)
         self.filled = torch.cat([self.filled, just], dim=1).gather(1, best)
+        serials = _column([bank.born for bank in self.banks]) + torch.arange(scores.shape[1])
+        self.serials = torch.cat([self.serials, serials], dim=1).gather(1, best)
         taken = torch.zeros(merged.shape, dtype=torch.bool).scatter_(1, best, True)[:, width:]
-        return final.numpy(), (taken & just).numpy()
+        return final.numpy(), (taken & just).numpy(), serials.numpy()
 
     def settle(self, best: Tensor, ended: Tensor) -> np.ndarray:
         """(G, 1) best running scores -> (G,) whether no later hypothesis can change the result.
@@ -186,22 +198,26 @@ class Banks:
         """
         worst = torch.where(self.filled, self.scores.amin(dim=1, keepdim=True), _NEVER)
         self.open = self.open & (best / self.horizon > worst).any(dim=1, keepdim=True)
-        rows = zip(self.banks, self.scores, self.filled, self.open[:, 0].tolist(), strict=True)
-        for bank, scores, filled, still in rows:
-            bank.scores, bank.filled, bank.open = scores, filled, still
+        for g, bank in enumerate(self.banks):
+            bank.scores, bank.filled, bank.serials = self.scores[g], self.filled[g], self.serials[g]
+            bank.open = bool(self.open[g, 0])
+            bank.born += ended.shape[1]
         full = self.eager & self.filled.all(dim=1, keepdim=True)
         return (~self.open | full | ended.all(dim=1, keepdim=True))[:, 0].numpy()
 
 
 def _bank(group: Group, width: int) -> Bank:
     if "bank" not in group.memo:
-        empty = Bank(torch.full((width,), _NEVER), torch.zeros(width, dtype=torch.bool))
-        group.memo["bank"] = empty
+        group.memo["bank"] = Bank(
+            torch.full((width,), _NEVER),
+            torch.zeros(width, dtype=torch.bool),
+            torch.full((width,), -1),
+        )
     bank: Bank = group.memo["bank"]
     return bank
 
 
-def _column(values: list[float] | list[bool]) -> Tensor:
+def _column(values: list[float] | list[bool] | list[int]) -> Tensor:
     return torch.tensor(values)[:, None]
 
 
@@ -214,10 +230,16 @@ def _group_places(batch: Batch, width: int) -> Places:
     return Places(seed, np.zeros(len(firsts), np.uint64), position, slot, batch.slots // width)
 
 
-def _paths(batch: Batch, parents: np.ndarray, width: int) -> list[dict[str, object] | None]:
-    """What each child remembers: its beams as a chain (earlier chain, beam index in the call)."""
-    paths: list[dict[str, object] | None] = []
-    for parent in parents.tolist():
+def _memories(
+    batch: Batch, parents: np.ndarray, width: int, serials: list[int]
+) -> list[dict[str, object] | None]:
+    """What each child remembers: its beams as a chain (earlier chain, beam index in the call), and
+    those that enter a bank, which come first, the serial number they have there."""
+    memories: list[dict[str, object] | None] = []
+    for child, parent in enumerate(parents.tolist()):
         beam = batch.groups[parent // width].rank * width + parent % width
-        paths.append({"beams": (batch.sequences[parent].memo.get("beams"), beam)})
-    return paths
+        memory: dict[str, object] = {"beams": (batch.sequences[parent].memo.get("beams"), beam)}
+        if child < len(serials):
+            memory["serial"] = serials[child]
+        memories.append(memory)
+    return memories

@@ -1,9 +1,10 @@
 """The weights of a model folder: one safetensors file, or several and their index.
 
 Everything is checked when the folder is opened: every header against its file, every shard and
-tensor against the index. A folder that opens is whole. The bytes are read by the `safetensors`
-library when a tensor is asked for. Which tensors a model needs is not known here. Pickled weights
-can run code and are never read.
+tensor against the index; the `safetensors` library judges whether a file contradicts itself. A
+folder that opens is whole. A tensor's bytes are read when it is asked for, not mapped: mapped pages
+would count as memory beside the model that is made of them. Which tensors a model needs is not
+known here. Pickled weights can run code and are never read.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -48,9 +49,11 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what its header says about it."""
+    """Where a tensor lies, `nbytes` from `start` on, and what its header says about it."""
 
     file: Path
+    start: int
+    nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -60,7 +63,8 @@ class Weights:
 
     def __init__(self, tensors: dict[str, StoredTensor]) -> None:
         self._tensors = tensors
-        self._files = {file: _open_shard(file) for file in _files_of(tensors.values())}
+        for file in _files_of(tensors.values()):
+            _check_shard(file)
 
     def names(self) -> list[str]:
         """The names of all tensors, in the files' order."""
@@ -78,17 +82,18 @@ class Weights:
         return self._stored(name).dtype
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor's values, in `dtype` if given and as stored otherwise.
-
-        Values as stored may share memory with the file's pages: do not write into them.
-        """
+        """A copy of a tensor's values, in `dtype` if given and as stored otherwise."""
         stored = self._stored(name)
-        try:
-            tensor: Tensor = self._files[stored.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        data = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
+        if len(data) != stored.nbytes:
             raise FormatError(
-                message(f"{stored.file}: {name!r} cannot be read: {error}")
-            ) from error
+                message(
+                    f"{stored.file}: {name!r} was cut off while it was in use",
+                    wanted=f"{stored.nbytes} bytes",
+                    got=len(data),
+                )
+            )
+        tensor = torch.from_numpy(data).view(stored.dtype).reshape(stored.shape)
         return tensor if dtype is None else tensor.to(dtype)
 
     def _stored(self, name: str) -> StoredTensor:
@@ -190,9 +195,11 @@ def _some(names: Iterable[str], count: int = 5) -> str:
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file; the library checks their places when it opens the file."""
-    header = parse_object(_header_bytes(file), str(file))
+    described = _header_bytes(file)
+    header = parse_object(described, str(file))
     header.pop("__metadata__", None)
-    return {name: _stored_tensor(file, name, entry) for name, entry in header.items()}
+    data = 8 + len(described)
+    return {name: _stored_tensor(file, data, name, entry) for name, entry in header.items()}
 
 
 def _header_bytes(file: Path) -> bytes:
@@ -215,7 +222,7 @@ def _header_bytes(file: Path) -> bytes:
     )
 
 
-def _stored_tensor(file: Path, name: str, entry: object) -> StoredTensor:
+def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTensor:
     where = f"{file}: {name[:MAX_NAME_LENGTH]!r}"
     if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise FormatError(
@@ -232,15 +239,23 @@ def _stored_tensor(file: Path, name: str, entry: object) -> StoredTensor:
     sizes = tuple(size for size in shape if type(size) is int and size >= 0)
     if len(sizes) != len(shape):
         raise FormatError(message(f"{where} has an impossible shape", got=shape))
-    return StoredTensor(file, sizes, _DTYPES[code])
+    offsets = field(entry, "data_offsets", list, where)
+    if len(offsets) != 2 or not all(type(offset) is int and offset >= 0 for offset in offsets):
+        raise FormatError(
+            message(f"{where} has impossible offsets", wanted="two counts of bytes", got=offsets)
+        )
+    start, end = offsets
+    return StoredTensor(file, data + start, end - start, sizes, _DTYPES[code])
 
 
 def _files_of(tensors: Iterable[StoredTensor]) -> list[Path]:
     return list(dict.fromkeys(tensor.file for tensor in tensors))
 
 
-def _open_shard(file: Path) -> Any:
+def _check_shard(file: Path) -> None:
+    """FormatError if the library finds that the header and the file do not fit together."""
     try:
-        return safe_open(str(file), framework="pt")
+        with safe_open(str(file), framework="pt"):
+            pass
     except (SafetensorError, OSError) as error:
         raise FormatError(message(f"{file} contradicts itself: {error}")) from error

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 
 from everystep.testing.laws import FLOORS, Coverage, Laws
-from everystep.testing.requests import random_mix
+from everystep.testing.requests import Mix, mixes, random_mix
 
 MIXES = 125
 DEFAULT_BLOCKS = 16  # 2,000 mixes
@@ -41,3 +42,9 @@ def test_a_mix_follows_from_its_seed() -> None:
     assert [r.strategy for r in random_mix(5).requests] == [
         r.strategy for r in random_mix(5).requests
     ]
+
+
+@hypothesis.given(mixes())
+@hypothesis.settings(max_examples=25)
+def test_the_laws_hold_anywhere(mix: Mix) -> None:
+    Laws().check(mix)

@@ -92,12 +92,16 @@ def read(model: Model, ids: list[int]) -> History:
 
 @dataclass
 class Wanderer:
-    """Makes one random work after another, and remembers what every row has read."""
+    """Makes one random work after another, and remembers what every row has read.
+
+    `longest`: about where rows are freed. `most`: positions of a feed.
+    """
 
     model: Model
     rng: np.random.Generator
     positions: bool
     longest: int = 40
+    most: int = 7
     histories: dict[int, History] = field(default_factory=dict)
 
     def work(self) -> Work:
@@ -131,7 +135,7 @@ class Wanderer:
 
     def _feeds(self, verbs: tuple[Verb, ...], rows: list[int]) -> Work:
         starts = [len(self.histories[row].positions) for row in rows]
-        counts = [int(self.rng.integers(1, 8)) for _ in rows]
+        counts = [int(self.rng.integers(1, self.most + 1)) for _ in rows]
         wanted = [int(self.rng.integers(0, count + 1)) for count in counts]
         tokens, embeds, places = [ints()], [], [torch.empty(0, dtype=torch.int64)]
         offset = 0

@@ -1,0 +1,210 @@
+"""On torch, rows give the logits of a plain forward over everything that they have read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everystep.errors import RequestError
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.models import Model
+from everystep.types import Prompt, StepOutput, Verb, Work
+from tests.executors.models import SPECS, random_model
+from tests.executors.works import Wanderer, expected_logits, ints, one_feed, only_verbs, read
+from tests.models.tiny import ours, reference_t5
+
+IDS = [3, 9, 30, 4, 4, 17, 25, 6, 1, 39, 12, 8, 22, 5]
+OPEN = Verb("allocate", 0)
+
+
+@cache
+def model_of(name: str) -> Model:
+    return random_model(SPECS[name])
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    assert found.shape == wanted.shape
+    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def wander(wanderer: Wanderer, steps: int = 10, **wants: Any) -> None:
+    """Works, each with the right logits and the right rows after it; then all rows are freed."""
+    executor = TorchExecutor(wanderer.model)
+    for _ in range(steps):
+        work = replace(wanderer.work(), **wants)
+        output = executor.run(work)
+        assert_near(output.logits, expected_logits(wanderer.model, work, wanderer.histories))
+        held = {row: len(history.positions) for row, history in wanderer.histories.items()}
+        assert executor.audit() == held
+    executor.run(only_verbs(*(Verb("free", row) for row in wanderer.histories)))
+    assert executor.audit() == {}
+
+
+@pytest.mark.parametrize("most", [1, 7, 30])
+@pytest.mark.parametrize("name", ["plain", "window", "capped scores"])
+@given(seed=st.integers(0, 2**32 - 1), positions=st.booleans())
+@settings(max_examples=15)
+def test_rows_hold_what_they_have_read(name: str, most: int, seed: int, positions: bool) -> None:
+    rng = np.random.default_rng(seed)
+    wander(Wanderer(model_of(name), rng, positions, longest=4 * most + 20, most=most))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_specification(name: str) -> None:
+    if SPECS[name].layers[0].rope and SPECS[name].layers[0].rope.scaling.by_length:  # type: ignore[union-attr]
+        wander(Wanderer(model_of(name), np.random.default_rng(5), False, longest=16))
+    else:
+        wander(Wanderer(model_of(name), np.random.default_rng(5), False, longest=60, most=20))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_weights_and_layers_change_no_logits(seed: int) -> None:
+    wanderer = Wanderer(model_of("window"), np.random.default_rng(seed), False, 60, most=20)
+    wander(wanderer, attentions=True, layers=True)
+
+
+def test_attentions_and_layers_are_those_of_a_plain_forward() -> None:
+    executor = TorchExecutor(model_of("window"))
+    executor.run(one_feed(IDS[:5], verbs=(OPEN,)))
+    work = replace(one_feed(IDS[5:14], start=5), layers=True, attentions=True)
+    output = executor.run(work)
+    watched = read(model_of("window"), IDS[:14]).watched(model_of("window"))
+    assert_near(torch.stack(output.layers), torch.stack(watched.layers)[:, 5:])
+    assert_near(torch.stack(output.attentions[0]), torch.stack(watched.attentions)[:, :, 5:])
+
+
+def test_layers_come_in_the_order_of_the_feeds() -> None:
+    verbs = (OPEN, Verb("allocate", 1))
+    rows = [IDS[:12], IDS[:3]]
+    counts = ints(12, 3)
+    work = Work(verbs, ints(0, 1), ints(0, 0), counts, counts, ints(*IDS[:12], *IDS[:3]))
+    output = TorchExecutor(model_of("plain")).run(replace(work, layers=True, attentions=True))
+    watched = [read(model_of("plain"), ids).watched(model_of("plain")) for ids in rows]
+    layers = torch.cat([torch.stack(one.layers) for one in watched], dim=1)
+    assert_near(torch.stack(output.layers), layers)
+    for found, one in zip(output.attentions, watched, strict=True):
+        assert_near(torch.stack(found), torch.stack(one.attentions))
+
+
+def test_columns_follow_truncation_and_fork() -> None:
+    executor = TorchExecutor(model_of("plain"))
+    executor.run(replace(one_feed(IDS[:6], verbs=(OPEN,)), columns=frozenset({0})))
+    verbs = (Verb("truncate", 0, 4), Verb("fork", 1, 0))
+    output = executor.run(one_feed(IDS[4:9], row=1, start=4, verbs=verbs))
+    states = read(model_of("plain"), IDS[:9]).watched(model_of("plain")).layers[-1]
+    assert_near(output.columns[1], states)
+    assert_near(output.columns[0], states[:4])
+
+
+def test_a_stranger_with_infinities_does_not_leak() -> None:
+    executor = TorchExecutor(model_of("plain"))
+    poison = torch.full((12, 32), torch.inf, dtype=torch.float64)
+    bad = replace(one_feed([-1] * 12, verbs=(OPEN,)), embeds=((0, poison),))
+    assert not bool(executor.run(bad).logits.isfinite().all())
+    verbs = (Verb("free", 0), OPEN, Verb("allocate", 1))
+    work = Work(verbs, ints(0, 1), ints(0, 0), ints(2, 7), ints(2, 7), ints(*IDS[:9]))
+    expected = [
+        read(model_of("plain"), ids).logits(model_of("plain")) for ids in (IDS[:2], IDS[2:9])
+    ]
+    assert_near(executor.run(work).logits, torch.cat(expected))
+
+
+def test_a_prompt_is_stored_once_for_all_its_forks() -> None:
+    executor = TorchExecutor(model_of("plain"))
+    prompt = (IDS * 3)[:40]
+    executor.run(one_feed(prompt, verbs=(OPEN,)))
+    verbs = tuple(Verb("fork", row, 0) for row in range(1, 4))
+    rows, ones = ints(*range(4)), ints(1, 1, 1, 1)
+    output = executor.run(Work(verbs, rows, ones * 40, ones, ones, ints(1, 2, 3, 4)))
+    expected = [
+        read(model_of("plain"), [*prompt, t]).logits(model_of("plain"))[-1:] for t in (1, 2, 3, 4)
+    ]
+    assert_near(output.logits, torch.cat(expected))
+    counts = executor.cache.counts
+    assert (counts.forks, counts.freezes, counts.tail_copies) == (3, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_are_float32_or_wider(dtype: torch.dtype) -> None:
+    model = random_model(SPECS["plain"], dtype=dtype)
+    output = TorchExecutor(model).run(one_feed(IDS, verbs=(OPEN,)))
+    assert output.logits.dtype == torch.float32
+    assert bool(output.logits.isfinite().all())
+    assert TorchExecutor(model).run(only_verbs()).logits.dtype == torch.float32
+
+
+def test_logits_come_only_where_they_are_wanted() -> None:
+    work = replace(one_feed(IDS, verbs=(OPEN,)), logits=ints(2))
+    found = TorchExecutor(model_of("plain")).run(work).logits
+    assert_near(found, read(model_of("plain"), IDS).logits(model_of("plain"))[-2:])
+
+
+def test_several_positions_per_input_are_refused() -> None:
+    work = replace(one_feed([1, 2], verbs=(OPEN,)), positions=torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(RequestError, match="one position per token"):
+        TorchExecutor(model_of("plain")).run(work)
+
+
+# --- encoders -------------------------------------------------------------------------------------
+
+
+@cache
+def pair() -> Model:
+    return ours(reference_t5(torch.float64))
+
+
+def encoded(*prompts: list[int]) -> list[Tensor]:
+    return [pair().encode(Prompt(ids=np.array(prompt))) for prompt in prompts]
+
+
+def decoded(prompt: list[int], ids: list[int]) -> Tensor:
+    """(T, V) without a cache."""
+    with torch.inference_mode():
+        return pair().forward(torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids]))[0]
+
+
+def run_pair(executor: TorchExecutor, work: Work, encoders: dict[int, Tensor]) -> StepOutput:
+    return executor.run(replace(work, encoders=encoders))
+
+
+@pytest.mark.parametrize("attentions", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 1), (5, 2), (12, 12), (3, 20)], ids=str)
+def test_rows_look_at_their_own_encoder(lengths: tuple[int, int], attentions: bool) -> None:
+    executor, prompts = TorchExecutor(pair()), [IDS[:9], IDS[:4]]
+    rows = [(IDS * 2)[:length] for length in lengths]
+    verbs = (OPEN, Verb("allocate", 1))
+    tokens = ints(*rows[0], *rows[1])
+    work = Work(verbs, ints(0, 1), ints(0, 0), ints(*lengths), ints(*lengths), tokens)
+    states = dict(enumerate(encoded(*prompts)))
+    output = run_pair(executor, replace(work, attentions=attentions), states)
+    expected = torch.cat([decoded(p, row) for p, row in zip(prompts, rows, strict=True)])
+    assert_near(output.logits, expected)
+    more = executor.run(
+        Work((), ints(1, 0), ints(*lengths[::-1]), ints(1, 1), ints(1, 1), ints(7, 8))
+    )
+    expected = [decoded(prompts[1], [*rows[1], 7])[-1:], decoded(prompts[0], [*rows[0], 8])[-1:]]
+    assert_near(more.logits, torch.cat(expected))
+
+
+def test_forks_share_encoder_states() -> None:
+    executor = TorchExecutor(pair())
+    run_pair(executor, one_feed(IDS[:3], verbs=(OPEN,)), dict(enumerate(encoded(IDS))))
+    work = one_feed([8], row=1, start=3, verbs=(Verb("fork", 1, 0), Verb("free", 0)))
+    assert_near(executor.run(work).logits, decoded(IDS, [*IDS[:3], 8])[-1:])
+    assert executor.cache.shared == 1
+
+
+def test_cross_attentions_have_one_entry_per_layer() -> None:
+    work = replace(one_feed(IDS[:3], verbs=(OPEN,)), attentions=True)
+    output = run_pair(TorchExecutor(pair()), work, dict(enumerate(encoded(IDS))))
+    assert [one.shape for one in output.cross_attentions[0]] == [(4, 3, 14)] * 3
+    assert_near(torch.stack(output.cross_attentions[0]).sum(-1), torch.ones(3, 4, 3).double())

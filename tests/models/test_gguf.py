@@ -1,0 +1,175 @@
+"""A GGUF file gives the model that its folder would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from everystep.errors import EverystepError, FormatError, UnsupportedError
+from everystep.files.gguf import read_gguf
+from everystep.models import Model
+from everystep.models.gguf import build_gguf_model
+from tests.files.gguf_writer import write_gguf
+from tests.models.tiny import farthest, ids, reference_decoder
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def metadata(kind: str, **changes: Any) -> dict[str, object]:
+    """What a converter writes for the tiny sizes."""
+    keys: dict[str, object] = {
+        "block_count": 3,
+        "context_length": 64,
+        "embedding_length": 48,
+        "feed_forward_length": 80,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 10000.0,
+        "rope.dimension_count": 8,
+    }
+    found = {f"{kind}.{key}": value for key, value in (keys | changes).items()}
+    return {"general.architecture": kind, **{k: v for k, v in found.items() if v is not None}}
+
+
+def converted(reference: PreTrainedModel, kind: str) -> dict[str, tuple[str, Tensor]]:
+    """The tensors as a converter stores them: other names, and Llama's rows of heads in pairs."""
+    tied = reference.config.tie_word_embeddings
+    stored = {}
+    for name, values in reference.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = 6 if "q_proj" in name else 2
+            halves = values.view(heads, 2, -1, *values.shape[1:])
+            values = halves.transpose(1, 2).reshape(values.shape)
+        stored[_gguf_name(name)] = ("F32", values.contiguous())
+    return stored
+
+
+def _gguf_name(name: str) -> str:
+    role, _, kind = name.rpartition(".")
+    if role in OUTER:
+        return f"{OUTER[role]}.{kind}"
+    _, _, index, inner = role.split(".", 3)
+    return f"blk.{index}.{LAYER[inner]}.{kind}"
+
+
+def load(path: Path, keys: dict[str, object], tensors: dict[str, tuple[str, Tensor]]) -> Model:
+    return build_gguf_model(read_gguf(write_gguf(path / "model.gguf", keys, tensors)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+    ],
+    ids=str,
+)
+def test_it_computes_what_the_folder_does(tmp_path: Path, kind: str, config: Any) -> None:
+    reference = reference_decoder(kind, torch.float32, **config)
+    model = load(tmp_path, metadata(kind), converted(reference, kind))
+    read = ids(2, 20)
+    with torch.no_grad():
+        assert farthest(model.forward(read), reference(read).logits) < 1e-5
+    assert model.config.num_key_value_heads == 2
+    assert model.config.rms_norm_eps == 1e-6
+
+
+def test_llama3_comes_as_one_divisor_per_frequency(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 10000.0,
+    }
+    reference = reference_decoder("llama", torch.float32, rope_parameters=rope)
+    plain = reference_decoder("llama", torch.float32)
+    stretched, unstretched = (m.model.rotary_emb.inv_freq for m in (reference, plain))
+    tensors = converted(reference, "llama") | {
+        "rope_freqs.weight": ("F32", unstretched / stretched)
+    }
+    model = load(tmp_path, metadata("llama"), tensors)
+    read = ids(2, 60)
+    with torch.no_grad():
+        assert farthest(model.forward(read), reference(read).logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 16,
+            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+    ],
+    ids=["linear", "yarn"],
+)
+def test_scaled_ropes(tmp_path: Path, keys: Any, rope: Any) -> None:
+    parameters = {**rope, "rope_theta": 10000.0}
+    reference = reference_decoder("qwen2", torch.float32, rope_parameters=parameters)
+    model = load(tmp_path, metadata("qwen2", **keys), converted(reference, "qwen2"))
+    read = ids(2, 60)
+    with torch.no_grad():
+        assert farthest(model.forward(read), reference(read).logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "part"),
+    [
+        ({"block_count": None}, FormatError, "llama.block_count"),
+        ({"embedding_length": "48"}, FormatError, "llama.embedding_length"),
+        ({"expert_count": 8}, UnsupportedError, "llama.expert_count"),
+        ({"rope.scaling.type": "spiral"}, UnsupportedError, "spiral"),
+        ({"feed_forward_length": 81}, FormatError, "mlp"),
+        ({"block_count": 4}, FormatError, "model.layers.3"),
+    ],
+    ids=str,
+)
+def test_wrong_metadata(
+    tmp_path: Path, changes: Any, kind: type[EverystepError], part: str
+) -> None:
+    tensors = converted(reference_decoder("llama", torch.float32), "llama")
+    with pytest.raises(kind, match=part):
+        load(tmp_path, metadata("llama", **changes), tensors)
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="'mamba'"):
+        load(tmp_path, {"general.architecture": "mamba"}, {"x": ("F32", torch.ones(1))})
+
+
+def test_a_tensor_that_nobody_knows(tmp_path: Path) -> None:
+    tensors = converted(reference_decoder("llama", torch.float32), "llama")
+    tensors["blk.0.ssm_a.weight"] = ("F32", torch.ones(1))
+    with pytest.raises(FormatError, match=r"ssm_a"):
+        load(tmp_path, metadata("llama"), tensors)

@@ -1,0 +1,88 @@
+"""Tiny models of the reference with random weights, and ours with the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from everystep.models import Model, build_model
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+T5_SIZES: Mapping[str, Any] = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
+DECODERS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors in memory as a source of weights."""
+
+    tensors: Mapping[str, Tensor]
+
+    def names(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.tensors[name].to(dtype)
+
+
+def reference_decoder(kind: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
+    """A model of the reference."""
+    make_config, make_model = DECODERS[kind]
+    return make_model(make_config(**{**SIZES, **config})).to(dtype).eval()
+
+
+def reference_t5(dtype: torch.dtype, **config: Any) -> PreTrainedModel:
+    """An encoder-decoder of the reference."""
+    model = T5ForConditionalGeneration(T5Config(**{**T5_SIZES, **config}))
+    return model.to(dtype).eval()
+
+
+def ours(reference: PreTrainedModel, dtype: torch.dtype | None = None) -> Model:
+    """Our model with the weights of the reference's."""
+    source = Tensors(reference.state_dict())
+    return build_model(reference.config.to_dict(), source, dtype=dtype or reference.dtype)
+
+
+def ids(batch: int, length: int, vocabulary: int = 97) -> Tensor:
+    """(B, T) random ids."""
+    return torch.randint(2, vocabulary, (batch, length))
+
+
+def farthest(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a share of the largest expected number."""
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())

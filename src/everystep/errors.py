@@ -3,7 +3,7 @@
     EverystepError
     |- RequestError (ValueError)         a call asks for something impossible or contradictory
     |  |- UnknownArgumentError (TypeError)  a name nobody knows; the text proposes the nearest one
-    |  `- UnsupportedError (NotImplementedError)  known, but this model, cache or executor cannot do it
+    |  `- UnsupportedError (NotImplementedError)  known, but this model or executor cannot do it
     |- ModelClassError (TypeError)       the model given is not one that can generate
     |- FileError (ValueError)            a file is broken, truncated, unsafe or of an unknown kind
     |  |- MissingFileError (FileNotFoundError)

@@ -124,7 +124,7 @@ class Engine:
         live = [sequence for group in self.scheduler.groups for sequence in group.live]
         for sequence in live:
             rewind_memory(sequence, sequence.visible)
-            for unit in (sequence, *sequence.companions):
+            for unit in sequence.units:
                 unit.row, unit.cached = None, 0
         self.ledger.restart(self.executor.audit())
         self.table.keep({sequence.line for sequence in live})
@@ -173,7 +173,8 @@ class Engine:
 
     def _first_sequence(self, request: Request) -> Sequence:
         prompt = request.prompt
-        pad = np.full(request.pad_prefix, request.pad_token, dtype=np.int64)
+        token = request.pad_token if request.prefix_token is None else request.prefix_token
+        pad = np.full(request.pad_prefix, token, dtype=np.int64)
         ids = pad if prompt.ids is None else np.concatenate([pad, prompt.ids])
         companions = tuple(Companion(one) for one in request.companions)
         return Sequence(request, self.table.open(ids), prompt.length, companions=companions)

@@ -45,6 +45,12 @@ def everystep(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "everystep", *arguments]
 
 
+def surroundings(**environment: str) -> dict[str, str]:
+    """The environment of a program: its output is buffered, as it is where nobody said anything."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**inherited, **environment}
+
+
 def run(command: list[str], given: bytes = b"", **environment: str) -> Outcome:
     """A program with pipes for input and outputs."""
     done = subprocess.run(
@@ -52,7 +58,7 @@ def run(command: list[str], given: bytes = b"", **environment: str) -> Outcome:
         input=given,
         capture_output=True,
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env=surroundings(**environment),
         timeout=LONGEST,
     )
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
@@ -121,7 +127,7 @@ def on_terminal(command: list[str], cwd: Path = ROOT) -> Iterator[Terminal]:
         stdout=slave,
         stderr=slave,
         cwd=cwd,
-        env={**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)},
+        env=surroundings(TERM="xterm", PYTHONPATH=str(ROOT)),
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import warnings
@@ -11,7 +12,7 @@ import pytest
 from everystep import errors
 from everystep.cli.failures import exit_code_of
 from tests.cli.fakes import Stage
-from tests.cli.running import LONGEST, Caller, everystep, on_terminal, program, run
+from tests.cli.running import LONGEST, Caller, everystep, on_terminal, program, run, surroundings
 from tests.reading import ROOT
 
 
@@ -77,7 +78,7 @@ def test_a_warning_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_reader_who_leaves_is_no_complaint() -> None:
     command = program("generate", "one two three", delay=0.2)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=surroundings(), **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read1(1)
         process.stdout.close()
@@ -85,10 +86,21 @@ def test_a_reader_who_leaves_is_no_complaint() -> None:
     assert (process.returncode, complaint) == (141, b"")
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_reader_who_never_came_is_no_complaint(option: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        everystep(option), stdout=write, stderr=subprocess.PIPE, env=surroundings(), check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_an_interrupt_has_its_code() -> None:
     command = program("generate", "one two three four five six", delay=0.3)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=surroundings(), **pipes) as process:
         assert process.stdout is not None
         process.stdout.read1(1)
         process.send_signal(signal.SIGINT)

@@ -15,7 +15,7 @@ import everystep as es
 from everystep.files.sources import DEFAULT_MODEL
 from everystep.types import Event, FinishReason
 from tests.cli.fakes import FakeEvent, FakeFinish, FakeGenerated, Stage
-from tests.cli.running import Caller, on_terminal, program, run
+from tests.cli.running import Caller, on_terminal, program, run, surroundings
 from tests.reading import ROOT
 
 
@@ -192,7 +192,7 @@ def test_json_lines_are_events(stage: Stage, call: Caller) -> None:
 
 def test_a_pipe_gets_every_token_when_it_comes() -> None:
     command = program("generate", "one two three four five six", delay=0.3)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=surroundings()) as process:
         assert process.stdout is not None
         first = process.stdout.read1(100)
         rest = process.stdout.read()

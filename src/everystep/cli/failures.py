@@ -37,12 +37,15 @@ def exit_code_of(action: Callable[[], None]) -> int:
     try:
         with _plain_warnings():
             action()
-            sys.stdout.flush()
     except typer.Exit as request:
         return request.exit_code
     except BrokenPipeError:
         _silence_output()
         return BROKEN_PIPE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # what rich makes of it
+            return BROKEN_PIPE
+        raise
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:

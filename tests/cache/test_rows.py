@@ -124,7 +124,7 @@ def test_any_history_of_verbs(seed: int) -> None:
 
 def _random_verb(rows: dict[int, int], rng: np.random.Generator) -> tuple[object, ...]:
     """A verb that is possible now; `rows` is kept up to date."""
-    new = min(set(range(20)) - set(rows))
+    new = min(set(range(100)) - set(rows))
     kind = rng.choice(["allocate", "fork", "fork", "truncate", "free"]) if rows else "allocate"
     if kind == "allocate":
         rows[new] = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.models import Model
+from everystep.models import Model, convert_model
 from everystep.types import Prompt, StepOutput, Verb, Work
 from tests.executors.models import SPECS, random_model
 from tests.executors.works import Wanderer, expected_logits, ints, one_feed, only_verbs, read
@@ -133,6 +133,21 @@ def test_a_prompt_is_stored_once_for_all_its_forks() -> None:
     assert (counts.forks, counts.freezes, counts.tail_copies) == (3, 1, 0)
 
 
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_chains_of_several_segments(name: str) -> None:
+    executor, model = TorchExecutor(model_of(name)), model_of(name)
+    ids = np.random.default_rng(0).integers(0, 40, 160).tolist()
+    executor.run(one_feed(ids[:20], verbs=(OPEN,)))
+    executor.run(one_feed(ids[20:157], row=1, start=20, verbs=(Verb("fork", 1, 0),)))
+    executor.run(one_feed(ids[157:158], row=1, start=157, verbs=(Verb("fork", 2, 1),)))
+    rows, starts, ones = ints(0, 1, 2), ints(20, 158, 157), ints(1, 2, 1)
+    tokens = ints(ids[20], *ids[158:160], ids[157])
+    found = executor.run(Work((), rows, starts, ones, ones, tokens)).logits
+    whole = read(model, ids).logits(model)
+    assert executor.cache.counts.freezes == 2
+    assert_near(found, whole[[20, 158, 159, 157]])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_logits_are_float32_or_wider(dtype: torch.dtype) -> None:
     model = random_model(SPECS["plain"], dtype=dtype)
@@ -152,6 +167,23 @@ def test_several_positions_per_input_are_refused() -> None:
     work = replace(one_feed([1, 2], verbs=(OPEN,)), positions=torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(RequestError, match="one position per token"):
         TorchExecutor(model_of("plain")).run(work)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["plain", "rope dynamic", "rope longrope", "window"])
+def test_an_accelerator_gives_the_same(name: str) -> None:
+    here, there = model_of(name), convert_model(model_of(name), device="cuda")
+    executors = [TorchExecutor(here), TorchExecutor(there)]
+    fork = (Verb("fork", 1, 0), Verb("truncate", 1, 12))
+    works = [
+        one_feed((IDS * 2)[:20], verbs=(OPEN,)),
+        Work(fork, ints(1, 0), ints(12, 20), ints(1, 2), ints(1, 2), ints(4, 5, 6)),
+        Work((), ints(0, 1), ints(22, 13), ints(1, 9), ints(1, 9), ints(*IDS[:10])),
+    ]
+    for work in works:
+        expected, found = (executor.run(work).logits for executor in executors)
+        assert found.device.type == "cuda"
+        assert_near(found.cpu(), expected)
 
 
 # --- encoders -------------------------------------------------------------------------------------

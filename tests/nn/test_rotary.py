@@ -102,3 +102,9 @@ def test_the_attention_factor_scales_the_table() -> None:
     plain = rotary_table(Rope(8, 100.0, Yarn(2.0, 8, 1.0)), places, None, torch.float32)
     louder = rotary_table(Rope(8, 100.0, Yarn(2.0, 8, 1.5)), places, None, torch.float32)
     assert torch.allclose(louder.cos, 1.5 * plain.cos)
+
+
+def test_longrope_changes_after_the_trained_length() -> None:
+    scaling = LongRope((1.0,) * 4, (2.0,) * 4, 8, 1.0)
+    found = scaling.frequencies(8, 100.0, torch.tensor([8, 9]))
+    assert torch.equal(found[0], 2 * found[1])

@@ -182,7 +182,8 @@ def _rectangle(feeds: Sequence[Feed], device: torch.device) -> Rectangle:
         by_slot[feed.slot] = feed
     gather, scatter = _filling(feeds, rows, length, device)
     levels, keys, held = _chains(by_slot, device)
-    tails = np.array([_tail_after(feed) for feed in by_slot])
+    # What a filled-up place or an idle row sees is nothing or wrong, and never looked at.
+    tails = np.array([feed.row.tail if feed else 0 for feed in by_slot])
     bases = np.array([feed.row.base if feed else 0 for feed in by_slot])
     run = np.arange(tails.max())
     keys.append(bases[:, None] + run)
@@ -204,11 +205,6 @@ def _rectangle(feeds: Sequence[Feed], device: torch.device) -> Rectangle:
     )
 
 
-def _tail_after(feed: Feed | None) -> int:
-    # A slot that feeds nothing looks at one key, whatever it is: a softmax needs one.
-    return 1 if feed is None else feed.start + feed.count - feed.row.base
-
-
 def _across_level(
     by_slot: Sequence[Feed | None], device: torch.device
 ) -> tuple[Level | None, np.ndarray]:
@@ -218,8 +214,6 @@ def _across_level(
         return None, np.empty(0)
     links = [Link(segment, segment.length) if segment else None for segment in states]
     level, held = _level(links, device)
-    # A slot that feeds nothing looks at one key, whatever it is: a softmax needs one.
-    held[:, 0] = True
     return level, held
 
 
@@ -236,10 +230,8 @@ def _filling(
 
 
 def _query_positions(by_slot: Sequence[Feed | None], length: int) -> np.ndarray:
-    """(rows, length); places beyond a feed repeat its last position."""
-    starts = np.array([feed.start if feed else 0 for feed in by_slot])
-    lasts = np.array([feed.start + feed.count - 1 if feed else 0 for feed in by_slot])
-    return np.minimum(starts[:, None] + np.arange(length), lasts[:, None])
+    """(rows, length); places that are filled up count on."""
+    return np.array([feed.start if feed else 0 for feed in by_slot])[:, None] + np.arange(length)
 
 
 def _chains(

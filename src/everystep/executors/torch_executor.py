@@ -79,7 +79,7 @@ class TorchExecutor:
         return Inputs(
             self._hidden(work)[chosen],
             positions.flatten()[chosen].to(self.device),
-            lengths[chosen].to(self.device),
+            lengths[chosen],
         )
 
     def _hidden(self, work: Work) -> Tensor:

@@ -113,7 +113,7 @@ def paired_logits(
 def _logits(network: Network, hidden: Tensor, places: Tensor, context: DenseContext) -> Tensor:
     """(B, T, V) of embeddings (B, T, E) at places (B, T)."""
     batch, length = places.shape
-    lengths = places.amax(dim=1, keepdim=True).add(1).expand(batch, length)
+    lengths = places.cpu().amax(dim=1, keepdim=True).add(1).expand(batch, length)
     inputs = Inputs(hidden.flatten(0, 1), places.flatten(), lengths.flatten())
     out = network.finish(network.forward(inputs, context))
     return network.logits(out).view(batch, length, -1)

@@ -18,6 +18,7 @@ from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.model import Model
 from everystep.models.names import Slot
+from everystep.nn.network import Network
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -54,11 +55,8 @@ def build_model(
     values = _with_defaults(config, family)
     wanted = _dtype(config) if dtype is None else _supported(dtype)
     spec = family.read_spec(values)
-    slots = family.slots(spec)
-    _check_names(slots, source, lambda name: family.unused(spec, name))
-    with torch.inference_mode():
-        network = family.assemble(spec, _Slots(slots, source, wanted, torch.device(device)))
-    return Model(ModelConfig(values), spec, network)
+    _check_names(family.slots(spec), source, lambda name: family.unused(spec, name))
+    return Model(ModelConfig(values), spec, _network(family, spec, source, wanted, device))
 
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
@@ -77,12 +75,14 @@ def convert_model(
     device: torch.device | str | None = None,
 ) -> Model:
     """The same weights in another type or on another device; the given model stays as it is."""
-    return build_model(
-        model.config,
+    network = _network(
+        find_family(model.config.model_type),
+        model.spec,
         _Converted(model),
-        dtype=model.dtype if dtype is None else dtype,
-        device=model.device if device is None else device,
+        model.dtype if dtype is None else _supported(dtype),
+        model.device if device is None else device,
     )
+    return Model(model.config, model.spec, network)
 
 
 class _Converted:
@@ -99,6 +99,14 @@ class _Converted:
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self._tensors[name].to(dtype)
+
+
+def _network(
+    family: Family, spec: Any, source: Source, dtype: torch.dtype, device: torch.device | str
+) -> Network:
+    with torch.inference_mode():
+        slots = _Slots(family.slots(spec), source, dtype, torch.device(device))
+        return family.assemble(spec, slots)
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -44,7 +44,10 @@ class Context(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """N positions of one step: `hidden` (N, E), `positions` (N,), row `lengths` (N,) after it."""
+    """N positions of one step: `hidden` (N, E), `positions` (N,), row `lengths` (N,) after it.
+
+    `lengths` stay on the CPU: what they decide is worked out there.
+    """
 
     hidden: Tensor
     positions: Tensor

@@ -55,7 +55,7 @@ class RotaryTable:
 def rotary_table(
     rope: Rope, positions: Tensor, lengths: Tensor | None, dtype: torch.dtype
 ) -> RotaryTable:
-    """The table for `positions` (..., N); `lengths` (N,) matters where the scaling reads it."""
+    """The table for `positions` (..., N); `lengths` (N,), on the CPU, matter to some."""
     wanted = lengths if rope.scaling.by_length else None
     frequencies = rope.scaling.frequencies(rope.dim, rope.theta, wanted).to(positions.device)
     angles = positions[..., None].float() * frequencies
@@ -209,7 +209,7 @@ class LongRope:
         if lengths is None:
             return short
         long = 1.0 / (torch.tensor(self.long) * wavelengths)
-        return torch.where(lengths[:, None].cpu() > self.trained, long, short)
+        return torch.where(lengths[:, None] > self.trained, long, short)
 
 
 @dataclass(frozen=True)

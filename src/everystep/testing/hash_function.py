@@ -19,7 +19,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _START = 0x243F6A8885A308D3
-_FAVOURED = 3.0
+_FAVOURED = 4.0
 
 
 def mix(value: int) -> int:
@@ -86,7 +86,7 @@ class HashFunction:
         """(R,) states and (R, 2) keys of the last two inputs, both uint64 -> (R, V) float32."""
         noise = mix_array(states[:, None] ^ self._token_salts) >> np.uint64(44)
         phrase = mix_array(pairs[:, 0] * np.uint64(_GOLDEN) + pairs[:, 1])
-        favoured = mix_array(phrase[:, None] ^ self._token_salts) >> np.uint64(61) == 0
+        favoured = mix_array(phrase[:, None] ^ self._token_salts) >> np.uint64(60) == 0
         # 20 bits below 4 and a whole number on top: a sum of 22 bits, exact in float32
         values = noise.astype(np.float32) * np.float32(2.0**-18)
         return torch.from_numpy(values + favoured * np.float32(_FAVOURED))

@@ -114,9 +114,9 @@ class Dice:
         return choices[self.between(0, len(choices) - 1)]
 
     def ids(self, vocab_size: int, count: int) -> np.ndarray:
-        """(count,) ids; half the time a phrase over and over."""
+        """(count,) ids; mostly a phrase over and over."""
         ids = self.rng.integers(0, vocab_size, count)
-        if count and self.chance(0.5):
+        if count and self.chance(0.7):
             phrase = ids[: self.between(2, 5)]
             ids = np.tile(phrase, -(-count // len(phrase)))[:count]
         return ids.astype(np.int64)
@@ -171,7 +171,7 @@ def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
         (2, Greedy),
         (3, lambda: Sample(draw.between(1, 4))),
         (3, lambda: _beam(draw, eos_count, max_new)),
-        (4, lambda: Speculative(_lookup(draw), draw.one_of(Greedy(), Sample(1), Sample(3)))),
+        (6, lambda: Speculative(_lookup(draw), draw.one_of(Greedy(), Sample(1), Sample(3)))),
         (1, lambda: Contrastive(draw.between(2, 4), draw.one_of(0.1, 0.6))),
     ]
     weights = np.array([weight for weight, _ in makers])

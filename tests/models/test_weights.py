@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from everystep.models import build_model, convert_model, named_weights
+from tests.executors.models import SPECS, random_model
 from tests.models.tiny import Tensors, ids, ours, reference_decoder, reference_t5
 
 TIED = {
@@ -60,6 +61,15 @@ def test_conversion_leaves_the_original() -> None:
     assert wider.dtype == torch.float64
     assert torch.allclose(wider.forward(read).float(), before, atol=1e-3)
     assert torch.equal(model.forward(read), before)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_tensor_of_a_spec_has_a_name_of_its_own(name: str) -> None:
+    model = random_model(SPECS[name])
+    found = [part for part, _ in named_weights(model)]
+    assert len(found) == len(set(found))
+    read = ids(1, 9, 40)
+    assert torch.equal(convert_model(model).forward(read), model.forward(read))
 
 
 @pytest.mark.parametrize(

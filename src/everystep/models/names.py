@@ -48,8 +48,7 @@ class Filled(Protocol):
 class LayerNames:
     """What the tensors of a layer are called after `layers` and the layer's number.
 
-    None where the family has none; `mlp_norm` is missing in parallel blocks, the post norms in
-    most families.
+    Names of what a spec does not have are not used.
     """
 
     q: str = "self_attn.q_proj"
@@ -63,8 +62,8 @@ class LayerNames:
     down: str = "mlp.down_proj"
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
-    attention_post_norm: str = "post_attention_layernorm"
-    mlp_post_norm: str = "post_feedforward_layernorm"
+    attention_post_norm: str = "post_self_attn_layernorm"
+    mlp_post_norm: str = "post_mlp_layernorm"
 
 
 @dataclass(frozen=True)

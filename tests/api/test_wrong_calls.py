@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from everystep.testing.models import tiny_llama
 
 from everystep.api.model import LanguageModel
 from everystep.errors import (
@@ -15,6 +14,7 @@ from everystep.errors import (
     UnknownArgumentError,
     UnsupportedError,
 )
+from everystep.testing.models import tiny_llama
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 EMBEDS = torch.zeros(2, 3, 16)

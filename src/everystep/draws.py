@@ -82,18 +82,26 @@ class Draws(Protocol):
         ...
 
     def choose(self, probabilities: Tensor, places: Places) -> Tensor:
-        """(R, V) probabilities -> (R,) one token per row."""
+        """(R, V) probabilities -> (R,) one token per row, -1 where a row holds nan."""
         ...
 
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int
     ) -> Tensor:
-        """(R, n) probabilities -> (R, count) distinct indices per row, in order of the draw."""
+        """(R, n) probabilities -> (R, count) distinct indices per row, in order of the draw.
+
+        -1 where a row holds nan.
+        """
         ...
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         """(R, n) numbers in (0, 1) from a named stream."""
         ...
+
+
+def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
+    """(R, n) indices, -1 in rows of nan: where a softmax is nan at all, it is nan everywhere."""
+    return torch.where(probabilities[:, :1].isnan(), -1, drawn)
 
 
 @dataclass(frozen=True)
@@ -107,12 +115,14 @@ class SharedDraws:
     seed: ClassVar[int] = 0
 
     def choose(self, probabilities: Tensor, places: Places) -> Tensor:
-        return (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
+        chosen = (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
+        return _possible(chosen[:, None], probabilities)[:, 0]
 
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int
     ) -> Tensor:
-        return torch.topk(probabilities / self._noise(probabilities, places), count).indices
+        drawn = torch.topk(probabilities / self._noise(probabilities, places), count).indices
+        return _possible(drawn, probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         drawn = torch.rand(places.slots, n, dtype=torch.float64)
@@ -146,7 +156,7 @@ class SeededDraws:
         index = torch.searchsorted(cumulative, threshold, right=True)
         # rounding may reach the end: the last token with any probability is the answer then
         last = (probabilities > 0).to(torch.uint8).cummax(dim=-1).indices[:, -1:]
-        return torch.minimum(index, last)[:, 0]
+        return _possible(torch.minimum(index, last), probabilities)[:, 0]
 
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int
@@ -154,7 +164,7 @@ class SeededDraws:
         """Gumbel top-k (Kool et al. 2019): the numbers are keyed by token, not by rank."""
         noise = self.uniform("choice", places, probabilities.shape[1]).to(probabilities.device)
         keys = probabilities.double().log() - torch.log(-torch.log(noise))
-        return torch.topk(keys, count).indices
+        return _possible(torch.topk(keys, count).indices, probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         return torch.from_numpy(uniform(places.seed, stream, places.lineage, places.position, n))

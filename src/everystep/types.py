@@ -71,7 +71,8 @@ class Request:
 
     `strategy`, `processors`, `stops`, `draws` and `readout` follow the protocols of their packages.
     `companions` are further prompts whose rows mirror each sequence and appear in no output.
-    `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done.
+    `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done. The
+    pad prefix is made of `prefix_token`, or of `pad_token` where that is None.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class Request:
     max_length: int = 2**31
     pad_prefix: int = 0
     pad_token: int = 0
+    prefix_token: int | None = None
     linger: bool = False
 
     @property

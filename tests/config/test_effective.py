@@ -153,6 +153,7 @@ NOTICES: list[dict[str, Any]] = [
                       "assistant_early_exit", "use_mtp", "cache_implementation", "cache_config")],
     {"max_length": 9, "max_new_tokens": 4},
     {"min_new_tokens": 9, "max_new_tokens": 4},
+    {"min_new_tokens": 3, "min_length": 9},
     {"pad_token_id": -1},
 ]  # fmt: skip
 FINE: list[dict[str, Any]] = [

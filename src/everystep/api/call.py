@@ -98,10 +98,12 @@ class Call:
 
     @property
     def lingers(self) -> bool:
-        """Whether finished rows must stay, because their scores are part of the result."""
+        """Whether finished rows must stay: their scores are part of the result, or the caller's own
+        processors and criteria count on the rows of the whole rectangle."""
         e = self.effective
         asked = (e.output_scores, e.output_logits, e.output_hidden_states, e.output_attentions)
-        return bool(e.return_dict_in_generate) and any(asked)
+        watched = self.user.processors or self.user.stops
+        return bool(watched) or (bool(e.return_dict_in_generate) and any(asked))
 
     def requests(self, *, lingers: bool) -> list[Request]:
         """One request per row, in order."""
@@ -125,6 +127,7 @@ class Call:
                     max_length=self.limits.visible - shift,
                     pad_prefix=pad,
                     pad_token=self.tokens.fill,
+                    prefix_token=self.inputs.fills[row] if self.inputs.fills else None,
                     linger=lingers,
                 )
             )
@@ -132,19 +135,25 @@ class Call:
 
     def _processors(self) -> list[tuple[Any, ...]]:
         """One tuple per row; the same one for all rows unless something depends on the row."""
-        e = self.effective
+        e = self.effective.replaced("default", min_length=self._visible_least())
         by_encoder = e.encoder_repetition_penalty != 1.0 or e.encoder_no_repeat_ngram_size
         by_row = by_encoder or self.user.prefix_allowed_tokens is not None
         if not by_row:
             return [build(e, self._facts(0))] * self.inputs.batch
         return [build(e, self._facts(row)) for row in range(self.inputs.batch)]
 
+    def _visible_least(self) -> int:
+        """`min_length` in visible ids: positions of embeddings count, and `min_new_tokens` goes
+        before it."""
+        if self.effective.min_new_tokens is not None:
+            return 0
+        return max(int(self.effective.min_length or 0) - self.inputs.embeds_width, 0)
+
     def _visible_prompt(self, row: int) -> np.ndarray | None:
         """A prompt's ids with its padding, as processors see it."""
-        ids = self.inputs.prompts[row].ids
-        if ids is None:
+        if self.inputs.prompts[row].ids is None:
             return None
-        return np.concatenate([np.full(self.inputs.pads[row], self.tokens.fill), ids])
+        return self.inputs.visible(row, self.tokens.fill)
 
     def _facts(self, row: int) -> Facts:
         source = self.encoder_ids[row] if self.encoder_ids else self._visible_prompt(row)

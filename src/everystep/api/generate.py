@@ -232,7 +232,7 @@ def _run(model: Host, call: Call, streamer: Any) -> Any:
         captures=call.wants.layers or call.wants.attentions,
         windows=model.windows,
     )
-    observers = (collector,) if call.lingers else ()
+    observers = (collector,) if collector.keeps else ()
     cached = call.effective.use_cache is not False
     # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
     # and without a cache nothing of an earlier chunk would be left.
@@ -279,11 +279,8 @@ class _Rectangle:
         self._returns = call.strategy.returns
         self._fill = call.tokens.fill
         self._streamer = streamer
-        prompt = np.full((call.inputs.batch, call.inputs.width), self._fill, dtype=np.int64)
-        for row, one in enumerate(call.inputs.prompts):
-            if one.ids is not None:
-                prompt[row, call.inputs.width - len(one.ids) :] = one.ids
-        streamer.put(torch.from_numpy(prompt))
+        rows = [call.inputs.visible(row, self._fill) for row in range(call.inputs.batch)]
+        streamer.put(torch.from_numpy(np.stack(rows)))
 
     def __call__(self, events: list[Event]) -> None:
         if self._rows == 1:

@@ -16,12 +16,16 @@ from everystep.types import Prompt
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
     """The prompts of a call. `pads`: (B,) how many pad ids stand before each in the rectangle that
-    processors and outputs see; `width`: ids per row of that rectangle (0 for embeddings only)."""
+    processors and outputs see; `width`: ids per row of that rectangle (0 for embeddings only).
+    `fills`: (B,) the id that a row is padded with, if it is; `margins`: (B,) padded positions of
+    what was passed, `pads` unless it is embeddings only."""
 
     prompts: tuple[Prompt, ...]
     pads: tuple[int, ...]
     width: int
     embeds_width: int
+    fills: tuple[int | None, ...] = ()
+    margins: tuple[int, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -32,6 +36,15 @@ class Inputs:
     def prompt_width(self) -> int:
         """Positions per row of the rectangle, whatever it is made of."""
         return self.width or self.embeds_width
+
+    def visible(self, row: int, fill: int) -> np.ndarray:
+        """(width,) a row's ids behind its padding: what was passed there, or `fill`."""
+        ids = self.prompts[row].ids
+        pad = self.fills[row] if self.fills else None
+        table = np.full(self.width, fill if pad is None else pad, dtype=np.int64)
+        if ids is not None:
+            table[self.width - len(ids) :] = ids
+        return table
 
 
 def read_inputs(
@@ -68,8 +81,17 @@ def read_inputs(
     width = shape[1]
     pads = tuple(width - (last - first) for first, last in spans)
     if ids is None:
-        return Inputs(tuple(prompts), (0,) * len(prompts), 0, width)
-    return Inputs(tuple(prompts), pads, width, 0)
+        return Inputs(tuple(prompts), (0,) * len(prompts), 0, width, margins=pads)
+    fills = tuple(_fill(row, span) for row, span in zip(ids, spans, strict=True))
+    return Inputs(tuple(prompts), pads, width, 0, fills, pads)
+
+
+def _fill(row: np.ndarray, span: tuple[int, int]) -> int | None:
+    """The outermost id of a row's padding."""
+    first, last = span
+    if first > 0:
+        return int(row[0])
+    return int(row[-1]) if last < len(row) else None
 
 
 def _start(bos: int | None) -> Tensor:

@@ -33,9 +33,7 @@ def sequences(call: Call, groups: list[Group]) -> Tensor:
     width = call.inputs.width
     table = np.full((len(finished), width + longest), call.tokens.fill, dtype=np.int64)
     for row, done in enumerate(finished):
-        prompt = call.inputs.prompts[row // returns].ids
-        if prompt is not None:
-            table[row, width - len(prompt) : width] = prompt
+        table[row, :width] = call.inputs.visible(row // returns, call.tokens.fill)
         table[row, width : width + len(done.tokens)] = done.tokens
     return torch.from_numpy(table)
 
@@ -46,7 +44,7 @@ def output(
     """The output object of the reference for this kind of model and strategy, with our extras."""
     finished = results(groups)
     effective = call.effective
-    pads = np.repeat(np.array(call.inputs.pads), call.strategy.width)
+    pads = np.repeat(np.array(call.inputs.margins or call.inputs.pads), call.strategy.width)
     fields: dict[str, Any] = {
         "sequences": sequences(call, groups),
         "scores": collector.score_steps() if effective.output_scores else None,

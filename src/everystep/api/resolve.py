@@ -118,7 +118,16 @@ def read_limits(effective: Effective, inputs: Inputs, context: int | None) -> Li
                 )
             )
     else:
-        new = 20 if context is None else max(1, min(20, context - prompt))
+        new = 20 if context is None else min(20, context - prompt)
+        if new <= 0:
+            raise RequestError(
+                message(
+                    "the prompt fills the model's context",
+                    wanted=f"fewer than {context} positions, or max_new_tokens",
+                    got=f"{prompt} positions",
+                    do="Shorten the prompt, or set max_new_tokens",
+                )
+            )
     return Limits(inputs.width + new, new)
 
 

@@ -324,6 +324,14 @@ _OTHERS = (
     ),
     Rule(
         "notice",
+        "min_new_tokens",
+        "min_length",
+        lambda v: v["min_new_tokens"] is not None and bool(v["min_length"]),
+        "min_new_tokens goes before min_length",
+        "Leave one of them out",
+    ),
+    Rule(
+        "notice",
         "max_new_tokens",
         "min_new_tokens",
         lambda v: (v["min_new_tokens"] or 0) > (v["max_new_tokens"] or 2**62),

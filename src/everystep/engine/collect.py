@@ -38,6 +38,11 @@ class Collector:
         for kept in (self.kept_scores, self.kept_logits, self.kept_captures):
             kept.extend([] for _ in range(self.slots))
 
+    @property
+    def keeps(self) -> bool:
+        """Whether there is anything to watch for."""
+        return self.scores or self.logits or self.captures
+
     def __call__(self, record: StepRecord) -> None:
         """Rows of drafts that were not accepted are left out."""
         bounds = np.searchsorted(record.row_sequence, np.arange(len(record.sequences) + 1))

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from everystep.draws import Draws, Places
+from everystep.errors import RequestError, message
 from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
 
 Drafts = list[np.ndarray]
@@ -76,6 +77,18 @@ class Batch:
         lineage = np.array([s.lineage for s in chosen], dtype=np.uint64)
         position = np.array([s.generated for s in chosen], dtype=np.int64) + offset
         return Places(seed, lineage, position.astype(np.uint64), slot, slots)
+
+
+def require_drawn(chosen: np.ndarray) -> None:
+    """RequestError where a row had nothing to draw from, which draws answer with -1."""
+    if (chosen < 0).any():
+        raise RequestError(
+            message(
+                "no token can be drawn: the scores of a sequence hold nan, or nothing but -inf",
+                wanted="at least one finite score, and neither nan nor +inf",
+                do="Relax the processors, or set remove_invalid_values=True",
+            )
+        )
 
 
 class Strategy(Protocol):

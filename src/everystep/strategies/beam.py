@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.draws import Places
-from everystep.strategies.base import MAX_SEED, Batch, Drafts
+from everystep.strategies.base import MAX_SEED, Batch, Drafts, require_drawn
 from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
 
 _NEVER = -1.0e9
@@ -74,11 +74,12 @@ class Beam:
         drawn = batch.draws.choose_without_replacement(
             torch.softmax(total, dim=-1), places, self.ranked
         )
-        return total.gather(1, drawn), drawn
+        return total.gather(1, drawn.clamp(min=0)), drawn
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         """Candidates that end are banked, the best others go on; all groups at once."""
         scores, flat = torch.from_numpy(picked[0]), picked[1]  # (G, ranked)
+        require_drawn(flat)
         parent = flat // batch.vocabulary + np.arange(len(flat))[:, None] * self.width
         token = flat % batch.vocabulary
         _, reasons = batch.stops(parent.ravel(), token.reshape(-1, 1), np.ones(flat.size, int))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.strategies.base import Batch, Drafts
+from everystep.strategies.base import Batch, Drafts, require_drawn
 from everystep.types import Children, Finished, Group, Sequence, TokenTable
 
 
@@ -24,6 +24,7 @@ def continue_each(batch: Batch, tokens: np.ndarray, counts: np.ndarray) -> Child
         pad = np.array([s.request.pad_token for s in batch.sequences])
         tokens = np.where(ended[:, None], pad[:, None], tokens)
         counts = np.where(ended, 1, counts)
+    require_drawn(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
     parents = np.arange(len(batch))
     kept, reasons = batch.stops(parents, tokens, counts)
     finish = [s.finish or reason for s, reason in zip(batch.sequences, reasons, strict=True)]

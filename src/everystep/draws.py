@@ -152,10 +152,11 @@ class SeededDraws:
     def choose(self, probabilities: Tensor, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""
         cumulative = probabilities.double().cumsum(dim=-1)
-        threshold = self.uniform("choice", places).to(cumulative.device) * cumulative[:, -1:]
+        total = cumulative[:, -1:].contiguous()
+        threshold = self.uniform("choice", places).to(cumulative.device) * total
         index = torch.searchsorted(cumulative, threshold, right=True)
         # rounding may reach the end: the last token with any probability is the answer then
-        last = (probabilities > 0).to(torch.uint8).cummax(dim=-1).indices[:, -1:]
+        last = torch.searchsorted(cumulative, total)
         return _possible(torch.minimum(index, last), probabilities)[:, 0]
 
     def choose_without_replacement(

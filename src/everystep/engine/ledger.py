@@ -12,7 +12,7 @@ from everystep.types import Verb
 
 @dataclass(slots=True)
 class Ledger:
-    """Hands out row numbers, lowest first, and writes down every verb in order."""
+    """Hands out row numbers, those freed last first, and writes down every verb in order."""
 
     verbs: list[Verb] = field(default_factory=list)
     encoders: dict[int, Tensor] = field(default_factory=dict)

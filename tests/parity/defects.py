@@ -1,0 +1,116 @@
+"""Known defects of the reference, and how it has to be asked to give the right answer.
+
+Each is a heading of docs/parity.md and has a test of this library's behaviour there. A draw that
+would run into one is put to the reference in another form that means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from tests.parity.draws import Draw
+from tests.parity.models import CATALOGUE
+
+# An id that no tiny model can generate.
+OUTSIDE = 10_000
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+@dataclass(frozen=True)
+class Defect:
+    """`heading`: in docs/parity.md. `ask`: the draw in the form that the reference answers right.
+    `read`: its answer, as an answer to the draw itself."""
+
+    heading: str
+    applies: Callable[[Draw], bool]
+    ask: Callable[[Draw], Draw]
+    read: Callable[[Any], Any] = _same
+
+
+def met(draw: Draw) -> tuple[Defect, ...]:
+    """The defects that a draw would run into."""
+    return tuple(defect for defect in DEFECTS if defect.applies(draw))
+
+
+def without(draw: Draw, *names: str, **changes: Any) -> Draw:
+    """The draw without some settings, and with others."""
+    kept = {name: value for name, value in draw.settings.items() if name not in names}
+    return replace(draw, settings=kept | changes)
+
+
+def wants_layers(draw: Draw) -> bool:
+    """Whether hidden states or attentions are part of the result."""
+    names = ("output_hidden_states", "output_attentions")
+    return any(draw.settings.get(name) for name in names)
+
+
+def _filled_with_zero(draw: Draw) -> bool:
+    return draw.shape.beamed and draw.settings.get("pad_token_id") == 0 and bool(draw.shape.eos)
+
+
+def _fill_outside(draw: Draw) -> Draw:
+    return replace(without(draw, pad_token_id=OUTSIDE), masked=True)
+
+
+def _outside_as_zero(result: Any) -> Any:
+    sequences: Tensor = result if isinstance(result, Tensor) else result.sequences
+    sequences[sequences == OUTSIDE] = 0
+    return result
+
+
+def _drafted_layers(draw: Draw) -> bool:
+    return draw.shape.mode == "lookup" and wants_layers(draw)
+
+
+def _drafted_stops(draw: Draw) -> bool:
+    return draw.shape.mode == "lookup" and bool(draw.criteria)
+
+
+def _unbounded(draw: Draw) -> bool:
+    given = {"max_new_tokens", "max_length"} & set(draw.settings)
+    return draw.embedded and not given
+
+
+def _bounded(draw: Draw) -> Draw:
+    context = CATALOGUE[draw.model].config["max_position_embeddings"]
+    return without(draw, max_new_tokens=min(20, context - draw.shape.width))
+
+
+def _undrafted(draw: Draw) -> Draw:
+    return without(draw, "prompt_lookup_num_tokens", "max_matching_ngram_size")
+
+
+def _chunked_layers(draw: Draw) -> bool:
+    return "prefill_chunk_size" in draw.settings and wants_layers(draw)
+
+
+def _whole(draw: Draw) -> Draw:
+    return without(draw, "prefill_chunk_size")
+
+
+def _written(draw: Draw) -> bool:
+    return "WritesInPlace" in draw.processors and bool(draw.settings.get("output_logits"))
+
+
+def _write_copies(draw: Draw) -> Draw:
+    names = ("Writes" if name == "WritesInPlace" else name for name in draw.processors)
+    return replace(draw, processors=tuple(names))
+
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "Padding with the token 0 after beams", _filled_with_zero, _fill_outside, _outside_as_zero
+    ),
+    Defect("Layer outputs of drafted tokens", _drafted_layers, _undrafted),
+    Defect("Criteria within a draft", _drafted_stops, _undrafted),
+    Defect("The default length after embeddings", _unbounded, _bounded),
+    Defect("Layer outputs of chunked prompts", _chunked_layers, _whole),
+    Defect("Raw logits that a processor wrote into", _written, _write_copies),
+)

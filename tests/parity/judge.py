@@ -1,0 +1,87 @@
+"""The verdict on a draw: both sides run, are compared, and small or empty differences explained.
+
+Two things are no difference. A beam that never ended has no hypothesis, and what the reference
+returns in its place is left out. A norm rounds to float32, and sums of another order may round the
+other way; whether that is all is seen by running both sides with norms that do not round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tests.parity.compare import Difference, differences
+from tests.parity.defects import met, without
+from tests.parity.draws import Draw
+from tests.parity.models import exact_norms
+from tests.parity.sides import Outcome, Side, ours, reference
+
+# What a float32 step can do to the logits of a tiny model.
+ROUNDING = 1e-5
+UNFILLED = "Beams that never end"
+ROUNDED = "Norms in float32"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`ran`: whether both sides gave a result. `explained`: headings of docs/parity.md."""
+
+    draw: Draw
+    ran: bool
+    problems: tuple[Difference, ...]
+    explained: tuple[str, ...]
+
+
+def judge(draw: Draw, expected: Side = reference, found: Side = ours) -> Verdict:
+    """Runs and compares; the sides can be others, to judge the judge."""
+    outcomes = expected(draw), found(draw)
+    problems = differences(draw, *outcomes)
+    explained = [defect.heading for defect in met(draw)]
+    ran = all(outcome.error is None for outcome in outcomes)
+    if problems and ran and (lost := _unfilled(draw, expected)) is not None:
+        problems = differences(draw, *(_filled(draw, one, ~lost) for one in outcomes))
+        explained.append(UNFILLED)
+    if problems and all(problem.gap < ROUNDING for problem in problems):
+        with exact_norms():
+            problems = differences(draw, expected(draw), found(draw))
+        explained.append(ROUNDED)
+    return Verdict(draw, ran, tuple(problems), tuple(explained))
+
+
+def _unfilled(draw: Draw, expected: Side) -> Tensor | None:
+    """(rows,) which results of the reference are no hypothesis that ended; None if all are."""
+    if not draw.shape.beamed:
+        return None
+    asked = without(draw, return_dict_in_generate=True, output_scores=True)
+    # Not "below": where processors make nan of a score, that is no hypothesis either.
+    lost: Tensor = ~(expected(asked).result.sequences_scores > -1e8)
+    return lost if lost.any() else None
+
+
+def _filled(draw: Draw, outcome: Outcome, kept: Tensor) -> Outcome:
+    """The rows that count, without the columns that only others need."""
+    result = outcome.result
+    if isinstance(result, Tensor):
+        return Outcome(_trimmed(result[kept], draw))
+    fields: dict[str, Any] = dict(result.items())
+    fields["sequences"] = _trimmed(result.sequences[kept], draw)
+    if result.beam_indices is not None:
+        fields["beam_indices"] = _shortened(result.beam_indices[kept], {-1})
+    if result.sequences_scores is not None:
+        fields["sequences_scores"] = result.sequences_scores[kept]
+    return Outcome(type(result)(**fields))
+
+
+def _trimmed(sequences: Tensor, draw: Draw) -> Tensor:
+    pad = draw.settings.get("pad_token_id")
+    fill = pad if pad is not None else draw.shape.eos[0] if draw.shape.eos else 0
+    return _shortened(sequences, {fill, -1})
+
+
+def _shortened(table: Tensor, fills: set[int]) -> Tensor:
+    """Without the last columns that hold nothing but fills."""
+    while table.shape[1] and set(table[:, -1].tolist()) <= fills:
+        table = table[:, :-1]
+    return table

@@ -1,0 +1,227 @@
+"""Tiny random models, the same weights in the reference and in this library, both in float64.
+
+A family grows by adding its configurations to CATALOGUE. The reference's attention is replaced by
+the same sums without its step down to float32, which would hide small errors of ours; it goes
+through the reference's own interface for attention functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from everystep.api.load import from_weights
+from everystep.nn.norm import Norm
+
+EXACT = "exact"
+
+
+def exact_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the reference's eager kind, with the softmax in the type of the model."""
+    shared = module.num_key_value_groups
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    weights = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = weights.softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+transformers.AttentionInterface.register(EXACT, exact_attention)
+transformers.AttentionMaskInterface.register(EXACT, eager_mask)
+
+
+def narrow_guidance() -> None:
+    """Lets the reference's guidance read both sets of logits in float32, as it does one of them."""
+    kind = transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor
+    wide = kind.get_unconditional_logits
+    kind.get_unconditional_logits = lambda self, input_ids: wide(self, input_ids).float()
+
+
+narrow_guidance()
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """Root mean square norms of both sides do not step down to float32."""
+
+    def theirs(norm: Any, x: Tensor) -> Tensor:
+        return norm.weight * F.rms_norm(x, x.shape[-1:], eps=norm.variance_epsilon)
+
+    def own(norm: Any, x: Tensor) -> Tensor:
+        return norm.weight * F.rms_norm(x, x.shape[-1:], eps=norm.eps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaRMSNorm, "forward", theirs)
+        patch.setattr(Qwen2RMSNorm, "forward", theirs)
+        patch.setattr(Norm, "__call__", own)
+        yield
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A configuration as config.json holds it. `alone`: its results depend on the other rows of a
+    batch in the reference, so draws for it have prompts of one length and no speculation."""
+
+    name: str
+    config: Mapping[str, Any]
+    alone: bool = False
+    spread: float = 2.5
+
+    @property
+    def vocabulary(self) -> int:
+        """The width of its logits."""
+        return int(self.config["vocab_size"])
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A tiny model in the reference, and its weights under their checkpoint names."""
+
+    tiny: Tiny
+    reference: Any
+    weights: Mapping[str, Tensor] = field(repr=False)
+
+
+BASE: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _llama(name: str, vocabulary: int, alone: bool = False, **changes: Any) -> Tiny:
+    config = {**BASE, "model_type": "llama", "vocab_size": vocabulary, **changes}
+    return Tiny(f"llama-{name}", config, alone)
+
+
+def _qwen2(name: str, vocabulary: int, **changes: Any) -> Tiny:
+    return Tiny(
+        f"qwen2-{name}", {**BASE, "model_type": "qwen2", "vocab_size": vocabulary, **changes}
+    )
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 12,
+}
+
+CATALOGUE: Mapping[str, Tiny] = {
+    tiny.name: tiny
+    for tiny in (
+        _llama("plain", 40, num_key_value_heads=4, rope_theta=10000.0),
+        _llama("grouped-tied", 24, tie_word_embeddings=True),
+        _llama("one-kv-head", 31, num_key_value_heads=1, num_hidden_layers=1),
+        _llama("biases", 60, attention_bias=True, mlp_bias=True),
+        _llama("wide-heads", 33, head_dim=12, rms_norm_eps=1e-5),
+        _llama("linear", 37, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 3.0}),
+        _llama(
+            "yarn",
+            45,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        _llama("llama3", 52, rope_theta=500000.0, rope_scaling=_LLAMA3),
+        _llama(
+            "dynamic",
+            41,
+            alone=True,
+            max_position_embeddings=14,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        ),
+        _llama("longrope", 29, alone=True, rope_parameters=_LONGROPE),
+        _qwen2("grouped", 48),
+        _qwen2("tied", 26, tie_word_embeddings=True, num_key_value_heads=1),
+        _qwen2("window", 35, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    )
+}
+
+
+@cache
+def pair(name: str) -> Pair:
+    """The model of a name; its weights depend on the name alone."""
+    tiny = CATALOGUE[name]
+    known = transformers.CONFIG_MAPPING[tiny.config["model_type"]]
+    config = known.from_dict(dict(tiny.config), attn_implementation=EXACT)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    reference.generation_config = transformers.GenerationConfig()
+    _randomise(reference, tiny)
+    return Pair(tiny, reference.eval(), reference.state_dict())
+
+
+def fresh_reference(name: str) -> Any:
+    """The reference's model with what earlier calls left in its rotary tables undone."""
+    model = pair(name).reference
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model
+
+
+@cache
+def subject(name: str) -> Any:
+    """This library's model with the same weights."""
+    known = pair(name)
+    return from_weights(dict(known.tiny.config), known.weights, dtype=torch.float64)
+
+
+@torch.no_grad()
+def _randomise(model: Any, tiny: Tiny) -> None:
+    """Weights of unit gain, and a head whose logits have the standard deviation `spread`."""
+    generator = torch.Generator().manual_seed(sum(map(ord, tiny.name)))
+    head = model.get_output_embeddings().weight
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        if weight is head:
+            weight.copy_(noise * tiny.spread / math.sqrt(weight.shape[1]))
+        elif name.endswith("norm.weight"):
+            weight.copy_(1 + 0.2 * noise)
+        elif weight.dim() == 1:
+            weight.copy_(0.2 * noise)
+        else:
+            weight.copy_(noise / math.sqrt(weight.shape[1] / 2))

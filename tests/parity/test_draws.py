@@ -1,0 +1,70 @@
+"""Draws are what their numbers say, cover what they should, and the models are what they seem."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.parity.draws import MODES, OPTIONS, Draw, draw
+from tests.parity.models import CATALOGUE, pair
+
+DRAWS = [draw(number) for number in range(3000)]
+SOME = ("max_new_tokens", "max_length", "num_return_sequences", "return_dict_in_generate")
+FLAGS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "inputs_embeds")
+SPECIAL = ("eos_token_id", "pad_token_id", "prompt_lookup_num_tokens", "max_matching_ngram_size")
+
+
+def test_a_draw_is_determined_by_its_number() -> None:
+    assert draw(17) == draw(17)
+
+
+@pytest.mark.parametrize(
+    "name", [*(option.name for option in OPTIONS), *SOME, *FLAGS, *OBJECTS, *SPECIAL]
+)
+def test_every_setting_is_used_in_a_twentieth_of_the_draws(name: str) -> None:
+    assert sum(name in one.used() for one in DRAWS) >= 0.05 * len(DRAWS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_drawn(mode: str) -> None:
+    assert sum(one.shape.mode == mode for one in DRAWS) >= 0.08 * len(DRAWS)
+
+
+@pytest.mark.parametrize("model", CATALOGUE)
+def test_every_model_is_drawn(model: str) -> None:
+    assert sum(one.model == model for one in DRAWS) >= 0.05 * len(DRAWS)
+
+
+def test_padding_stands_on_either_side_and_under_no_mask() -> None:
+    kinds = Counter((one.padding, one.masked) for one in DRAWS if _ragged(one))
+    assert min(kinds[side, masked] for side in ("left", "right") for masked in (True, False)) > 50
+
+
+def _ragged(one: Draw) -> bool:
+    return len(set(map(len, one.prompts))) > 1
+
+
+@pytest.mark.parametrize("model", CATALOGUE)
+def test_a_model_chooses_different_tokens(model: str) -> None:
+    """A model whose choice never varies would agree with any other."""
+    vocabulary = CATALOGUE[model].vocabulary
+    ids = torch.randint(vocabulary, (8, 8), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        chosen = pair(model).reference(ids).logits.argmax(-1)
+    assert len(chosen.unique()) >= vocabulary // 3
+
+
+@pytest.mark.parametrize("model", CATALOGUE)
+def test_the_replaced_attention_is_the_references_own(model: str) -> None:
+    reference = pair(model).reference
+    ids, mask = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        exact = reference(ids, attention_mask=mask).logits
+        reference.set_attn_implementation("sdpa")
+        own = reference(ids, attention_mask=mask).logits
+        reference.set_attn_implementation("exact")
+    assert torch.allclose(exact[mask == 1], own[mask == 1], rtol=0, atol=1e-12)

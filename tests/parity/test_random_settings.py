@@ -1,0 +1,51 @@
+"""Random settings give the reference's results, field by field, in float64.
+
+300 draws by default and 5,000 in all. `python -m tests.parity.shrink NUMBER` shows one of them and
+the smallest form in which it still differs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.parity.draws import draw
+from tests.parity.judge import ROUNDED, Verdict, judge
+
+PER_BLOCK = 25
+DEFAULT_BLOCKS = 12
+ALL_BLOCKS = 200
+BLOCKS = [
+    *range(DEFAULT_BLOCKS),
+    *(pytest.param(block, marks=pytest.mark.slow) for block in range(DEFAULT_BLOCKS, ALL_BLOCKS)),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_results_are_the_references(
+    block: int, record_property: Callable[[str, Any], None]
+) -> None:
+    numbers = range(block * PER_BLOCK, (block + 1) * PER_BLOCK)
+    verdicts = [judge(draw(number)) for number in numbers]
+    record_property("parity", _counts(verdicts))
+    assert not any(verdict.problems for verdict in verdicts), _report(verdicts)
+    assert sum(verdict.ran for verdict in verdicts) >= 0.9 * len(verdicts), "too many refusals"
+    assert sum(ROUNDED in verdict.explained for verdict in verdicts) <= 2, "too much rounding"
+
+
+def _counts(verdicts: list[Verdict]) -> dict[str, int]:
+    counts = Counter({"draws": len(verdicts)})
+    counts["run on both sides"] = sum(verdict.ran for verdict in verdicts)
+    counts["equal"] = sum(not verdict.problems for verdict in verdicts)
+    counts["around a defect of the reference"] = sum(bool(one.explained) for one in verdicts)
+    return dict(counts)
+
+
+def _report(verdicts: list[Verdict]) -> str:
+    wrong = [verdict for verdict in verdicts if verdict.problems]
+    return "\n\n".join(
+        "\n".join([str(verdict.draw), *map(str, verdict.problems)]) for verdict in wrong
+    )

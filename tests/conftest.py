@@ -12,6 +12,7 @@ import ipaddress
 import os
 import random
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,18 +173,24 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
         report.longrepr = f"skipped, which --all does not allow: {report.longrepr}"
 
 
+# Properties that tests record as counts -> what is printed before their sums.
+COUNTED = {"coverage": "laws", "parity": "parity"}
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints what all tests together have covered, where they recorded it."""
-    total: dict[str, int] = {}
-    for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get(
-        "failed", []
-    ):
-        for counts in (value for name, value in report.user_properties if name == "coverage"):
-            for name, count in counts.items():
-                total[name] = total.get(name, 0) + count
-    if total:
+    """Prints what all tests together have covered or found, where they recorded it."""
+    stats = terminalreporter.stats
+    reports = [*stats.get("passed", []), *stats.get("failed", [])]
+    recorded = [one for report in reports for one in report.user_properties]
+    for subject, title in COUNTED.items():
+        total: Counter[str] = Counter()
+        for counts in (value for name, value in recorded if name == subject):
+            total.update(counts)
         counted = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in total.items())
-        terminalreporter.write_line(f"laws: {counted}")
+        if counted:
+            terminalreporter.write_line(f"{title}: {counted}")
+    for text in (value for name, value in recorded if name == "finding"):
+        terminalreporter.write_line(text)
 
 
 # --- for each test --------------------------------------------------------------------------------

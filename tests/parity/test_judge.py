@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "another token": ("sequences", _added((1, 5), 1)),
     "a shorter result": ("sequences", lambda tensor: tensor[:, :-1]),
     "a wider type": ("sequences", lambda tensor: tensor.int()),
-    "a score": ("scores", _in_step(1, _added((0, 3), 2e-8))),
+    "a score": ("scores", _in_step(1, _added((0, 3), 1e-6))),
     "a nan": ("scores", _in_step(1, _added((0, 3), torch.nan))),
     "a missing step": ("logits", lambda steps: steps[:-1]),
     "another type of scores": ("logits", _in_step(0, lambda tensor: tensor.double())),

@@ -1,6 +1,6 @@
 """How fast does decoding run on plain torch operators, beside transformers, on the same weights?
 
-    scripts/bench decode [--quick] [--model PATH] [--threads 2] [--out NAME]
+    scripts/bench decode [--quick] [--only TEXT] [--model PATH] [--threads 2] [--out NAME]
 
 Every case runs in a process of its own, ours and the peer's in turn: float32 weights of the default
 model, greedy and four beams, several batches and prompt lengths, and a ragged batch whose rows end
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--model", default=None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--out", default=None)
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -137,7 +138,8 @@ def main() -> None:
         return
     folder = args.model or str(_float32_folder())
     rows = []
-    for case in QUICK if args.quick else CASES:
+    chosen = [case for case in (QUICK if args.quick else CASES) if args.only in case.name]
+    for case in chosen:
         pair = {e: _child(e, case, folder, args) for e in ("everystep", "transformers")}
         rows.append({"case": case.name, **pair})
         _print_row(case, pair)

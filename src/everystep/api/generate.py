@@ -93,33 +93,42 @@ def _decoder_inputs(
                 do="Pass the prompt as input_ids",
             )
         )
-    inputs = read_inputs(
+    return _read_prompt(model, given, tokens, given.get("position_ids")), ()
+
+
+def _read_prompt(
+    model: Host, given: dict[str, Any], tokens: Tokens, positions: Tensor | None
+) -> Inputs:
+    """The rectangle that the model, or its encoder, reads."""
+    return read_inputs(
         given.get("input_ids"),
         given.get("attention_mask"),
         given.get("inputs_embeds"),
-        given.get("position_ids"),
+        positions,
         pad=tokens.pad,
         eos=tokens.eos,
         bos=tokens.bos,
         vocabulary=model.vocab_size,
     )
-    return inputs, ()
+
+
+def _require_rows(found: Inputs, wanted: Inputs, pair: str, noun: str) -> None:
+    if found.batch != wanted.batch:
+        raise RequestError(
+            message(
+                f"{pair} differ in rows",
+                wanted=wanted.batch,
+                got=found.batch,
+                do=f"Pass one {noun} per row",
+            )
+        )
 
 
 def _encoder_inputs(
     model: Host, given: dict[str, Any], tokens: Tokens
 ) -> tuple[Inputs, Sequence[np.ndarray]]:
     """The encoder reads the inputs once; the decoder starts from its start token."""
-    source = read_inputs(
-        given.get("input_ids"),
-        given.get("attention_mask"),
-        given.get("inputs_embeds"),
-        None,
-        pad=tokens.pad,
-        eos=tokens.eos,
-        bos=tokens.bos,
-        vocabulary=model.vocab_size,
-    )
+    source = _read_prompt(model, given, tokens, None)
     start = given.get("decoder_input_ids")
     if start is None:
         if tokens.start is None:
@@ -143,15 +152,7 @@ def _encoder_inputs(
         vocabulary=model.vocab_size,
         name="decoder_input_ids",
     )
-    if decoder.batch != source.batch:
-        raise RequestError(
-            message(
-                "decoder_input_ids and the inputs differ in rows",
-                wanted=source.batch,
-                got=decoder.batch,
-                do="Pass one decoder prompt per row",
-            )
-        )
+    _require_rows(decoder, source, "decoder_input_ids and the inputs", "decoder prompt")
     with torch.inference_mode():
         prompts = tuple(
             Prompt(ids=one.ids, encoder=model.encode(row))
@@ -199,15 +200,7 @@ def _negative(
         vocabulary=model.vocab_size,
         name="negative_prompt_ids",
     )
-    if negative.batch != inputs.batch:
-        raise RequestError(
-            message(
-                "negative_prompt_ids and the prompt differ in rows",
-                wanted=inputs.batch,
-                got=negative.batch,
-                do="Pass one negative prompt per row",
-            )
-        )
+    _require_rows(negative, inputs, "negative_prompt_ids and the prompt", "negative prompt")
     encoders = [prompt.encoder for prompt in inputs.prompts]
     return tuple(
         Prompt(ids=one.ids, encoder=encoder)

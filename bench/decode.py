@@ -72,24 +72,24 @@ def measure(engine: str, case: Case, path: str, threads: int, repeats: int) -> d
     model.generation_config.pad_token_id = 1
     options = {"do_sample": False, "num_beams": case.beams, "attention_mask": torch.ones_like(ids)}
 
-    def run(tokens: int) -> tuple[float, int]:
+    def run(tokens: int) -> tuple[float, float, int]:
+        """Seconds to the first step's end, seconds from there to the last one's, useful tokens."""
+        ends: list[float] = []
+
+        def clock(input_ids, scores, **_):  # type: ignore[no-untyped-def]
+            ends.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
         begin = time.perf_counter()
-        out = model.generate(ids, max_new_tokens=tokens, **options)
-        return time.perf_counter() - begin, _useful(out[:, case.prompt :], eos)
+        out = model.generate(ids, max_new_tokens=tokens, stopping_criteria=[clock], **options)
+        return ends[0] - begin, ends[-1] - ends[0], _useful(out[:, case.prompt :], eos)
 
     run(2)
-    firsts, totals, counts = [], [], []
-    for _ in range(repeats):
-        firsts.append(run(1)[0])
-        total, count = run(case.tokens + 1)
-        totals.append(total)
-        counts.append(count)
-    first, total = statistics.median(firsts), statistics.median(totals)
-    decoded = counts[0] - case.batch
+    firsts, rests, counts = zip(*(run(case.tokens + 1) for _ in range(repeats)), strict=True)
     return {
         "load_s": load,
-        "first_token_s": first,
-        "decode_tokens_per_s": decoded / max(total - first, 1e-9),
+        "first_token_s": statistics.median(firsts),
+        "decode_tokens_per_s": (counts[0] - case.batch) / statistics.median(rests),
         "tokens": counts[0],
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }

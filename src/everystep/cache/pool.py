@@ -1,13 +1,16 @@
 """Storage of keys and values: slots of equal capacity in one tensor, (L, 2, slots, K, capacity, D).
 
 All layers of a slot are copied by one operation, and the first slots of a layer are one view for
-attention. Capacity and slots grow by doubling. Memory starts as zeros and a slot is wiped before it
-is used again, because attention multiplies what it masks by zero, and zero times NaN is NaN. Who
-owns a slot, and how much of it counts, is not known here.
+attention. Capacity and slots grow by doubling; on the CPU a page of it takes memory only when it is
+first written. Memory starts as zeros and a slot is wiped before it is used again, because attention
+multiplies what it masks by zero, and zero times NaN is NaN. Who owns a slot, and how much of it
+counts, is not known here.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from everystep.nn.network import KvShape
 
 _LEAST_CAPACITY = 64
+_PAGED_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -69,12 +73,14 @@ class Pool:
         """There are at least so many slots of at least so many positions."""
         if slots <= self.slots and capacity <= self.capacity:
             return
-        held, old = self._data, (self.slots, self.capacity)
-        self._data = self._empty(
-            _doubled(self.slots, slots, 1), _doubled(self.capacity, capacity, _LEAST_CAPACITY)
-        )
-        self._data[:, :, : old[0], :, : old[1]] = held
-        self._used += [0] * (self.slots - old[0])
+        held = self._data
+        if capacity > self.capacity:
+            # Room for the tokens that follow, or a prompt of 2^n would be copied at once.
+            capacity = _doubled(self.capacity, capacity + _LEAST_CAPACITY, _LEAST_CAPACITY)
+        self._data = self._empty(_doubled(self.slots, slots, 1), max(capacity, self.capacity))
+        for slot, used in enumerate(self._used):
+            self._data[:, :, slot, :, :used] = held[:, :, slot, :, :used]
+        self._used += [0] * (self.slots - len(self._used))
         self._counts.allocations += 1
 
     def wipe(self, slot: int) -> None:
@@ -111,7 +117,18 @@ class Pool:
     def _empty(self, slots: int, capacity: int) -> Tensor:
         shape = self._shape
         size = (shape.layers, 2, slots, shape.kv_heads, capacity, shape.head_dim)
+        if self._device.type == "cpu":
+            return _zero_pages(size, self._dtype)
         return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+
+def _zero_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that the operating system provides page by page, as they are written."""
+    count = math.prod(size)
+    if count * dtype.itemsize < _PAGED_BYTES or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(size, dtype=dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(size)
 
 
 def _doubled(held: int, wanted: int, least: int) -> int:

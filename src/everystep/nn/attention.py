@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+_FEW_QUERIES = 16
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a layer attends: the factor on scores, the cap on them, the window, a learned bias.
@@ -48,7 +51,9 @@ def unfold_heads(out: Tensor, length: int) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
     """(R, K, q, D) over (R, K, S, D) -> (R, K, q, D); `mask` broadcasts to (R, K, q, S)."""
-    if rule.softcap is None:
+    # For a few queries of many rows the fused kernel of the CPU costs up to twice as much.
+    few = q.device.type == "cpu" and q.shape[2] <= _FEW_QUERIES
+    if rule.softcap is None and not few:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale)
     return probabilities(q @ k.transpose(-1, -2), rule, mask) @ v
 

@@ -12,19 +12,41 @@ from typing import TYPE_CHECKING, Any
 from everystep._version import __version__
 
 if TYPE_CHECKING:
+    from everystep.api.auto import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoTokenizer,
+    )
     from everystep.api.load import load, load_model
     from everystep.api.model import LanguageModel
     from everystep.api.session import Generated, Stream
     from everystep.api.text import chat, generate, stream
     from everystep.config import GenerationConfig
+    from everystep.draws import set_seed
     from everystep.errors import EverystepError
-    from everystep.text import Tokenizer
+    from everystep.outputs import (
+        GenerateBeamDecoderOnlyOutput,
+        GenerateBeamEncoderDecoderOutput,
+        GenerateDecoderOnlyOutput,
+        GenerateEncoderDecoderOutput,
+    )
+    from everystep.text import BatchEncoding, Tokenizer
     from everystep.types import Event, FinishReason
 
 _HOME = {
+    "AutoConfig": "api.auto",
+    "AutoModelForCausalLM": "api.auto",
+    "AutoModelForSeq2SeqLM": "api.auto",
+    "AutoTokenizer": "api.auto",
+    "BatchEncoding": "text",
     "Event": "types",
     "EverystepError": "errors",
     "FinishReason": "types",
+    "GenerateBeamDecoderOnlyOutput": "outputs",
+    "GenerateBeamEncoderDecoderOutput": "outputs",
+    "GenerateDecoderOnlyOutput": "outputs",
+    "GenerateEncoderDecoderOutput": "outputs",
     "Generated": "api.session",
     "GenerationConfig": "config",
     "LanguageModel": "api.model",
@@ -34,14 +56,24 @@ _HOME = {
     "generate": "api.text",
     "load": "api.load",
     "load_model": "api.load",
+    "set_seed": "draws",
     "stream": "api.text",
 }
 """Public name -> the module that defines it."""
 
 __all__ = [
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoTokenizer",
+    "BatchEncoding",
     "Event",
     "EverystepError",
     "FinishReason",
+    "GenerateBeamDecoderOnlyOutput",
+    "GenerateBeamEncoderDecoderOutput",
+    "GenerateDecoderOnlyOutput",
+    "GenerateEncoderDecoderOutput",
     "Generated",
     "GenerationConfig",
     "LanguageModel",
@@ -52,6 +84,7 @@ __all__ = [
     "generate",
     "load",
     "load_model",
+    "set_seed",
     "stream",
 ]
 

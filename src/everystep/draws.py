@@ -7,12 +7,15 @@ position), so that a choice depends on nothing else.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from everystep.errors import RequestError, message
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -169,3 +172,20 @@ class SeededDraws:
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         return torch.from_numpy(uniform(places.seed, stream, places.lineage, places.position, n))
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """The global generators of Python, numpy and torch start anew from `seed`.
+
+    Draws without `seed=` come from torch's. `deterministic`: torch chooses algorithms that repeat.
+    Source: the reference's `set_seed`.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise RequestError(
+            message("seed is impossible", wanted="an integer from 0 to 2**32 - 1", got=repr(seed))
+        )
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # on every device
+    if deterministic:
+        torch.use_deterministic_algorithms(True)

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from everystep.errors import DownloadError, MissingFileError
-from everystep.files.hub import ALLOWED, IGNORED, HubId, fetch_from_hub
+from everystep.files.hub import ALLOWED, IGNORED, HubAccess, HubId, fetch_from_hub
 
 MODEL = HubId("org/name")
 WANTED = [
@@ -76,20 +76,20 @@ def test_only_data_of_a_repository_is_wanted() -> None:
 
 
 def test_a_repository_is_asked_for_with_the_patterns(client: Client, tmp_path: Path) -> None:
-    assert fetch_from_hub(MODEL, revision="v1", offline=False) == tmp_path
+    assert fetch_from_hub(MODEL, HubAccess("v1"), offline=False) == tmp_path
     ((what, options),) = client.calls
     assert (what, options["revision"], options["local_files_only"]) == ("org/name", "v1", False)
     assert options["allow_patterns"] == list(ALLOWED)
 
 
 def test_one_gguf_file_is_asked_for_alone(client: Client) -> None:
-    fetch_from_hub(HubId("org/name", "m.gguf"), revision=None, offline=False)
+    fetch_from_hub(HubId("org/name", "m.gguf"), HubAccess(), offline=False)
     assert [what for what, _ in client.calls] == ["org/name:m.gguf"]
 
 
 @pytest.mark.parametrize("hub_id", [MODEL, HubId("org/name", "m.gguf")])
 def test_offline_is_passed_on(client: Client, hub_id: HubId) -> None:
-    fetch_from_hub(hub_id, revision=None, offline=True)
+    fetch_from_hub(hub_id, HubAccess(), offline=True)
     assert client.calls[0][1]["local_files_only"] is True
 
 
@@ -99,13 +99,13 @@ def test_offline_is_passed_on(client: Client, hub_id: HubId) -> None:
 def test_a_failure_is_told_with_its_reason(client: Client, error: Exception) -> None:
     client.error = error
     with pytest.raises(DownloadError, match=r"org/name could not be fetched.*no route.*HF_TOKEN"):
-        fetch_from_hub(MODEL, revision=None, offline=False)
+        fetch_from_hub(MODEL, HubAccess(), offline=False)
 
 
 def test_what_is_not_cached_is_missing_offline(client: Client) -> None:
     client.error = OSError("not cached")
     with pytest.raises(MissingFileError, match=r"org/name is not in the hub's cache.*offline"):
-        fetch_from_hub(MODEL, revision=None, offline=True)
+        fetch_from_hub(MODEL, HubAccess(), offline=True)
 
 
 def test_an_interruption_is_not_an_error_of_the_hub(
@@ -116,10 +116,18 @@ def test_an_interruption_is_not_an_error_of_the_hub(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fetch_from_hub(MODEL, revision=None, offline=False)
+        fetch_from_hub(MODEL, HubAccess(), offline=False)
 
 
 def test_a_repository_without_safetensors_says_what_to_do(client: Client, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(MissingFileError, match=r"no safetensors.*org/name:FILE\.gguf.*converted"):
-        fetch_from_hub(MODEL, revision=None, offline=False)
+        fetch_from_hub(MODEL, HubAccess(), offline=False)
+
+
+def test_small_files_alone_are_fetched_without_weights(client: Client, tmp_path: Path) -> None:
+    access = HubAccess(cache_dir=tmp_path, token="secret", weights=False)
+    assert fetch_from_hub(MODEL, access, offline=False) == tmp_path
+    ((_, options),) = client.calls
+    assert (options["cache_dir"], options["token"]) == (tmp_path, "secret")
+    assert "*.safetensors" in options["ignore_patterns"]

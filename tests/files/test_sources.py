@@ -9,7 +9,7 @@ import pytest
 
 from everystep.errors import FormatError, MissingFileError, RequestError
 from everystep.files import sources
-from everystep.files.hub import HubId
+from everystep.files.hub import HubAccess, HubId
 from everystep.files.sources import DEFAULT_MODEL, KNOWN_MODELS, Settings, resolve_source
 
 
@@ -28,8 +28,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[HubId, str | None, bool
     """What the hub was asked for."""
     asked = []
 
-    def fetch(hub_id: HubId, *, revision: str | None, offline: bool) -> Path:
-        asked.append((hub_id, revision, offline))
+    def fetch(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
+        asked.append((hub_id, access.revision, offline))
         return Path("fetched")
 
     monkeypatch.setattr(sources, "fetch_from_hub", fetch)
@@ -84,7 +84,7 @@ def test_a_known_name_counts_more_than_a_folder(elsewhere: Path) -> None:
     ],
 )
 def test_hub_ids(asked: list[tuple[HubId, str | None, bool]], text: str, hub_id: HubId) -> None:
-    assert resolve_source(text, revision="v1", offline=True) == Path("fetched")
+    assert resolve_source(text, access=HubAccess("v1"), offline=True) == Path("fetched")
     assert asked == [(hub_id, "v1", True)]
 
 
@@ -132,7 +132,7 @@ def test_a_pipe_is_refused(elsewhere: Path) -> None:
 
 def test_a_local_path_has_no_revision(elsewhere: Path) -> None:
     with pytest.raises(RequestError, match="has no revisions; wanted a hub id; got v1"):
-        resolve_source(elsewhere, revision="v1")
+        resolve_source(elsewhere, access=HubAccess("v1"))
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path) -> None:

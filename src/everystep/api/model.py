@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everystep.api.generate import generate
+from everystep.api.transitions import compute_transition_scores
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, UnsupportedError, message
 from everystep.executors.base import Executor
@@ -92,11 +93,18 @@ class LanguageModel:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> LanguageModel:
-        """A model on the given device and of the given type; this one stays as it is."""
+        """The model itself, from now on with weights on the given device and of the given type.
+
+        A call that is running goes on with the weights it began with.
+        """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        core = convert_model(self._core, device=device, dtype=dtype)
-        return LanguageModel(core, self.generation_config, self.name_or_path)
+        self._core = convert_model(self._core, device=device, dtype=dtype)
+        return self
+
+    def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
+        """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes."""
+        return self._core.network.embed
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every weight under its checkpoint name."""
@@ -136,6 +144,8 @@ class LanguageModel:
             return CausalLMOutput(
                 self._core.forward(input_ids, attention_mask, position_ids, inputs_embeds)
             )
+
+    compute_transition_scores = staticmethod(compute_transition_scores)
 
     def generate(
         self,

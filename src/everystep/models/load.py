@@ -52,7 +52,7 @@ def build_model(
     (impossible values; missing, unexpected or misshaped weights).
     """
     family = find_family(config.get("model_type"))
-    values = _with_defaults(config, family)
+    values = complete_config(config)
     wanted = _dtype(config) if dtype is None else _supported(dtype)
     spec = family.read_spec(values)
     _check_names(family.slots(spec), source, lambda name: family.unused(spec, name))
@@ -109,7 +109,9 @@ def _network(
         return family.assemble(spec, slots)
 
 
-def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config.json with its family's defaults; UnsupportedError without a family."""
+    family = find_family(config.get("model_type"))
     # A null stays only where the family has no value for it, as in the reference.
     given = {key: value for key, value in config.items() if value is not None}
     absent = {key: None for key in config if key not in given}

@@ -1,0 +1,291 @@
+"""Loading under the familiar names: what a script that comes from the reference calls first.
+
+`from_pretrained` takes the reference's arguments and gives the very objects of `load`. An argument
+that asks for nothing this library does otherwise is accepted; one that asks for something it does
+not do is an error, never dropped. How files are found and read is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everystep.api.load import load_model
+from everystep.api.model import LanguageModel
+from everystep.errors import (
+    ModelClassError,
+    RequestError,
+    UnknownArgumentError,
+    UnsupportedError,
+    message,
+    nearest,
+)
+from everystep.files.folder import open_folder
+from everystep.files.gguf import read_gguf
+from everystep.files.hub import HubAccess
+from everystep.files.sources import resolve_source
+from everystep.models import complete_config
+from everystep.models.config import ModelConfig
+from everystep.text import Tokenizer
+
+Name = str | os.PathLike[str]
+
+_HUB = ("revision", "cache_dir", "token", "local_files_only")
+# Argument -> the values that ask for nothing else than what is done anyway.
+_HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "trust_remote_code": (None, False),
+    "force_download": (False,),
+    "subfolder": ("",),
+}
+_HARMLESS_OF_MODELS: Mapping[str, tuple[object, ...]] = {
+    **_HARMLESS,
+    "low_cpu_mem_usage": (None, True, False),
+    "use_safetensors": (None, True),
+    "attn_implementation": (None, "eager", "sdpa"),
+    "quantization_config": (None,),
+    "config": (None,),
+}
+_HARMLESS_OF_TOKENIZERS: Mapping[str, tuple[object, ...]] = {
+    **_HARMLESS,
+    "use_fast": (None, True),
+    "clean_up_tokenization_spaces": (None, False),
+    "legacy": (None, False),
+}
+_WHY: Mapping[str, str] = {
+    "trust_remote_code": "code from a model repository is never run here",
+    "use_safetensors": "pickled weights are never read here",
+    "quantization_config": "weights are quantised with everystep.load(path, quantize=...)",
+    "attn_implementation": "there is one attention, which equals eager and sdpa",
+    "use_fast": "every tokenizer is a fast one",
+}
+_SETTINGS = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *("padding_side", "truncation_side", "model_max_length", "chat_template"),
+)
+
+
+def _check(
+    given: Mapping[str, object], harmless: Mapping[str, Any], named: tuple[str, ...]
+) -> None:
+    """Raises for what would be dropped: a name nobody knows, or a value that asks for more."""
+    for name, value in given.items():
+        if name not in harmless:
+            near = nearest(name, (*harmless, *named, *_HUB))
+            raise UnknownArgumentError(
+                message(
+                    f"from_pretrained() knows no argument {name!r}",
+                    wanted=f"perhaps {near!r}" if near else None,
+                    do=f"Leave {name} out" if near is None else None,
+                )
+            )
+        if value not in harmless[name]:
+            wanted = " or ".join(map(repr, harmless[name]))
+            text = f"{name} asks for something else than is done"
+            why = f"{text}: {_WHY[name]}" if name in _WHY else text
+            raise UnsupportedError(
+                message(why, wanted=wanted, got=repr(value), do=f"Leave {name} out")
+            )
+
+
+def _dtype_of(dtype: object, alias: object) -> torch.dtype | None:
+    """The type that `dtype` or its older name `torch_dtype` asks for; None for the folder's own."""
+    if dtype is not None and alias is not None and dtype != alias:
+        raise RequestError(
+            message(
+                "dtype and torch_dtype say different things",
+                got=f"{dtype} and {alias}",
+                do="Pass dtype alone",
+            )
+        )
+    asked = alias if dtype is None else dtype
+    if asked is None or asked == "auto":
+        return None
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if not isinstance(found, torch.dtype):
+        raise RequestError(
+            message(
+                "dtype is no type of numbers",
+                wanted="'auto', 'bfloat16', torch.float32, ...",
+                got=repr(asked),
+            )
+        )
+    return found
+
+
+def _device_of(device_map: object) -> str | torch.device:
+    """The one device that `device_map` names; "auto" is the accelerator if there is one."""
+    if isinstance(device_map, Mapping):
+        if list(device_map) != [""]:
+            raise UnsupportedError(
+                message(
+                    "device_map spreads the model over several devices",
+                    wanted="one device for the whole model",
+                    got=dict(device_map),
+                    do='Pass device_map="auto", "cpu" or "cuda"',
+                )
+            )
+        device_map = device_map[""]
+    if device_map is None:
+        return "cpu"
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(device_map)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise RequestError(
+            message(
+                "device_map is no device",
+                wanted="'auto', 'cpu', 'cuda', 'cuda:1', a torch.device or a number",
+                got=repr(device_map),
+            )
+        ) from error
+
+
+@dataclass(frozen=True)
+class ModelLoader:
+    """`from_pretrained` of the models named `name`, which read with an encoder or without."""
+
+    name: str
+    encodes: bool
+
+    def __call__(
+        self,
+        pretrained_model_name_or_path: Name,
+        *,
+        dtype: str | torch.dtype | None = None,
+        torch_dtype: str | torch.dtype | None = None,
+        device_map: Any = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        **others: Any,
+    ) -> LanguageModel:
+        """The model of a folder, a GGUF file, a name or a hub id, ready to generate.
+
+        `dtype`: the type of the weights, the folder's own without it; `torch_dtype` is its older
+        name. `device_map`: one device, or "auto". `revision`, `cache_dir`, `token` and
+        `local_files_only` say how the hub is read. RequestError (a ValueError) for a model of the
+        other kind and for arguments that cannot be honoured.
+        """
+        named = ("dtype", "torch_dtype", "device_map")
+        _check(others, _HARMLESS_OF_MODELS, named)
+        wanted, device = _dtype_of(dtype, torch_dtype), _device_of(device_map)
+        access = HubAccess(revision, cache_dir, token)
+        local = resolve_source(
+            pretrained_model_name_or_path, offline=local_files_only, access=access
+        )
+        self._check_kind(local)
+        return load_model(local, dtype=wanted, device=device)
+
+    def _check_kind(self, local: Path) -> None:
+        """The other kind is refused before its weights are read."""
+        config = complete_config(open_folder(local).config) if local.is_dir() else {}
+        if bool(config.get("is_encoder_decoder", False)) != self.encodes:
+            kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+            raise RequestError(
+                message(
+                    f"{local} is no model for {self.name}",
+                    wanted="an encoder with a decoder" if self.encodes else "a decoder alone",
+                    got=config.get("model_type", "a GGUF file"),
+                    do=f"Load it with {kinds[not self.encodes]}",
+                )
+            )
+
+
+class AutoModelForCausalLM:
+    """Loads decoders: `from_pretrained` gives the model that `load_model` gives."""
+
+    from_pretrained = staticmethod(ModelLoader("AutoModelForCausalLM", encodes=False))
+
+    def __init__(self) -> None:
+        raise _not_constructed("AutoModelForCausalLM")
+
+
+class AutoModelForSeq2SeqLM:
+    """Loads models with encoder and decoder: `from_pretrained` gives what `load_model` gives."""
+
+    from_pretrained = staticmethod(ModelLoader("AutoModelForSeq2SeqLM", encodes=True))
+
+    def __init__(self) -> None:
+        raise _not_constructed("AutoModelForSeq2SeqLM")
+
+
+class AutoTokenizer:
+    """Loads tokenizers: `from_pretrained` gives the tokenizer that `load` gives."""
+
+    def __init__(self) -> None:
+        raise _not_constructed("AutoTokenizer")
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: Name,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        **others: Any,
+    ) -> Tokenizer:
+        """The tokenizer of a folder, a GGUF file, a name or a hub id; no weights are fetched.
+
+        Settings may be given by name: `padding_side`, `truncation_side`, `model_max_length`,
+        `chat_template`, and special tokens such as `pad_token`.
+        """
+        settings = {name: others.pop(name) for name in _SETTINGS if name in others}
+        _check(others, _HARMLESS_OF_TOKENIZERS, _SETTINGS)
+        access = HubAccess(revision, cache_dir, token, weights=False)
+        local = resolve_source(
+            pretrained_model_name_or_path, offline=local_files_only, access=access
+        )
+        if local.is_dir():
+            tokenizer = Tokenizer.from_folder(local)
+        else:
+            tokenizer = Tokenizer.from_gguf(read_gguf(local).metadata)
+        for name, value in settings.items():
+            setattr(tokenizer, name, value)
+        return tokenizer
+
+
+class AutoConfig:
+    """Reads configurations: `from_pretrained` gives the values of a config.json."""
+
+    def __init__(self) -> None:
+        raise _not_constructed("AutoConfig")
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: Name,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        **others: Any,
+    ) -> ModelConfig:
+        """The configuration of a folder or a hub id, with the defaults of its family."""
+        _check(others, _HARMLESS, ())
+        access = HubAccess(revision, cache_dir, token, weights=False)
+        local = resolve_source(
+            pretrained_model_name_or_path, offline=local_files_only, access=access
+        )
+        if not local.is_dir():
+            raise UnsupportedError(
+                message(
+                    f"{local} has no config.json",
+                    wanted="a model folder",
+                    do="Load the model and read model.config",
+                )
+            )
+        return ModelConfig(complete_config(open_folder(local).config))
+
+
+def _not_constructed(name: str) -> ModelClassError:
+    return ModelClassError(
+        message(f"{name} has no instances", do=f"Call {name}.from_pretrained(path)")
+    )

@@ -32,6 +32,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 # (importer, imported) of one level, each with its reason.
 LISTED: dict[tuple[str, str], str] = {
     ("types", "errors"): "a noun refuses what contradicts itself",
+    ("config", "files"): "a configuration is read from a folder or from the hub",
     ("executors", "models"): "the numpy executor reads a decoder's specification and weights",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.

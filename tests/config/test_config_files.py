@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from transformers import GenerationConfig as Theirs
 
 from everystep.config import DEFAULTS, FIELDS, META, CompileConfig, GenerationConfig
 from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.files.folder import open_folder
 from tests.config.values import GREEN, SYNTHID, VALUES
 
 # --- files ----------------------------------------------------------------------------------------
@@ -93,18 +96,56 @@ def test_names_that_no_field_has_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("{", "is not JSON"),
-        ("[1]", "wanted a JSON object; got list"),
+        ("{", "is not valid JSON"),
+        ("[1]", "holds no object; wanted {...}; got list"),
         ('{"top_p": 3}', "top_p is not valid; wanted a number from 0 to 1; got 3"),
-        (b"\xff\xfe", "is not JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        ('{"sequence_bias": [[[1], NaN]]}', "NaN is no JSON number"),
     ],
 )
 def test_a_broken_file_is_refused_by_name(content: Any, text: str, tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(FormatError, match=text) as caught:
+    with pytest.raises(FormatError, match=re.escape(text)) as caught:
         GenerationConfig.from_pretrained(tmp_path)
     assert "generation_config.json" in str(caught.value)
+
+
+def test_a_hub_repository_is_asked_for_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str, Any]] = []
+
+    def download(repository: str, name: str, **options: Any) -> str:
+        asked.append((repository, name, options["revision"]))
+        (tmp_path / "file.json").write_text('{"top_k": 7}')
+        return str(tmp_path / "file.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    found = GenerationConfig.from_pretrained(
+        "org/model", "fast.json", revision="v2", subfolder="sets"
+    )
+    assert asked == [("org/model", "sets/fast.json", "v2")]
+    assert (found.top_k, found.caller_set) == (7, frozenset())
+
+
+def test_a_hub_repository_that_was_never_fetched_says_so() -> None:
+    with pytest.raises(MissingFileError, match="org/model is not in the hub's cache"):
+        GenerationConfig.from_pretrained("org/model", local_files_only=True)
+
+
+def test_a_model_folder_may_hold_an_infinite_bias(tmp_path: Path) -> None:
+    GenerationConfig(sequence_bias={(3,): float("-inf")}).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    found = open_folder(tmp_path).generation_config
+    assert found == {"sequence_bias": [[[3], float("-inf")]]}
+
+
+def test_keys_may_be_left_out_of_the_text(tmp_path: Path) -> None:
+    config = GenerationConfig(top_k=5, top_p=0.5)
+    assert json.loads(config.to_json_string(keys_to_pop=["top_p"])) == {"top_k": 5}
+    config.to_json_file(tmp_path / "a.json", keys_to_pop=["top_k"])
+    assert json.loads((tmp_path / "a.json").read_text()) == {"top_p": 0.5}
 
 
 def test_a_missing_file_is_its_own_error(tmp_path: Path) -> None:

@@ -197,6 +197,18 @@ def test_update_returns_what_it_did_not_use() -> None:
     assert config.top_k == 7
 
 
+def test_update_may_spare_what_was_said() -> None:
+    config = GenerationConfig(top_k=5)
+    assert config.update(defaults_only=True, top_k=7, top_p=0.5) == {"top_k": 7}
+    assert (config.top_k, config.top_p) == (5, 0.5)
+
+
+def test_update_may_keep_names_that_no_field_has() -> None:
+    config = GenerationConfig()
+    assert config.update(allow_custom_entries=True, lang_to_id={"en": 3}) == {}
+    assert config.lang_to_id == {"en": 3}
+
+
 def test_a_refused_update_changes_nothing() -> None:
     config = GenerationConfig(top_k=5)
     with pytest.raises(RequestError):
@@ -229,3 +241,34 @@ def test_a_copy_is_independent() -> None:
     twin.eos_token_id.append(2)
     config.to_dict()["eos_token_id"].append(3)
     assert config.eos_token_id == [1]
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True},
+    {"num_beams": 3},
+    {"num_beams": 3, "do_sample": True},
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    {"num_beams": 3, "force_words_ids": [[1]]},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"penalty_alpha": 0.6, "top_k": 1},
+    {"penalty_alpha": 0.6, "top_k": 4, "do_sample": True},
+    {"prompt_lookup_num_tokens": 3},
+    {"prompt_lookup_num_tokens": 3, "do_sample": True},
+    {"assistant_early_exit": 2},
+    {"use_mtp": True},
+    {"dola_layers": "low"},
+    {"dola_layers": "low", "prompt_lookup_num_tokens": 3},
+    {"num_beams": 3, "prompt_lookup_num_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("assistant", [None, object()])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_mode_is_the_references(settings: dict[str, Any], assistant: object) -> None:
+    theirs = Theirs(**settings).get_generation_mode(assistant)
+    ours = GenerationConfig(**settings).get_generation_mode(assistant)
+    assert str(ours) == theirs.value

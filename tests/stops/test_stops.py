@@ -173,6 +173,26 @@ def test_mixed_requests_end_as_each_alone() -> None:
         assert ask_all(table, parents, children) == alone
 
 
+def a_stop_of_a_new_class(name: str) -> Stop:
+    def ends(self: Stop, candidates: Candidates) -> np.ndarray:
+        return np.ones(len(candidates), dtype=bool)
+
+    def reason(self: Stop, candidates: Candidates, index: int) -> FinishReason:
+        return FinishReason("criteria", name)
+
+    kind: Any = type(name, (), {"__call__": ends, "reason": reason})
+    return kind()  # type: ignore[no-any-return]
+
+
+def test_strangers_give_their_reasons_in_the_callers_order() -> None:
+    table = TokenTable()
+    for _ in range(8):  # an order by identity would be right by chance at times
+        stops = tuple(a_stop_of_a_new_class(name) for name in "abcd")
+        parents = [a_sequence(table, [1], stops), a_sequence(table, [1], (EosToken((7,)), *stops))]
+        answers = ask_all(table, parents, [[3], [3]])
+        assert [reason.matched for _, reason in answers if reason] == ["a", "a"]
+
+
 def test_equal_stops_are_asked_once() -> None:
     table, asked = TokenTable(), []
 

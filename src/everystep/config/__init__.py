@@ -5,6 +5,7 @@ from __future__ import annotations
 from everystep.config.effective import Effective, Source, merge_configs
 from everystep.config.fields import CALL_ONLY, DEFAULTS, FIELDS, META, Field
 from everystep.config.generation import CONFIG_NAME, GenerationConfig, unknown_name
+from everystep.config.modes import GenerationMode
 from everystep.config.nested import (
     CompileConfig,
     SynthIDTextWatermarkingConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "FIELDS",
     "Field",
     "GenerationConfig",
+    "GenerationMode",
     "META",
     "RULES",
     "Rule",

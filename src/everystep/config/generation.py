@@ -10,21 +10,18 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from warnings import warn
 
 from everystep.config.fields import CALL_ONLY, FIELDS, META
+from everystep.config.modes import GenerationMode, generation_mode
 from everystep.config.rules import judge, refuse_impossible
-from everystep.errors import (
-    FormatError,
-    MissingFileError,
-    RequestError,
-    UnknownArgumentError,
-    message,
-    nearest,
-)
+from everystep.errors import FormatError, RequestError, UnknownArgumentError, message, nearest
+from everystep.files.atomic import write_atomic
+from everystep.files.hub import HubAccess
+from everystep.files.sources import read_settings
 
 CONFIG_NAME = "generation_config.json"
 _OWN = frozenset({"inherited", "extra"})
@@ -95,24 +92,40 @@ class GenerationConfig:
             for name, field in FIELDS.items()
         }
 
-    def validate(self, strict: bool = False) -> None:
+    def get_generation_mode(self, assistant_model: object = None) -> GenerationMode:
+        """Which way of generating the values ask for, with the defaults where nothing was said."""
+        return generation_mode(self.filled(), assisted=assistant_model is not None)
+
+    def validate(
+        self, strict: bool = False, user_set_attributes: Collection[str] | None = None
+    ) -> None:
         """Returns if the values go together.
 
         RequestError for what is impossible or in conflict, and with `strict` also for values
-        without effect, which else are a warning. Inherited values cause neither.
+        without effect, which else are a warning. Inherited values cause neither; the caller's are
+        `user_set_attributes`, or all that are not `inherited`.
         """
-        for notice in judge(self.filled(), self.caller_set):
+        caller = self.caller_set if user_set_attributes is None else user_set_attributes
+        for notice in judge(self.filled(), caller):
             if strict:
                 raise RequestError(notice)
             warn(notice, UserWarning, stacklevel=2)
 
-    def update(self, **values: Any) -> dict[str, Any]:
-        """Sets the fields among `values`; returns those that are none."""
+    def update(
+        self, defaults_only: bool = False, allow_custom_entries: bool = False, **values: Any
+    ) -> dict[str, Any]:
+        """Sets the fields among `values`, all of them or none; returns what was not used.
+
+        With `defaults_only` a field that has a value keeps it, and the other value counts as not
+        used; with `allow_custom_entries` names that no field has go into `extra`.
+        """
         changed = copy.deepcopy(self)
         unused = {}
         for name, value in values.items():
-            if name in FIELDS:
+            if name in FIELDS and not (defaults_only and getattr(self, name) is not None):
                 setattr(changed, name, value)
+            elif allow_custom_entries and name not in FIELDS and name not in self.extra:
+                changed.extra[name] = value
             else:
                 unused[name] = value
         refuse_impossible(changed.filled())
@@ -129,23 +142,27 @@ class GenerationConfig:
         values = self.to_dict()
         return {n: v for n, v in values.items() if v is not None or n not in FIELDS}
 
-    def to_json_string(self, use_diff: bool = True, ignore_metadata: bool = False) -> str:
+    def to_json_string(
+        self,
+        use_diff: bool = True,
+        ignore_metadata: bool = False,
+        keys_to_pop: Collection[str] = (),
+    ) -> str:
         """The values as JSON, sorted by name; RequestError for values that JSON cannot hold."""
         values = self.to_diff_dict() if use_diff else self.to_dict()
-        if ignore_metadata:
-            values = {name: value for name, value in values.items() if name not in META}
+        left_out = {*keys_to_pop, *(META if ignore_metadata else ())}
+        values = {name: value for name, value in values.items() if name not in left_out}
         return json.dumps(_encoded(values), indent=2, sort_keys=True, default=_refuse_object) + "\n"
 
-    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+    def to_json_file(
+        self,
+        json_file_path: str | os.PathLike[str],
+        use_diff: bool = True,
+        keys_to_pop: Collection[str] = (),
+    ) -> None:
         """The file holds `to_json_string()`, or is as it was if that fails."""
-        target = Path(json_file_path)
-        text = self.to_json_string(use_diff)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        text = self.to_json_string(use_diff, keys_to_pop=keys_to_pop)
+        write_atomic(Path(json_file_path), text.encode())
 
     def save_pretrained(
         self,
@@ -168,17 +185,30 @@ class GenerationConfig:
         cls,
         pretrained_model_name: str | os.PathLike[str],
         config_file_name: str | os.PathLike[str] | None = None,
+        *,
+        local_files_only: bool = False,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
         **overrides: Any,
     ) -> GenerationConfig:
-        """The configuration in a folder, all of it inherited but the overrides.
+        """The configuration in a folder or hub repository, all of it inherited but the overrides.
 
-        MissingFileError if there is none, FormatError if it is not a JSON object or a value cannot
-        be. Names that no field has are kept in `extra`.
+        MissingFileError if there is no such file, DownloadError if it could not be fetched,
+        FormatError if it is not a JSON object or a value cannot be. Names that no field has are
+        kept in `extra`.
         """
-        path = Path(pretrained_model_name) / (config_file_name or CONFIG_NAME)
-        config = cls.from_checkpoint(_read_object(path), str(path))
-        for name, value in overrides.items():
-            setattr(config, name, value)
+        name = str(config_file_name or CONFIG_NAME)
+        values, path = read_settings(
+            pretrained_model_name,
+            f"{subfolder}/{name}" if subfolder else name,
+            offline=local_files_only,
+            access=HubAccess(revision, cache_dir, token),
+        )
+        config = cls.from_checkpoint(values, path)
+        for field, value in overrides.items():
+            setattr(config, field, value)
         return config
 
     @classmethod
@@ -261,26 +291,6 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
         do="Pass model.config",
     )
     raise RequestError(text)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        text = message(f"there is no {path}", do="Check the folder and the file's name")
-        raise MissingFileError(text) from error
-    except ValueError as error:
-        text = message(f"{path} is not JSON: {error}", do="Correct the file or fetch it again")
-        raise FormatError(text) from error
-    if not isinstance(values, dict):
-        text = message(
-            f"{path} is of another form",
-            wanted="a JSON object",
-            got=type(values).__name__,
-            do="Correct the file or fetch it again",
-        )
-        raise FormatError(text)
-    return values
 
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:

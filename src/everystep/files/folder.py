@@ -61,7 +61,7 @@ def open_folder(path: str | PathLike[str]) -> ModelFolder:
     config = _read_json(path / CONFIG)
     if config is None:
         raise _no_config(path)
-    generation_config = _read_json(path / GENERATION_CONFIG)
+    generation_config = _read_json(path / GENERATION_CONFIG, infinite=True)
     _check_config(config, str(path / CONFIG))
     _check_token_ids(generation_config or {}, str(path / GENERATION_CONFIG))
     tokenizer_config = _read_json(path / TOKENIZER_CONFIG)
@@ -81,10 +81,10 @@ def _no_config(path: Path) -> MissingFileError:
     return MissingFileError(message(f"{path} is not a model folder", wanted=CONFIG, do=do))
 
 
-def _read_json(file: Path) -> dict[str, object] | None:
+def _read_json(file: Path, *, infinite: bool = False) -> dict[str, object] | None:
     if not is_there(file):
         return None
-    return parse_object(read_bounded(file, MAX_JSON_BYTES), str(file))
+    return parse_object(read_bounded(file, MAX_JSON_BYTES), str(file), infinite=infinite)
 
 
 def _check_config(config: dict[str, object], name: str) -> None:

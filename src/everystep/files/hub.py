@@ -72,22 +72,10 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
     Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
     """
     # The client takes a second to import and is needed by those who name a hub model only.
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
 
     if hub_id.file is not None:
-        file = hub_id.file
-        return _wrapped(
-            hub_id,
-            offline,
-            lambda: hf_hub_download(
-                hub_id.repository,
-                file,
-                revision=access.revision,
-                cache_dir=access.cache_dir,
-                token=access.token,
-                local_files_only=offline,
-            ),
-        )
+        return fetch_file(hub_id, hub_id.file, access, offline=offline)
     folder = _wrapped(
         hub_id,
         offline,
@@ -104,6 +92,27 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
     if access.weights:
         _check_weights(hub_id, folder)
     return folder
+
+
+def fetch_file(hub_id: HubId, name: str, access: HubAccess, *, offline: bool) -> Path:
+    """Returns the local path of one file of a repository, downloading it if need be.
+
+    Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
+    """
+    from huggingface_hub import hf_hub_download
+
+    return _wrapped(
+        hub_id,
+        offline,
+        lambda: hf_hub_download(
+            hub_id.repository,
+            name,
+            revision=access.revision,
+            cache_dir=access.cache_dir,
+            token=access.token,
+            local_files_only=offline,
+        ),
+    )
 
 
 def _wrapped(hub_id: HubId, offline: bool, fetch: Callable[[], str]) -> Path:

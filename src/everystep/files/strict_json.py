@@ -19,16 +19,17 @@ MAX_DEPTH = 64
 T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 
 
-def parse_object(data: bytes, name: str) -> dict[str, object]:
+def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str, object]:
     """Returns the JSON object in `data`; `name` is the file's, for errors.
 
-    Raises FormatError for anything but one object in strict JSON, nested at most MAX_DEPTH deep.
+    Raises FormatError for anything but one object in strict JSON, nested at most MAX_DEPTH deep;
+    with `infinite` the words Infinity and -Infinity are numbers.
     """
     try:
         value = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
+            parse_constant=_infinity if infinite else _refuse_constant,
             parse_float=_finite,
         )
     except RecursionError as error:
@@ -91,6 +92,10 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON number")
+
+
+def _infinity(text: str) -> float:
+    return _refuse_constant(text) if text == "NaN" else float(text)
 
 
 def _finite(text: str) -> float:

@@ -56,7 +56,7 @@ def _explain(candidates: Candidates, reasons: Reasons) -> None:
             _ask(stop, candidates, None, reasons)
         return
     groups = _by_stop(candidates)
-    for kind in sorted({type(stop) for stop in groups}, key=lambda k: _RANK.get(k, len(ORDER))):
+    for kind in sorted(dict.fromkeys(map(type, groups)), key=lambda k: _RANK.get(k, len(ORDER))):
         _ask_kind(
             [(stop, ids) for stop, ids in groups.items() if type(stop) is kind], candidates, reasons
         )

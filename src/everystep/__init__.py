@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
     from everystep.api.session import Generated, Stream
     from everystep.api.text import chat, generate, stream
+    from everystep.cache.containers import (
+        Cache,
+        DynamicCache,
+        EncoderDecoderCache,
+        OffloadedCache,
+        OffloadedStaticCache,
+        QuantizedCache,
+        SlidingWindowCache,
+        StaticCache,
+    )
     from everystep.config import GenerationConfig
     from everystep.draws import set_seed
     from everystep.errors import EverystepError
@@ -40,6 +50,9 @@ _HOME = {
     "AutoModelForSeq2SeqLM": "api.auto",
     "AutoTokenizer": "api.auto",
     "BatchEncoding": "text",
+    "Cache": "cache.containers",
+    "DynamicCache": "cache.containers",
+    "EncoderDecoderCache": "cache.containers",
     "Event": "types",
     "EverystepError": "errors",
     "FinishReason": "types",
@@ -50,6 +63,11 @@ _HOME = {
     "Generated": "api.session",
     "GenerationConfig": "config",
     "LanguageModel": "api.model",
+    "OffloadedCache": "cache.containers",
+    "OffloadedStaticCache": "cache.containers",
+    "QuantizedCache": "cache.containers",
+    "SlidingWindowCache": "cache.containers",
+    "StaticCache": "cache.containers",
     "Stream": "api.session",
     "Tokenizer": "text",
     "chat": "api.text",
@@ -67,6 +85,9 @@ __all__ = [
     "AutoModelForSeq2SeqLM",
     "AutoTokenizer",
     "BatchEncoding",
+    "Cache",
+    "DynamicCache",
+    "EncoderDecoderCache",
     "Event",
     "EverystepError",
     "FinishReason",
@@ -77,6 +98,11 @@ __all__ = [
     "Generated",
     "GenerationConfig",
     "LanguageModel",
+    "OffloadedCache",
+    "OffloadedStaticCache",
+    "QuantizedCache",
+    "SlidingWindowCache",
+    "StaticCache",
     "Stream",
     "Tokenizer",
     "__version__",

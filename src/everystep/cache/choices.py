@@ -1,0 +1,97 @@
+"""What kind of cache a configuration asks for, read and checked.
+
+Windows come from the model's configuration, settings from the names that a `cache_config` has. What
+waits for a later version is refused here, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from everystep.cache.affine import Quantization
+from everystep.cache.layers import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from everystep.errors import RequestError, UnsupportedError, message
+
+
+def refuse_offloading() -> NoReturn:
+    """Raises: caches outside the device's memory wait for a later version."""
+    raise UnsupportedError(
+        message(
+            "offloaded caches are not in this version",
+            wanted="a cache on the model's device",
+            do="Use a DynamicCache, or a QuantizedCache to save memory",
+        )
+    )
+
+
+def dynamic_layer(window: int | None) -> DynamicLayer:
+    """A layer that grows, up to its window if it has one."""
+    return DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+
+
+def static_layer(max_cache_len: int, window: int | None) -> StaticLayer:
+    """A layer with room for so many positions, or for its window."""
+    if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
+        raise RequestError(
+            message("max_cache_len is impossible", wanted="at least 1", got=repr(max_cache_len))
+        )
+    if window is None:
+        return StaticLayer(max_cache_len)
+    return StaticSlidingWindowLayer(max_cache_len, window)
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Per layer of a configuration, how far it looks back; None for all the way."""
+    text = getattr(config, "get_text_config", None)
+    if callable(text):
+        config = text(decoder=True)
+    count = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        return [None] * count
+    if kinds is not None:
+        return [window if "sliding" in kind else None for kind in kinds]
+    first = getattr(config, "max_window_layers", 0) if hasattr(config, "use_sliding_window") else 0
+    return [window if index >= first else None for index in range(count)]
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization:
+    """How to quantise, from the names that a `cache_config` has; None stands for the default."""
+    given = {name: value for name, value in config.items() if value is not None}
+    backend = given.pop("backend", "everystep")
+    if backend != "everystep":
+        _refuse_setting("backend", "'everystep', the library's own", backend, "Leave backend out")
+    for axis in ("axis_key", "axis_value"):
+        if axis in given:
+            wanted = "keys per channel, values per position"
+            _refuse_setting(axis, wanted, given[axis], f"Leave {axis} out")
+    names = {"nbits": "bits", "q_group_size": "group", "residual_length": "residual"}
+    for name in given:
+        if name not in names:
+            _refuse_setting(name, ", ".join(names), given[name], f"Leave {name} out")
+    return Quantization(**{names[name]: value for name, value in given.items()})
+
+
+def refuse_quantized_windows(windows: Sequence[int | None]) -> None:
+    """Raises where a layer has a window: what it drops need not be quantised."""
+    if any(window is not None for window in windows):
+        raise UnsupportedError(
+            message(
+                "a quantised cache is for models without sliding windows",
+                got=f"windows {sorted({w for w in windows if w is not None})}",
+                do="Use a DynamicCache",
+            )
+        )
+
+
+def _refuse_setting(name: str, wanted: str, got: object, do: str) -> None:
+    raise RequestError(
+        message(f"a quantised cache cannot have {name}", wanted=wanted, got=repr(got), do=do)
+    )

@@ -1,0 +1,358 @@
+"""Cache objects under the reference's names: what callers pass as `past_key_values` and get back.
+
+A cache is one layer object per layer of the model. The engine never computes with these: a cache
+that is passed in is imported into rows, and rows are exported into one when a call is over. What a
+cache can do ("grow", "fork", "truncate") is what its layers can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everystep.cache.choices import (
+    dynamic_layer,
+    layer_windows,
+    read_quantization,
+    refuse_offloading,
+    refuse_quantized_windows,
+    static_layer,
+)
+from everystep.cache.layers import (
+    ALL_ABILITIES,
+    CacheLayer,
+    Change,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedLayer,
+)
+from everystep.errors import RequestError, message
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Cache:
+    """Keys and values of every layer, (B, K, S, D) each.
+
+    Made from `layers`, or from a class of layers, of which one is added whenever a layer is first
+    updated. Source: the reference's `Cache`.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[CacheLayer] | None = None,
+        layer_class_to_replicate: type[DynamicLayer] | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+    ) -> None:
+        if offloading:
+            refuse_offloading()
+        if (layers is None) == (layer_class_to_replicate is None):
+            raise RequestError(
+                message(
+                    "a cache is made from layers, or from a class of them",
+                    wanted="layers or layer_class_to_replicate",
+                    got="both" if layers is not None else "neither",
+                )
+            )
+        self.layers: list[CacheLayer] = list(layers or ())
+        self.layer_class_to_replicate = layer_class_to_replicate
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layers={self.layers})"
+
+    def __len__(self) -> int:
+        """How many layers there are; those that are added by need count once they exist."""
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """Keys, values and the window (None for all positions) of every layer."""
+        for layer in self.layers:
+            window = getattr(layer, "sliding_window", None)
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+
+    def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values of a layer."""
+        layer = self.layers[layer_idx]
+        return layer.keys, layer.values
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        cache_kwargs: Mapping[str, Any] | None = None,
+    ) -> Pair:
+        """Stores (B, K, T, D) in a layer and returns what the new positions may see, S >= T.
+
+        `cache_kwargs`: read by nobody; positions follow from what is stored.
+        """
+        if self.layer_class_to_replicate is not None:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self.layer_class_to_replicate())
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many positions a layer was given; 0 for one that does not exist yet."""
+        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """How many positions fit into a layer, or into the largest; -1 without a limit."""
+        if layer_idx is None:
+            return max((layer.get_max_length() for layer in self.layers), default=-1)
+        return self.layers[layer_idx].get_max_length() if layer_idx < len(self.layers) else -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """How many positions fit into a layer; -1 without a limit."""
+        return self.get_max_length(layer_idx)
+
+    def reset(self) -> None:
+        """Nothing is stored; room made before stays."""
+        for layer in self.layers:
+            layer.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last `-tokens_to_remove` positions of every layer are gone."""
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b holds what row `beam_idx[b]` held."""
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row stands `repeats` times, its copies side by side."""
+        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only the given rows are left, in their order."""
+        self._change(lambda x: x[indices.to(x.device)])
+
+    def activate_past_recording(self) -> None:
+        """From now on sliding layers keep what they need to go back, until the next `crop`."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.activate_past_recording()
+
+    def to_legacy_cache(self) -> tuple[Pair, ...]:
+        """(keys, values) of every layer, as releases before caches were objects had them."""
+        return tuple(self._pair(layer) for layer in self.layers)
+
+    @property
+    def abilities(self) -> frozenset[str]:
+        """Of "grow", "fork" and "truncate": what all layers can do."""
+        return ALL_ABILITIES.intersection(*(layer.abilities for layer in self.layers))
+
+    @property
+    def batch_size(self) -> int:
+        """How many rows are stored; -1 before the first update."""
+        return self.layers[0].batch_size if self.layers else -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer was updated."""
+        return bool(self.layers) and all(layer.is_initialized for layer in self.layers)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` leaves it as if the positions had never been."""
+        return "truncate" in self.abilities
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether its memory stays where it is."""
+        return bool(self.layers) and all(layer.is_compileable for layer in self.layers)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Per layer, whether it keeps a window only."""
+        return [layer.is_sliding for layer in self.layers]
+
+    def _change(self, change: Change) -> None:
+        for layer in self.layers:
+            layer.change_rows(change)
+
+    def _pair(self, layer: CacheLayer) -> Pair:
+        if isinstance(layer, QuantizedLayer):
+            return layer.whole()
+        if layer.keys is None or layer.values is None:
+            raise RequestError(message("a layer of the cache is empty", do="Update it first"))
+        return layer.keys, layer.values
+
+
+class DynamicCache(Cache):
+    """Grows with what is stored; layers with a window keep the window.
+
+    `ddp_cache_data`: (keys, values) per layer to begin with. `config`: the model's configuration,
+    which tells windows; without it every layer keeps everything.
+    """
+
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[Sequence[Any]] | None = None,
+        config: Any = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+    ) -> None:
+        given = [tuple(one) for one in ddp_cache_data or ()]
+        windows = [_window(one) for one in given] if config is None else layer_windows(config)
+        layers = [dynamic_layer(window) for window in windows] or None
+        lazily = DynamicLayer if layers is None else None
+        super().__init__(layers, lazily, offloading, offload_only_non_sliding)
+        for index, one in enumerate(given):
+            if one[0] is not None:
+                self.update(one[0], one[1], index)
+
+    @classmethod
+    def from_legacy_cache(cls, past_key_values: Iterable[Sequence[Any]] | None) -> DynamicCache:
+        """A cache that holds (keys, values) of every layer."""
+        return cls(past_key_values)
+
+
+class StaticCache(Cache):
+    """Has room for `max_cache_len` positions from the first update on, and never more."""
+
+    def __init__(
+        self,
+        config: Any,
+        max_cache_len: int,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+    ) -> None:
+        layers = [static_layer(max_cache_len, window) for window in layer_windows(config)]
+        super().__init__(layers, None, offloading, offload_only_non_sliding)
+        self.max_cache_len = max_cache_len
+
+
+SlidingWindowCache = StaticCache
+"""The reference's old name: windows follow from the model's configuration."""
+
+
+class QuantizedCache(Cache):
+    """Keeps all but the last `residual_length` positions as integers of 8 or 4 bits.
+
+    Keys share a step per channel over `q_group_size` positions, values per position over up to as
+    many channels. `backend`: "everystep", the library's own code, whose grouping has no axes to
+    choose. For models without windows.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        config: Any,
+        nbits: int | None = None,
+        axis_key: int | None = None,
+        axis_value: int | None = None,
+        q_group_size: int | None = None,
+        residual_length: int | None = None,
+    ) -> None:
+        how = read_quantization(
+            {
+                "backend": backend,
+                "nbits": nbits,
+                "axis_key": axis_key,
+                "axis_value": axis_value,
+                "q_group_size": q_group_size,
+                "residual_length": residual_length,
+            }
+        )
+        windows = layer_windows(config)
+        refuse_quantized_windows(windows)
+        super().__init__([QuantizedLayer(how) for _ in windows])
+
+
+class EncoderDecoderCache(Cache):
+    """What a decoder remembers of itself, and the keys and values of the encoder's states.
+
+    `is_updated`: per layer, whether the latter are stored. One argument: per layer a tuple (own
+    keys, own values, encoder keys, encoder values).
+    """
+
+    def __init__(self, *caches: Any) -> None:
+        own, across = _halves(caches)
+        self.self_attention_cache: Cache = own
+        self.cross_attention_cache: Cache = across
+        self.is_updated = {
+            index: across.get_seq_length(index) > 0 for index in range(len(across.layers))
+        }
+
+    def __repr__(self) -> str:
+        return f"EncoderDecoderCache({self.self_attention_cache}, {self.cross_attention_cache})"
+
+    @property
+    def layers(self) -> list[CacheLayer]:  # type: ignore[override]
+        """The decoder's own layers."""
+        return self.self_attention_cache.layers
+
+    @property
+    def layer_class_to_replicate(self) -> type[DynamicLayer] | None:  # type: ignore[override]
+        """What further layers of the decoder are."""
+        return self.self_attention_cache.layer_class_to_replicate
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """Own keys, values and window, then the encoder's, of every layer."""
+        for own, across in zip(self.self_attention_cache, self.cross_attention_cache, strict=False):
+            yield (*own, *across)
+
+    def reset(self) -> None:
+        """Nothing is stored, of either half."""
+        self.self_attention_cache.reset()
+        self.cross_attention_cache.reset()
+        self.is_updated = dict.fromkeys(self.is_updated, False)
+
+    def to_legacy_cache(self) -> tuple[tuple[Tensor, ...], ...]:  # type: ignore[override]
+        """(own keys, own values, encoder keys, encoder values) of every layer."""
+        own = self.self_attention_cache.to_legacy_cache()
+        across = self.cross_attention_cache.to_legacy_cache()
+        return tuple((*one, *other) for one, other in zip(own, across, strict=True))
+
+    @classmethod
+    def from_legacy_cache(
+        cls, past_key_values: Iterable[Sequence[Any]] | None
+    ) -> EncoderDecoderCache:
+        """A cache that holds the four tensors of every layer."""
+        return cls(past_key_values or ())
+
+    def _change(self, change: Change) -> None:
+        for layer in (*self.layers, *self.cross_attention_cache.layers):
+            layer.change_rows(change)
+
+
+class OffloadedCache(Cache):
+    """Not built yet: keys and values that wait in the memory of the host."""
+
+    def __init__(self) -> None:
+        refuse_offloading()
+
+
+class OffloadedStaticCache(OffloadedCache):
+    """Not built yet: a static cache that waits in the memory of the host."""
+
+
+def _window(data: tuple[Any, ...]) -> int | None:
+    return None if len(data) < 3 or data[2] is None else int(data[2])
+
+
+def _halves(caches: tuple[Any, ...]) -> tuple[Cache, Cache]:
+    if len(caches) == 2 and all(isinstance(one, Cache) for one in caches):
+        return caches[0], caches[1]
+    if len(caches) != 1:
+        raise RequestError(
+            message(
+                "an EncoderDecoderCache has two halves",
+                wanted="two caches, or one sequence of tuples",
+                got=[type(one).__name__ for one in caches],
+            )
+        )
+    data = [tuple(one) for one in caches[0]]
+    wrong = [len(one) for one in data if len(one) not in (4, 6)]
+    if wrong:
+        raise RequestError(
+            message("a layer's tuple has the wrong length", wanted="4 or 6 tensors", got=wrong[0])
+        )
+    half = [len(one) // 2 for one in data]
+    own = DynamicCache(one[:n] for one, n in zip(data, half, strict=True))
+    return own, DynamicCache(one[n:] for one, n in zip(data, half, strict=True))

@@ -1,0 +1,348 @@
+"""One layer of a cache object: keys and values (B, K, S, D) as callers of a model see them.
+
+Names and meaning are those of the reference's cache layers (transformers 5.23, `cache_utils`). A
+layer knows neither models nor the rows in which the engine keeps keys and values while it works.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from everystep.cache.affine import (
+    Codes,
+    Quantization,
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+)
+from everystep.errors import RequestError, UnsupportedError, message
+
+ALL_ABILITIES = frozenset({"grow", "fork", "truncate"})
+Change = Callable[[Tensor], Tensor]
+
+
+class CacheLayer(ABC):
+    """What every layer of a cache can do.
+
+    `keys`, `values`: what is stored, (B, K, S, D), or None before the first update. `abilities`:
+    of "grow" (beyond a size fixed before), "fork" (rows may be copied) and "truncate".
+    """
+
+    is_sliding = False
+    is_compileable = False
+    abilities = ALL_ABILITIES
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._length = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(length={self.get_seq_length()})"
+
+    @abstractmethod
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores (B, K, T, D) behind what there is; returns all that the new positions may see."""
+
+    @abstractmethod
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last `-tokens_to_remove` positions are gone; the number is negative or 0."""
+
+    def get_seq_length(self) -> int:
+        """How many positions were stored, those that a window has dropped included."""
+        return self._length
+
+    def get_max_length(self) -> int:
+        """How many positions it can hold at most; -1 without a limit."""
+        return -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the size of a row is known: something was stored."""
+        return self.keys is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` leaves it as if the positions had never been."""
+        return "truncate" in self.abilities
+
+    @property
+    def batch_size(self) -> int:
+        """How many rows are stored; -1 before the first update."""
+        return -1 if self.keys is None else self.keys.shape[0]
+
+    def reset(self) -> None:
+        """Nothing is stored."""
+        self.keys = self.values = None
+        self._length = 0
+
+    def change_rows(self, change: Change) -> None:
+        """Every stored tensor is replaced by what `change` makes of its rows."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+
+class DynamicLayer(CacheLayer):
+    """Grows with every update."""
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores (B, K, T, D) behind what there is, and returns everything."""
+        self.keys, self.values = self._joined(key_states, value_states)
+        self._length += key_states.shape[-2]
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last `-tokens_to_remove` positions are gone."""
+        count = _removed(tokens_to_remove, self._length)
+        if count and self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
+            self._length -= count
+
+    def _joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            return keys, values
+        return torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
+
+
+class DynamicSlidingWindowLayer(DynamicLayer):
+    """Grows up to the positions that a window of `sliding_window` can still see: one less."""
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self._keeps_past = False
+
+    def get_max_length(self) -> int:
+        """The window."""
+        return self.sliding_window
+
+    def activate_past_recording(self) -> None:
+        """From now on everything is kept until the next `crop`, which may then go back."""
+        self._keeps_past = True
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores (B, K, T, D); returns these and what the first of them can see before it."""
+        keys, values = self._joined(key_states, value_states)
+        self._length += key_states.shape[-2]
+        if self._keeps_past:
+            self.keys, self.values = keys, values
+            seen = self.sliding_window - 1 + key_states.shape[-2]
+            return keys[..., -seen:, :], values[..., -seen:, :]
+        self.keys, self.values = self._last(keys), self._last(values)
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last positions are gone, and what the window no longer sees."""
+        if self._length < self.sliding_window:
+            super().crop(tokens_to_remove)
+            return
+        if not self._keeps_past:
+            raise UnsupportedError(
+                message(
+                    "a sliding layer cannot go back: what its window had left behind is gone",
+                    wanted=f"fewer than {self.sliding_window} positions, or a recorded past",
+                    got=f"{self._length} positions",
+                    do="Call activate_past_recording before the positions are stored",
+                )
+            )
+        super().crop(tokens_to_remove)
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self._last(self.keys), self._last(self.values)
+
+    def _last(self, x: Tensor) -> Tensor:
+        """The positions that the next one can see; -0 would be all of them."""
+        return x[..., max(x.shape[-2] - self.sliding_window + 1, 0) :, :]
+
+
+class StaticLayer(CacheLayer):
+    """Has room for `max_cache_len` positions from the first update on; the rest of it is 0."""
+
+    is_compileable = True
+    abilities = frozenset({"fork"})
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+
+    def get_max_length(self) -> int:
+        """How many positions fit."""
+        return self.max_cache_len
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores (B, K, T, D) behind what there is; returns the whole room."""
+        end = self._length + key_states.shape[-2]
+        if end > self.max_cache_len:
+            raise RequestError(
+                message(
+                    "the static cache is too small",
+                    wanted=f"room for {end} positions",
+                    got=f"max_cache_len={self.max_cache_len}",
+                    do="Make it with a larger max_cache_len",
+                )
+            )
+        held = self._keep(key_states, value_states, self._length)
+        self._length = end
+        return held
+
+    def _keep(self, keys: Tensor, values: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """The room, with (B, K, T, D) written into it from `start` on."""
+        if self.keys is None or self.values is None:
+            self.keys = _room(keys, self.max_cache_len)
+            self.values = _room(values, self.max_cache_len)
+        for room, new in ((self.keys, keys), (self.values, values)):
+            room[..., start : start + new.shape[-2], :] = new
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: positions of a static cache are never taken back."""
+        _removed(tokens_to_remove, self._length)
+        raise UnsupportedError(
+            message(
+                "a static cache cannot be cropped", wanted="a DynamicCache", do="Use a DynamicCache"
+            )
+        )
+
+    def reset(self) -> None:
+        """Holds zeros; the room stays."""
+        for stored in (self.keys, self.values):
+            if stored is not None:
+                stored.zero_()
+        self._length = 0
+
+
+class StaticSlidingWindowLayer(StaticLayer):
+    """Has room for the last positions that a window sees, at most `max_cache_len`."""
+
+    is_sliding = True
+
+    def __init__(self, max_cache_len: int, sliding_window: int) -> None:
+        super().__init__(min(max_cache_len, sliding_window))
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores (B, K, T, D), of which the last that fit stay; returns what the first sees."""
+        end = self._length + key_states.shape[-2]
+        if end <= self.max_cache_len:
+            return super().update(key_states, value_states)
+        keys = self._behind(self.keys, key_states)
+        values = self._behind(self.values, value_states)
+        self._keep(keys[..., -self.max_cache_len :, :], values[..., -self.max_cache_len :, :])
+        self._length = end
+        return keys, values
+
+    def _behind(self, held: Tensor | None, new: Tensor) -> Tensor:
+        if held is None:
+            return new
+        # The first new position no longer sees the oldest of a full window.
+        first = 1 if self._length >= self.max_cache_len else 0
+        return torch.cat([held[..., first : min(self._length, self.max_cache_len), :], new], dim=-2)
+
+
+class QuantizedLayer(CacheLayer):
+    """Keeps all but the last positions as integers of 8 or 4 bits.
+
+    `keys`, `values` hold the positions in full precision; older ones are groups of codes.
+    """
+
+    def __init__(self, quantization: Quantization) -> None:
+        super().__init__()
+        self.quantization = quantization
+        self._groups: list[tuple[Codes, Codes]] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores (B, K, T, D); returns everything, what was stored before as it is stored."""
+        full = DynamicLayer()
+        if self.keys is not None and self.values is not None:
+            full.update(self.keys, self.values)
+        self.keys, self.values = full.update(key_states, value_states)
+        everything = self.whole()
+        self._length += key_states.shape[-2]
+        self._pack()
+        return everything
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """(B, K, S, D) keys and values of all positions."""
+        if self.keys is None or self.values is None:
+            raise RequestError(message("nothing is stored yet", do="Call update first"))
+        bits, dtype = self.quantization.bits, self.keys.dtype
+        keys = [decode_keys(one, bits, dtype) for one, _ in self._groups]
+        values = [decode_values(one, bits, dtype) for _, one in self._groups]
+        return torch.cat([*keys, self.keys], dim=-2), torch.cat([*values, self.values], dim=-2)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last positions are gone; the rest of a group that is cut stays as it was stored."""
+        count = _removed(tokens_to_remove, self._length)
+        if not count:
+            return
+        length = self._length - count
+        kept = length // self.quantization.group
+        keys, values = self.whole()
+        del self._groups[kept:]
+        first = len(self._groups) * self.quantization.group
+        self.keys, self.values = keys[..., first:length, :], values[..., first:length, :]
+        self._length = length
+
+    def reset(self) -> None:
+        """Nothing is stored."""
+        super().reset()
+        self._groups.clear()
+
+    def change_rows(self, change: Change) -> None:
+        """Codes move as they are."""
+        super().change_rows(change)
+        self._groups = [
+            (_changed(keys, change), _changed(values, change)) for keys, values in self._groups
+        ]
+
+    @property
+    def stored_bytes(self) -> int:
+        """What keys and values cost."""
+        parts = [part for pair in self._groups for one in pair for part in one.parts]
+        full = [one for one in (self.keys, self.values) if one is not None]
+        return sum(part.numel() * part.element_size() for part in [*parts, *full])
+
+    def _pack(self) -> None:
+        if self.keys is None or self.values is None:
+            return
+        how = self.quantization
+        done = len(self._groups) * how.group
+        for start in range(0, how.packed(self._length) - done, how.group):
+            stop = start + how.group
+            keys = encode_keys(self.keys[..., start:stop, :], how.bits)
+            self._groups.append(
+                (keys, encode_values(self.values[..., start:stop, :], how.bits, how.group))
+            )
+        left = len(self._groups) * how.group - done
+        if left:
+            # A copy, or the full precision of what was packed would stay in memory.
+            self.keys = self.keys[..., left:, :].clone()
+            self.values = self.values[..., left:, :].clone()
+
+
+def _removed(tokens_to_remove: int, length: int) -> int:
+    """How many positions a crop takes away."""
+    if tokens_to_remove > 0:
+        raise RequestError(
+            message(
+                "crop takes the number of positions to remove, as a negative number",
+                wanted="0 or less",
+                got=tokens_to_remove,
+                do="To keep the first n of a cache, pass n - cache.get_seq_length()",
+            )
+        )
+    return min(-tokens_to_remove, length)
+
+
+def _room(like: Tensor, length: int) -> Tensor:
+    batch, heads, _, dim = like.shape
+    return torch.zeros(batch, heads, length, dim, dtype=like.dtype, device=like.device)
+
+
+def _changed(codes: Codes, change: Change) -> Codes:
+    return Codes(*(change(part) for part in codes.parts))

@@ -20,20 +20,42 @@ from everystep.types import FinishReason
 Layers = tuple[Tensor, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class TokenLogprobs:
+    """How likely T tokens were where they stood, in natural logarithms of the raw distribution.
+
+    `tokens`, `logprobs`: (T,) int64 and float32. `top_tokens`, `top_logprobs`: (T, k), the k most
+    likely ids of each position, best first.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    top_tokens: Tensor
+    top_logprobs: Tensor
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+
 @dataclass(eq=False, kw_only=True, repr=False)
 class Output(Mapping[str, Any]):
     """What every output object can do and tell beyond the reference's fields.
 
     `text`: one per sequence, prompt excluded, if there is a tokenizer. `new_tokens`: per sequence
     the generated ids, the end token included, padding excluded. `prompt_length`: how many columns
-    of `sequences` are prompt. `finish_reasons`: one per sequence. `effective_config`: the values
-    that held, with their sources. `timings`: seconds by name. `speculation`: what drafts achieved.
+    of `sequences` are prompt. `finish_reasons`: one per sequence. `logprobs`: one per sequence, of
+    its new tokens, if `logprobs=k` asked for them. `prompt_logprobs`: one per prompt, of its tokens
+    after the first, if `prompt_logprobs=k` asked for them. `effective_config`: the values that
+    held, with their sources. `timings`: seconds by name. `speculation`: what drafts achieved.
     """
 
     text: list[str] | None = None
     new_tokens: list[list[int]] | None = None
     prompt_length: int | None = None
     finish_reasons: list[FinishReason] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     effective_config: Mapping[str, Any] | None = None
     timings: Mapping[str, float] | None = None
     speculation: Mapping[str, Any] | None = None

@@ -58,11 +58,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a request's feeds must return beside the logits of its choices."""
+    """What a request's feeds must return beside the logits of its choices.
+
+    `logprobs`, `prompt_logprobs`: how many of the most likely tokens are kept for each chosen and
+    each prompt token, beside that token itself; None for neither.
+    """
 
     layers: bool = False
     attentions: bool = False
     columns: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,6 +301,7 @@ class Event:
     """One settled token of one sequence; `finish` rides on the last one.
 
     `token` is -1 for an event that only ends a sequence. `position` counts generated tokens.
+    `logprob`, and `top_logprobs` as (id, logprob) pairs, best first, where the request asked.
     """
 
     request_id: str
@@ -304,6 +311,7 @@ class Event:
     logprob: float | None = None
     position: int = 0
     finish: FinishReason | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
 
 
 class TokenTable:

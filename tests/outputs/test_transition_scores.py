@@ -16,7 +16,7 @@ from everystep.errors import RequestError
 SEED = 3
 
 
-def _t5() -> transformers.T5ForConditionalGeneration:
+def tiny_t5() -> transformers.T5ForConditionalGeneration:
     config = transformers.T5Config(
         vocab_size=37, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
         decoder_start_token_id=0, eos_token_id=1, pad_token_id=0,
@@ -25,7 +25,7 @@ def _t5() -> transformers.T5ForConditionalGeneration:
     return transformers.T5ForConditionalGeneration(config).double().eval()
 
 
-def _llama() -> transformers.LlamaForCausalLM:
+def tiny_llama() -> transformers.LlamaForCausalLM:
     config = transformers.LlamaConfig(
         vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, eos_token_id=5, pad_token_id=0, bos_token_id=1,
@@ -37,7 +37,7 @@ def _llama() -> transformers.LlamaForCausalLM:
 @pytest.fixture(scope="module", params=["decoder", "encoder-decoder"])
 def pair(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any]:
     """Our model and the reference's, with the same weights."""
-    theirs: Any = _llama() if request.param == "decoder" else _t5()
+    theirs: Any = tiny_llama() if request.param == "decoder" else tiny_t5()
     with torch.no_grad():
         for weight in theirs.parameters():
             if weight.dim() > 1:

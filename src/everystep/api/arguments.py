@@ -76,6 +76,8 @@ def _refuse_unknown(name: str, known: Iterable[str] = ()) -> None:
 EXTRA = (
     "seed",
     "tokenizer",
+    "logprobs",
+    "prompt_logprobs",
     "streamer",
     "logits_processor",
     "stopping_criteria",

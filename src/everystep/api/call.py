@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from everystep.api.inputs import Inputs
@@ -15,6 +16,7 @@ from everystep.api.resolve import (
     Tokens,
     read_draws,
     read_limits,
+    read_logprobs,
     read_stops,
     read_strategy,
 )
@@ -30,6 +32,11 @@ class Host(Protocol):
     """The model, as far as a call needs to know it."""
 
     generation_config: GenerationConfig
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie, and results go."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -65,11 +72,13 @@ class UserParts:
     """What a caller brings of his own: objects, not configuration values."""
 
     processors: Sequence[Any] = ()
-    criteria: Any = None
+    stops: Sequence[Any] = ()
     prefix_allowed_tokens: Callable[[int, Any], list[int]] | None = None
-    tokenizer: Any = None
+    decode: Callable[[Sequence[int]], str] | None = None
     seed: int | Sequence[int] | None = None
     negative: tuple[Prompt, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +103,8 @@ class Call:
             layers=asked and bool(self.effective.output_hidden_states),
             attentions=asked and bool(self.effective.output_attentions),
             columns="columns" in self.strategy.needs,
+            logprobs=self.user.logprobs,
+            prompt_logprobs=self.user.prompt_logprobs,
         )
 
     @property
@@ -102,7 +113,7 @@ class Call:
         processors and criteria count on the rows of the whole rectangle."""
         e = self.effective
         asked = (e.output_scores, e.output_logits, e.output_hidden_states, e.output_attentions)
-        watched = self.user.processors or self.user.criteria
+        watched = self.user.processors or self.user.stops
         return bool(watched) or (bool(e.return_dict_in_generate) and any(asked))
 
     def requests(self, *, lingers: bool) -> list[Request]:
@@ -203,7 +214,18 @@ def resolve(
     encoder_ids: Sequence[np.ndarray] = (),
 ) -> Call:
     """Every choice of a call, checked against each other before any compute."""
+    read_logprobs("logprobs", user.logprobs, vocabulary)
+    read_logprobs("prompt_logprobs", user.prompt_logprobs, vocabulary)
+    if user.prompt_logprobs is not None and any(one.ids is None for one in inputs.prompts):
+        raise RequestError(
+            message(
+                "prompt_logprobs needs to know what the prompt says",
+                wanted="a prompt given as ids",
+                got="inputs_embeds only",
+                do="Pass input_ids too, or leave prompt_logprobs out",
+            )
+        )
     limits = read_limits(effective, inputs, context)
     strategy = read_strategy(effective, tokens, limits)
-    stops = read_stops(effective, tokens, limits, user.tokenizer, user.criteria)
+    stops = read_stops(effective, tokens, limits, user.decode, user.stops)
     return Call(effective, tokens, inputs, limits, strategy, stops, user, vocabulary, encoder_ids)

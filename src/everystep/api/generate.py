@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +15,15 @@ from everystep.api import rectangle
 from everystep.api.arguments import require_one, split
 from everystep.api.call import Call, Host, UserParts, resolve
 from everystep.api.inputs import Inputs, read_inputs
-from everystep.api.resolve import Tokens, read_tokens, refuse_unbuilt
+from everystep.api.resolve import Tokens, read_tokens, refuse_unbuilt, require_output_object
 from everystep.config import Effective, GenerationConfig, merge_configs
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.errors import RequestError, UnsupportedError, message
+from everystep.outputs import Output
 from everystep.types import Event, Group, Prompt
+
+_READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
 
 
 def generate(
@@ -46,7 +50,11 @@ def generate(
             )
         )
     with torch.inference_mode():
-        return _run(model, call, streamer)
+        out = _run(model, call, streamer)
+    tokenizer = user.get("tokenizer")
+    if isinstance(out, Output) and tokenizer is not None:
+        out.text = [tokenizer.decode(ids, skip_special_tokens=True) for ids in out.new_tokens or ()]
+    return out
 
 
 def prepare(
@@ -66,12 +74,15 @@ def prepare(
     inputs, encoder_ids = read(model, model_inputs, tokens)
     parts = UserParts(
         processors=tuple(user.get("logits_processor") or ()),
-        criteria=user.get("stopping_criteria"),
+        stops=tuple(user.get("stopping_criteria") or ()),
         prefix_allowed_tokens=user.get("prefix_allowed_tokens_fn"),
-        tokenizer=user.get("tokenizer"),
+        decode=_decoder(user.get("tokenizer")),
         seed=user.get("seed"),
         negative=_negative(model, effective, user, inputs, tokens),
+        logprobs=user.get("logprobs"),
+        prompt_logprobs=user.get("prompt_logprobs"),
     )
+    require_output_object(parts.logprobs, parts.prompt_logprobs, effective.return_dict_in_generate)
     return resolve(
         effective,
         tokens,
@@ -208,6 +219,12 @@ def _negative(
     )
 
 
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
+    if tokenizer is None:
+        return None
+    return lambda ids: str(tokenizer.decode(ids))
+
+
 def _run(model: Host, call: Call, streamer: Any) -> Any:
     asked = bool(call.effective.return_dict_in_generate)
     requests = call.requests(lingers=call.lingers)
@@ -224,21 +241,33 @@ def _run(model: Host, call: Call, streamer: Any) -> Any:
     # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
     # and without a cache nothing of an earlier chunk would be left.
     whole = collector.captures or not cached
-    lockstep = Lockstep(chunk=None if whole else call.effective.prefill_chunk_size)
+    lockstep = Lockstep(chunk=None if whole else _chunk(call))
     engine = Engine(model.executor(), lockstep, observers)
     groups = [engine.submit(request) for request in requests]
     follow = None if streamer is None else _Rectangle(call, streamer)
     try:
-        _loop(engine, groups, follow, cached=cached)
+        timings = _loop(engine, groups, follow, cached=cached)
     finally:
         if streamer is not None:
             streamer.end()
     if not asked:
-        return rectangle.sequences(call, groups)
+        return rectangle.sequences(call, groups, model.device)
     encoder = None
     if model.is_encoder_decoder:
         encoder = {"encoder_attentions": None, "encoder_hidden_states": None}
-    return rectangle.output(call, groups, collector, encoder)
+    out = rectangle.output(call, groups, collector, encoder, model.device)
+    out.timings = timings
+    return out
+
+
+def _chunk(call: Call) -> int | None:
+    """How many positions of a row are fed at once. A prompt whose logprobs are wanted is read out
+    at every position, (positions, V) logits a step, so those are bounded."""
+    asked = call.effective.prefill_chunk_size
+    if call.user.prompt_logprobs is None:
+        return asked
+    bound = max(1, _READ_OUT // call.inputs.batch)
+    return bound if asked is None else min(bound, asked)
 
 
 def _loop(
@@ -247,15 +276,30 @@ def _loop(
     follow: Callable[[list[Event]], None] | None,
     *,
     cached: bool,
-) -> None:
-    """Steps until nothing is pending; without a cache, every step feeds everything again."""
+) -> dict[str, float]:
+    """Steps until nothing is pending; without a cache, every step feeds everything again.
+
+    Returns how long it took until every row had its first token, and from there on.
+    """
+    begin = time.perf_counter()
+    opened: float | None = None
     while engine.pending:
         events = engine.step()
+        if opened is None and all(group.opened for group in groups):
+            opened = time.perf_counter()
         if follow is not None:
             follow(events)
         if not cached:
             for group in groups:
                 engine.preempt(group)
+
+    end = time.perf_counter()
+    opened = end if opened is None else opened
+    return {
+        "prompt_seconds": opened - begin,
+        "decode_seconds": end - opened,
+        "total_seconds": end - begin,
+    }
 
 
 class _Rectangle:

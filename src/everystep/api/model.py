@@ -163,6 +163,8 @@ class LanguageModel:
         *,
         seed: int | Sequence[int] | None = None,
         tokenizer: Any = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         **kwargs: Any,
     ) -> Any:
         """Continues every row of the prompt.
@@ -172,6 +174,8 @@ class LanguageModel:
         error. Returns a (rows, length) int64 tensor, or with `return_dict_in_generate=True` an
         output object. Without `seed` draws come from torch's global generator, as there; with
         it a row's tokens do not depend on its batch. `seed`: one integer, or one per row.
+        `logprobs=k`, `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the
+        k best there, before any processor; part of the output object (`TokenLogprobs`).
         """
         _refuse("synced_gpus", synced_gpus, "stepping together with other processes")
         _refuse("assistant_model", assistant_model, "drafting with a second model")
@@ -185,6 +189,8 @@ class LanguageModel:
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "seed": seed,
             "tokenizer": tokenizer,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
         }
         return generate(self, inputs, generation_config, user, dict(kwargs))
 

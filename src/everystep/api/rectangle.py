@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everystep.api.call import Call
 from everystep.engine.collect import Collector
+from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -25,7 +26,7 @@ def results(groups: list[Group]) -> list[Finished]:
     return [done for group in groups for done in group.request.strategy.finish(group)]
 
 
-def sequences(call: Call, groups: list[Group]) -> Tensor:
+def sequences(call: Call, groups: list[Group], device: torch.device) -> Tensor:
     """(B * returns, length) int64: pads, prompt, new tokens, then pad ids up to the longest."""
     finished = results(groups)
     returns = call.strategy.returns
@@ -35,29 +36,37 @@ def sequences(call: Call, groups: list[Group]) -> Tensor:
     for row, done in enumerate(finished):
         table[row, :width] = call.inputs.visible(row // returns, call.tokens.fill)
         table[row, width : width + len(done.tokens)] = done.tokens
-    return torch.from_numpy(table)
+    return torch.from_numpy(table).to(device)
 
 
 def output(
-    call: Call, groups: list[Group], collector: Collector, encoder: dict[str, Any] | None
+    call: Call,
+    groups: list[Group],
+    collector: Collector,
+    encoder: dict[str, Any] | None,
+    device: torch.device,
 ) -> Any:
     """The output object of the reference for this kind of model and strategy, with our extras."""
     finished = results(groups)
     effective = call.effective
     pads = np.repeat(np.array(call.inputs.margins or call.inputs.pads), call.strategy.width)
     fields: dict[str, Any] = {
-        "sequences": sequences(call, groups),
+        "sequences": sequences(call, groups, device),
         "scores": collector.score_steps() if effective.output_scores else None,
         "logits": collector.logit_steps() if effective.output_logits else None,
     }
     layers = collector.layer_steps(pads) if effective.output_hidden_states else None
     attentions = collector.attention_steps(pads) if effective.output_attentions else None
     if isinstance(call.strategy, Beam):
-        fields["beam_indices"] = beam_indices(finished)
+        fields["beam_indices"] = beam_indices(finished).to(device)
         scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
-        fields["sequences_scores"] = scores if effective.output_scores else None
-    fields["finish_reasons"] = tuple(done.reason for done in finished)
-    fields["new_tokens"] = tuple(torch.from_numpy(done.tokens) for done in finished)
+        fields["sequences_scores"] = scores.to(device) if effective.output_scores else None
+    fields["finish_reasons"] = [done.reason for done in finished]
+    fields["new_tokens"] = [done.tokens.tolist() for done in finished]
+    if call.user.logprobs is not None:
+        fields["logprobs"] = [choice_logprobs(done.memo, len(done.tokens)) for done in finished]
+    if call.user.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [prompt_logprobs(group) for group in groups]
     fields["prompt_length"] = call.inputs.prompt_width
     fields["effective_config"] = effective
     beams = isinstance(call.strategy, Beam)

@@ -5,7 +5,7 @@ After this no configuration object goes any further down.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,9 @@ from everystep.api.inputs import Inputs
 from everystep.config import FIELDS, Effective
 from everystep.draws import Draws, SeededDraws, SharedDraws
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.stops.base import Stop
-from everystep.stops.criteria import merge
-from everystep.stops.ends import EosToken, MaxLength, MaxTime
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
 from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
-from everystep.text import Spelling
 
 LATER = {
     "assistant_early_exit": "speculation with the model's own early layers",
@@ -188,15 +185,15 @@ def read_stops(
     effective: Effective,
     tokens: Tokens,
     limits: Limits,
-    tokenizer: Any,
-    criteria: Any,
-) -> tuple[Stop, ...]:
-    """Every reason to end a sequence, the caller's own criteria included."""
-    stops: list[Stop] = [MaxLength(limits.visible)]
+    decode: Callable[[Sequence[int]], str] | None,
+    user: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Every reason to end a sequence, in the order in which it is reported."""
+    stops: list[Any] = [MaxLength(limits.visible)]
     if effective.max_time is not None:
         stops.append(MaxTime.after(float(effective.max_time)))
     if effective.stop_strings is not None:
-        if tokenizer is None:
+        if decode is None:
             raise RequestError(
                 message(
                     "stop_strings needs a tokenizer",
@@ -207,10 +204,11 @@ def read_stops(
             )
         strings = effective.stop_strings
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
-        stops.append(StopStrings(strings, Spelling.of(tokenizer)))
+        stops.append(StopStrings(strings, decode))
     if tokens.eos:
         stops.append(EosToken(tokens.eos))
-    return merge(stops, criteria)
+    stops += [User(criterion) for criterion in user]
+    return tuple(stops)
 
 
 def read_draws(seed: int | Sequence[int] | None, batch: int) -> tuple[Draws, ...]:
@@ -229,3 +227,30 @@ def read_draws(seed: int | Sequence[int] | None, batch: int) -> tuple[Draws, ...
             )
         )
     return tuple(SeededDraws(s) for s in seeds)
+
+
+def read_logprobs(name: str, value: object, vocabulary: int) -> None:
+    """Raises unless `value` is None or a number of tokens of the vocabulary."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= vocabulary:
+        raise RequestError(
+            message(
+                f"{name} is impossible",
+                wanted=f"how many of the best tokens to keep, from 0 to {vocabulary}",
+                got=repr(value),
+                do=f"Pass {name}=5, say",
+            )
+        )
+
+
+def require_output_object(logprobs: object, prompt_logprobs: object, returned: object) -> None:
+    """Log-probabilities have their place in the output object, so there must be one."""
+    if (logprobs is not None or prompt_logprobs is not None) and not returned:
+        raise RequestError(
+            message(
+                "logprobs and prompt_logprobs are part of the output object",
+                wanted="return_dict_in_generate=True with them",
+                do="Set it, or leave them out",
+            )
+        )

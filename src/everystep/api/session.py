@@ -16,27 +16,37 @@ from everystep.api.model import LanguageModel
 from everystep.api.resolve import read_tokens, refuse_unbuilt
 from everystep.config import GenerationConfig, merge_configs
 from everystep.engine import Continuous, Engine
+from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import RequestError, message
+from everystep.outputs import TokenLogprobs
 from everystep.text import Detokenizer, Tokenizer
 from everystep.types import Event, Finished, FinishReason, Group, Prompt
 
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages
 
-_OPTIONS = ("generation_config", "logits_processor", "stopping_criteria", "add_generation_prompt")
+_OPTIONS = (
+    *("generation_config", "logits_processor", "stopping_criteria", "add_generation_prompt"),
+    *("logprobs", "prompt_logprobs"),
+)
 _ROWS = 32
 _TOKEN_BUDGET = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One continuation: its text without special tokens, its ids, why it ended, its score."""
+    """One continuation: its text without special tokens, its ids, why it ended, its score.
+
+    `logprobs` of its tokens and `prompt_logprobs` of its prompt's where they were asked for.
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     score: float
     prompt_tokens: int
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 class Session:
@@ -99,11 +109,14 @@ class Session:
             encoder_ids = [ids]
         else:
             inputs, encoder_ids = Inputs((Prompt(ids=ids),), (0,), len(ids), 0), []
+        decode = None if self._tokenizer is None else self._tokenizer.decode
         user = UserParts(
             processors=tuple(self._user["logits_processor"] or ()),
-            criteria=self._user["stopping_criteria"],
-            tokenizer=self._tokenizer,
+            stops=tuple(self._user["stopping_criteria"] or ()),
+            decode=decode,
             seed=self._seed,
+            logprobs=self._user["logprobs"],
+            prompt_logprobs=self._user["prompt_logprobs"],
         )
         return resolve(
             self._effective,
@@ -130,14 +143,18 @@ class Session:
         prompt = group.request.prompt
         length = 0 if prompt.ids is None else len(prompt.ids)
         done = group.request.strategy.finish(group)
-        return [self._generated(one, length) for one in done]
+        asked = group.request.wants.prompt_logprobs is not None
+        of_prompt = prompt_logprobs(group) if asked else None
+        return [self._generated(one, length, of_prompt) for one in done]
 
-    def _generated(self, done: Finished, prompt: int) -> Generated:
+    def _generated(self, done: Finished, prompt: int, of_prompt: TokenLogprobs | None) -> Generated:
         ids = done.tokens.tolist()
         text = (
             "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
         )
-        return Generated(text, tuple(ids), done.reason, done.score, prompt)
+        asked = self._user["logprobs"] is not None
+        known = choice_logprobs(done.memo, len(ids)) if asked else None
+        return Generated(text, tuple(ids), done.reason, done.score, prompt, known, of_prompt)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from everystep.api.model import LanguageModel
+from everystep.api.resolve import require_output_object
 from everystep.api.session import (
     Generated,
     Messages,
@@ -40,6 +41,8 @@ def generate(
     """
     if prompts is None:
         return model.generate(seed=seed, tokenizer=tokenizer, **options)
+    returned = options.get("return_dict_in_generate")
+    require_output_object(options.get("logprobs"), options.get("prompt_logprobs"), returned)
     session = Session(model, tokenizer, options, seed)
     single = is_one(prompts)
     many: Iterable[PromptLike] = [prompts] if single else prompts  # type: ignore[list-item, assignment]

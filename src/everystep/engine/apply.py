@@ -10,11 +10,14 @@ After it `cached < length` holds for every live sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from everystep.draws import fork_lineage
 from everystep.engine.batches import copy_memory, sprout
 from everystep.engine.ledger import Ledger
+from everystep.engine.logprobs import Likelihood, last_choices
 from everystep.errors import InvariantError, message
 from everystep.strategies.base import Batch
 from everystep.types import (
@@ -198,22 +201,41 @@ def _events(table: TokenTable, parent: Sequence, children: Children, c: int) -> 
     tokens = [*tail.tolist(), *new.tolist()]
     tokens = tokens[: len(tokens) - provisional]
     first = parent.generated - parent.provisional
-    return token_events(parent.request.request_id, index, tokens, first, children.finish[c])
+    known = None
+    if parent.request.wants.logprobs is not None:
+        own = children.memo[c] if children.memo else None
+        known = last_choices({**parent.memo, **(own or {})}, len(tokens) + provisional)
+    request_id = parent.request.request_id
+    return token_events(request_id, index, tokens, first, children.finish[c], known)
 
 
 def token_events(
-    request_id: str, index: int, tokens: list[int], first: int, finish: FinishReason | None
+    request_id: str,
+    index: int,
+    tokens: list[int],
+    first: int,
+    finish: FinishReason | None,
+    known: list[Likelihood] | None = None,
 ) -> list[Event]:
-    """One event per token, the reason on the last; one without a token if there is none."""
+    """One event per token, the reason on the last; one without a token if there is none.
+
+    `known`: how likely the tokens were; empty or None where nobody asked.
+    """
     if not tokens:
         return (
             [] if finish is None else [Event(request_id, index, -1, position=first, finish=finish)]
         )
     last = len(tokens) - 1
-    return [
+    events = [
         Event(request_id, index, token, position=first + i, finish=finish if i == last else None)
         for i, token in enumerate(tokens)
     ]
+    return [_with_logprob(*pair) for pair in zip(events, known, strict=False)] if known else events
+
+
+def _with_logprob(event: Event, known: Likelihood) -> Event:
+    top = zip(known.top_tokens.tolist(), known.top_logprobs.tolist(), strict=True)
+    return replace(event, logprob=known.logprob, top_logprobs=tuple(top))
 
 
 def release(sequence: Sequence, table: TokenTable, ledger: Ledger) -> None:

@@ -27,6 +27,7 @@ from everystep.engine.apply import (
 from everystep.engine.batches import Scored, score
 from everystep.engine.feed import Fed, Grant, WorkBuilder, feed
 from everystep.engine.ledger import Ledger
+from everystep.engine.logprobs import last_choices, note_choices, note_prompt
 from everystep.engine.records import Capture, StepRecord
 from everystep.engine.schedule import Scheduler
 from everystep.errors import UnsupportedError, message
@@ -111,6 +112,8 @@ class Engine:
         fed, work = self._feed(grants)
         output = self.executor.run(work)
         self._count(work, fed)
+        for asked in fed.prompt_rows:
+            note_prompt(asked, output.logits)
         scored = [
             score(groups, fed, output, self.table, self._submitted) for groups in _kinds(fed.ready)
         ]
@@ -243,6 +246,8 @@ class Engine:
             )
             for observer in self.observers:
                 observer(record)
+        children, noted = note_choices(batch, children, one.logits)
+        self.counts.syncs += noted
         return apply(batch, children, self.table, self.ledger)
 
     def _retire(self, chose: list[Group]) -> list[Event]:
@@ -271,7 +276,8 @@ class Engine:
         events: list[Event] = []
         for index, done in enumerate(strategy.finish(group)):
             tokens = done.tokens.tolist()
-            events += token_events(group.request.request_id, index, tokens, 0, done.reason)
+            known = last_choices(done.memo, len(tokens))
+            events += token_events(group.request.request_id, index, tokens, 0, done.reason, known)
         return events
 
 

@@ -2,7 +2,8 @@
 
 There is no other rule. A group whose pending positions fit its grant feeds them all, with its
 drafts, and wants the logits of its choices; otherwise each of its rows feeds a chunk that leaves
-at least the last position for later, and wants nothing.
+at least the last position for later, and wants nothing of them but, where the request asks, how
+likely the prompt is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine.ledger import Ledger
+from everystep.engine.logprobs import PromptRows, prompt_rows
 from everystep.types import (
     Companion,
     Group,
@@ -40,13 +42,14 @@ class Fed:
     """What a step feeds: the groups that will choose, their drafts, and where logits come out.
 
     `first_row[id(unit)]`: the first row of logits of a sequence or companion. `feed_of[id(unit)]`:
-    the index of its feed.
+    the index of its feed. `prompt_rows`: further rows, which say how likely prompts are.
     """
 
     ready: list[Group] = field(default_factory=list)
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
     first_row: dict[int, int] = field(default_factory=dict)
     feed_of: dict[int, int] = field(default_factory=dict)
+    prompt_rows: list[PromptRows] = field(default_factory=list)
     chunks: int = 0
 
     def draft(self, sequence: Sequence) -> np.ndarray:
@@ -169,8 +172,9 @@ def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder) -> None:
             builder.table.reserve(visible + len(draft))
             builder.table.data[sequence.line, visible : visible + len(draft)] = draft
         count = sequence.length - sequence.cached + len(draft)
-        _note(fed, sequence, builder)
-        builder.add(sequence, sequence.request.prompt, sequence, count, wanted)
+        before = _rows_of_prompt(group, sequence, count, fed, builder)
+        _note(fed, sequence, builder, before)
+        builder.add(sequence, sequence.request.prompt, sequence, count, before + wanted)
         for companion in sequence.companions:
             behind = companion_length(sequence, companion) - companion.cached
             _note(fed, companion, builder)
@@ -183,7 +187,8 @@ def _feed_chunk(grant: Grant, fed: Fed, builder: WorkBuilder) -> None:
         count = min(left, sequence.length - sequence.cached - 1)
         if count > 0:
             fed.feed_of[id(sequence)] = len(builder.rows)
-            builder.add(sequence, sequence.request.prompt, sequence, count, 0)
+            wanted = _rows_of_prompt(grant.group, sequence, count, fed, builder)
+            builder.add(sequence, sequence.request.prompt, sequence, count, wanted)
             left -= count
             fed.chunks += 1
         for companion in sequence.companions:
@@ -195,6 +200,17 @@ def _feed_chunk(grant: Grant, fed: Fed, builder: WorkBuilder) -> None:
                 fed.chunks += 1
 
 
-def _note(fed: Fed, unit: Sequence | Companion, builder: WorkBuilder) -> None:
-    fed.first_row[id(unit)] = builder.wanted
+def _rows_of_prompt(
+    group: Group, sequence: Sequence, count: int, fed: Fed, builder: WorkBuilder
+) -> int:
+    """How many rows before those of the choice say how likely the prompt is."""
+    asked = prompt_rows(group, sequence.cached, count, builder.wanted)
+    if asked is None:
+        return 0
+    fed.prompt_rows.append(asked)
+    return asked.last - asked.first
+
+
+def _note(fed: Fed, unit: Sequence | Companion, builder: WorkBuilder, before: int = 0) -> None:
+    fed.first_row[id(unit)] = builder.wanted + before
     fed.feed_of[id(unit)] = len(builder.rows)

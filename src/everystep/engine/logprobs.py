@@ -1,0 +1,164 @@
+"""How likely each token was: the chosen one and the k best, kept at a cost of O(k) per position.
+
+Read where the logits of a step are at hand: the natural logarithm of softmax(logits), before any
+processor, temperature or guidance. What is known of a sequence is a chain in its memory, which
+forks share; what is known of a prompt belongs to the group. It knows no model and no strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.outputs import TokenLogprobs
+from everystep.strategies.base import Batch
+from everystep.types import Children, Group
+
+_CHOICES, _PROMPT = "logprobs", "prompt_logprobs"
+
+
+class Likelihood(NamedTuple):
+    """One token with its logprob, and the k best: (k,) ids and (k,) logprobs, best first."""
+
+    token: int
+    logprob: float
+    top_tokens: np.ndarray
+    top_logprobs: np.ndarray
+
+    def cut(self, best: int) -> Likelihood:
+        """The same with the `best` best alone."""
+        return self._replace(
+            top_tokens=self.top_tokens[:best], top_logprobs=self.top_logprobs[:best]
+        )
+
+
+class Chain(NamedTuple):
+    """The likelihoods of a sequence's tokens, the last one first; never changed, so shared."""
+
+    last: Likelihood
+    earlier: Chain | None
+
+
+@dataclass(slots=True)
+class PromptLikelihoods:
+    """What is known of a prompt: `reached` positions have been read, each tells of the next."""
+
+    found: list[Likelihood]
+    reached: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRows:
+    """Rows of logits from `row` on that say how likely prompt positions [first + 1, last] are."""
+
+    group: Group
+    row: int
+    first: int
+    last: int
+
+
+def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihood]:
+    """(R, V) logits and the (R,) tokens that followed -> one likelihood per row."""
+    logits = logits.to(torch.float32)
+    total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    given = torch.from_numpy(tokens).to(logits.device)[:, None]
+    chosen = (logits.gather(1, given) - total)[:, 0].tolist()
+    top = torch.topk(logits, min(best, logits.shape[1]))
+    values, ids = (top.values - total).cpu().numpy(), top.indices.cpu().numpy()
+    return [Likelihood(*row) for row in zip(tokens.tolist(), chosen, ids, values, strict=True)]
+
+
+def note_choices(batch: Batch, children: Children, logits: Tensor) -> tuple[Children, bool]:
+    """The children with memories that hold how likely their tokens were, and whether any does.
+
+    Token j of a child was chosen from row j of its parent; (R, V) `logits`.
+    """
+    best = [_best(batch, parent) for parent in children.parent]
+    counts = np.where([k is None for k in best], 0, children.counts)
+    if not counts.any():
+        return children, False
+    owner = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = torch.from_numpy(batch.first_row[children.parent[owner]] + place).to(logits.device)
+    widest = max(k for k in best if k is not None)
+    found = likelihoods(logits[rows], children.tokens[owner, place], widest)
+    memo = list(children.memo or [None] * len(counts))
+    for child, likelihood in zip(owner.tolist(), found, strict=True):
+        own = memo[child] or {}
+        parent = batch.sequences[children.parent[child]]
+        earlier = own.get(_CHOICES, parent.memo.get(_CHOICES))
+        memo[child] = {**own, _CHOICES: Chain(likelihood.cut(best[child] or 0), earlier)}
+    return replace(children, memo=memo), True
+
+
+def _best(batch: Batch, parent: int) -> int | None:
+    """How many best tokens a sequence's request asks for; None for no logprobs at all."""
+    sequence = batch.sequences[parent]
+    return None if sequence.finish is not None else sequence.request.wants.logprobs
+
+
+def prompt_rows(group: Group, start: int, count: int, row: int) -> PromptRows | None:
+    """What a feed of [start, start + count) is to tell of the prompt, in rows from `row` on."""
+    if group.request.wants.prompt_logprobs is None:
+        return None
+    first = max(start, _of_prompt(group).reached)
+    last = min(start + count, group.request.prompt.length - 1)
+    return PromptRows(group, row, first, last) if last > first else None
+
+
+def note_prompt(asked: PromptRows, logits: Tensor) -> None:
+    """The group knows how likely these positions of its prompt are; (R, V) `logits`."""
+    ids, known = asked.group.request.prompt.ids, _of_prompt(asked.group)
+    rows = logits[asked.row : asked.row + asked.last - asked.first]
+    best = asked.group.request.wants.prompt_logprobs or 0
+    followed = ids[asked.first + 1 : asked.last + 1]  # type: ignore[index]
+    known.found += likelihoods(rows, followed, best)
+    known.reached = asked.last
+
+
+def _of_prompt(group: Group) -> PromptLikelihoods:
+    known: PromptLikelihoods = group.memo.setdefault(_PROMPT, PromptLikelihoods([]))
+    return known
+
+
+def last_choices(memo: Mapping[str, Any], length: int) -> list[Likelihood]:
+    """The likelihoods of the last `length` tokens of a sequence's memory, first one first."""
+    chain: Chain | None = memo.get(_CHOICES)
+    found: list[Likelihood] = []
+    while chain is not None and len(found) < length:
+        found.append(chain.last)
+        chain = chain.earlier
+    return found[::-1]
+
+
+def choice_logprobs(memo: Mapping[str, Any], length: int) -> TokenLogprobs:
+    """What is known of the first `length` tokens; provisional ones beyond them are left out."""
+    chain, depth = memo.get(_CHOICES), 0
+    while chain is not None:
+        chain, depth = chain.earlier, depth + 1
+    return _table(last_choices(memo, depth)[:length])
+
+
+def prompt_logprobs(group: Group) -> TokenLogprobs:
+    """What is known of a group's prompt."""
+    return _table(_of_prompt(group).found)
+
+
+def _table(found: list[Likelihood]) -> TokenLogprobs:
+    """(T,) and (T, k) tensors of T likelihoods."""
+    best = len(found[0].top_tokens) if found else 0
+
+    def stacked(rows: list[np.ndarray], dtype: type) -> Tensor:
+        return torch.from_numpy(np.array(rows, dtype=dtype).reshape(len(found), best))
+
+    return TokenLogprobs(
+        tokens=torch.tensor([one.token for one in found], dtype=torch.int64),
+        logprobs=torch.tensor([one.logprob for one in found], dtype=torch.float32),
+        top_tokens=stacked([one.top_tokens for one in found], np.int64),
+        top_logprobs=stacked([one.top_logprobs for one in found], np.float32),
+    )

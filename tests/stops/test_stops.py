@@ -47,9 +47,9 @@ def ask_all(
     return list(zip(kept.tolist(), reasons, strict=True))
 
 
-def decode(ids: Several[int]) -> str:
-    """Ids are bytes; a broken character becomes the replacement character."""
-    return bytes(ids).decode("utf-8", errors="replace")
+def byte(id: int) -> bytes:
+    """Ids are bytes."""
+    return bytes([id])
 
 
 # --- one stop ------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_an_end_token_at_the_limit_is_a_stop(order: int) -> None:
 
 
 def test_a_string_goes_before_the_limit_and_the_limit_before_the_users_own() -> None:
-    stops = (User(lambda ids, scores: True), MaxLength(3), StopStrings(("b",), decode))
+    stops = (User(lambda ids, scores: True), MaxLength(3), StopStrings(("b",), byte))
     answers = ask(stops, [1, 2], list(b"b"), list(b"a"))
     assert answers == [(1, FinishReason(STOP, "b")), (1, LENGTH)]
 
@@ -136,7 +136,7 @@ def test_provisional_tokens_are_taken_back_first() -> None:
 
 
 def test_a_string_is_found_in_the_middle_of_a_child() -> None:
-    (answer,) = ask((StopStrings(("END",), decode),), list(b"xE"), list(b"NDxx"))
+    (answer,) = ask((StopStrings(("END",), byte),), list(b"xE"), list(b"NDxx"))
     assert answer == (2, FinishReason(STOP, "END"))
 
 
@@ -154,7 +154,7 @@ def test_each_request_has_its_own_stops() -> None:
 def test_mixed_requests_end_as_each_alone() -> None:
     generator = np.random.default_rng(0)
     choices: list[Stop] = [EosToken((3,)), EosToken((4, 5)), MaxLength(4), MaxLength(6)]
-    choices += [User(lambda ids, scores: ids[:, -1] == 6), StopStrings(("\x01\x02",), decode)]
+    choices += [User(lambda ids, scores: ids[:, -1] == 6), StopStrings(("\x01\x02",), byte)]
     for _ in range(50):
         table = TokenTable()
         parents = [
@@ -215,7 +215,7 @@ def test_nothing_to_ask_nothing_ends() -> None:
 
 def ends_with(strings: tuple[str, ...], prefix: str, new: bytes) -> str | None:
     """The string that is found when `new` follows, byte by byte a token."""
-    (answer,) = ask((StopStrings(strings, decode),), list(prefix.encode()), list(new))
+    (answer,) = ask((StopStrings(strings, byte),), list(prefix.encode()), list(new))
     return answer[1].matched if answer[1] else None
 
 
@@ -242,14 +242,14 @@ def test_strings_are_found_across_tokens(
 
 def test_a_token_may_reach_beyond_the_string() -> None:
     words = ["st", "op", "oppers", "sto", "las", "topper", " ", "ped", "s"]
-    stop = StopStrings(("stop",), lambda ids: "".join(words[i] for i in ids))
+    stop = StopStrings(("stop",), lambda id: words[id].encode())
     answers = ask((stop,), [6, 0], [1], [2], [7])
     assert [reason is not None for _, reason in answers] == [True, True, False]
     assert ask((stop,), [4], [5])[0][1] == FinishReason(STOP, "stop")
 
 
 def test_tokens_without_text_do_not_hide_a_string() -> None:
-    stop = StopStrings(("ab",), lambda ids: "".join("ab "[i] for i in ids if i < 3))
+    stop = StopStrings(("ab",), lambda id: b"ab "[id : id + 1])
     (answer,) = ask((stop,), [2, 0] + [9] * 50, [1])
     assert answer[1] == FinishReason(STOP, "ab")
 
@@ -258,21 +258,27 @@ def test_a_string_of_the_prompt_does_not_end() -> None:
     assert ends_with(("Q:",), "Q: who? A:", b" me") is None
 
 
-def test_only_the_tail_is_decoded() -> None:
-    seen = []
+def test_the_length_of_the_text_costs_nothing() -> None:
+    seen: list[int] = []
 
-    def spy(ids: Several[int]) -> str:
-        seen.append(len(ids))
-        return decode(ids)
+    def spy(id: int) -> bytes:
+        seen.append(id)
+        return byte(id)
 
-    ask((StopStrings(("stop",), spy),), list(b"a" * 5000), list(b"b"))
-    assert max(seen) < 20
+    stop = StopStrings(("stop",), spy)
+    ask((stop,), list(b"a" * 5000), list(b"b"))
+    assert len(seen) == 1  # b ends no string, so nothing before it is looked at
+    ask((stop,), list(b"a" * 5000), list(b"p"))
+    assert len(seen) < 10
+    del seen[:]
+    ask((stop,), list(b"a" * 5000), list(b"b"))
+    assert seen == []  # known by now
 
 
 @pytest.mark.parametrize("strings", [(), ("a", "")])
 def test_empty_strings_are_refused(strings: tuple[str, ...]) -> None:
     with pytest.raises(RequestError, match="stop_strings is not valid"):
-        StopStrings(strings, decode)
+        StopStrings(strings, byte)
 
 
 # --- the caller's own ----------------------------------------------------------------------------

@@ -72,9 +72,9 @@ class UserParts:
     """What a caller brings of his own: objects, not configuration values."""
 
     processors: Sequence[Any] = ()
-    stops: Sequence[Any] = ()
+    criteria: Any = None
     prefix_allowed_tokens: Callable[[int, Any], list[int]] | None = None
-    decode: Callable[[Sequence[int]], str] | None = None
+    tokenizer: Any = None
     seed: int | Sequence[int] | None = None
     negative: tuple[Prompt, ...] = ()
     logprobs: int | None = None
@@ -113,7 +113,7 @@ class Call:
         processors and criteria count on the rows of the whole rectangle."""
         e = self.effective
         asked = (e.output_scores, e.output_logits, e.output_hidden_states, e.output_attentions)
-        watched = self.user.processors or self.user.stops
+        watched = self.user.processors or self.user.criteria
         return bool(watched) or (bool(e.return_dict_in_generate) and any(asked))
 
     def requests(self, *, lingers: bool) -> list[Request]:
@@ -227,5 +227,5 @@ def resolve(
         )
     limits = read_limits(effective, inputs, context)
     strategy = read_strategy(effective, tokens, limits)
-    stops = read_stops(effective, tokens, limits, user.decode, user.stops)
+    stops = read_stops(effective, tokens, limits, user.tokenizer, user.criteria)
     return Call(effective, tokens, inputs, limits, strategy, stops, user, vocabulary, encoder_ids)

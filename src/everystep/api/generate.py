@@ -74,9 +74,9 @@ def prepare(
     inputs, encoder_ids = read(model, model_inputs, tokens)
     parts = UserParts(
         processors=tuple(user.get("logits_processor") or ()),
-        stops=tuple(user.get("stopping_criteria") or ()),
+        criteria=user.get("stopping_criteria"),
         prefix_allowed_tokens=user.get("prefix_allowed_tokens_fn"),
-        decode=_decoder(user.get("tokenizer")),
+        tokenizer=user.get("tokenizer"),
         seed=user.get("seed"),
         negative=_negative(model, effective, user, inputs, tokens),
         logprobs=user.get("logprobs"),
@@ -217,12 +217,6 @@ def _negative(
         Prompt(ids=one.ids, encoder=encoder)
         for one, encoder in zip(negative.prompts, encoders, strict=True)
     )
-
-
-def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
-    if tokenizer is None:
-        return None
-    return lambda ids: str(tokenizer.decode(ids))
 
 
 def _run(model: Host, call: Call, streamer: Any) -> Any:

@@ -5,7 +5,7 @@ After this no configuration object goes any further down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,12 @@ from everystep.api.inputs import Inputs
 from everystep.config import FIELDS, Effective
 from everystep.draws import Draws, SeededDraws, SharedDraws
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
+from everystep.stops.base import Stop
+from everystep.stops.criteria import merge
+from everystep.stops.ends import EosToken, MaxLength, MaxTime
 from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
+from everystep.text import Spelling
 
 LATER = {
     "assistant_early_exit": "speculation with the model's own early layers",
@@ -185,15 +188,15 @@ def read_stops(
     effective: Effective,
     tokens: Tokens,
     limits: Limits,
-    decode: Callable[[Sequence[int]], str] | None,
-    user: Sequence[Any],
-) -> tuple[Any, ...]:
-    """Every reason to end a sequence, in the order in which it is reported."""
-    stops: list[Any] = [MaxLength(limits.visible)]
+    tokenizer: Any,
+    criteria: Any,
+) -> tuple[Stop, ...]:
+    """Every reason to end a sequence, the caller's own criteria included."""
+    stops: list[Stop] = [MaxLength(limits.visible)]
     if effective.max_time is not None:
         stops.append(MaxTime.after(float(effective.max_time)))
     if effective.stop_strings is not None:
-        if decode is None:
+        if tokenizer is None:
             raise RequestError(
                 message(
                     "stop_strings needs a tokenizer",
@@ -204,11 +207,10 @@ def read_stops(
             )
         strings = effective.stop_strings
         strings = (strings,) if isinstance(strings, str) else tuple(strings)
-        stops.append(StopStrings(strings, decode))
+        stops.append(StopStrings(strings, Spelling.of(tokenizer)))
     if tokens.eos:
         stops.append(EosToken(tokens.eos))
-    stops += [User(criterion) for criterion in user]
-    return tuple(stops)
+    return merge(stops, criteria)
 
 
 def read_draws(seed: int | Sequence[int] | None, batch: int) -> tuple[Draws, ...]:

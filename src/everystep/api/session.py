@@ -109,11 +109,10 @@ class Session:
             encoder_ids = [ids]
         else:
             inputs, encoder_ids = Inputs((Prompt(ids=ids),), (0,), len(ids), 0), []
-        decode = None if self._tokenizer is None else self._tokenizer.decode
         user = UserParts(
             processors=tuple(self._user["logits_processor"] or ()),
-            stops=tuple(self._user["stopping_criteria"] or ()),
-            decode=decode,
+            criteria=self._user["stopping_criteria"],
+            tokenizer=self._tokenizer,
             seed=self._seed,
             logprobs=self._user["logprobs"],
             prompt_logprobs=self._user["prompt_logprobs"],

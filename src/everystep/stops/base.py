@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from everystep.types import FinishReason, Sequence, TokenTable
+from everystep.types import FinishReason, Prompt, Request, Sequence, TokenTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,19 @@ class Candidates:
     parents: list[Sequence]
     new: np.ndarray
     counts: np.ndarray
+
+    @classmethod
+    def of_rows(cls, ids: np.ndarray) -> Candidates:
+        """The rows of a rectangle (C, T) of visible ids, as if each had just got its last one."""
+        table = TokenTable(*ids.shape)
+        heads = [row[:-1] for row in ids]
+        requests = [Request("", Prompt(ids=head), strategy=None, draws=None) for head in heads]
+        parents = [
+            Sequence(request, table.open(head), len(head))
+            for request, head in zip(requests, heads, strict=True)
+        ]
+        newest = ids[:, -1:]
+        return cls(table, parents, newest, np.full(len(ids), newest.shape[1]))
 
     def __len__(self) -> int:
         return len(self.parents)

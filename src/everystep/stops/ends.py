@@ -68,6 +68,16 @@ class MaxTime:
         return cls(time.monotonic() + seconds)
 
     @classmethod
+    def at(cls, moment: float) -> MaxTime:
+        """The stop for a moment of the wall clock, in seconds since the epoch."""
+        return cls.after(moment - cls.now())
+
+    @staticmethod
+    def now() -> float:
+        """The moment by the wall clock, in seconds since the epoch."""
+        return time.time()
+
+    @classmethod
     def stack(cls, stops: Sequence[MaxTime]) -> MaxTime:
         """One for C candidates, each with the deadline of its own."""
         return cls(np.array([stop.deadline for stop in stops]))

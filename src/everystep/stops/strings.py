@@ -1,13 +1,15 @@
 """The stop that reads text: a string that the newest token completes, wherever tokens divide it.
 
-Only the tail that can hold a string is decoded. A string may begin in the prompt, but its last
-character must come with the newest token; what that token adds behind it does not matter.
+Strings are compared as bytes. Where in a token a string may end, and what must precede the token
+then, is worked out when the token is first seen; most tokens end no string and cost one look-up,
+and no step costs more for a longer text. A string may begin in the prompt, but its last byte must
+come with the newest token; what that token adds behind it does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,19 +17,22 @@ from everystep.errors import RequestError, message
 from everystep.stops.base import Candidates
 from everystep.types import FinishReason
 
-# A tail may start inside a character or lose a space; so many more ids keep that off the string.
-_CONTEXT = 4
+Ending = tuple[str, bytes]
+"""A string that may end within a token, and what of it must stand before that token."""
 
 
 @dataclass(frozen=True)
 class StopStrings:
     """Ends where one of the strings is complete; the text is not trimmed.
 
-    `decode`: ids -> their text, special tokens included. Source: StopStringCriteria.
+    `spelling`: id -> its bytes, special tokens included. Source: StopStringCriteria.
     """
 
     strings: tuple[str, ...]
-    decode: Callable[[Sequence[int]], str]
+    spelling: Callable[[int], bytes]
+    _endings: dict[int, tuple[Ending, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not self.strings or not all(self.strings):
@@ -48,34 +53,36 @@ class StopStrings:
 
     def _completed(self, candidates: Candidates, index: int) -> str | None:
         """The string that the newest token of a candidate completes first, if any."""
-        tail, text = self._tail(candidates, index)
-        if not any(string in text for string in self.strings):
-            return None
-        settled = _shared(text, self.decode(tail[:-1]))
-        ends = {string: _end_beyond(text, string, settled) for string in self.strings}
-        completed = [string for string in self.strings if ends[string] is not None]
-        return min(completed, key=lambda string: ends[string] or 0, default=None)
+        for string, before in self._endings_in(int(candidates.last[index])):
+            if not before or self._precedes(before, candidates, index):
+                return string
+        return None
 
-    def _tail(self, candidates: Candidates, index: int) -> tuple[list[int], str]:
-        """The last ids, enough of them to hold any string, and their text."""
-        longest = max(len(string.encode()) for string in self.strings)
-        count = longest + _CONTEXT  # ids are bytes at worst
+    def _endings_in(self, token: int) -> tuple[Ending, ...]:
+        known = self._endings.get(token)
+        if known is None:
+            known = tuple(_endings(self.spelling(token), self.strings))
+            self._endings[token] = known
+        return known
+
+    def _precedes(self, before: bytes, candidates: Candidates, index: int) -> bool:
+        """Whether the text ends with `before` where the newest token starts."""
+        count = len(before) + 1  # ids are bytes at worst, unless they have none
         while True:
             ids = candidates.tail(index, count)
-            text = self.decode(ids)
-            # Ids without text, such as special ones, make the tail too short.
-            if len(ids) < count or len(text) >= longest + _CONTEXT:
-                return ids, text
+            text = b"".join(map(self.spelling, ids[:-1]))
+            if len(ids) < count or len(text) >= len(before):
+                return text.endswith(before)
             count *= 2
 
 
-def _end_beyond(text: str, string: str, settled: int) -> int | None:
-    """Where the first occurrence ends that reaches beyond the settled characters, or None."""
-    start = text.find(string, max(settled - len(string) + 1, 0))
-    return None if start < 0 else start + len(string)
-
-
-def _shared(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
-    shorter = min(len(first), len(second))
-    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
+def _endings(piece: bytes, strings: tuple[str, ...]) -> Iterator[Ending]:
+    """Where strings may end in a token's bytes, the first end first, then in the given order."""
+    spelled = [(string, string.encode()) for string in strings]
+    for end in range(1, len(piece) + 1):
+        for string, whole in spelled:
+            inside = piece[:end]
+            if end < len(whole) and whole.endswith(inside):
+                yield string, whole[:-end]
+            elif end >= len(whole) and inside.endswith(whole):
+                yield string, b""

@@ -4,6 +4,7 @@ from everystep.text.batch import BatchEncoding
 from everystep.text.detokenizer import Detokenizer
 from everystep.text.sandbox import TemplateLimits
 from everystep.text.settings import Settings, SpecialTokens
+from everystep.text.spelling import Spelling
 from everystep.text.template import ChatTemplate, RenderedChat
 from everystep.text.tokenizer import Tokenizer
 
@@ -14,6 +15,7 @@ __all__ = [
     "RenderedChat",
     "Settings",
     "SpecialTokens",
+    "Spelling",
     "TemplateLimits",
     "Tokenizer",
 ]

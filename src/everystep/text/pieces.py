@@ -74,6 +74,18 @@ class Decoding:
             token = token.replace(old, new)
         return token
 
+    def spelled(self, token: str) -> bytes:
+        """The bytes that a token adds to a text that has begun."""
+        if self.joining == "bytes":
+            return self.bytes_of(token)
+        if self.joining == "fallback":
+            text = self.text_of(token)
+            byte = BYTE_TOKEN.fullmatch(text)
+            return bytes([int(byte[1], 16)]) if byte else text.encode()
+        if self.joining == "mark":
+            return token.replace(self.mark, " ").encode()
+        return f" {token}".encode()
+
 
 def _rule(steps: Sequence[Mapping[str, Any]]) -> Decoding | None:
     kinds = [step["type"] for step in steps]

@@ -1,0 +1,216 @@
+"""Stopping criteria under the reference's names: called by hand, or passed to `generate()`.
+
+Each of them keeps its arguments and knows the stop it stands for; the rule itself is the stop's.
+Called by hand, the rows of the rectangle become candidates of that stop; passed to a call, the stop
+takes the place of the one that the configuration would have made. This file knows no engine.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError, UnsupportedError, message
+from everystep.stops.base import Candidates, Stop
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
+from everystep.stops.strings import StopStrings
+from everystep.text import Spelling
+
+
+class StoppingCriteria:
+    """What a criterion of the caller's own is derived from.
+
+    Called with ids (R, T) and the scores of all steps so far (None unless they are kept), it
+    returns (R,) bool, or one bool for all: which rows end. Source: StoppingCriteria.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            message(
+                "this criterion does not say when to stop",
+                wanted="a subclass with __call__(input_ids, scores, **kwargs)",
+                got=type(self).__name__,
+                do="Define __call__",
+            )
+        )
+
+
+class MaxLengthCriteria(StoppingCriteria):
+    """Rows end with `max_length` ids, prompt and padding included.
+
+    Warns beyond `max_position_embeddings`, if given. Source: MaxLengthCriteria.
+    """
+
+    def __init__(self, max_length: int, max_position_embeddings: int | None = None) -> None:
+        self.max_length = max_length
+        self.max_position_embeddings = max_position_embeddings
+
+    def stop(self) -> Stop:
+        """What the engine asks."""
+        return MaxLength(self.max_length)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        length, context = input_ids.shape[1], self.max_position_embeddings
+        if context is not None and context < length < self.max_length:
+            warnings.warn(
+                f"{length} ids are more than the {context} that the model was made for. Lower "
+                "max_length, or expect its output to get worse.",
+                stacklevel=2,
+            )
+        return _ask(self.stop(), input_ids)
+
+
+class MaxTimeCriteria(StoppingCriteria):
+    """Rows end `max_time` seconds after `initial_timestamp`, a `time.time()`; by default now.
+
+    Source: MaxTimeCriteria.
+    """
+
+    def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
+        self.max_time = max_time
+        self.initial_timestamp = MaxTime.now() if initial_timestamp is None else initial_timestamp
+
+    def stop(self) -> Stop:
+        """What the engine asks."""
+        return MaxTime.at(self.initial_timestamp + self.max_time)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return _ask(self.stop(), input_ids)
+
+
+class EosTokenCriteria(StoppingCriteria):
+    """Rows end with one of the ids, or with one among their last `new_token_length` ids.
+
+    Source: EosTokenCriteria.
+    """
+
+    def __init__(self, eos_token_id: int | list[int] | Tensor) -> None:
+        ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+        self.eos_token_id = torch.as_tensor(ids)
+
+    def stop(self) -> Stop:
+        """What the engine asks."""
+        return EosToken(tuple(self.eos_token_id.reshape(-1).tolist()))
+
+    def __call__(
+        self, input_ids: Tensor, scores: Any, new_token_length: int = 1, **kwargs: Any
+    ) -> Tensor:
+        width = input_ids.shape[1]
+        newest = range(min(new_token_length, width) if new_token_length else width)
+        ends = [_ask(self.stop(), input_ids[:, : width - n]) for n in newest]
+        return torch.stack(ends).any(dim=0)
+
+
+class StopStringCriteria(StoppingCriteria):
+    """Rows end where their newest id completes one of the strings.
+
+    `tokenizer`: ours, or a fast one of another library. Nothing is prepared in advance: how tokens
+    can end a string is worked out when they are first seen. A string that no token can end is no
+    error; it ends nothing. Source: StopStringCriteria.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: str | Sequence[str]) -> None:
+        given = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        self.stop_strings = given
+        self._stop = StopStrings(given, Spelling.of(tokenizer))
+
+    def stop(self) -> Stop:
+        """What the engine asks."""
+        return self._stop
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return _ask(self._stop, input_ids)
+
+
+class ConfidenceCriteria(StoppingCriteria):
+    """The first row ends where the probability of its newest id is below the threshold.
+
+    `scores`: per step (R, V); only the last are read. Source: ConfidenceCriteria.
+    """
+
+    def __init__(self, assistant_confidence_threshold: float) -> None:
+        self.assistant_confidence_threshold = assistant_confidence_threshold
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        if scores is None:
+            raise RequestError(
+                message(
+                    "ConfidenceCriteria needs the scores of the newest id",
+                    wanted="one tensor of scores per step",
+                    got="None",
+                    do="Set return_dict_in_generate=True and output_scores=True",
+                )
+            )
+        confidence = scores[-1].softmax(-1)[0, input_ids[0, -1]]
+        return bool(confidence < self.assistant_confidence_threshold)
+
+
+class StoppingCriteriaList(list[Any]):
+    """A list of criteria that can be called like one: rows end where any of them says so."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ends = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        for criterion in self:
+            ends = ends | criterion(input_ids, scores, **kwargs)
+        return ends
+
+    @property
+    def max_length(self) -> int | None:
+        """The limit of the first `MaxLengthCriteria` in the list, or None."""
+        limits = (one.max_length for one in self if isinstance(one, MaxLengthCriteria))
+        return next(limits, None)
+
+
+_OWN = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
+
+
+def merge(made: Sequence[Stop], criteria: Any) -> tuple[Stop, ...]:
+    """The stops of a call: those that its configuration made, and the caller's.
+
+    A criterion of the caller's takes the place, with a warning, of a stop of the same kind. A
+    criterion whose class is one of ours, and no subclass, is asked as the stop it stands for.
+    RequestError if `criteria` is not a list of callables.
+    """
+    kinds = {type(stop) for stop in made}
+    replaced: set[type] = set()
+    custom: dict[Stop, None] = {}
+    for criterion in _checked(criteria):
+        stop = _stop_of(criterion)
+        custom[stop] = None
+        if type(stop) in kinds:
+            replaced.add(type(stop))
+            warnings.warn(
+                f"The {type(criterion).__name__} in stopping_criteria takes the place of the one "
+                "that the configuration makes.",
+                stacklevel=2,
+            )
+    return (*(stop for stop in made if type(stop) not in replaced), *custom)
+
+
+def _checked(criteria: Any) -> Iterable[Any]:
+    listed = criteria if isinstance(criteria, (list, tuple)) else None
+    if criteria is None or (listed is not None and all(map(callable, listed))):
+        return listed or ()
+    raise RequestError(
+        message(
+            "stopping_criteria is not a list of criteria",
+            wanted="a list or StoppingCriteriaList of functions of (input_ids, scores)",
+            got=repr(criteria),
+            do="Put the criterion in a list",
+        )
+    )
+
+
+def _stop_of(criterion: Any) -> Stop:
+    return criterion.stop() if type(criterion) in _OWN else User(criterion)
+
+
+def _ask(stop: Stop, input_ids: Tensor) -> Tensor:
+    """(R,) bool on the device of the ids: which rows end."""
+    ends = stop(Candidates.of_rows(input_ids.cpu().numpy()))
+    return torch.from_numpy(np.array(ends)).to(input_ids.device)

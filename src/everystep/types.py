@@ -58,11 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a request's feeds must return beside the logits of its choices.
-
-    `logprobs`, `prompt_logprobs`: how many of the most likely tokens are kept for each chosen and
-    each prompt token, beside that token itself; None for neither.
-    """
+    """What is kept beside the choices; of logprobs the k best and the token itself, or None."""
 
     layers: bool = False
     attentions: bool = False
@@ -301,7 +297,7 @@ class Event:
     """One settled token of one sequence; `finish` rides on the last one.
 
     `token` is -1 for an event that only ends a sequence. `position` counts generated tokens.
-    `logprob`, and `top_logprobs` as (id, logprob) pairs, best first, where the request asked.
+    `top_logprobs`: (id, logprob) pairs, best first; it and `logprob` where the request asked.
     """
 
     request_id: str
@@ -315,10 +311,8 @@ class Event:
 
 
 class TokenTable:
-    """The visible ids of every sequence, one line each: (lines, capacity) int64.
-
-    Lines are handed out lowest first, so that a lockstep batch is one block of them.
-    """
+    """The visible ids of every sequence, one line each: (lines, capacity) int64. Lines are handed
+    out lowest first, so that a lockstep batch is one block of them."""
 
     def __init__(self, lines: int = 16, capacity: int = 64) -> None:
         self.data = np.zeros((lines, capacity), dtype=np.int64)

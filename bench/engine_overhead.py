@@ -27,8 +27,8 @@ import torch
 import everystep
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
-from everystep.processors.repetition import RepetitionPenalty
-from everystep.processors.warpers import Temperature, TopK, TopP
+from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
+from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.types import Prompt, Request, StepOutput, Work
@@ -40,7 +40,12 @@ END = 0
 VOCABULARIES = (1_000, 49_152)
 BATCHES = (1, 8, 32)
 WIDEST = 4
-WARPERS = (RepetitionPenalty(1.1), Temperature(0.8), TopK(50), TopP(0.9))
+WARPERS = (
+    RepetitionPenaltyLogitsProcessor(1.1),
+    TemperatureLogitsWarper(0.8),
+    TopKLogitsWarper(50),
+    TopPLogitsWarper(0.9),
+)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,15 @@ from transformers import GenerationMixin
 
 from everystep.config import merge_configs
 from everystep.errors import RequestError, UnsupportedError
-from everystep.processors.length import MinLength, SuppressTokensAtBegin
-from everystep.processors.order import CANONICAL, RANK, Facts, build
+from everystep.processors.build import Facts, build
+from everystep.processors.length import (
+    MinLengthLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+)
+from everystep.processors.order import CANONICAL, RANK
 from everystep.processors.pipeline import apply
 from everystep.processors.user import User
-from everystep.processors.warpers import Temperature, TopK, TopP
+from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from tests.processors.making import VOCABULARY, rectangle, rows_of, same, some_scores
 
 EOS, PROMPT, LENGTH = (7, 2), 4, 20
@@ -98,20 +102,21 @@ def test_nothing_is_asked_nothing_is_made() -> None:
 
 
 def test_sampling_keeps_fifty_tokens_unless_told_otherwise() -> None:
-    assert built(do_sample=True) == (TopK(50),)
+    assert built(do_sample=True) == (TopKLogitsWarper(50),)
     assert built(do_sample=True, top_k=None) == ()
 
 
 def test_beams_keep_a_token_beside_every_end() -> None:
     facts = Facts(eos=EOS, beams=3)
     (top_p,) = build(merge_configs({"do_sample": True, "top_k": 0, "top_p": 0.5}), facts)
-    assert top_p == TopP(0.5, 3)
+    assert top_p == TopPLogitsWarper(0.5, min_tokens_to_keep=3)
 
 
 def test_the_first_suppressed_place_is_behind_a_forced_begin() -> None:
     values = merge_configs({"begin_suppress_tokens": [5], "forced_bos_token_id": 3})
-    assert SuppressTokensAtBegin((5,), after=1) in build(values, Facts(prompt_length=1))
-    assert SuppressTokensAtBegin((5,), after=0) in build(values, Facts(prompt_length=2))
+    for length, after in ((1, 1), (2, 0)):
+        suppress = SuppressTokensAtBeginLogitsProcessor((5,), None, after=after)
+        assert suppress in build(values, Facts(prompt_length=length))
 
 
 def test_a_users_processor_stands_before_those_for_sampling() -> None:
@@ -119,7 +124,7 @@ def test_a_users_processor_stands_before_those_for_sampling() -> None:
         return scores
 
     kinds = [type(p) for p in built((own,), do_sample=True, min_length=9, temperature=0.5)]
-    assert kinds == [MinLength, User, Temperature, TopK]
+    assert kinds == [MinLengthLogitsProcessor, User, TemperatureLogitsWarper, TopKLogitsWarper]
 
 
 def test_one_object_given_twice_runs_once() -> None:
@@ -130,13 +135,13 @@ def test_one_object_given_twice_runs_once() -> None:
 
 
 def test_a_given_processor_replaces_the_one_of_its_class() -> None:
-    own = MinLength(3, (1,))
-    with pytest.warns(UserWarning, match="the given MinLength replaces"):
+    own = MinLengthLogitsProcessor(3, (1,))
+    with pytest.warns(UserWarning, match="the given MinLengthLogitsProcessor replaces"):
         assert built((own,), min_length=9) == (own,)
 
 
 def test_a_given_processor_for_sampling_stands_in_the_users_slot() -> None:
-    own = Temperature(0.5)
+    own = TemperatureLogitsWarper(0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert built((own,), do_sample=True, temperature=0.5, top_k=0) == (User(own), own)

@@ -1,42 +1,23 @@
-"""Every processor gives, bit for bit, what the reference's class gives on the same rows."""
+"""Every processor gives, bit for bit, what the reference's class of that name gives: both are made
+from the same arguments, and ours runs by hand and on rows that are remembered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as reference
 
-from everystep.processors.allowed import InfNanRemove, PrefixConstrained
+import everystep
+from everystep.processors.allowed import PrefixConstrainedLogitsProcessor
 from everystep.processors.base import Processor
-from everystep.processors.bias import NoBadWords, SequenceBias
-from everystep.processors.length import (
-    ExponentialDecayLength,
-    ForcedBOS,
-    ForcedEOS,
-    MinLength,
-    MinNewTokens,
-    SuppressTokens,
-    SuppressTokensAtBegin,
-)
+from everystep.processors.length import ForcedBOSTokenLogitsProcessor
 from everystep.processors.repetition import (
-    EncoderNoRepeatNGram,
-    EncoderRepetitionPenalty,
-    NoRepeatNGram,
-    RepetitionPenalty,
-)
-from everystep.processors.warpers import (
-    Epsilon,
-    Eta,
-    LogitNormalization,
-    MinP,
-    Temperature,
-    TopH,
-    TopK,
-    TopP,
-    Typical,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
 )
 from tests.processors.making import (
     FINITE_MAXIMUM,
@@ -50,80 +31,102 @@ from tests.processors.making import (
 
 Theirs = Callable[[Tensor, Tensor], Tensor]
 ROWS, WIDTH = 5, 12
-EOS = (7, 2)
-ENCODER = (4, 1, 3, 3, 0, 5, 1, 3)
-BIASES = {(3,): 2.5, (4, 1): -1.25, (0, 5, 1): 3.0, (2, 1): 0.7, (1,): -torch.inf, (9, 9, 9, 1): 1}
-WORDS = ((3,), (7,), (4, 1), (0, 5, 1), (2, 2))
+EOS = [7, 2]
+ENCODER = torch.tensor([4, 1, 3, 3, 0, 5, 1, 3])
+BIASES = {(3,): 2.5, (4, 1): -1.25, (0, 5, 1): 3.0, (2, 1): 0.7, (1,): -torch.inf, (9, 9, 1): 1.0}
+WORDS = [[3], [7], [4, 1], [0, 5, 1], [2, 2]]
 
 
 def allowed(batch_id: int, ids: Tensor) -> list[int]:
     return [batch_id, int(ids[-1]), 20 + len(ids)]
 
 
-CASES: list[tuple[str, Processor, Theirs]] = [
-    ("bias", SequenceBias(tuple(BIASES.items())),
-     reference.SequenceBiasLogitsProcessor({ids: float(bias) for ids, bias in BIASES.items()})),
-    ("words", NoBadWords(tuple(word for word in WORDS if word != (7,))),
-     reference.NoBadWordsLogitsProcessor([list(word) for word in WORDS], [7])),
-    ("repetition", RepetitionPenalty(1.3), reference.RepetitionPenaltyLogitsProcessor(1.3)),
-    ("favour", RepetitionPenalty(0.6), reference.RepetitionPenaltyLogitsProcessor(0.6)),
-    ("repetition from 4", RepetitionPenalty(1.3, ignored=4),
-     reference.RepetitionPenaltyLogitsProcessor(1.3, 4)),
-    ("encoder repetition", EncoderRepetitionPenalty(1.7, ENCODER),
-     reference.EncoderRepetitionPenaltyLogitsProcessor(1.7, torch.tensor([ENCODER]))),
-    *[(f"{n}-gram", NoRepeatNGram(n), reference.NoRepeatNGramLogitsProcessor(n))
-      for n in (1, 2, 3, WIDTH, WIDTH + 1)],
-    *[(f"encoder {n}-gram", EncoderNoRepeatNGram(n, ENCODER),
-       reference.EncoderNoRepeatNGramLogitsProcessor(n, torch.tensor(ENCODER)))
-      for n in (1, 2, 3, 20)],
-    *[(f"min length {n}", MinLength(n, EOS), reference.MinLengthLogitsProcessor(n, list(EOS)))
-      for n in (0, WIDTH, WIDTH + 1)],
-    *[(f"min new {n}", MinNewTokens(n, EOS, prompt_length=4),
-       reference.MinNewTokensLengthLogitsProcessor(4, n, list(EOS)))
-      for n in (0, WIDTH - 4, WIDTH - 3)],
-    ("prefix", PrefixConstrained(allowed),
-     reference.PrefixConstrainedLogitsProcessor(allowed, 1)),
-    *[(f"forced end {n}", ForcedEOS(n, EOS), reference.ForcedEOSTokenLogitsProcessor(n, list(EOS)))
-      for n in (WIDTH, WIDTH + 1)],
-    ("not forced begin", ForcedBOS(5), reference.ForcedBOSTokenLogitsProcessor(5)),
-    *[(f"decay {start} {factor}", ExponentialDecayLength(start, factor, EOS, prompt_length=4),
-       reference.ExponentialDecayLengthPenalty((start, factor), list(EOS), 4))
-      for start in (0, 5, 8, 9) for factor in (1.01, 0.5, 3.0)],
-    ("suppress", SuppressTokens((1, 36, 99)), reference.SuppressTokensLogitsProcessor([1, 36, 99])),
-    *[(f"suppress at {n}", SuppressTokensAtBegin((1, 8), begin_index=n),
-       reference.SuppressTokensAtBeginLogitsProcessor([1, 8], n)) for n in (WIDTH, 3)],
-    *[(f"temperature {t}", Temperature(t), reference.TemperatureLogitsWarper(t))
-      for t in (1e-3, 0.7, 1.0, 3.0, 1e4)],
-    *[(f"top k {k} {keep}", TopK(k, keep),
-       reference.TopKLogitsWarper(k, min_tokens_to_keep=keep))
-      for k in (1, 5, VOCABULARY, 1000) for keep in (1, 3)],
-    *[(f"top p {p} {keep}", TopP(p, keep),
-       reference.TopPLogitsWarper(p, min_tokens_to_keep=keep))
-      for p in (0.0, 1e-6, 0.3, 0.9, 0.999999, 1.0) for keep in (1, 3)],
-    *[(f"min p {p} {keep}", MinP(p, keep),
-       reference.MinPLogitsWarper(p, min_tokens_to_keep=keep))
-      for p in (0.0, 0.05, 1.0) for keep in (1, 3, 100)],
-    *[(f"typical {p} {keep}", Typical(p, keep),
-       reference.TypicalLogitsWarper(p, min_tokens_to_keep=keep))
-      for p in (1e-6, 0.2, 0.95, 0.999999) for keep in (1, 3)],
-    *[(f"epsilon {p} {keep}", Epsilon(p, keep),
-       reference.EpsilonLogitsWarper(p, min_tokens_to_keep=keep))
-      for p in (1e-9, 0.01, 0.99) for keep in (1, 3, 100)],
-    ("normalisation", LogitNormalization(), reference.LogitNormalization()),
-]  # fmt: skip
+def pair(kind: str, *args: Any, **named: Any) -> tuple[str, Processor, Theirs]:
+    """A name, our instance and the reference's, from the same arguments."""
+    said = [*map(repr, args), *(f"{name}={value}" for name, value in named.items())]
+    name = f"{kind}({', '.join(said)})"[:60]
+    return name, getattr(everystep, kind)(*args, **named), getattr(reference, kind)(*args, **named)
+
+
+CASES = [
+    pair("SequenceBiasLogitsProcessor", BIASES),
+    pair("SequenceBiasLogitsProcessor", [[[3], 2.5], [[4, 1], -1.5]]),
+    pair("NoBadWordsLogitsProcessor", WORDS),
+    pair("NoBadWordsLogitsProcessor", WORDS, eos_token_id=7),
+    pair("NoBadWordsLogitsProcessor", WORDS, torch.tensor(EOS)),
+    *[pair("RepetitionPenaltyLogitsProcessor", p) for p in (1.3, 0.6, 1e-3, 1e6)],
+    pair("RepetitionPenaltyLogitsProcessor", 1.3, 4),
+    pair("RepetitionPenaltyLogitsProcessor", 1.3, WIDTH + 1),
+    pair("RepetitionPenaltyLogitsProcessor", 1.3, prompt_ignore_length=torch.arange(ROWS)),
+    pair("EncoderRepetitionPenaltyLogitsProcessor", 1.7, ENCODER[None]),
+    pair("EncoderRepetitionPenaltyLogitsProcessor", 0.7, torch.randint(0, 9, (ROWS, 4))),
+    *[pair("NoRepeatNGramLogitsProcessor", n) for n in (1, 2, 3, WIDTH, WIDTH + 1)],
+    *[pair("EncoderNoRepeatNGramLogitsProcessor", n, ENCODER) for n in (1, 2, 3, 20)],
+    pair("EncoderNoRepeatNGramLogitsProcessor", 2, torch.randint(0, 5, (ROWS, 9))),
+    *[pair("MinLengthLogitsProcessor", n, EOS) for n in (0, WIDTH, WIDTH + 1)],
+    pair("MinLengthLogitsProcessor", 99, 7, device="cpu"),
+    pair("MinLengthLogitsProcessor", 99, torch.tensor([7, 99])),
+    *[pair("MinNewTokensLengthLogitsProcessor", 4, n, EOS) for n in (0, WIDTH - 4, WIDTH - 3)],
+    pair("PrefixConstrainedLogitsProcessor", allowed, 1),
+    *[pair("ForcedEOSTokenLogitsProcessor", n, EOS) for n in (WIDTH, WIDTH + 1)],
+    pair("ForcedEOSTokenLogitsProcessor", WIDTH + 1, 7),
+    pair("ForcedBOSTokenLogitsProcessor", 5),
+    *[
+        pair("ExponentialDecayLengthPenalty", (start, factor), EOS, 4)
+        for start in (0, 5, 8, 9)
+        for factor in (1.01, 0.5, 3.0)
+    ],
+    pair("ExponentialDecayLengthPenalty", (0, 1e150), EOS, 10),
+    pair("SuppressTokensLogitsProcessor", [1, 36, 99]),
+    *[pair("SuppressTokensAtBeginLogitsProcessor", [1, 8], n) for n in (WIDTH, 3)],
+    *[pair("TemperatureLogitsWarper", t) for t in (1e-3, 0.7, 1.0, 3.0, 1e4)],
+    *[
+        pair("TopKLogitsWarper", k, min_tokens_to_keep=keep)
+        for k in (1, 5, VOCABULARY, 1000)
+        for keep in (1, 3)
+    ],
+    *[
+        pair("TopPLogitsWarper", p, min_tokens_to_keep=keep)
+        for p in (0.0, 1e-6, 0.3, 0.9, 0.999999, 1.0)
+        for keep in (1, 3, 100)
+    ],
+    *[
+        pair("MinPLogitsWarper", p, min_tokens_to_keep=keep)
+        for p in (0.0, 0.05, 1.0)
+        for keep in (1, 3, 100)
+    ],
+    *[
+        pair("TypicalLogitsWarper", p, min_tokens_to_keep=keep)
+        for p in (1e-6, 0.2, 0.95, 0.999999)
+        for keep in (1, 3, 100)
+    ],
+    *[
+        pair("EpsilonLogitsWarper", p, min_tokens_to_keep=keep)
+        for p in (1e-9, 0.01, 0.99)
+        for keep in (1, 3, 100)
+    ],
+    *[pair(f"{name}LogitsWarper", 0.5, -7.0) for name in ("TopP", "MinP", "Typical", "Epsilon")],
+    pair("TopKLogitsWarper", 2, -7.0, 3),
+    pair("LogitNormalization"),
+]
 # The reference's classes refuse nan, and +inf becomes nan when it is normalised.
-WITHOUT_INFINITY: list[tuple[str, Processor, Theirs]] = [
-    *[(f"top h {h}", TopH(h), reference.TopHLogitsWarper(h)) for h in (1e-6, 0.4, 1.0)],
-    *[(f"eta {p} {keep}", Eta(p, keep), reference.EtaLogitsWarper(p, min_tokens_to_keep=keep))
-      for p in (1e-9, 0.01, 0.6, 0.99) for keep in (1, 3)],
-]  # fmt: skip
+WITHOUT_INFINITY = [
+    *[pair("TopHLogitsWarper", h) for h in (1e-6, 0.4, 1.0)],
+    pair("TopHLogitsWarper", 0.4, -7.0),
+    *[
+        pair("EtaLogitsWarper", p, min_tokens_to_keep=keep)
+        for p in (1e-9, 0.01, 0.6, 0.99)
+        for keep in (1, 3)
+    ],
+]
 
 
 def compare(ours: Processor, theirs: Theirs, scores: Tensor) -> None:
     prefixes = rectangle(len(scores), WIDTH)
-    given = scores.clone()
-    result = ours(rows_of(prefixes), scores)
-    assert same(result, theirs(torch.tensor(prefixes), given.clone()))
+    given, ids = scores.clone(), torch.tensor(prefixes)
+    expected = theirs(ids, given.clone())
+    assert same(ours(ids, scores), expected)
+    assert same(ours(rows_of(prefixes), scores), expected)
     assert same(scores, given)
 
 
@@ -145,43 +148,48 @@ def test_as_the_reference_where_it_normalises(ours: Processor, theirs: Theirs, k
     compare(ours, theirs, some_scores(ROWS, kind))
 
 
-@pytest.mark.parametrize("name", ["temperature 0.7", "top p 0.3 1", "eta 0.01 1", "repetition"])
-def test_as_the_reference_in_float64(name: str) -> None:
-    cases = {case[0]: case[1:] for case in [*CASES, *WITHOUT_INFINITY]}
-    compare(*cases[name], some_scores(ROWS).double())
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [case[1:] for case in [*CASES, *WITHOUT_INFINITY]],
+    ids=[case[0] for case in [*CASES, *WITHOUT_INFINITY]],
+)
+def test_as_the_reference_in_float64(ours: Processor, theirs: Theirs) -> None:
+    compare(ours, theirs, some_scores(ROWS).double())
 
 
 def test_more_entropy_than_a_hundred_tokens_hold() -> None:
-    compare(TopH(0.9), reference.TopHLogitsWarper(0.9), some_scores(ROWS, vocabulary=300))
+    compare(*pair("TopHLogitsWarper", 0.9)[1:], some_scores(ROWS, vocabulary=300))
 
 
 def test_nan_and_infinities_are_replaced_as_in_the_reference() -> None:
     scores = some_scores(ROWS, "infinite")
     scores[2] = torch.nan
-    compare(InfNanRemove(), reference.InfNanRemoveLogitsProcessor(), scores)
+    compare(*pair("InfNanRemoveLogitsProcessor")[1:], scores)
 
 
 def test_a_forced_begin_is_as_in_the_reference() -> None:
     scores = some_scores(3)
     theirs = reference.ForcedBOSTokenLogitsProcessor(5)(torch.zeros(3, 1), scores.clone())
-    assert same(ForcedBOS(5)(rows_of([[1], [2], [3]]), scores), theirs)
+    assert same(ForcedBOSTokenLogitsProcessor(5)(rows_of([[1], [2], [3]]), scores), theirs)
 
 
 def test_pads_do_not_count_for_the_repetition_penalty() -> None:
     prefixes, pads = rectangle(4, 9), [0, 3, 1, 8]
     scores = some_scores(4)
     theirs = reference.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor(pads))
-    ours = RepetitionPenalty(1.5)(rows_of(prefixes, pads=pads), scores)
+    ours = RepetitionPenaltyLogitsProcessor(1.5)(rows_of(prefixes, pads=pads), scores)
     assert same(ours, theirs(torch.tensor(prefixes), scores.clone()))
 
 
-@pytest.mark.parametrize("ours", [RepetitionPenalty(1.5), NoRepeatNGram(2)])
+@pytest.mark.parametrize(
+    "ours", [RepetitionPenaltyLogitsProcessor(1.5), NoRepeatNGramLogitsProcessor(2)]
+)
 def test_ids_beyond_the_vocabulary_are_passed_over(ours: Processor) -> None:
     prefixes = [[40, 1, 40, 2, 40], [3, 50, 3, 4, 3]]
     scores = some_scores(2)
     theirs = {
-        RepetitionPenalty: reference.RepetitionPenaltyLogitsProcessor(1.5),
-        NoRepeatNGram: reference.NoRepeatNGramLogitsProcessor(2),
+        RepetitionPenaltyLogitsProcessor: reference.RepetitionPenaltyLogitsProcessor(1.5),
+        NoRepeatNGramLogitsProcessor: reference.NoRepeatNGramLogitsProcessor(2),
     }[type(ours)]
     assert same(ours(rows_of(prefixes), scores), theirs(torch.tensor(prefixes), scores.clone()))
 
@@ -196,6 +204,6 @@ def test_a_constraint_that_all_beams_miss_is_forced_as_in_the_reference() -> Non
         rows = rows_of(prefixes[2 * search : 2 * search + 2])
         rows.sequences[1].request = rows.sequences[0].request
         rows.sequences[1].index = 1
-        ours = PrefixConstrained(lambda batch_id, ids: [20, 30], first=search, beams=2)
+        ours = PrefixConstrainedLogitsProcessor(lambda batch_id, ids: [20, 30], 2, first=search)
         part = slice(2 * search, 2 * search + 2)
         assert same(ours(rows, scores[part]), expected[part])

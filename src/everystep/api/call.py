@@ -24,7 +24,7 @@ from everystep.config import Effective, GenerationConfig
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
-from everystep.processors.order import Facts, build
+from everystep.processors.build import Facts, build
 from everystep.types import Prompt, Request, Wants
 
 

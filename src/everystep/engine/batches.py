@@ -45,7 +45,7 @@ def score(
     if request.strategy.scores == "log_probs":
         mixed = torch.log_softmax(mixed, dim=-1)
     if any(group.request.processors for group in groups):
-        mixed = process(_rows(batch, owner, table), mixed)
+        mixed = process(_rows(batch, owner, table), mixed, owned=mixed is not logits)
     return Scored(batch, owner, logits, mixed)
 
 

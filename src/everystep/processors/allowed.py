@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
+from everystep.processors.base import LogitsProcessor
 from everystep.types import Rows
 
 
 @dataclass(frozen=True)
-class PrefixConstrained:
-    """Only tokens that `allowed(batch_id, ids)` returns may follow.
+class PrefixConstrainedLogitsProcessor(LogitsProcessor):
+    """Only tokens that `prefix_allowed_tokens_fn(batch_id, ids)` returns may follow.
 
-    `first` is the call's row of the request's first sequence; a batch id counts rows, or, with
-    `beams`, whole searches. Where everything allowed is -inf in all beams of a search already, the
-    allowed tokens get 0. RequestError if nothing is allowed. Source:
-    PrefixConstrainedLogitsProcessor (De Cao et al. 2021).
+    A batch id counts searches of `num_beams` rows, from `first` on. Where everything allowed is
+    -inf in all beams of a search already, the allowed tokens get 0. RequestError if nothing is
+    allowed. Source: De Cao et al. 2021.
     """
 
-    allowed: Callable[[int, Tensor], Sequence[int]]
-    first: int = 0
-    beams: int = 1
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]]
+    num_beams: int
+    first: int = field(default=0, kw_only=True)
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
         mask = torch.full_like(scores, -math.inf)
         ids = rows.ids()
         for r, sequence in enumerate(rows.sequences):
-            batch_id = self.first + sequence.index // self.beams
+            batch_id = self.first + sequence.index // self.num_beams
             mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]])] = 0
         constrained = scores + mask
         hopeless = constrained.amax(dim=-1).isneginf()
@@ -42,7 +43,7 @@ class PrefixConstrained:
         return torch.where(torch.from_numpy(whole)[:, None].to(scores.device), mask, constrained)
 
     def _tokens(self, batch_id: int, ids: Tensor) -> list[int]:
-        tokens = list(self.allowed(batch_id, ids))
+        tokens = list(self.prefix_allowed_tokens_fn(batch_id, ids))
         if not tokens:
             text = message(
                 f"prefix_allowed_tokens_fn allows nothing for batch id {batch_id}",
@@ -56,7 +57,7 @@ class PrefixConstrained:
     def _all_beams(self, rows: Rows, hopeless: np.ndarray) -> np.ndarray:
         """(R,) whether every row of the same search at the same place is hopeless."""
         keys = [
-            (id(sequence.request), sequence.index // self.beams, int(length))
+            (id(sequence.request), sequence.index // self.num_beams, int(length))
             for sequence, length in zip(rows.sequences, rows.lengths, strict=True)
         ]
         hopeful = {key for key, lost in zip(keys, hopeless, strict=True) if not lost}
@@ -64,8 +65,9 @@ class PrefixConstrained:
 
 
 @dataclass(frozen=True)
-class InfNanRemove:
+class InfNanRemoveLogitsProcessor(LogitsProcessor):
     """nan becomes 0, and infinities the largest and smallest finite numbers."""
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
         return torch.nan_to_num(scores, nan=0.0)

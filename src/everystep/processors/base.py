@@ -1,21 +1,134 @@
-"""What a processor is: a frozen value, called with rows and their scores, that returns scores.
+"""What a processor is: a frozen value, called with rows or plain ids and their scores.
 
-State that a processor keeps between steps lives in `sequence.memo` under its own key. Instances
-of one class from different requests can run as one call when the class has `stack`.
+The familiar classes derive from `LogitsProcessor`, which turns a rectangle of ids into rows, so
+that one function serves a call by hand and the engine. A class overrides either `process`, which
+returns new scores, or `edit`, which names the few that change: the engine writes those into scores
+that it owns. State between steps lives in `sequence.memo` under the processor's own key.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import inspect
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from everystep.types import Rows
+from everystep.errors import RequestError, UnsupportedError, message
+from everystep.processors.edits import Edit
+from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
 
 
 class Processor(Protocol):
     """A function of (rows, scores); must not change the scores it was given in place."""
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
+    def __call__(self, rows: Rows, scores: Tensor, /) -> Tensor:
         """(R, V) scores -> (R, V) scores."""
         ...
+
+
+class LogitsProcessor:
+    """Base of the processors with familiar names, and of a caller's own.
+
+    A caller's class overrides `__call__(input_ids, scores)`; ours override `process` or `edit`.
+    `per_row`: fields that hold a number, or a tuple of one number per row. Tensors are made where
+    the scores are, so that a `device` argument, kept for ported calls, changes nothing.
+    """
+
+    per_row: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        """(R, V) scores of prefixes, (R, T) ids or `Rows` -> (R, V) scores; nothing is changed."""
+        if not isinstance(input_ids, Rows):
+            self.require_rows(len(input_ids))
+            input_ids = bare_rows(input_ids)
+        return self.process(input_ids, scores)
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V), the given scores left as they are."""
+        dense = scores.contiguous()
+        edit = self.edit(rows, dense)
+        return scores if edit is None else edit.written(dense.clone())
+
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """Which of the contiguous (R, V) scores get new values; None: none of them."""
+        text = message(
+            f"{type(self).__name__} does not say what it does with scores",
+            wanted="a method __call__(input_ids, scores)",
+            do="Define it in the class",
+        )
+        raise UnsupportedError(text)
+
+    def require_rows(self, rows: int) -> None:
+        """RequestError unless every parameter is one number, or one for each of the rows."""
+        for name in self.per_row:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != rows:
+                text = message(
+                    f"{name} of {type(self).__name__} does not fit the rows",
+                    wanted=f"one number, or {rows} of them",
+                    got=len(value),
+                    do="Give one number per row of input_ids",
+                )
+                raise RequestError(text)
+
+
+def reads_rows(processor: object) -> bool:
+    """Whether it may be called with `Rows`, as ours are, and not only with plain ids."""
+    return isinstance(processor, LogitsProcessor) and (
+        type(processor).__call__ is LogitsProcessor.__call__
+    )
+
+
+def edits(processor: object) -> bool:
+    """Whether all that it does is what its `edit` says."""
+    return reads_rows(processor) and type(processor).process is LogitsProcessor.process  # type: ignore[attr-defined]
+
+
+class LogitsProcessorList(list[Any]):
+    """Processors that run one after another on (input_ids, scores)."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """(R, T) ids, (R, V) scores -> (R, V) scores.
+
+        A processor with further parameters gets all keywords; RequestError if one of them is
+        missing.
+        """
+        for processor in self:
+            if reads_rows(processor):
+                scores = processor(input_ids, scores)
+                continue
+            further = list(inspect.signature(processor.__call__).parameters)[2:]
+            _require_keywords(processor, further, kwargs)
+            scores = processor(input_ids, scores, **(kwargs if further else {}))
+        return scores
+
+
+def _require_keywords(processor: object, further: list[str], given: dict[str, Any]) -> None:
+    missing = [name for name in further if name not in given]
+    if missing:
+        text = message(
+            f"{type(processor).__name__} needs more than ids and scores",
+            wanted=", ".join(further),
+            got=", ".join(given) or "neither of them",
+            do=f"Pass {', '.join(missing)} as keywords",
+        )
+        raise RequestError(text)
+
+
+_BARE = Request("", Prompt(ids=np.empty(0, dtype=np.int64)), strategy=None, draws=None)
+
+
+def bare_rows(input_ids: Tensor) -> Rows:
+    """(R, T) ids as rows of no request: nothing is padding, prompt or remembered."""
+    count, width = input_ids.shape
+    table = TokenTable(0, 0)
+    table.data = input_ids.detach().to("cpu", torch.int64).numpy()
+    sequences = [Sequence(_BARE, line, width, index=line) for line in range(count)]
+    return Rows(table, sequences, np.full(count, width, dtype=np.int64))
+
+
+def remembers(rows: Rows) -> bool:
+    """Whether the rows belong to sequences that go on, so that remembering something pays."""
+    return len(rows) > 0 and rows.sequences[0].request is not _BARE

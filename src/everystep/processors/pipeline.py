@@ -1,8 +1,8 @@
 """Runs the processors of all rows of a step, in as few calls as their parameters allow.
 
 Rows of one request, and of requests that share a tuple of processors, run as one. Otherwise it goes
-slot by slot of the canonical order: equal processors in one call, and different ones of a class
-with `stack` as one instance with a parameter per row. A tuple in another order runs by itself.
+slot by slot of the canonical order: equal processors in one call, and different ones that
+may differ per row as one instance. A tuple in another order runs by itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.processors.base import Processor
+from everystep.processors.base import LogitsProcessor, Processor, edits, reads_rows
 from everystep.processors.order import RANK
+from everystep.processors.stacking import stack_key, stacked
 from everystep.processors.user import User
 from everystep.types import Rows
 
@@ -24,16 +25,19 @@ Processors = tuple[Processor, ...]
 _USER = RANK[User]
 
 
-def apply(rows: Rows, scores: Tensor) -> Tensor:
-    """(R, V) scores -> (R, V) scores, each row processed as its own request asks; no argument is
-    changed."""
+def apply(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
+    """(R, V) scores -> (R, V) scores, each row processed as its own request asks.
+
+    The scores may be written to if they are `owned`; otherwise no argument is changed.
+    """
+    canvas = _Canvas(rows, scores, owned)
     shared = rows.sequences[0].request.processors
     for sequence in rows.sequences:
         if sequence.request.processors is not shared:
-            return _apply_mixed(rows, scores)
-    for processor in shared:
-        scores = processor(rows, scores)
-    return scores
+            _apply_mixed(canvas)
+            return canvas.scores
+    canvas.run_all(shared)
+    return canvas.scores
 
 
 @dataclass(slots=True)
@@ -42,23 +46,40 @@ class _Canvas:
 
     rows: Rows
     scores: Tensor
-    owned: bool = False
+    owned: bool
+
+    def run_all(self, processors: Processors) -> None:
+        """The processors, one after another, on all rows."""
+        for processor in processors:
+            if edits(processor):
+                self._edit(processor)  # type: ignore[arg-type]
+                continue
+            before, self.scores = self.scores, processor(self.rows, self.scores)
+            if self.scores is not before:  # a caller may keep what his processor returned
+                self.owned = reads_rows(processor)
+
+    def _edit(self, processor: LogitsProcessor) -> None:
+        self.scores = self.scores.contiguous()
+        edit = processor.edit(self.rows, self.scores)
+        if edit is not None:
+            self._own()
+            edit.written(self.scores)
 
     def run(self, processors: Processors, indices: list[int]) -> None:
         """The processors, one after another, on the given rows."""
         if len(indices) == len(self.rows) and indices == sorted(indices):
-            for processor in processors:
-                self.scores = processor(self.rows, self.scores)
-                self.owned = False
+            self.run_all(processors)
             return
         chosen = np.array(indices)
         at = torch.from_numpy(chosen).to(self.scores.device)
-        part, part_rows = self.scores[at], self.rows.select(chosen)
-        for processor in processors:
-            part = processor(part_rows, part)
+        part = _Canvas(self.rows.select(chosen), self.scores[at], owned=True)
+        part.run_all(processors)
+        self._own()
+        self.scores[at] = part.scores
+
+    def _own(self) -> None:
         if not self.owned:
             self.scores, self.owned = self.scores.clone(), True
-        self.scores[at] = part
 
 
 @dataclass(slots=True)
@@ -71,23 +92,29 @@ class _Slot:
         self.members.setdefault(_identity(processors), (processors, []))[1].extend(indices)
 
     def run(self, canvas: _Canvas) -> None:
-        groups = list(self.members.values())
-        stack = getattr(type(groups[0][0][0]), "stack", None)
-        if len(groups) == 1 or stack is None:
-            for processors, indices in groups:
-                canvas.run(processors, sorted(indices))
-            return
-        owner = sorted(
-            ((i, processors[0]) for processors, ids in groups for i in ids),
-            key=lambda entry: entry[0],
-        )
-        canvas.run((stack([one for _, one in owner]),), [i for i, _ in owner])
+        families: dict[Hashable, list[tuple[Processors, list[int]]]] = {}
+        for processors, indices in self.members.values():
+            key = stack_key(processors[0]) if len(self.members) > 1 else None
+            families.setdefault(key, []).append((processors, indices))
+        for key, groups in families.items():
+            if key is None or len(groups) == 1:
+                for processors, indices in groups:
+                    canvas.run(processors, sorted(indices))
+            else:
+                _run_stacked(canvas, groups)
 
 
-def _apply_mixed(rows: Rows, scores: Tensor) -> Tensor:
-    canvas = _Canvas(rows, scores)
+def _run_stacked(canvas: _Canvas, groups: list[tuple[Processors, list[int]]]) -> None:
+    owner = sorted(
+        ((i, processors[0]) for processors, indices in groups for i in indices),
+        key=lambda entry: entry[0],
+    )
+    canvas.run((stacked([one for _, one in owner]),), [i for i, _ in owner])  # type: ignore[type-var]
+
+
+def _apply_mixed(canvas: _Canvas) -> None:
     slots: dict[int, _Slot] = {}
-    for processors, indices in _by_tuple(rows):
+    for processors, indices in _by_tuple(canvas.rows):
         ranks = [RANK.get(type(processor), _USER) for processor in processors]
         if not _is_canonical(ranks):
             canvas.run(processors, indices)
@@ -97,7 +124,6 @@ def _apply_mixed(rows: Rows, scores: Tensor) -> Tensor:
             slots.setdefault(rank, _Slot()).add(same, indices)
     for rank in sorted(slots):
         slots[rank].run(canvas)
-    return canvas.scores
 
 
 def _by_tuple(rows: Rows) -> list[tuple[Processors, list[int]]]:

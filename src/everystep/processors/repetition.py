@@ -1,137 +1,185 @@
 """Processors against repetition: what stands in the prefix, or in the prompt of the encoder.
 
 Pad ids of the prefix count as the reference counts them: not for penalties, but for n-grams. Ids
-beyond the width of the scores can never be chosen and are passed over.
+beyond the width of the scores can never be chosen and are passed over. What stands in a prefix is
+remembered where rows go on, and read off its ids where they are given by hand.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.processors.matching import matching_tails
-from everystep.processors.stacking import column, require, stacked
+from everystep.config.kinds import POSITIVE, integer, plain
+from everystep.processors.base import LogitsProcessor, remembers
+from everystep.processors.edits import Edit, banned, places
+from everystep.processors.matching import repeated_ngrams
+from everystep.processors.memory import NGrams, ngrams, occurrences
+from everystep.processors.stacking import Counts, Numbers, admit, column
 from everystep.types import Rows
 
-
-def penalised(scores: Tensor, penalty: float | Tensor) -> Tensor:
-    """Scores times the penalty where they are negative, else divided by it."""
-    return torch.where(scores < 0, scores * penalty, scores / penalty)
+_SIZE = integer(1)
 
 
 @dataclass(frozen=True)
-class RepetitionPenalty:
+class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     """Penalises every id that stands in the prefix (Keskar et al. 2019).
 
-    `ignored`: how many ids at the start do not count; -1: each row's own pad prefix.
+    `prompt_ignore_length`: how many ids at the start do not count; None: each row's pad prefix.
     """
 
-    penalty: float | Tensor
-    ignored: int | Tensor = -1
+    penalty: Numbers
+    prompt_ignore_length: Counts | None = None
 
-    stack = classmethod(stacked)
+    per_row = ("penalty", "prompt_ignore_length")
 
     def __post_init__(self) -> None:
-        require(self.penalty > 0, "repetition_penalty", "a number above 0", self.penalty)
+        admit(self, "penalty", POSITIVE, "repetition_penalty")
+        if self.prompt_ignore_length is not None:
+            admit(self, "prompt_ignore_length", integer(0))
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        ids = rows.ids()
-        place = torch.arange(ids.shape[1])
-        counted = (place >= self._starts(rows)) & (place < _column_of(rows.lengths))
-        return _penalise(ids, counted, scores, column(self.penalty, scores))
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """The scores of ids that stand in the prefix, penalised."""
+        tokens = _standing(rows, self._starts(rows))
+        count = [len(part) for part in tokens]
+        row = np.repeat(np.arange(len(tokens)), count)
+        token = np.concatenate(tokens)
+        inside = token < scores.shape[-1]
+        if not inside.all():
+            row, token = row[inside], token[inside]
+        penalty = column(self.penalty, scores)
+        if isinstance(penalty, Tensor):
+            penalty = penalty[row, 0]
+        return _penalised(scores, places(scores, row, token), penalty)
 
-    def _starts(self, rows: Rows) -> Tensor:
-        pads = torch.tensor([[s.request.pad_prefix] for s in rows.sequences])
-        ignored = torch.as_tensor(self.ignored)
-        return torch.where(ignored < 0, pads, ignored)
+    def _starts(self, rows: Rows) -> list[int]:
+        """Per row, how many ids at its start do not count."""
+        ignored = self.prompt_ignore_length
+        if ignored is None:
+            return [sequence.request.pad_prefix for sequence in rows.sequences]
+        return list(ignored) if isinstance(ignored, tuple) else [ignored] * len(rows)
+
+
+def _standing(rows: Rows, starts: list[int]) -> list[np.ndarray]:
+    """Per row, the ids from `starts[r]` on: each once where they are remembered."""
+    if remembers(rows):
+        return [occurrences(rows, r, start).tokens for r, start in enumerate(starts)]
+    ids = rows.ids().numpy()
+    return [ids[r, start : rows.lengths[r]] for r, start in enumerate(starts)]
 
 
 @dataclass(frozen=True)
-class EncoderRepetitionPenalty:
-    """Favours every id of the encoder's prompt: the penalty is taken as its reciprocal."""
+class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
+    """Favours every id of the encoder's prompt: the penalty is taken as its reciprocal.
+
+    `encoder_input_ids`: (B, S) ids, of which each row serves as many rows of scores as the others.
+    """
 
     penalty: float
-    encoder_ids: tuple[int, ...]
+    encoder_input_ids: Any
+    _places: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require(self.penalty > 0, "encoder_repetition_penalty", "a number above 0", self.penalty)
+        admit(self, "penalty", POSITIVE, "encoder_repetition_penalty")
+        object.__setattr__(self, "encoder_input_ids", _prompts(self.encoder_input_ids))
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        ids = torch.tensor(self.encoder_ids, dtype=torch.int64).expand(len(scores), -1)
-        return _penalise(ids, torch.ones_like(ids, dtype=torch.bool), scores, 1 / self.penalty)
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """The scores of ids that stand in the encoder's prompt, raised."""
+        key = (scores.shape, scores.device)
+        if key not in self._places:
+            self._places[key] = self._find(scores)
+        return _penalised(scores, self._places[key], 1 / self.penalty)
+
+    def _find(self, scores: Tensor) -> Tensor:
+        prompts = [np.unique(np.array(ids, dtype=np.int64)) for ids in self.encoder_input_ids]
+        tokens = [prompts[p] for p in _owners(len(scores), len(prompts))]
+        row = np.repeat(np.arange(len(scores)), [len(part) for part in tokens])
+        return places(scores, row, np.concatenate(tokens))
 
 
-def _penalise(ids: Tensor, counted: Tensor, scores: Tensor, penalty: float | Tensor) -> Tensor:
-    """Scores of the counted ids penalised once each; `ids`, `counted`: (R, T)."""
-    size = scores.shape[-1]
-    counted = counted & (ids < size)
-    if bool(counted.all()):
-        ids = ids.to(scores.device)
-        return scores.scatter(1, ids, penalised(scores.gather(1, ids), penalty))
-    # What does not count is sent to a column of its own behind the last.
-    ids = torch.where(counted, ids, size).to(scores.device)
-    padded = torch.nn.functional.pad(scores, (0, 1))
-    return padded.scatter_(1, ids, penalised(padded.gather(1, ids), penalty))[:, :size]
+def _penalised(scores: Tensor, index: Tensor, penalty: float | Tensor) -> Edit | None:
+    """The places' scores times the penalty where they are negative, else divided by it."""
+    if not len(index):
+        return None
+    old = scores.view(-1).index_select(0, index)
+    return Edit(index, torch.where(old < 0, old * penalty, old / penalty))
 
 
 @dataclass(frozen=True)
-class NoRepeatNGram:
+class NoRepeatNGramLogitsProcessor(LogitsProcessor):
     """Bans every id that would complete an n-gram that the prefix already holds."""
 
     ngram_size: int
 
     def __post_init__(self) -> None:
-        size = self.ngram_size
-        require(size > 0, "no_repeat_ngram_size", "an integer above 0", size)
+        admit(self, "ngram_size", _SIZE, "no_repeat_ngram_size")
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        ids, size = rows.ids().numpy(), self.ngram_size
-        windows = ids.shape[1] - size + 1
-        if windows <= 0:
-            return scores
-        match = np.arange(windows) + size <= rows.lengths[:, None]
-        for k in range(size - 1):
-            # The last size - 1 ids of a row, which the next one would follow.
-            tail = np.maximum(rows.lengths - size + 1 + k, 0)[:, None]
-            match &= ids[:, k : windows + k] == np.take_along_axis(ids, tail, axis=1)
-        row, start = np.nonzero(match)
-        return _ban(scores, row, ids[row, start + size - 1])
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """-inf at the ids that would complete one."""
+        if not remembers(rows):
+            return banned(scores, *repeated_ngrams(rows, self.ngram_size))
+        return _banned_each(
+            scores, [ngrams(rows, r, self.ngram_size).next() for r in range(len(rows))]
+        )
 
 
 @dataclass(frozen=True)
-class EncoderNoRepeatNGram:
-    """Bans every id that would complete an n-gram of the encoder's prompt."""
+class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
+    """Bans every id that would complete an n-gram of the encoder's prompt.
 
-    ngram_size: int
-    encoder_ids: tuple[int, ...]
+    `encoder_input_ids`: (S,) or (B, S) ids, of which each row serves as many rows of scores as the
+    others.
+    """
+
+    encoder_ngram_size: int
+    encoder_input_ids: Any
+    _known: list[NGrams] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        size = self.ngram_size
-        require(size > 0, "encoder_no_repeat_ngram_size", "an integer above 0", size)
+        admit(self, "encoder_ngram_size", _SIZE, "encoder_no_repeat_ngram_size")
+        object.__setattr__(self, "encoder_input_ids", _prompts(self.encoder_input_ids))
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        known = np.array(self.encoder_ids, dtype=np.int64)
-        before = self.ngram_size - 1
-        if len(known) <= before:
-            return scores
-        windows = np.lib.stride_tricks.sliding_window_view(known, self.ngram_size)
-        ids = rows.ids().numpy()
-        row, word = matching_tails(ids, rows.lengths, windows[:, :before])
-        return _ban(scores, row, windows[word, before])
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """-inf at the ids that would complete one."""
+        grams = self._grams()
+        ids, before = rows.ids().numpy(), self.encoder_ngram_size - 1
+        following = [
+            grams[g].following(tuple(ids[r, max(n - before, 0) : n].tolist()))
+            for r, (n, g) in enumerate(
+                zip(rows.lengths, _owners(len(rows), len(grams)), strict=True)
+            )
+        ]
+        return _banned_each(scores, following)
+
+    def _grams(self) -> list[NGrams]:
+        if not self._known:
+            for prompt in self.encoder_input_ids:
+                self._known.append(NGrams(self.encoder_ngram_size))
+                self._known[-1].extend(list(prompt))
+        return self._known
 
 
-def _ban(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Tensor:
-    """Scores with -inf at the given places."""
-    inside = token < scores.shape[-1]
-    if not inside.any():
-        return scores
-    at = tuple(torch.from_numpy(part[inside]).to(scores.device) for part in (row, token))
-    return scores.index_put(at, scores.new_tensor(-math.inf))
+def _banned_each(scores: Tensor, following: list[tuple[int, ...]]) -> Edit | None:
+    """-inf at the given ids of each row."""
+    count = [len(part) for part in following]
+    if not any(count):
+        return None
+    token = np.fromiter(chain.from_iterable(following), np.int64, sum(count))
+    return banned(scores, np.repeat(np.arange(len(following)), count), token)
 
 
-def _column_of(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(lengths)[:, None]
+def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
+    """(S,) or (B, S) ids as a tuple per prompt."""
+    value = plain(given)
+    nested = value if value and isinstance(value[0], list | tuple) else [value]
+    return tuple(tuple(map(int, row)) for row in nested)
+
+
+def _owners(rows: int, prompts: int) -> np.ndarray:
+    """(R,) whose prompt each row has: as many rows of one after another for every prompt."""
+    return np.arange(rows) // max(rows // prompts, 1)

@@ -1,47 +1,131 @@
-"""Instances of one class as one instance with a parameter per row, and parameters of either form.
+"""Parameters that are one number, or one per row, and instances of a class run as one.
 
-A parameter is a number, or, after `stacked`, a (R, 1) tensor in float64 or int64 that is brought to
-the scores' type and device where it is used: there a number would be rounded in the same way.
+A parameter per row is a tuple, so that processors stay comparable; where it is used it becomes a
+(R, 1) tensor of the scores' type, in which a number would be rounded in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from everystep.config.kinds import Kind, is_integer, plain
 from everystep.errors import RequestError, message
+from everystep.processors.base import LogitsProcessor
 
-P = TypeVar("P")
+Numbers = float | tuple[float, ...]
+Counts = int | tuple[int, ...]
+
+P = TypeVar("P", bound=LogitsProcessor)
 
 
-def stacked(cls: type[P], instances: Sequence[P]) -> P:
-    """One instance for R rows, from the instance of each; all their parameters are numbers."""
-    result = object.__new__(cls)  # the parameters were checked one by one
-    for one in fields(cls):  # type: ignore[arg-type]
-        values = [[getattr(instance, one.name)] for instance in instances]
-        floats = any(isinstance(value, float) for (value,) in values)
-        wide = torch.float64 if floats else torch.int64
-        object.__setattr__(result, one.name, torch.tensor(values, dtype=wide))
+def admit(
+    processor: LogitsProcessor, name: str, kind: Kind, label: str = "", do: str | None = None
+) -> None:
+    """The field holds a number of that kind, or, given a list or tensor, a tuple of them.
+
+    RequestError for anything else; `label` is what the error calls the field.
+    """
+    given = getattr(processor, name)
+    value = plain(given)
+    several = isinstance(value, list | tuple) and name in processor.per_row
+    if several and value and all(map(kind.accepts, value)):
+        value = tuple(value)
+    elif several or not kind.accepts(value):
+        label = label or name
+        text = message(
+            f"{label} is not valid",
+            wanted=kind.wanted + (", or one per row" if name in processor.per_row else ""),
+            got=repr(given),
+            do=do or f"Give {label} such a value",
+        )
+        raise RequestError(text)
+    object.__setattr__(processor, name, value if several else kind.stored(value))
+
+
+def admit_ids(processor: LogitsProcessor, name: str, label: str = "") -> None:
+    """The field holds a tuple of token ids, given as one id, a list or a tensor of them."""
+    given = getattr(processor, name)
+    value = plain(given)
+    ids = tuple(value) if isinstance(value, list | tuple | range | set) else (value,)
+    if not all(is_integer(token) and token >= 0 for token in ids):
+        label = label or name
+        text = message(
+            f"{label} is not valid",
+            wanted="a token id or a list of token ids, from 0 on",
+            got=repr(given),
+            do=f"Give {label} such a value",
+        )
+        raise RequestError(text)
+    object.__setattr__(processor, name, ids)
+
+
+def stack_key(processor: object) -> Hashable:
+    """Equal for processors that differ only in what they may have per row; None if nothing may."""
+    if not isinstance(processor, LogitsProcessor) or not processor.per_row:
+        return None
+    fixed = [one.name for one in fields(processor) if one.name not in processor.per_row]  # type: ignore[arg-type]
+    absent = tuple(getattr(processor, name) is None for name in processor.per_row)
+    return (type(processor), absent, *(getattr(processor, name) for name in fixed))
+
+
+def stacked(instances: Sequence[P]) -> P:
+    """One instance for R rows, from the instance of each; all of one `stack_key`."""
+    per_row = {}
+    for name in instances[0].per_row:
+        values = [getattr(one, name) for one in instances]
+        same = all(value == values[0] for value in values)
+        per_row[name] = values[0] if same else tuple(values)
+    return _changed(instances[0], per_row)
+
+
+def at_row(processor: P, row: int, rows: int) -> P:
+    """The processor as it is for one of a call's rows; RequestError if it has other rows."""
+    processor.require_rows(rows)
+    values = {name: getattr(processor, name) for name in processor.per_row}
+    own = {name: value[row] for name, value in values.items() if isinstance(value, tuple)}
+    return _changed(processor, own) if own else processor
+
+
+def _changed(processor: P, values: dict[str, Any]) -> P:
+    result = object.__new__(type(processor))  # the values were checked one by one
+    result.__dict__.update(processor.__dict__, **values)
     return result
 
 
-def column(value: float | Tensor, scores: Tensor) -> Any:
-    """A number as it is; a stacked parameter in the scores' type, where they are."""
-    return value.to(scores) if isinstance(value, Tensor) else value
+def column(value: Numbers, scores: Tensor) -> Any:
+    """A number as it is; a parameter per row as (R, 1) in the scores' type, where they are."""
+    if isinstance(value, tuple):
+        return torch.tensor(value, dtype=torch.float64)[:, None].to(scores)
+    return value
 
 
-def counts(value: int | Tensor, scores: Tensor) -> Any:
-    """As `column`, for whole numbers."""
-    return value.to(scores.device) if isinstance(value, Tensor) else value
+def counts(value: Numbers, scores: Tensor) -> Any:
+    """As `column`, in a type of its own."""
+    if isinstance(value, tuple):
+        return torch.tensor(value, device=scores.device)[:, None]
+    return value
 
 
-def require(
-    holds: bool | Tensor, name: str, wanted: str, got: object, do: str | None = None
-) -> None:
+def greatest(value: Counts) -> int:
+    """The number, or the greatest of all rows."""
+    return max(value) if isinstance(value, tuple) else value
+
+
+def larger(first: Counts, second: Counts) -> Counts:
+    """The larger of two, row by row."""
+    if not isinstance(first, tuple) and not isinstance(second, tuple):
+        return max(first, second)
+    length = len(first) if isinstance(first, tuple) else len(second)  # type: ignore[arg-type]
+    pair = [one if isinstance(one, tuple) else (one,) * length for one in (first, second)]
+    return tuple(map(max, *pair))
+
+
+def require(holds: bool, name: str, wanted: str, got: object, do: str | None = None) -> None:
     """RequestError unless it holds."""
     if not holds:
         text = message(

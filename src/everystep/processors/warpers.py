@@ -1,36 +1,53 @@
 """Processors that shape the distribution before a draw: each looks at its own row of scores alone.
 
-Every filter has `removed`, which says what it takes out; being called, it puts -inf there. All can
-be stacked. Sources are the reference's classes of the same names, with LogitsWarper appended.
+Every filter has `removed`, which says what it takes out; `filter_value` is put there. All their
+numbers may be given per row.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
 
-from everystep.processors.stacking import column, counts, require, stacked
+from everystep.config.kinds import (
+    BETWEEN_0_AND_1,
+    FRACTION,
+    FRACTION_ABOVE_0,
+    POSITIVE,
+    integer,
+)
+from everystep.processors.base import LogitsProcessor
+from everystep.processors.stacking import (
+    Counts,
+    Numbers,
+    admit,
+    column,
+    counts,
+    greatest,
+    larger,
+)
 from everystep.types import Rows
 
 _TOP_H_TOKENS = 100
+_AT_LEAST_ONE = integer(1)
 
 
 @dataclass(frozen=True)
-class Temperature:
+class TemperatureLogitsWarper(LogitsProcessor):
     """scores / temperature."""
 
-    temperature: float | Tensor
+    temperature: Numbers
 
-    stack = classmethod(stacked)
+    per_row = ("temperature",)
 
     def __post_init__(self) -> None:
-        do = "For greedy decoding set do_sample=False"
-        require(self.temperature > 0, "temperature", "a number above 0", self.temperature, do)
+        admit(self, "temperature", POSITIVE, do="For greedy decoding set do_sample=False")
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
         divisor = column(self.temperature, scores)
         if isinstance(divisor, Tensor) and scores.is_cuda:
             # There torch divides by a number by multiplying with its reciprocal.
@@ -38,66 +55,78 @@ class Temperature:
         return scores / divisor
 
 
+class Filter(LogitsProcessor):
+    """Base of the processors that put `filter_value` where `removed` says so."""
+
+    filter_value: float
+
+    def removed(self, scores: Tensor) -> Tensor:
+        """(R, V) scores -> (R, V) bool."""
+        raise NotImplementedError
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
+        return scores.masked_fill(self.removed(scores), self.filter_value)
+
+
 @dataclass(frozen=True)
-class TopK:
+class TopKLogitsWarper(Filter):
     """Keeps the `top_k` highest scores, and all that equal the last of them."""
 
-    top_k: int | Tensor
-    min_tokens_to_keep: int | Tensor = 1
+    top_k: Counts
+    filter_value: float = -math.inf
+    min_tokens_to_keep: Counts = 1
 
-    stack = classmethod(stacked)
+    per_row = ("top_k", "min_tokens_to_keep")
 
     def __post_init__(self) -> None:
-        require(self.top_k > 0, "top_k", "an integer above 0", self.top_k)
-        _require_keep(self.min_tokens_to_keep)
+        admit(self, "top_k", _AT_LEAST_ONE)
+        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
-        return scores < _kth_highest(scores, _larger(self.top_k, self.min_tokens_to_keep))
-
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.removed(scores), -math.inf)
+        return scores < _kth_highest(scores, larger(self.top_k, self.min_tokens_to_keep))
 
 
 @dataclass(frozen=True)
-class TopP:
+class TopPLogitsWarper(Filter):
     """Removes the lowest scores while their mass is at most 1 - top_p (Holtzman et al. 2020)."""
 
-    top_p: float | Tensor
-    min_tokens_to_keep: int | Tensor = 1
+    top_p: Numbers
+    filter_value: float = -math.inf
+    min_tokens_to_keep: Counts = 1
 
-    stack = classmethod(stacked)
+    per_row = ("top_p", "min_tokens_to_keep")
 
     def __post_init__(self) -> None:
-        require(0 <= self.top_p <= 1, "top_p", "a number from 0 to 1", self.top_p)
-        _require_keep(self.min_tokens_to_keep)
+        admit(self, "top_p", FRACTION)
+        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
         ordered, tokens = torch.sort(scores, descending=False)
         mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-        low = mass <= column(1 - self.top_p, scores)
-        rank = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # 1 is the highest
-        low &= rank > counts(self.min_tokens_to_keep, scores)
+        top_p = self.top_p
+        spared = tuple(1 - p for p in top_p) if isinstance(top_p, tuple) else 1 - top_p
+        low = mass <= column(spared, scores)
+        _spare(low, self.min_tokens_to_keep, best_last=True)
         return low.scatter(1, tokens, low)
-
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.removed(scores), -math.inf)
 
 
 @dataclass(frozen=True)
-class TopH:
+class TopHLogitsWarper(Filter):
     """Keeps the best tokens, of the first 100, whose entropy is within `top_h` of the whole.
 
     Source: Potraghloo et al. 2025.
     """
 
-    top_h: float | Tensor
+    top_h: Numbers
+    filter_value: float = -math.inf
 
-    stack = classmethod(stacked)
+    per_row = ("top_h",)
 
     def __post_init__(self) -> None:
-        require(0 < self.top_h <= 1, "top_h", "a number above 0, at most 1", self.top_h)
+        admit(self, "top_h", FRACTION_ABOVE_0)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
@@ -109,50 +138,44 @@ class TopH:
         kept[:, 0] = True
         return torch.ones_like(scores, dtype=torch.bool).scatter(-1, tokens, ~kept)
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.removed(scores), -math.inf)
-
 
 @dataclass(frozen=True)
-class MinP:
+class MinPLogitsWarper(Filter):
     """Keeps what has at least `min_p` times the probability of the best (Nguyen et al. 2024)."""
 
-    min_p: float | Tensor
-    min_tokens_to_keep: int | Tensor = 1
+    min_p: Numbers
+    filter_value: float = -math.inf
+    min_tokens_to_keep: Counts = 1
 
-    stack = classmethod(stacked)
+    per_row = ("min_p", "min_tokens_to_keep")
 
     def __post_init__(self) -> None:
-        require(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1", self.min_p)
-        _require_keep(self.min_tokens_to_keep)
+        admit(self, "min_p", FRACTION)
+        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
         p = torch.softmax(scores, dim=-1)
         low = p < column(self.min_p, scores) * p.amax(dim=-1, keepdim=True)
-        keep = counts(self.min_tokens_to_keep, scores)
-        most = min(_most(keep), scores.shape[-1])
+        most = min(greatest(self.min_tokens_to_keep), scores.shape[-1])
         best = torch.topk(p, most, dim=-1).indices
-        spared = torch.arange(most, device=scores.device) < keep
+        spared = torch.arange(most, device=scores.device) < counts(self.min_tokens_to_keep, scores)
         return low.scatter(-1, best, low.gather(-1, best) & ~spared)
-
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.removed(scores), -math.inf)
 
 
 @dataclass(frozen=True)
-class Typical:
+class TypicalLogitsWarper(Filter):
     """Keeps the tokens of surprise nearest the entropy, up to `mass` (Meister et al. 2022)."""
 
-    mass: float | Tensor
-    min_tokens_to_keep: int | Tensor = 1
+    mass: Numbers = 0.9
+    filter_value: float = -math.inf
+    min_tokens_to_keep: Counts = 1
 
-    stack = classmethod(stacked)
+    per_row = ("mass", "min_tokens_to_keep")
 
     def __post_init__(self) -> None:
-        between = 0 < self.mass < 1
-        require(between, "typical_p", "a number between 0 and 1, both excluded", self.mass)
-        _require_keep(self.min_tokens_to_keep)
+        admit(self, "mass", BETWEEN_0_AND_1, "typical_p")
+        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
@@ -162,67 +185,61 @@ class Typical:
         mass = scores.gather(-1, tokens).softmax(dim=-1).cumsum(dim=-1)
         last = (mass < column(self.mass, scores)).sum(dim=1, keepdim=True)
         far = distance > distance.gather(1, last.clamp_(max=scores.shape[-1] - 1))
-        rank = torch.arange(scores.shape[-1], device=scores.device)
-        far &= rank >= counts(self.min_tokens_to_keep, scores)
+        _spare(far, self.min_tokens_to_keep, best_last=False)
         return far.scatter(1, tokens, far)
-
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.removed(scores), -math.inf)
 
 
 @dataclass(frozen=True)
-class Epsilon:
+class EpsilonLogitsWarper(Filter):
     """Removes what has a probability below `epsilon` (Hewitt et al. 2022)."""
 
-    epsilon: float | Tensor
-    min_tokens_to_keep: int | Tensor = 1
+    epsilon: Numbers
+    filter_value: float = -math.inf
+    min_tokens_to_keep: Counts = 1
 
-    stack = classmethod(stacked)
+    per_row = ("epsilon", "min_tokens_to_keep")
 
     def __post_init__(self) -> None:
-        _require_cutoff("epsilon_cutoff", self.epsilon)
-        _require_keep(self.min_tokens_to_keep)
+        admit(self, "epsilon", BETWEEN_0_AND_1, "epsilon_cutoff")
+        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
         low = scores.softmax(dim=-1) < column(self.epsilon, scores)
         return low & (scores < _kth_highest(scores, self.min_tokens_to_keep))
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.removed(scores), -math.inf)
-
 
 @dataclass(frozen=True)
-class Eta:
-    """As `Epsilon`, below min(epsilon, sqrt(epsilon) exp(-entropy)) (Hewitt et al. 2022)."""
+class EtaLogitsWarper(Filter):
+    """Removes below min(epsilon, sqrt(epsilon) exp(-entropy)) (Hewitt et al. 2022)."""
 
-    epsilon: float | Tensor
-    min_tokens_to_keep: int | Tensor = 1
+    epsilon: Numbers
+    filter_value: float = -math.inf
+    min_tokens_to_keep: Counts = 1
+    device: InitVar[str] = "cpu"
 
-    stack = classmethod(stacked)
+    per_row = ("epsilon", "min_tokens_to_keep")
 
-    def __post_init__(self) -> None:
-        _require_cutoff("eta_cutoff", self.epsilon)
-        _require_keep(self.min_tokens_to_keep)
+    def __post_init__(self, device: str) -> None:
+        admit(self, "epsilon", BETWEEN_0_AND_1, "eta_cutoff")
+        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
         logs = _normalised(scores)
         entropy = _entropy(logs, torch.softmax(logs, dim=-1))
         # float32 whatever the scores are, as in the reference.
-        epsilon = torch.as_tensor(self.epsilon, dtype=torch.float32, device=scores.device)
+        epsilon = torch.as_tensor(counts(self.epsilon, scores)).to(scores.device, torch.float32)
         low = scores.softmax(dim=-1) < torch.min(epsilon, epsilon.sqrt() * torch.exp(-entropy))
         return low & (scores < _kth_highest(scores, self.min_tokens_to_keep))
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.removed(scores), -math.inf)
-
 
 @dataclass(frozen=True)
-class LogitNormalization:
+class LogitNormalization(LogitsProcessor):
     """log-softmax."""
 
-    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
         return scores.log_softmax(dim=-1)
 
 
@@ -236,28 +253,21 @@ def _entropy(logs: Tensor, p: Tensor) -> Tensor:
     return -(finite * p).sum(-1, keepdim=True)
 
 
-def _kth_highest(scores: Tensor, k: int | Tensor) -> Tensor:
+def _kth_highest(scores: Tensor, k: Counts) -> Tensor:
     """(R, 1) the k-th highest score of each row, or the lowest if there are fewer."""
     size = scores.shape[-1]
-    best = torch.topk(scores, min(_most(k), size)).values
-    if isinstance(k, Tensor):
-        return best.gather(1, k.to(scores.device).clamp(max=size) - 1)
+    best = torch.topk(scores, min(greatest(k), size)).values
+    if isinstance(k, tuple):
+        return best.gather(1, counts(k, scores).clamp(max=size) - 1)
     return best[..., -1, None]
 
 
-def _most(k: int | Tensor) -> int:
-    return int(k.max()) if isinstance(k, Tensor) else k
-
-
-def _larger(first: int | Tensor, second: int | Tensor) -> int | Tensor:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.maximum(first, second)
-    return max(first, second)
-
-
-def _require_keep(count: int | Tensor) -> None:
-    require(count >= 1, "min_tokens_to_keep", "an integer of at least 1", count)
-
-
-def _require_cutoff(name: str, value: float | Tensor) -> None:
-    require(0 < value < 1, name, "a number between 0 and 1, both excluded", value)
+def _spare(removed: Tensor, keep: Counts, *, best_last: bool) -> None:
+    """Of the ordered (R, V) bool, the `keep` best places become False."""
+    size = removed.shape[-1]
+    if not isinstance(keep, tuple):
+        best = slice(max(size - keep, 0), None) if best_last else slice(keep)
+        removed[..., best] = False
+        return
+    place = torch.arange(size, device=removed.device)
+    removed &= ((size - 1 - place) if best_last else place) >= counts(keep, removed)

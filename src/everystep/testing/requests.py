@@ -16,8 +16,11 @@ import torch
 
 from everystep.draws import SeededDraws
 from everystep.engine.readout import Guidance
-from everystep.processors.repetition import NoRepeatNGram, RepetitionPenalty
-from everystep.processors.warpers import Temperature, TopK, TopP
+from everystep.processors.repetition import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
 from everystep.testing.hash_function import HashFunction
@@ -198,14 +201,14 @@ def _lookup(draw: Dice) -> PromptLookup:
 def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:
     token, every = draw.between(0, vocab_size - 1), draw.between(1, 3)
     known = (  # in the canonical order, own ones before those that cut the distribution
-        (0.15, RepetitionPenalty(draw.one_of(1.3, 0.8))),
-        (0.1, NoRepeatNGram(draw.between(2, 3))),
+        (0.15, RepetitionPenaltyLogitsProcessor(draw.one_of(1.3, 0.8))),
+        (0.1, NoRepeatNGramLogitsProcessor(draw.between(2, 3))),
         (0.2, FrequencyPenalty(draw.one_of(0.5, 1.25))),
         (0.15, Discourage(draw.one_of(0.75, -0.5))),
         (0.15, Forbid(token, every)),
-        (0.2, Temperature(draw.one_of(0.7, 1.5))),
-        (0.15, TopK(draw.between(6, 10))),
-        (0.1, TopP(draw.one_of(0.8, 0.95))),
+        (0.2, TemperatureLogitsWarper(draw.one_of(0.7, 1.5))),
+        (0.15, TopKLogitsWarper(draw.between(6, 10))),
+        (0.1, TopPLogitsWarper(draw.one_of(0.8, 0.95))),
     )
     return tuple(processor for probability, processor in known if draw.chance(probability))
 

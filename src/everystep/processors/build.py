@@ -1,0 +1,332 @@
+"""Which processors a request has: one maker per class, from the fields of its configuration.
+
+A processor of the caller that is of exactly the class that a field asks for as well takes that
+one's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from warnings import warn
+
+from torch import Tensor
+
+from everystep.errors import RequestError, UnsupportedError, message
+from everystep.processors.allowed import (
+    InfNanRemoveLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
+from everystep.processors.base import Processor, reads_rows
+from everystep.processors.bias import (
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    check_width,
+)
+from everystep.processors.length import (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+from everystep.processors.order import CANONICAL, RANK
+from everystep.processors.repetition import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+from everystep.processors.user import User
+from everystep.processors.warpers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What processors depend on beside the configuration.
+
+    `prompt_length`, `max_length`: visible ids, pad prefix included. `encoder_ids`: the prompt of
+    the encoder, or of a decoder alone; None if it was not given as ids. `beams`: how many
+    hypotheses are searched together. `first_row`: the call's row of the request's first sequence.
+    `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or `User`.
+    """
+
+    eos: tuple[int, ...] = ()
+    prompt_length: int = 0
+    max_length: int | None = None
+    encoder_ids: tuple[int, ...] | None = None
+    beams: int = 1
+    vocab_size: int | None = None
+    first_row: int = 0
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None
+    user: tuple[Any, ...] = ()
+
+    @property
+    def min_tokens_to_keep(self) -> int:
+        """Beams need a token to go on with beside every one that ends them."""
+        return max(len(self.eos), 1) + 1 if self.beams > 1 else 1
+
+
+Values = Mapping[str, Any]
+Maker = Callable[[Values, Facts], Processor | None]
+
+
+def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
+    """All processors of a request, in order.
+
+    `effective`: every field's value by name, as `Effective` has them. RequestError for values that
+    this model or prompt cannot have; UserWarning for one that has no effect here.
+    """
+    if effective["watermarking_config"] is not None:
+        text = message(
+            "watermarking_config is set",
+            wanted="no watermark",
+            got="one",
+            do="Leave it out: there is no processor for it",
+        )
+        raise UnsupportedError(text)
+    made = [_made(kind, effective, facts) for kind in CANONICAL]
+    slot = RANK[User]
+    before, free = _replaced([one for one in made[:slot] if one is not None], facts.user)
+    after = [one for one in made[slot:] if one is not None]
+    return (*before, *(_at_slot(one) for one in free), *after)
+
+
+def _made(kind: type, effective: Values, facts: Facts) -> Processor | None:
+    if kind in _FOR_SAMPLING:
+        return _FOR_SAMPLING[kind](effective, facts) if effective["do_sample"] else None
+    return _ALWAYS[kind](effective, facts) if kind in _ALWAYS else None
+
+
+def _replaced(built: list[Processor], user: Sequence[Any]) -> tuple[list[Processor], list[Any]]:
+    """The built processors, some of them replaced by the caller's, and the caller's others."""
+    free = [one for i, one in enumerate(user) if not any(one is other for other in user[:i])]
+    for place, own in enumerate(built):
+        for given in free:
+            if type(given) is type(own):
+                warn(
+                    f"the given {type(own).__name__} replaces the one that generate()'s own "
+                    f"arguments ask for: {own}",
+                    UserWarning,
+                    stacklevel=4,
+                )
+                built[place] = given
+                free = [one for one in free if one is not given]
+                break
+    return built, free
+
+
+def _at_slot(given: Any) -> User:
+    if isinstance(given, User):
+        return given
+    return User(given, takes_rows=reads_rows(given))
+
+
+def _within(ids: Sequence[int], facts: Facts, name: str) -> None:
+    if facts.vocab_size is not None:
+        check_width(tuple(((token,), 0.0) for token in ids), facts.vocab_size, name)
+
+
+def _sequence_bias(values: Values, facts: Facts) -> Processor | None:
+    if values["sequence_bias"] is None:
+        return None
+    table = values["sequence_bias"]
+    _within([token for ids in table for token in ids], facts, "sequence_bias")
+    return SequenceBiasLogitsProcessor(values["sequence_bias"])
+
+
+def _encoder_repetition(values: Values, facts: Facts) -> Processor | None:
+    penalty = values["encoder_repetition_penalty"]
+    if penalty == 1.0 or not _has_encoder_ids(facts, "encoder_repetition_penalty"):
+        return None
+    return EncoderRepetitionPenaltyLogitsProcessor(penalty, (facts.encoder_ids or (),))
+
+
+def _encoder_ngram(values: Values, facts: Facts) -> Processor | None:
+    size = values["encoder_no_repeat_ngram_size"]
+    if size == 0 or not _has_encoder_ids(facts, "encoder_no_repeat_ngram_size"):
+        return None
+    return EncoderNoRepeatNGramLogitsProcessor(size, (facts.encoder_ids or (),))
+
+
+def _has_encoder_ids(facts: Facts, name: str) -> bool:
+    if facts.encoder_ids is None:
+        warn(f"{name} has no effect: the prompt was not given as ids", UserWarning, stacklevel=5)
+    return facts.encoder_ids is not None
+
+
+def _repetition(values: Values, facts: Facts) -> Processor | None:
+    penalty = values["repetition_penalty"]
+    return None if penalty == 1.0 else RepetitionPenaltyLogitsProcessor(penalty)
+
+
+def _ngram(values: Values, facts: Facts) -> Processor | None:
+    size = values["no_repeat_ngram_size"]
+    return NoRepeatNGramLogitsProcessor(size) if size else None
+
+
+def _bad_words(values: Values, facts: Facts) -> Processor | None:
+    if values["bad_words_ids"] is None:
+        return None
+    words = values["bad_words_ids"]
+    _within([token for word in words for token in word], facts, "bad_words_ids")
+    return NoBadWordsLogitsProcessor(words, facts.eos or None)
+
+
+def _min_length(values: Values, facts: Facts) -> Processor | None:
+    least = values["min_length"]
+    return MinLengthLogitsProcessor(least, facts.eos) if least and facts.eos else None
+
+
+def _min_new_tokens(values: Values, facts: Facts) -> Processor | None:
+    least = values["min_new_tokens"]
+    return (
+        MinNewTokensLengthLogitsProcessor(None, least, facts.eos) if least and facts.eos else None
+    )
+
+
+def _prefix(values: Values, facts: Facts) -> Processor | None:
+    allowed = facts.prefix_allowed_tokens_fn
+    if allowed is None:
+        return None
+    return PrefixConstrainedLogitsProcessor(allowed, facts.beams, first=facts.first_row)
+
+
+def _forced_bos(values: Values, facts: Facts) -> Processor | None:
+    token = values["forced_bos_token_id"]
+    if token is None:
+        return None
+    _within([token], facts, "forced_bos_token_id")
+    return ForcedBOSTokenLogitsProcessor(token)
+
+
+def _forced_eos(values: Values, facts: Facts) -> Processor | None:
+    given = values["forced_eos_token_id"]
+    if given is None:
+        return None
+    tokens = (given,) if isinstance(given, int) else tuple(given)
+    _within(tokens, facts, "forced_eos_token_id")
+    if facts.max_length is None:
+        text = message(
+            "forced_eos_token_id needs a last place",
+            wanted="a max_length",
+            got=None,
+            do="Set max_length or max_new_tokens",
+        )
+        raise RequestError(text)
+    return ForcedEOSTokenLogitsProcessor(facts.max_length, tokens)
+
+
+def _decay(values: Values, facts: Facts) -> Processor | None:
+    if values["exponential_decay_length_penalty"] is None:
+        return None
+    if not facts.eos:
+        text = message(
+            "exponential_decay_length_penalty needs an end token",
+            wanted="eos_token_id",
+            got=None,
+            do="Set eos_token_id, or leave the penalty out",
+        )
+        raise RequestError(text)
+    _within(facts.eos, facts, "eos_token_id")
+    decay = values["exponential_decay_length_penalty"]
+    return ExponentialDecayLengthPenalty(decay, facts.eos, None)
+
+
+def _suppress(values: Values, facts: Facts) -> Processor | None:
+    tokens = values["suppress_tokens"]
+    return None if tokens is None else SuppressTokensLogitsProcessor(tokens)
+
+
+def _begin_suppress(values: Values, facts: Facts) -> Processor | None:
+    tokens = values["begin_suppress_tokens"]
+    if tokens is None:
+        return None
+    # A forced first token is none that could be suppressed: the next one is meant.
+    forced = facts.prompt_length <= 1 and values["forced_bos_token_id"] is not None
+    return SuppressTokensAtBeginLogitsProcessor(tokens, None, after=int(forced))
+
+
+def _below_one(field: str, make: Callable[..., Processor]) -> Maker:
+    """Where the field is below 1, made from it and how many tokens stay at least."""
+
+    def maker(values: Values, facts: Facts) -> Processor | None:
+        value = values[field]
+        return make(value, min_tokens_to_keep=facts.min_tokens_to_keep) if value < 1 else None
+
+    return maker
+
+
+def _above_zero(field: str, make: Callable[..., Processor]) -> Maker:
+    def maker(values: Values, facts: Facts) -> Processor | None:
+        value = values[field]
+        return make(value, min_tokens_to_keep=facts.min_tokens_to_keep) if value else None
+
+    return maker
+
+
+def _given(field: str, make: Callable[..., Processor]) -> Maker:
+    def maker(values: Values, facts: Facts) -> Processor | None:
+        value = values[field]
+        if value is None:
+            return None
+        return make(value, min_tokens_to_keep=facts.min_tokens_to_keep)
+
+    return maker
+
+
+def _temperature(values: Values, facts: Facts) -> Processor | None:
+    value = values["temperature"]
+    return None if value == 1.0 else TemperatureLogitsWarper(value)
+
+
+def _top_h(values: Values, facts: Facts) -> Processor | None:
+    value = values["top_h"]
+    return None if value is None else TopHLogitsWarper(value)
+
+
+_ALWAYS: dict[type, Maker] = {
+    SequenceBiasLogitsProcessor: _sequence_bias,
+    EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition,
+    RepetitionPenaltyLogitsProcessor: _repetition,
+    NoRepeatNGramLogitsProcessor: _ngram,
+    EncoderNoRepeatNGramLogitsProcessor: _encoder_ngram,
+    NoBadWordsLogitsProcessor: _bad_words,
+    MinLengthLogitsProcessor: _min_length,
+    MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    PrefixConstrainedLogitsProcessor: _prefix,
+    ForcedBOSTokenLogitsProcessor: _forced_bos,
+    ForcedEOSTokenLogitsProcessor: _forced_eos,
+    InfNanRemoveLogitsProcessor: lambda values, facts: (
+        InfNanRemoveLogitsProcessor() if values["remove_invalid_values"] else None
+    ),
+    ExponentialDecayLengthPenalty: _decay,
+    SuppressTokensLogitsProcessor: _suppress,
+    SuppressTokensAtBeginLogitsProcessor: _begin_suppress,
+    LogitNormalization: lambda values, facts: (
+        LogitNormalization() if values["renormalize_logits"] else None
+    ),
+}
+_FOR_SAMPLING: dict[type, Maker] = {
+    TemperatureLogitsWarper: _temperature,
+    TopHLogitsWarper: _top_h,
+    TopKLogitsWarper: _above_zero("top_k", TopKLogitsWarper),
+    TopPLogitsWarper: _below_one("top_p", TopPLogitsWarper),
+    MinPLogitsWarper: _given("min_p", MinPLogitsWarper),
+    TypicalLogitsWarper: _below_one("typical_p", TypicalLogitsWarper),
+    EpsilonLogitsWarper: _above_zero("epsilon_cutoff", EpsilonLogitsWarper),
+    EtaLogitsWarper: _above_zero("eta_cutoff", EtaLogitsWarper),
+}

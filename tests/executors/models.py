@@ -109,6 +109,8 @@ class Slots(dict[str, Tensor]):
     """Tensors by the keys of their slots, each of which is taken once."""
 
     take = dict.pop
+    matrix = dict.pop
+    exact_activations = False
 
 
 def random_model(spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:

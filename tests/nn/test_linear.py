@@ -47,7 +47,7 @@ def test_inputs_need_not_be_contiguous() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_packed_weight_unpacks_to_the_same_bits(dtype) -> None:
     weight, _ = weights(dtype)
-    assert torch.equal(packed_linear(weight).dense(), weight)
+    assert torch.equal(packed_linear(weight).matrix(), weight)
 
 
 def test_types_that_onednn_would_emulate_stay_plain() -> None:

@@ -16,7 +16,6 @@ from everystep.config import GenerationConfig
 from everystep.errors import (
     MissingFileError,
     RequestError,
-    UnsupportedError,
     message,
 )
 from everystep.files.folder import open_folder
@@ -27,13 +26,14 @@ from everystep.text import Tokenizer
 
 Progress = Callable[[int, int, str], None]
 Source = str | os.PathLike[str]
+Quantize = Literal["auto", "int8", "int4"] | None
 
 
 def load(
     path: Source = DEFAULT_MODEL,
     *,
     dtype: torch.dtype | None = None,
-    quantize: Literal["auto"] | None = "auto",
+    quantize: Quantize = "auto",
     device: str | torch.device = "cpu",
     executor: Literal["auto", "torch"] = "auto",
     offline: bool = False,
@@ -41,8 +41,11 @@ def load(
 ) -> tuple[LanguageModel, Tokenizer]:
     """The model and the tokenizer that `path` stands for: a name, a folder, a file or a hub id.
 
-    `dtype`: the type of the weights; without it a folder's own, and float32 for a GGUF file.
-    Raises MissingFileError where there is no tokenizer; `load_model` does without.
+    `dtype`: the type of the weights; without it a folder's own. `quantize`: "auto" keeps what a
+    file holds in 8 or 4 bits, as codes, unless a `dtype` is given; "int8" (per output channel) and
+    "int4" (groups of 32) round the matrices of a model of floats; None makes floats of every
+    weight, float32 without a `dtype`. Raises MissingFileError where there is no tokenizer, which
+    `load_model` does without, and RequestError for rounding what is rounded already.
     """
     local = _resolve(path, quantize, executor, offline, progress)
     if local.is_dir():
@@ -54,16 +57,16 @@ def load(
                     do="Load the model alone with everystep.load_model(path)",
                 )
             )
-        return _from_folder(local, dtype, device), Tokenizer.from_folder(local)
+        return _from_folder(local, dtype, quantize, device), Tokenizer.from_folder(local)
     file = read_gguf(local)
-    return _from_gguf(file, local.stem, dtype, device), Tokenizer.from_gguf(file.metadata)
+    return _from_gguf(file, local.stem, dtype, quantize, device), Tokenizer.from_gguf(file.metadata)
 
 
 def load_model(
     path: Source = DEFAULT_MODEL,
     *,
     dtype: torch.dtype | None = None,
-    quantize: Literal["auto"] | None = "auto",
+    quantize: Quantize = "auto",
     device: str | torch.device = "cpu",
     executor: Literal["auto", "torch"] = "auto",
     offline: bool = False,
@@ -72,8 +75,8 @@ def load_model(
     """The model that `path` stands for, without a tokenizer; arguments as `load`."""
     local = _resolve(path, quantize, executor, offline, progress)
     if local.is_dir():
-        return _from_folder(local, dtype, device)
-    return _from_gguf(read_gguf(local), local.stem, dtype, device)
+        return _from_folder(local, dtype, quantize, device)
+    return _from_gguf(read_gguf(local), local.stem, dtype, quantize, device)
 
 
 def from_weights(
@@ -110,11 +113,11 @@ class _Tensors:
 def _resolve(
     path: Source, quantize: object, executor: object, offline: bool, progress: Progress | None
 ) -> Path:
-    if quantize not in ("auto", None):
-        raise UnsupportedError(
+    if quantize not in ("auto", "int8", "int4", None):
+        raise RequestError(
             message(
-                "quantize asks for quantised weights, which this version does not make",
-                wanted="'auto' or None",
+                "there is no such way to quantise",
+                wanted="'auto', 'int8', 'int4' or None",
                 got=repr(quantize),
                 do="Leave quantize out",
             )
@@ -132,10 +135,11 @@ def _resolve(
 
 
 def _from_folder(
-    folder: Path, dtype: torch.dtype | None, device: str | torch.device
+    folder: Path, dtype: torch.dtype | None, quantize: Quantize, device: str | torch.device
 ) -> LanguageModel:
     found = open_folder(folder)
-    core = build_model(found.config, found.weights(), dtype=dtype, device=device)
+    rounding = None if quantize == "auto" else quantize
+    core = build_model(found.config, found.weights(), dtype=dtype, device=device, quantize=rounding)
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:
@@ -144,9 +148,13 @@ def _from_folder(
 
 
 def _from_gguf(
-    file: GgufFile, name: str, dtype: torch.dtype | None, device: str | torch.device
+    file: GgufFile,
+    name: str,
+    dtype: torch.dtype | None,
+    quantize: Quantize,
+    device: str | torch.device,
 ) -> LanguageModel:
-    core = build_gguf_model(file, dtype=dtype or torch.float32, device=device)
+    core = build_gguf_model(file, dtype=dtype, device=device, quantize=quantize)
     ids = {
         "bos_token_id": "tokenizer.ggml.bos_token_id",
         "eos_token_id": "tokenizer.ggml.eos_token_id",

@@ -103,6 +103,7 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
         return es.load(
             choice.source,
             dtype=_torch_dtype(choice),
+            quantize=choice.quantize,
             device=choice.device,
             offline=choice.offline,
             progress=progress,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,12 +38,16 @@ class Globals:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model is loaded, and how."""
+    """Which model is loaded, and how.
+
+    Codes are made floats unless asked for: torch operators compute faster with those (docs/log.md).
+    """
 
     source: str = DEFAULT_MODEL
     dtype: Dtype | None = None
     device: str = "cpu"
     offline: bool = False
+    quantize: Literal["auto", "int8", "int4"] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from everystep.models.gguf import build_gguf_model
-from everystep.models.load import build_model, complete_config, convert_model, named_weights
+from everystep.models.load import (
+    build_model,
+    complete_config,
+    convert_model,
+    named_weights,
+    stored_weights,
+)
 from everystep.models.model import Model
 
 __all__ = [
@@ -13,4 +19,5 @@ __all__ = [
     "complete_config",
     "convert_model",
     "named_weights",
+    "stored_weights",
 ]

@@ -11,14 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.models.names import Filled
 from everystep.models.spec import DecoderSpec, NormSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.attention import Rule
-from everystep.nn.linear import Linear, packed_linear, shared_linear
+from everystep.nn.linear import (
+    LinearMap,
+    Matrix,
+    Weight,
+    look_up,
+    packed_linear,
+    shared_linear,
+    weights_of,
+)
 from everystep.nn.network import Context, Inputs, KvShape
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
@@ -28,10 +35,10 @@ from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
 class Layer:
     """The weights of one layer; see `DecoderSpec` for which of them exist."""
 
-    qkv: Linear
-    out: Linear
-    up: Linear
-    down: Linear
+    qkv: LinearMap
+    out: LinearMap
+    up: LinearMap
+    down: LinearMap
     attention_norm: Norm
     mlp_norm: Norm | None
     attention_post_norm: Norm | None
@@ -42,19 +49,19 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder:
-    """A decoder-only network; `table`: (V, E) token embeddings."""
+    """A decoder-only network; `table`: (V, E) token embeddings, float or quantised."""
 
     spec: DecoderSpec
-    table: Tensor
+    table: Weight
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Linear
+    head: LinearMap
     rules: tuple[Rule, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.table.dtype
+        """The type of hidden states, and of weights that are not quantised."""
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +91,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
-        hidden = F.embedding(tokens, self.table)
+        hidden = look_up(self.table, tokens)
         if self.spec.embed_scale is None:
             return hidden
         # The factor is rounded to the weights' type first, as in the reference.
@@ -157,7 +164,7 @@ class Decoder:
         return gated(inner, activation) if self.spec.mlp.gated else activation(inner)
 
 
-def _add(hidden: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None) -> Tensor:
+def _add(hidden: Tensor, linear: LinearMap, x: Tensor, post_norm: Norm | None) -> Tensor:
     if post_norm is None:
         return linear.add_to(hidden, x)
     return hidden + post_norm(linear(x))
@@ -165,14 +172,24 @@ def _add(hidden: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None) -> T
 
 def assemble_decoder(spec: DecoderSpec, slots: Filled) -> Decoder:
     """A decoder from its slots, which are taken one by one."""
-    table = slots.take("embed")
+    table = take_table(slots)
     layers = tuple(_assemble_layer(spec, slots, index) for index in range(len(spec.layers)))
-    bias = take_if(slots, "head.bias")
-    if spec.tied:
-        head = shared_linear(table, bias)
-    else:
-        head = packed_linear(slots.take("head.weight"), bias)
+    head = take_head(slots, table if spec.tied else None)
     return Decoder(spec, table, layers, take_norm(spec.norm, slots, "norm"), head, _rules(spec))
+
+
+def take_table(slots: Filled) -> Weight:
+    """The table of token embeddings."""
+    (table,) = weights_of(slots.matrix("embed"))
+    return table
+
+
+def take_head(slots: Filled, table: Weight | None) -> LinearMap:
+    """The head: tied to a table of embeddings, or with a weight of its own."""
+    if table is None:
+        return take_linear(slots, "head")
+    bias = take_if(slots, "head.bias")
+    return shared_linear(table, bias, exact_activations=slots.exact_activations)
 
 
 def take_if(slots: Filled, key: str) -> Tensor | None:
@@ -180,9 +197,10 @@ def take_if(slots: Filled, key: str) -> Tensor | None:
     return slots.take(key) if key in slots else None
 
 
-def take_linear(slots: Filled, key: str) -> Linear:
+def take_linear(slots: Filled, key: str) -> LinearMap:
     """A linear map in the layout that this machine prefers."""
-    return packed_linear(slots.take(f"{key}.weight"), take_if(slots, f"{key}.bias"))
+    weight, bias = slots.matrix(f"{key}.weight"), take_if(slots, f"{key}.bias")
+    return packed_linear(weight, bias, exact_activations=slots.exact_activations)
 
 
 def take_norm(spec: NormSpec, slots: Filled, key: str) -> Norm:
@@ -217,12 +235,12 @@ def _assemble_layer(spec: DecoderSpec, slots: Filled, index: int) -> Layer:
     )
 
 
-def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Matrix]]:
     """Every slot's key and tensor, the inverse of `assemble_decoder`, unpacked one at a time."""
     yield "embed", decoder.table
     yield from _held("norm", decoder.norm)
     if not decoder.spec.tied:
-        yield "head.weight", decoder.head.dense()
+        yield "head.weight", decoder.head.matrix()
     if decoder.head.bias is not None:
         yield "head.bias", decoder.head.bias
     for index, layer in enumerate(decoder.layers):
@@ -230,9 +248,9 @@ def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield from _held(f"layers.{index}.{role.name}", getattr(layer, role.name))
 
 
-def _held(key: str, part: Linear | Norm | None) -> Iterator[tuple[str, Tensor]]:
+def _held(key: str, part: LinearMap | Norm | None) -> Iterator[tuple[str, Matrix]]:
     if part is None:
         return
-    yield f"{key}.weight", part.dense() if isinstance(part, Linear) else part.weight
+    yield f"{key}.weight", part.weight if isinstance(part, Norm) else part.matrix()
     if part.bias is not None:
         yield f"{key}.bias", part.bias

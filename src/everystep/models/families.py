@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-
 from everystep.errors import UnsupportedError, message, nearest
 from everystep.models.names import Filled, Slot
+from everystep.nn.linear import Matrix
 from everystep.nn.network import Network
 
 _MODULES: Mapping[str, str] = {
@@ -35,7 +34,7 @@ class Family:
     read_spec: Callable[[Mapping[str, Any]], Any]
     slots: Callable[[Any], list[Slot]]
     assemble: Callable[[Any, Filled], Network]
-    tensors: Callable[[Any], Iterator[tuple[str, Tensor]]]
+    tensors: Callable[[Any], Iterator[tuple[str, Matrix]]]
     unused: Callable[[Any, str], bool]
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, UnsupportedError, message
+from everystep.errors import FormatError, RequestError, UnsupportedError, message
+from everystep.models.gguf_weights import is_quantised, keeps_blocks, weight_of_blocks
 from everystep.models.load import build_model
 from everystep.models.model import Model
+from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.rounding import Rounding
 
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -63,7 +66,11 @@ class GgufSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """Name -> something with a `shape`."""
+        """Name -> something with a `shape` and the name of its `block` format."""
+        ...
+
+    def blocks(self, name: str) -> Tensor:
+        """The stored bytes of a tensor, uint8 (..., bytes of a row)."""
         ...
 
     def dequantise(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,15 +79,53 @@ class GgufSource(Protocol):
 
 
 def build_gguf_model(
-    file: GgufSource, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    file: GgufSource,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    quantize: Literal["auto"] | Rounding | None = "auto",
 ) -> Model:
-    """The model in a GGUF file, its weights dequantised to `dtype`.
+    """The model in a GGUF file.
 
-    Raises UnsupportedError (an architecture or RoPE scaling without implementation) and
+    "auto" without a `dtype` keeps quantised blocks as they are, and everything else in float32.
+    With a `dtype`, or for None, weights are dequantised, to float32 without one. "int8" and "int4"
+    round the matrices of a file that holds floats. Raises RequestError (quantising what is
+    quantised), UnsupportedError (an architecture or RoPE scaling without implementation) and
     FormatError (missing or wrong keys; missing, unexpected or misshaped weights).
     """
     config = gguf_config(file)
-    return build_model(config, _Renamed.of(file, config), dtype=dtype, device=device)
+    renamed = _Renamed.of(file, config)
+    rounding = None if quantize == "auto" else quantize
+    if rounding is not None:
+        _check_unquantised(file, rounding)
+    keeps = quantize == "auto" and dtype is None and _has_blocks(file)
+    wanted = dtype if rounding is not None or keeps else dtype or torch.float32
+    return build_model(
+        config,
+        renamed,
+        dtype=wanted,
+        device=device,
+        quantize=rounding,
+        kept=renamed.quantised if keeps else None,
+    )
+
+
+def _has_blocks(file: GgufSource) -> bool:
+    return any(keeps_blocks(tensor.block.name) for tensor in file.tensors.values())
+
+
+def _check_unquantised(file: GgufSource, rounding: str) -> None:
+    found = {one.block.name for one in file.tensors.values() if is_quantised(one.block.name)}
+    if found:
+        raise RequestError(
+            message(
+                f"quantize={rounding!r} asks to round weights that were rounded before, which adds"
+                " a second error to the first",
+                wanted="a file of F32, F16 or BF16",
+                got=", ".join(sorted(found)),
+                do="Leave quantize out to use the file's own blocks",
+            )
+        )
 
 
 def gguf_config(file: GgufSource) -> dict[str, Any]:
@@ -211,6 +256,16 @@ class _Renamed:
         values = self.file.dequantise(self.sources[name], dtype or torch.float32)
         heads = self.heads(name)
         return values if heads is None else _halves(values, heads)
+
+    def quantised(self, name: str) -> QuantizedWeight | None:
+        """The blocks of a matrix, None where it holds floats."""
+        stored = self.sources[name]
+        block = self.file.tensors[stored].block.name
+        if not keeps_blocks(block):
+            return None
+        weight = weight_of_blocks(block, self.file.blocks(stored))
+        heads = self.heads(name)
+        return weight if heads is None else weight.gather(_halves(torch.arange(weight.rows), heads))
 
 
 def _renamed(name: str) -> str:

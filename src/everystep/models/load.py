@@ -8,35 +8,23 @@ the peak is the model and one tensor. What a source is made of is not known here
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, UnsupportedError, message
+from everystep.errors import FormatError, RequestError, UnsupportedError, message
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.model import Model
 from everystep.models.names import Slot
+from everystep.models.slots import Kept, Slots, Source, Storage, nothing_kept
+from everystep.nn.linear import Weight, dense, rows_of
 from everystep.nn.network import Network
+from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.rounding import Rounding
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-
-
-class Source(Protocol):
-    """Named tensors that are read one by one."""
-
-    def names(self) -> Iterable[str]:
-        """All names."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        ...
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The values of a tensor."""
-        ...
 
 
 def build_model(
@@ -45,27 +33,44 @@ def build_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    quantize: Rounding | None = None,
+    kept: Kept | None = None,
 ) -> Model:
     """A model with the weights of `source`; without `dtype`, of the type its configuration names.
 
-    Raises UnsupportedError (a family, a type, a value without implementation) and FormatError
-    (impossible values; missing, unexpected or misshaped weights).
+    `quantize`: its matrices are rounded to 8 or 4 bits. `kept`: where it has a quantised weight for
+    a name, that is used as it is. What is not quantised is float32 then. Raises RequestError (a
+    type beside quantised weights), UnsupportedError (a family, a type, a value without
+    implementation) and FormatError (impossible values; missing, unexpected or misshaped weights).
     """
     family = find_family(config.get("model_type"))
     values = complete_config(config)
-    wanted = _dtype(config) if dtype is None else _supported(dtype)
+    quantised = quantize is not None or kept is not None
+    wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
     _check_names(family.slots(spec), source, lambda name: family.unused(spec, name))
-    return Model(ModelConfig(values), spec, _network(family, spec, source, wanted, device))
+    storage = Storage(wanted, torch.device(device), quantize)
+    network = _network(family, spec, source, storage, kept or nothing_kept)
+    return Model(ModelConfig(values), spec, network)
+
+
+def stored_weights(model: Model) -> Iterator[tuple[str, Weight]]:
+    """Every weight as it is stored, under its checkpoint name; parts of fused ones are views."""
+    family = find_family(model.config.model_type)
+    slots = {slot.key: slot for slot in family.slots(model.spec)}
+    for key, held in family.tensors(model.network):
+        parts = slots[key].parts
+        if isinstance(held, tuple):
+            yield from zip((part.name for part in parts), held, strict=True)
+            continue
+        for part in parts:
+            yield part.name, rows_of(held, part.start, part.stop)
 
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its checkpoint name; parts of fused tensors are views of one copy."""
-    family = find_family(model.config.model_type)
-    slots = {slot.key: slot for slot in family.slots(model.spec)}
-    for key, tensor in family.tensors(model.network):
-        for part in slots[key].parts:
-            yield part.name, tensor[part.start : part.stop]
+    """Every weight under its checkpoint name, quantised ones as float32 copies."""
+    for name, weight in stored_weights(model):
+        yield name, dense(weight)
 
 
 def convert_model(
@@ -73,40 +78,48 @@ def convert_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    exact_activations: bool = False,
 ) -> Model:
-    """The same weights in another type or on another device; the given model stays as it is."""
-    network = _network(
-        find_family(model.config.model_type),
-        model.spec,
-        _Converted(model),
-        model.dtype if dtype is None else _supported(dtype),
-        model.device if device is None else device,
+    """The same weights in another type or on another device; the given model stays as it is.
+
+    With a `dtype` quantised weights become values of that type, without one they stay. With
+    `exact_activations` the new model's quantised weights meet activations as they are, which tells
+    the rounding of activations from that of weights.
+    """
+    held = _Held(dict(stored_weights(model)))
+    storage = Storage(
+        dtype=model.dtype if dtype is None else _supported(dtype),
+        device=torch.device(model.device if device is None else device),
+        exact_activations=exact_activations,
     )
-    return Model(model.config, model.spec, network)
+    family = find_family(model.config.model_type)
+    kept = held.quantised if dtype is None else nothing_kept
+    return Model(model.config, model.spec, _network(family, model.spec, held, storage, kept))
 
 
-class _Converted:
-    """A model as a source of its own weights."""
+class _Held:
+    """The weights of a model as a source."""
 
-    def __init__(self, model: Model) -> None:
-        self._tensors = dict(named_weights(model))
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        self._weights = weights
 
     def names(self) -> Iterable[str]:
-        return self._tensors
+        return self._weights
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        return tuple(self._weights[name].shape)
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self._tensors[name].to(dtype)
+        return dense(self._weights[name]).to(dtype)
+
+    def quantised(self, name: str) -> QuantizedWeight | None:
+        weight = self._weights[name]
+        return weight if isinstance(weight, QuantizedWeight) else None
 
 
-def _network(
-    family: Family, spec: Any, source: Source, dtype: torch.dtype, device: torch.device | str
-) -> Network:
+def _network(family: Family, spec: Any, source: Source, storage: Storage, kept: Kept) -> Network:
     with torch.inference_mode():
-        slots = _Slots(family.slots(spec), source, dtype, torch.device(device))
-        return family.assemble(spec, slots)
+        return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,8 +131,10 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"is_encoder_decoder": False} | absent | dict(family.defaults) | given
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The type that the configuration names, float32 if it names none."""
+def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
+    """The type that was given or that the configuration names, float32 if it names none."""
+    if given is not None:
+        return _supported(given)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     found = _DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
@@ -127,6 +142,20 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
             message("config.json: dtype is unknown", wanted=", ".join(_DTYPES), got=repr(name))
         )
     return found
+
+
+def _beside_codes(given: torch.dtype | None) -> torch.dtype:
+    """float32, in which everything beside quantised weights is computed."""
+    if given not in (None, torch.float32):
+        raise RequestError(
+            message(
+                "quantised weights are computed with in float32",
+                wanted="no dtype, or torch.float32",
+                got=given,
+                do="Leave dtype out, or leave quantize out",
+            )
+        )
+    return torch.float32
 
 
 def _supported(dtype: torch.dtype) -> torch.dtype:
@@ -170,26 +199,3 @@ def _parts(slots: list[Slot]) -> Iterator[tuple[Slot, Any]]:
 def _some(names: list[str], count: int = 4) -> str:
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
-
-
-class _Slots:
-    """A source as slots: names are joined, values converted, when a slot is taken."""
-
-    def __init__(
-        self, slots: list[Slot], source: Source, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._slots = {slot.key: slot for slot in slots}
-        self._source = source
-        self._dtype = dtype
-        self._device = device
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._slots
-
-    def take(self, key: str) -> Tensor:
-        slot = self._slots.pop(key)
-        tensor = torch.empty(slot.shape, dtype=self._dtype, device=self._device)
-        for part in slot.parts:
-            # What a source returns may be a view of a mapped file: the copy is the model's own.
-            tensor[part.start : part.stop].copy_(self._source.load(part.name, self._dtype))
-        return tensor

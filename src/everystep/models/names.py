@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from everystep.models.spec import DecoderSpec
+from everystep.nn.linear import Matrix
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,17 @@ class Filled(Protocol):
 
     def __contains__(self, key: object) -> bool: ...
 
+    @property
+    def exact_activations(self) -> bool:
+        """Whether quantised matrices are to read activations as they are."""
+        ...
+
     def take(self, key: str) -> Tensor:
-        """The tensor of a slot."""
+        """The values of a slot."""
+        ...
+
+    def matrix(self, key: str) -> Matrix:
+        """The weight of a slot that is only multiplied by or looked up in: it may be quantised."""
         ...
 
 

@@ -11,17 +11,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.models.config import Fields
-from everystep.models.decoder import take_linear, take_norm
+from everystep.models.decoder import take_head, take_linear, take_norm, take_table
 from everystep.models.families import Family
 from everystep.models.names import Filled, Slot, linear, slot
 from everystep.models.spec import NormSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.attention import Rule, additive, attend
-from everystep.nn.linear import Linear, packed_linear, shared_linear
+from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
 from everystep.nn.network import Context, Inputs, KvShape
 from everystep.nn.norm import Norm
 from everystep.nn.relative_bias import RelativeBias
@@ -59,11 +58,11 @@ class EncoderLayer:
     """Self-attention and feed-forward, each after a norm."""
 
     norm: Norm
-    qkv: Linear
-    out: Linear
+    qkv: LinearMap
+    out: LinearMap
     mlp_norm: Norm
-    up: Linear
-    down: Linear
+    up: LinearMap
+    down: LinearMap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,35 +70,35 @@ class DecoderLayer:
     """An encoder's layer with attention to the encoder in the middle."""
 
     norm: Norm
-    qkv: Linear
-    out: Linear
+    qkv: LinearMap
+    out: LinearMap
     across_norm: Norm
-    across_q: Linear
-    across_kv: Linear
-    across_out: Linear
+    across_q: LinearMap
+    across_kv: LinearMap
+    across_out: LinearMap
     mlp_norm: Norm
-    up: Linear
-    down: Linear
+    up: LinearMap
+    down: LinearMap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class T5:
-    """The network; `table`: (V, E) embeddings of both stacks."""
+    """The network; `table`: (V, E) embeddings of both stacks, float or quantised."""
 
     spec: T5Spec
-    table: Tensor
+    table: Weight
     encoder: tuple[EncoderLayer, ...]
     encoder_norm: Norm
     encoder_bias: RelativeBias
     decoder: tuple[DecoderLayer, ...]
     decoder_norm: Norm
     decoder_bias: RelativeBias
-    head: Linear
+    head: LinearMap
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.table.dtype
+        """The type of hidden states, and of weights that are not quantised."""
+        return self.decoder_norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +127,7 @@ class T5:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
-        return F.embedding(tokens, self.table)
+        return look_up(self.table, tokens)
 
     def encode(self, hidden: Tensor, seen: Tensor | None) -> Tensor:
         """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E)."""
@@ -271,7 +270,7 @@ def _layer_slots(spec: T5Spec, stack: str, index: int) -> Iterator[Slot]:
 
 def assemble_t5(spec: T5Spec, slots: Filled) -> T5:
     """The network from its slots, which are taken one by one."""
-    table = slots.take("embed")
+    table = take_table(slots)
 
     def bias(stack: str) -> RelativeBias:
         both_ways = stack == "encoder"
@@ -289,7 +288,7 @@ def assemble_t5(spec: T5Spec, slots: Filled) -> T5:
         decoder=layers("decoder", DecoderLayer, spec.decoder_layers),
         decoder_norm=take_norm(spec.norm, slots, "decoder.norm"),
         decoder_bias=bias("decoder"),
-        head=shared_linear(table) if spec.tied else packed_linear(slots.take("head.weight")),
+        head=take_head(slots, table if spec.tied else None),
     )
 
 
@@ -304,7 +303,7 @@ def _assemble_layer(spec: T5Spec, kind: type[Any], key: str, slots: Filled) -> A
     return kind(**parts)
 
 
-def t5_tensors(network: T5) -> Iterator[tuple[str, Tensor]]:
+def t5_tensors(network: T5) -> Iterator[tuple[str, Matrix]]:
     """Every slot's key and tensor, the inverse of `assemble_t5`."""
     yield "embed", network.table
     yield "encoder.bias", network.encoder_bias.table
@@ -312,12 +311,12 @@ def t5_tensors(network: T5) -> Iterator[tuple[str, Tensor]]:
     yield "encoder.norm.weight", network.encoder_norm.weight
     yield "decoder.norm.weight", network.decoder_norm.weight
     if not network.spec.tied:
-        yield "head.weight", network.head.dense()
+        yield "head.weight", network.head.matrix()
     for stack in ("encoder", "decoder"):
         for index, layer in enumerate(getattr(network, stack)):
             for role in fields(layer):
                 part = getattr(layer, role.name)
-                weight = part.dense() if isinstance(part, Linear) else part.weight
+                weight = part.weight if isinstance(part, Norm) else part.matrix()
                 yield f"{stack}.{index}.{role.name}.weight", weight
 
 

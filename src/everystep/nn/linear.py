@@ -1,26 +1,59 @@
 """A linear map over the last dimension, stored the way this machine reads it fastest.
 
-On a CPU with oneDNN a weight is kept in oneDNN's own blocked layout and multiplied by its kernels,
-which stream it at one row and compute at many; elsewhere it is a plain (out, in) matrix. Which
-names a weight has in a checkpoint, and which rows belong to which, is not known here.
+On a CPU with oneDNN a float weight is kept in oneDNN's own blocked layout and multiplied by its
+kernels, which stream it at one row and compute at many; elsewhere it is a plain (out, in) matrix. A
+quantised weight stays as it is and meets activations that are rounded to 8 bits first, as
+docs/decisions/009 defines. Which names a weight has in a checkpoint, and which rows belong to
+which, is not known here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.nn.quantized import BLOCK, QuantizedWeight
+
+Weight = Tensor | QuantizedWeight
+Matrix = Weight | tuple[Weight, ...]
+"""A (rows, columns) matrix; several where the rows lie in weights of different formats."""
+
 # The layout oneDNN chooses for this many rows serves one row and hundreds as well (docs/log.md).
 _PACKED_FOR_ROWS = 32
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+# Values dequantised at a time: a stretch that is multiplied while it is still in a core's cache.
+_STRETCH_VALUES = 1 << 18
+
+
+class LinearMap(Protocol):
+    """`x @ weight.T + bias`, however the weight is stored."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,) or None."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
+        ...
+
+    def matrix(self) -> Matrix:
+        """The weight, (out, in), as it was given; a copy if it is packed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """`x @ weight.T + bias`; `weight`: (out, in), packed or plain; `bias`: (out,) or None.
+    """A float weight; `weight`: (out, in), packed or plain; `bias`: (out,) or None.
 
     `onednn` says that oneDNN multiplies; it reads both layouts.
     """
@@ -43,21 +76,85 @@ class Linear:
             )
         return residual + F.linear(x, self.weight, self.bias)
 
-    def dense(self) -> Tensor:
+    def matrix(self) -> Tensor:
         """The weight as a plain (out, in) matrix; a copy if it is packed."""
         return self.weight.to_dense() if self.weight.is_mkldnn else self.weight
 
 
-def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A linear map with a layout of its own; `weight` (out, in) is not kept where it is packed."""
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedLinear:
+    """A quantised weight, dequantised stretch by stretch, and float32 activations.
+
+    `exact_activations`: they are multiplied as they are instead of being rounded to 8 bits.
+    """
+
+    weight: QuantizedWeight
+    bias: Tensor | None = None
+    exact_activations: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        read = x if self.exact_activations else rounded_activations(x, self._block)
+        step = max(1, _STRETCH_VALUES // self.weight.columns)
+        starts = range(0, self.weight.rows, step)
+        stretches = (self.weight.slice(start, start + step) for start in starts)
+        products = [F.linear(read, stretch.dequantize(x.dtype)) for stretch in stretches]
+        return _biased(torch.cat(products, dim=-1), self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
+        return residual + self(x)
+
+    def matrix(self) -> QuantizedWeight:
+        """The weight itself."""
+        return self.weight
+
+    @property
+    def _block(self) -> int:
+        return self.weight.columns if self.weight.format == "int8" else BLOCK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedLinear:
+    """Maps of one input whose outputs stand side by side; the bias is that of all of them."""
+
+    parts: tuple[LinearMap, ...]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return _biased(torch.cat([part(x) for part in self.parts], dim=-1), self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
+        return residual + self(x)
+
+    def matrix(self) -> Matrix:
+        """The weights of the parts."""
+        return tuple(one for part in self.parts for one in weights_of(part.matrix()))
+
+
+def packed_linear(
+    weight: Matrix, bias: Tensor | None = None, *, exact_activations: bool = False
+) -> LinearMap:
+    """A linear map with a layout of its own; a float `weight` is not kept where it is packed."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedLinear(weight, bias, exact_activations)
+    if isinstance(weight, tuple):
+        parts = (packed_linear(one, exact_activations=exact_activations) for one in weight)
+        return JoinedLinear(tuple(parts), bias)
     if not runs_on_onednn(weight):
         return Linear(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
     return Linear(packed, bias, onednn=True)
 
 
-def shared_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def shared_linear(
+    weight: Weight, bias: Tensor | None = None, *, exact_activations: bool = False
+) -> LinearMap:
     """A linear map that reads `weight` (out, in) where it lies, as a head tied to embeddings."""
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedLinear(weight, bias, exact_activations)
     return Linear(weight, bias, onednn=runs_on_onednn(weight))
 
 
@@ -68,3 +165,52 @@ def runs_on_onednn(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def rounded_activations(x: Tensor, block: int) -> Tensor:
+    """(..., in) float32 with every block of inputs rounded to 255 steps of its largest magnitude.
+
+    The step is that magnitude / 127, both float32, a number of steps is rounded to the nearest,
+    halves to even. A block of zeros stays so; one that is not finite gives nothing finite.
+    """
+    blocks = x.unflatten(-1, (-1, block))  # type: ignore[no-untyped-call]
+    steps = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = (blocks / torch.where(steps == 0, 1, steps)).round_().clamp_(-127, 127)
+    return codes.mul_(steps).flatten(-2)
+
+
+def look_up(table: Weight, tokens: Tensor) -> Tensor:
+    """The rows of a (rows, columns) table, (...,) ids -> (..., columns); float32 of a quantised."""
+    if isinstance(table, Tensor):
+        return F.embedding(tokens, table)
+    return table.gather(tokens.flatten()).dequantize().view(*tokens.shape, table.columns)
+
+
+def joined(weights: Sequence[Weight]) -> Matrix:
+    """The weights below each other: one where their formats allow, else as they are."""
+    if all(isinstance(one, QuantizedWeight) and one.alike(weights[0]) for one in weights):
+        return QuantizedWeight.cat([one for one in weights if isinstance(one, QuantizedWeight)])
+    return weights[0] if len(weights) == 1 else tuple(weights)
+
+
+def rows_of(weight: Weight, start: int, stop: int) -> Weight:
+    """Rows `start` to `stop`, as views."""
+    return weight[start:stop] if isinstance(weight, Tensor) else weight.slice(start, stop)
+
+
+def weights_of(matrix: Matrix) -> tuple[Weight, ...]:
+    """What a matrix consists of, from the first row on."""
+    return matrix if isinstance(matrix, tuple) else (matrix,)
+
+
+def dense(matrix: Matrix) -> Tensor:
+    """A matrix as float values, (rows, columns); itself if it is that."""
+    if isinstance(matrix, Tensor):
+        return matrix
+    if isinstance(matrix, QuantizedWeight):
+        return matrix.dequantize()
+    return torch.cat([dense(one) for one in matrix])
+
+
+def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y.add_(bias)

@@ -66,27 +66,22 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(rows, columns) values, computed in float32 and then rounded to `dtype`."""
-        scales = self.scales.float()
         if self.format == "int8":
-            return (self.codes * scales[:, None]).to(dtype)
-        values = self.integers().float() * scales[..., None]
+            return (self.codes * self.scales[:, None]).to(dtype)
+        values = self._centred().mul_(self.scales.float()[..., None])
         if self.mins is not None:
             values += self.mins.float()[..., None]
-        return values.to(dtype).view(self.rows, self.columns)
+        return values.view(self.shape).to(dtype)
 
-    def integers(self) -> Tensor:
-        """int8 integers that the scales multiply, (rows, blocks, 32); of `int8` one block a row.
-
-        0..15 where there are minimums, else around zero.
-        """
-        if self.format == "int8":
-            return self.codes[:, None]
+    def _centred(self) -> Tensor:
+        """What the scales multiply, float32 (rows, blocks, 32), in memory of its own."""
         blocks = self.codes.view(self.rows, self.columns // BLOCK, -1)
         if self.format == "q8_0":
-            return blocks
-        # Both halves of a byte end up 16 inputs apart.
-        codes = torch.cat((blocks & 0x0F, blocks >> 4), dim=-1).view(torch.int8)
-        return codes if self.mins is not None else codes - 8
+            return blocks.float()
+        values = torch.empty(*blocks.shape[:2], BLOCK, device=self.device)
+        values[..., : BLOCK // 2] = blocks & 0x0F
+        values[..., BLOCK // 2 :] = blocks >> 4
+        return values if self.mins is not None else values.sub_(8.0)
 
     def slice(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start` to `stop`, as views."""

@@ -1,0 +1,102 @@
+"""Float weights rounded to 8 or 4 bits.
+
+Every code is the nearest one for the scale that is stored, after the scale itself was rounded to
+its type. Which weights of a model are rounded is not known here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from everystep.errors import UnsupportedError, message
+from everystep.nn.quantized import BLOCK, QuantizedWeight
+
+Rounding = Literal["int8", "int4"]
+
+_STRETCH_VALUES = 1 << 20
+
+
+def quantize(values: Tensor, format: Rounding) -> QuantizedWeight:
+    """A (rows, columns) float matrix in 8 bits per output channel or 4 bits per group of 32.
+
+    `int8`: scale = largest magnitude of the row / 127. `int4`: of the forms with and without a
+    minimum the one with the smaller squared error over the matrix. Raises UnsupportedError for
+    `int4` where the columns are no whole groups.
+    """
+    if format == "int8":
+        return _int8(values)
+    if values.shape[1] % BLOCK:
+        raise UnsupportedError(
+            message(
+                "int4 needs inputs in whole groups",
+                wanted=f"a multiple of {BLOCK}",
+                got=values.shape[1],
+                do="Use int8",
+            )
+        )
+    step = max(1, _STRETCH_VALUES // values.shape[1])
+    stretches = torch.split(values.float(), step)
+    symmetric, lifted = ([form(one) for one in stretches] for form in (_symmetric, _lifted))
+    better = min((symmetric, lifted), key=lambda found: _squared_error(stretches, found))
+    return QuantizedWeight.cat(better)
+
+
+def _int8(values: Tensor) -> QuantizedWeight:
+    scales = values.float().abs().amax(1) / 127
+    codes = _nearest(values.float(), scales[:, None], -127, 127).to(torch.int8)
+    return QuantizedWeight("int8", codes, scales)
+
+
+def _symmetric(values: Tensor) -> QuantizedWeight:
+    """value = (code - 8) * scale; the value farthest from zero becomes -8, the code without a twin.
+
+    So the scale takes the opposite sign, as in ggml's Q4_0.
+    """
+    blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
+    far = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+    scales = _storable(far / -8)
+    codes = _nearest(blocks, scales.float(), -8, 7) + 8
+    return QuantizedWeight("int4", _packed(codes), scales.squeeze(2))
+
+
+def _lifted(values: Tensor) -> QuantizedWeight:
+    """value = code * scale + min; codes 0 and 15 are the least and the largest value."""
+    blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
+    mins = _storable(blocks.amin(2, keepdim=True))
+    scales = _storable((blocks.amax(2, keepdim=True) - mins) / 15)
+    codes = _nearest(blocks - mins.float(), scales.float(), 0, 15)
+    return QuantizedWeight("int4", _packed(codes), scales.squeeze(2), mins.squeeze(2))
+
+
+def _storable(values: Tensor) -> Tensor:
+    """float16; what is too large for it is an error, since codes could not make up for it."""
+    stored = values.half()
+    if not bool(stored.isfinite().all()):
+        raise UnsupportedError(
+            message(
+                "a weight is too large for a float16 scale",
+                wanted=f"scales and minimums up to {torch.finfo(torch.float16).max:.0f}",
+                got=float(values.abs().amax()),
+                do="Use int8",
+            )
+        )
+    return stored
+
+
+def _nearest(values: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
+    """The codes whose multiples of the scales are nearest; 0 where the scale is."""
+    return (values / torch.where(scales == 0, 1, scales)).round_().clamp_(least, most)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """(rows, blocks, 32) codes 0..15 -> (rows, blocks * 16) bytes."""
+    low, high = torch.split(codes.to(torch.uint8), BLOCK // 2, dim=2)
+    return (low | high << 4).flatten(1)
+
+
+def _squared_error(values: tuple[Tensor, ...], found: list[QuantizedWeight]) -> float:
+    pairs = zip(values, found, strict=True)
+    return sum(float((one - weight.dequantize()).square().sum()) for one, weight in pairs)

@@ -316,6 +316,11 @@ class Tokenizer:
         """Token to id, added tokens included."""
         return dict(self.backend.get_vocab(with_added_tokens=True))
 
+    def get_added_vocab(self) -> dict[str, int]:
+        """Token to id of the added tokens alone."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items()}
+
     def token_of(self, id: int) -> str | None:
         """The token of an id as the vocabulary spells it, or None."""
         return self.backend.id_to_token(checked_id(id))

@@ -45,8 +45,22 @@ if TYPE_CHECKING:
         InfNanRemoveLogitsProcessor,
         PrefixConstrainedLogitsProcessor,
     )
+    from everystep.processors.audio import (
+        AlternatingCodebooksLogitsProcessor,
+        BarkEosPrioritizerLogitsProcessor,
+        DiaEOSChannelFilterLogitsProcessor,
+        DiaEOSDelayPatternLogitsProcessor,
+        WhisperNoSpeechDetection,
+        WhisperTimeStampLogitsProcessor,
+    )
     from everystep.processors.base import LogitsProcessor, LogitsProcessorList
     from everystep.processors.bias import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+    from everystep.processors.diversity import HammingDiversityLogitsProcessor
+    from everystep.processors.guidance import (
+        ClassifierFreeGuidanceLogitsProcessor,
+        DiaClassifierFreeGuidanceLogitsProcessor,
+        UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    )
     from everystep.processors.length import (
         ExponentialDecayLengthPenalty,
         ForcedBOSTokenLogitsProcessor,
@@ -86,13 +100,19 @@ if TYPE_CHECKING:
     from everystep.types import Event, FinishReason
 
 _HOME = {
+    "AlternatingCodebooksLogitsProcessor": "processors.audio",
     "AutoConfig": "api.auto",
     "AutoModelForCausalLM": "api.auto",
     "AutoModelForSeq2SeqLM": "api.auto",
     "AutoTokenizer": "api.auto",
+    "BarkEosPrioritizerLogitsProcessor": "processors.audio",
     "BatchEncoding": "text",
     "Cache": "cache.containers",
+    "ClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
     "ConfidenceCriteria": "stops.criteria",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
+    "DiaEOSChannelFilterLogitsProcessor": "processors.audio",
+    "DiaEOSDelayPatternLogitsProcessor": "processors.audio",
     "DynamicCache": "cache.containers",
     "EncoderDecoderCache": "cache.containers",
     "EncoderNoRepeatNGramLogitsProcessor": "processors.repetition",
@@ -112,6 +132,7 @@ _HOME = {
     "GenerateEncoderDecoderOutput": "outputs",
     "Generated": "api.session",
     "GenerationConfig": "config",
+    "HammingDiversityLogitsProcessor": "processors.diversity",
     "InfNanRemoveLogitsProcessor": "processors.allowed",
     "LanguageModel": "api.model",
     "LogitNormalization": "processors.warpers",
@@ -144,6 +165,9 @@ _HOME = {
     "TopKLogitsWarper": "processors.warpers",
     "TopPLogitsWarper": "processors.warpers",
     "TypicalLogitsWarper": "processors.warpers",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
+    "WhisperNoSpeechDetection": "processors.audio",
+    "WhisperTimeStampLogitsProcessor": "processors.audio",
     "chat": "api.text",
     "generate": "api.text",
     "load": "api.load",
@@ -154,13 +178,19 @@ _HOME = {
 """Public name -> the module that defines it."""
 
 __all__ = [
+    "AlternatingCodebooksLogitsProcessor",
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoModelForSeq2SeqLM",
     "AutoTokenizer",
+    "BarkEosPrioritizerLogitsProcessor",
     "BatchEncoding",
     "Cache",
+    "ClassifierFreeGuidanceLogitsProcessor",
     "ConfidenceCriteria",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSChannelFilterLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
     "DynamicCache",
     "EncoderDecoderCache",
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -180,6 +210,7 @@ __all__ = [
     "GenerateEncoderDecoderOutput",
     "Generated",
     "GenerationConfig",
+    "HammingDiversityLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LanguageModel",
     "LogitNormalization",
@@ -212,6 +243,9 @@ __all__ = [
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperNoSpeechDetection",
+    "WhisperTimeStampLogitsProcessor",
     "__version__",
     "chat",
     "generate",

@@ -54,6 +54,7 @@ CASES = [
     pair("NoBadWordsLogitsProcessor", WORDS),
     pair("NoBadWordsLogitsProcessor", WORDS, eos_token_id=7),
     pair("NoBadWordsLogitsProcessor", WORDS, torch.tensor(EOS)),
+    pair("NoBadWordsLogitsProcessor", [[7]], 7),
     *[pair("RepetitionPenaltyLogitsProcessor", p) for p in (1.3, 0.6, 1e-3, 1e6)],
     pair("RepetitionPenaltyLogitsProcessor", 1.3, 4),
     pair("RepetitionPenaltyLogitsProcessor", 1.3, WIDTH + 1),

@@ -176,6 +176,8 @@ class Call:
             encoder_ids=None if source is None else tuple(source.tolist()),
             beams=beams,
             vocab_size=self.vocabulary,
+            row=row,
+            rows=self.inputs.batch,
             first_row=row if beams > 1 else row * self.strategy.width,
             prefix_allowed_tokens_fn=self.user.prefix_allowed_tokens,
             user=tuple(self.user.processors),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from everystep.processors.guidance import guided
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,4 @@ class Guidance:
 
     def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
         """(R, V) logits of the sequences and of their one companion -> (R, V)."""
-        given = torch.log_softmax(logits, dim=-1)
-        other = torch.log_softmax(companions[0], dim=-1)
-        return self.scale * (given - other) + other
+        return guided(logits, companions[0], self.scale)

@@ -19,7 +19,7 @@ from everystep.errors import RequestError, message
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit
 from everystep.processors.matching import matching_tails
-from everystep.processors.stacking import admit, admit_ids, require
+from everystep.processors.stacking import admit, admit_ids
 from everystep.types import Rows
 
 Table = tuple[tuple[tuple[int, ...], float], ...]
@@ -44,8 +44,10 @@ class _Prepared:
     single: Tensor
     groups: tuple[_Group, ...]
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit:
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """Scores plus the sum of all biases that apply; one rounding, as in the reference."""
+        if not len(self.ends):
+            return None
         size = scores.shape[-1]
         bias = self.single.to(scores.dtype).repeat(len(scores), 1)
         for group in self.groups:
@@ -79,7 +81,9 @@ def _prepare(table: Table, size: int, device: torch.device, name: str) -> _Prepa
         )
         for words in by_length.values()
     )
-    return _Prepared(torch.tensor(ends, device=device), single.to(device), tuple(groups))
+    return _Prepared(
+        torch.tensor(ends, dtype=torch.int64, device=device), single.to(device), tuple(groups)
+    )
 
 
 def check_width(table: Table, size: int, name: str) -> None:
@@ -135,7 +139,6 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
         object.__setattr__(self, "bad_words_ids", tuple(words))
         if self.eos_token_id is not None:
             admit_ids(self, "eos_token_id")
-        require(bool(self.table), "bad_words_ids", "a word beside the end tokens", words)
 
     @property
     def table(self) -> Table:

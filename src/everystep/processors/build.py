@@ -40,6 +40,7 @@ from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
+from everystep.processors.stacking import at_row
 from everystep.processors.user import User
 from everystep.processors.warpers import (
     EpsilonLogitsWarper,
@@ -60,7 +61,8 @@ class Facts:
 
     `prompt_length`, `max_length`: visible ids, pad prefix included. `encoder_ids`: the prompt of
     the encoder, or of a decoder alone; None if it was not given as ids. `beams`: how many
-    hypotheses are searched together. `first_row`: the call's row of the request's first sequence.
+    hypotheses are searched together. `row` of `rows`: which prompt of the call it is.
+    `first_row`: the call's row of the request's first sequence.
     `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or `User`.
     """
 
@@ -70,6 +72,8 @@ class Facts:
     encoder_ids: tuple[int, ...] | None = None
     beams: int = 1
     vocab_size: int | None = None
+    row: int = 0
+    rows: int = 1
     first_row: int = 0
     prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None
     user: tuple[Any, ...] = ()
@@ -100,7 +104,8 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
         raise UnsupportedError(text)
     made = [_made(kind, effective, facts) for kind in CANONICAL]
     slot = RANK[User]
-    before, free = _replaced([one for one in made[:slot] if one is not None], facts.user)
+    user = [_for_row(one, facts) for one in facts.user]
+    before, free = _replaced([one for one in made[:slot] if one is not None], user)
     after = [one for one in made[slot:] if one is not None]
     return (*before, *(_at_slot(one) for one in free), *after)
 
@@ -127,6 +132,11 @@ def _replaced(built: list[Processor], user: Sequence[Any]) -> tuple[list[Process
                 free = [one for one in free if one is not given]
                 break
     return built, free
+
+
+def _for_row(given: Any, facts: Facts) -> Any:
+    """The caller's processor, with the row's own values where it has one per row."""
+    return at_row(given, facts.row, facts.rows) if reads_rows(given) else given
 
 
 def _at_slot(given: Any) -> User:

@@ -83,6 +83,12 @@ def stacked(instances: Sequence[P]) -> P:
     return _changed(instances[0], per_row)
 
 
+def varies(processor: object) -> bool:
+    """Whether it has a parameter per row."""
+    names = processor.per_row if isinstance(processor, LogitsProcessor) else ()
+    return any(isinstance(getattr(processor, name), tuple) for name in names)
+
+
 def at_row(processor: P, row: int, rows: int) -> P:
     """The processor as it is for one of a call's rows; RequestError if it has other rows."""
     processor.require_rows(rows)

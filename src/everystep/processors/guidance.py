@@ -1,0 +1,136 @@
+"""Classifier-free guidance as processors; inside `generate()` a companion row does it instead.
+
+These classes are for loops of the caller's own. The formula is the one that the readout uses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everystep.config.kinds import integer, is_number
+from everystep.errors import RequestError, message
+from everystep.processors.base import LogitsProcessor
+from everystep.processors.stacking import require
+
+
+def guided(logits: Tensor, other: Tensor, scale: float) -> Tensor:
+    """scale * (log p - log q) + log q of two (R, V) logits (Sanchez et al. 2023)."""
+    given = torch.log_softmax(logits, dim=-1)
+    against = torch.log_softmax(other, dim=-1)
+    return scale * (given - against) + against
+
+
+class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
+    """Guides away from another prompt, which the model reads in calls of its own.
+
+    `model`: callable as `model(ids, attention_mask=, use_cache=, past_key_values=)` whose output
+    has `logits` and `past_key_values`. `unconditional_ids`: (R, T), or None for the last id of what
+    the first call is given. An object serves one generation: it remembers what the model read.
+    """
+
+    def __init__(
+        self,
+        guidance_scale: float,
+        model: Any,
+        unconditional_ids: Tensor | None = None,
+        unconditional_attention_mask: Tensor | None = None,
+        use_cache: bool = True,
+    ) -> None:
+        require(is_number(guidance_scale), "guidance_scale", "a number", guidance_scale)
+        self.guidance_scale = guidance_scale
+        self.model = model
+        self.use_cache = use_cache
+        self._ids = unconditional_ids
+        self._mask = unconditional_attention_mask
+        self._past: Any = None
+        self._begun = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(R, T) ids, (R, V) scores -> (R, V)."""
+        if self.guidance_scale == 1:
+            return torch.log_softmax(scores, dim=-1)
+        return guided(scores, self._read(input_ids)[:, -1], self.guidance_scale)
+
+    def _read(self, input_ids: Tensor) -> Tensor:
+        """Logits of the other prompt, to which the newest id is added."""
+        newest = input_ids[:, -1:]
+        if not self._begun:
+            self._begun = True
+            self._ids = newest if self._ids is None else self._ids
+            self._mask = torch.ones_like(self._ids) if self._mask is None else self._mask
+        else:
+            kept = [] if self.use_cache else [self._ids]
+            self._ids = torch.cat([*kept, newest], dim=1)  # type: ignore[list-item]
+            self._mask = torch.cat([self._mask, torch.ones_like(newest)], dim=1)  # type: ignore[list-item]
+        output = self.model(
+            self._ids,
+            attention_mask=self._mask,
+            use_cache=self.use_cache,
+            past_key_values=self._past,
+        )
+        self._past = getattr(output, "past_key_values", None)
+        logits: Tensor = output.logits
+        return logits
+
+
+@dataclass(frozen=True)
+class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
+    """Of twice as many scores as rows, the first half is guided away from the second."""
+
+    guidance_scale: float
+
+    def __post_init__(self) -> None:
+        _require_above_one(self.guidance_scale)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(R, T) ids, (2 * R, V) scores -> (R, V)."""
+        given, against = _halves(input_ids, scores)
+        return against + (given - against) * self.guidance_scale
+
+
+@dataclass(frozen=True)
+class DiaClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
+    """As `ClassifierFreeGuidanceLogitsProcessor`, the difference added to the first half.
+
+    With `guidance_top_k`, the first half itself, only where the guided scores are highest.
+    """
+
+    guidance_scale: float
+    guidance_top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_above_one(self.guidance_scale)
+        kind, top_k = integer(1), self.guidance_top_k
+        require(top_k is None or kind.accepts(top_k), "guidance_top_k", kind.wanted, top_k)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(R, T) ids, (2 * R, V) scores -> (R, V)."""
+        given, against = _halves(input_ids, scores)
+        mixed = given + (given - against) * self.guidance_scale
+        if self.guidance_top_k is None:
+            return mixed
+        best = torch.topk(mixed, k=self.guidance_top_k, dim=-1).indices
+        outside = torch.ones_like(mixed, dtype=torch.bool).scatter(-1, best, False)
+        return given.masked_fill(outside, -math.inf)
+
+
+def _require_above_one(scale: Any) -> None:
+    require(is_number(scale) and scale > 1, "guidance_scale", "a number above 1", scale)
+
+
+def _halves(input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    rows = input_ids.shape[0]
+    if scores.shape[0] != 2 * rows:
+        text = message(
+            "guidance needs the scores of both prompts, those to guide away from behind the others",
+            wanted=f"{2 * rows} rows of scores for {rows} of input_ids",
+            got=f"{scores.shape[0]}",
+            do="Run both halves through the model as one batch",
+        )
+        raise RequestError(text)
+    return scores[:rows], scores[rows:]

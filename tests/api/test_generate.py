@@ -56,8 +56,7 @@ def test_a_row_of_a_batch_is_the_row_alone(model: LanguageModel, options: dict[s
         assert together[: len(alone)].tolist() == alone.tolist()
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(("cache", "chunk"), [(True, None), (True, 2), (False, None)])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
 def test_cache_and_chunks_change_nothing(
     model: LanguageModel, options: dict[str, Any], cache: bool, chunk: int | None

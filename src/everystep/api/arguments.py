@@ -14,18 +14,48 @@ MODEL_INPUTS = (
     "inputs_embeds",
     "position_ids",
     "decoder_input_ids",
-    "token_type_ids",
+    "decoder_attention_mask",
+    "encoder_outputs",
 )
+_BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
 LATER = {
-    "past_key_values": "continuing from a cache",
-    "assistant_model": "drafting with a second model",
-    "assistant_tokenizer": "drafting with a second model",
-    "encoder_outputs": "encoder states made by the caller",
-    "decoder_attention_mask": "padded decoder prompts",
-    "pixel_values": "images",
-    "custom_generate": "decoding loops of the caller",
-    "logits_to_keep": "choosing which logits to keep",
+    "past_key_values": ("continuing from a cache", "Pass the whole prompt as input_ids"),
+    "assistant_model": ("drafting with a second model", _BY_LOOKUP),
+    "assistant_tokenizer": ("drafting with a second model", _BY_LOOKUP),
+    "cache_params": ("a state of recurrent layers", "Pass the whole prompt as input_ids"),
+    "pixel_values": ("images", "Pass their embeddings among inputs_embeds"),
+    "pixel_values_videos": ("videos", "Pass their embeddings among inputs_embeds"),
+    "input_features": ("sounds", "Pass their embeddings as inputs_embeds"),
+    "mm_encoder_outputs": ("encoded images", "Pass their embeddings among inputs_embeds"),
+    "synced_gpus": (
+        "stepping together with other processes",
+        "Let every process generate by itself: here none waits for another",
+    ),
 }
+"""Names whose capability is not built yet -> what it is, and what to do instead."""
+NEVER = {
+    "token_type_ids": (
+        "no model of this library reads segments",
+        "Leave token_type_ids out, or call the tokenizer with return_token_type_ids=False",
+    ),
+    "trust_remote_code": (
+        "no code of a repository is ever run",
+        "Leave it out, and pass a function of your own as custom_generate",
+    ),
+    "logits_to_keep": (
+        "logits are computed where they are needed and nowhere else",
+        "Leave it out, or call the model itself for the logits of every position",
+    ),
+    "use_model_defaults": (
+        "values that you do not set come from the checkpoint, then from the defaults",
+        "Leave it out, and set what is to be different",
+    ),
+    "return_legacy_cache": (
+        "a cache is returned as an object",
+        "Leave it out, and convert the cache of the result",
+    ),
+}
+"""Names that are known and have no place here -> why, and what to do."""
 CONFIG_FIELDS = tuple(name for name in FIELDS if name not in META)
 
 
@@ -33,44 +63,83 @@ def split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(configuration, model inputs); any other name is an error that proposes the nearest one."""
     config: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
+    unknown: list[str] = []
     for name, value in kwargs.items():
         if name in CONFIG_FIELDS:
             config[name] = value
         elif name in MODEL_INPUTS:
             inputs[name] = value
-        elif name in LATER:
-            _refuse_later(name, value)
+        elif name in LATER or name in NEVER:
+            refuse_absent(name, value)
         else:
-            _refuse_unknown(name)
+            unknown.append(name)
+    if unknown:
+        _refuse_unknown(unknown)
     return config, inputs
 
 
 def refuse_unknown(kwargs: Iterable[str], known: Iterable[str]) -> None:
-    """Raises for the first name that is not known."""
+    """Raises for the names that are not known."""
     names = tuple(known)
-    for name in kwargs:
-        if name not in names:
-            _refuse_unknown(name, names)
+    if unknown := [name for name in kwargs if name not in names]:
+        _refuse_unknown(unknown, names)
 
 
-def _refuse_later(name: str, value: object) -> None:
-    if value is not None:
-        raise UnsupportedError(
-            message(
-                f"{name} asks for {LATER[name]}, which this version does not have",
-                got=type(value).__name__,
-                do=f"Leave {name} out",
-            )
+def refuse_absent(name: str, value: object) -> None:
+    """Raises if a capability that is not there is asked for by the argument of this name."""
+    if value is None or value is False:
+        return
+    if name in NEVER:
+        why, do = NEVER[name]
+        what = f"{name} is not read: {why}"
+    else:
+        capability, do = LATER[name]
+        what = f"{name} asks for {capability}, which this version does not have"
+    raise UnsupportedError(message(what, got=type(value).__name__, do=do))
+
+
+def callables(name: str, value: Any) -> tuple[Any, ...]:
+    """The functions in a list argument, none without it; RequestError for anything else."""
+    if value is None:
+        return ()
+    listed = isinstance(value, (list, tuple))
+    if listed and all(callable(one) for one in value):
+        return tuple(value)
+    strangers = [one for one in value if not callable(one)] if listed else [value]
+    raise RequestError(
+        message(
+            f"{name} is not a list of functions",
+            wanted="a list of callables of (input_ids, scores)",
+            got=repr(strangers[0]),
+            do=f"Pass {name}=[...] with an object that can be called",
         )
-
-
-def _refuse_unknown(name: str, known: Iterable[str] = ()) -> None:
-    candidates = tuple(known) or (*CONFIG_FIELDS, *MODEL_INPUTS, *EXTRA)
-    near = nearest(name, candidates)
-    hint = f"Did you mean {near}?" if near else "See help(model.generate) for what there is"
-    raise UnknownArgumentError(
-        message(f"generate() knows no argument {name!r}", do=hint.rstrip("."))
     )
+
+
+def require(name: str, value: Any, *methods: str) -> Any:
+    """The value, which is None or has the methods (`__call__` among them); RequestError if not."""
+    missing = [method for method in methods if not callable(getattr(value, method, None))]
+    if value is None or not missing:
+        return value
+    wanted = "a function" if methods == ("__call__",) else f"an object with {', '.join(methods)}"
+    raise RequestError(
+        message(
+            f"{name} is of another kind",
+            wanted=wanted,
+            got=repr(value),
+            do=f"Pass such an object as {name}, or leave it out",
+        )
+    )
+
+
+def _refuse_unknown(names: list[str], known: Iterable[str] = ()) -> None:
+    candidates = tuple(known) or (*CONFIG_FIELDS, *MODEL_INPUTS, *EXTRA)
+    guesses = [(name, nearest(name, candidates)) for name in names]
+    hints = [f"{near} instead of {name}" for name, near in guesses if near]
+    do = f"Perhaps you meant {', '.join(hints)}" if hints else "See help(model.generate)"
+    listed = ", ".join(repr(name) for name in names)
+    noun = "argument" if len(names) == 1 else "arguments"
+    raise UnknownArgumentError(message(f"generate() knows no {noun} {listed}", do=do))
 
 
 EXTRA = (
@@ -85,6 +154,7 @@ EXTRA = (
     "prefix_allowed_tokens_fn",
     "negative_prompt_ids",
     "negative_prompt_attention_mask",
+    "custom_generate",
 )
 
 

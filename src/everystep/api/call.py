@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from everystep.api.inputs import Inputs
+from everystep.api.lengths import Limits, read_limits, settled
 from everystep.api.resolve import (
-    Limits,
     Tokens,
     read_draws,
-    read_limits,
     read_logprobs,
     read_stops,
     read_strategy,
@@ -41,6 +40,11 @@ class Host(Protocol):
     @property
     def vocab_size(self) -> int:
         """The width of the logits."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the embeddings."""
         ...
 
     @property
@@ -230,4 +234,5 @@ def resolve(
     limits = read_limits(effective, inputs, context)
     strategy = read_strategy(effective, tokens, limits)
     stops = read_stops(effective, tokens, limits, user.tokenizer, user.criteria)
+    effective = settled(effective, inputs, limits, tokens.pad)
     return Call(effective, tokens, inputs, limits, strategy, stops, user, vocabulary, encoder_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from everystep.api import rectangle
-from everystep.api.arguments import require_one, split
+from everystep.api.arguments import callables, require, require_one, split
 from everystep.api.call import Call, Host, UserParts, resolve
-from everystep.api.inputs import Inputs, read_inputs
-from everystep.api.resolve import Tokens, read_tokens, refuse_unbuilt, require_output_object
-from everystep.config import Effective, GenerationConfig, merge_configs
+from everystep.api.custom import run_loop, take_own
+from everystep.api.healing import Continue, check_healing, healed
+from everystep.api.prompts import Source, encode, padding_notices, read_negative, read_prompts
+from everystep.api.resolve import read_tokens, refuse_unbuilt, require_output_object
+from everystep.config import GenerationConfig, merge_configs
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.errors import UnsupportedError, message
 from everystep.outputs import Output
-from everystep.types import Event, Group, Prompt
+from everystep.types import Event, Group
 
 _READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
 
@@ -38,8 +40,10 @@ def generate(
     `user`: what is neither configuration nor model input (processors, stops, seed, streamer, ...).
     """
     require_one("input_ids", inputs, kwargs)
-    call = prepare(model, generation_config, user, kwargs)
-    streamer = user.get("streamer")
+    streamer = require("streamer", user.get("streamer"), "put", "end")
+    loop = user.get("custom_generate")
+    own = {} if loop is None else take_own(loop, kwargs)
+    call, source = prepare(model, generation_config, user, kwargs)
     if streamer is not None and not call.strategy.streams:
         raise UnsupportedError(
             message(
@@ -50,6 +54,11 @@ def generate(
             )
         )
     with torch.inference_mode():
+        if call.effective.token_healing:
+            call = _heal(model, call)
+        call = encode(call, model, source)
+        if loop is not None:
+            return run_loop(model, call, user, own)
         out = _run(model, call, streamer)
     tokenizer = user.get("tokenizer")
     if isinstance(out, Output) and tokenizer is not None:
@@ -62,160 +71,62 @@ def prepare(
     generation_config: GenerationConfig | None,
     user: dict[str, Any],
     kwargs: dict[str, Any],
-) -> Call:
+) -> tuple[Call, Source]:
     """Everything that can be wrong with a call is known after this, before any compute."""
-    config, model_inputs = split(kwargs)
+    config, given = split(kwargs)
     effective = merge_configs(config, generation_config, model.generation_config)
     refuse_unbuilt(effective)
-    for notice in effective.notices:
-        warnings.warn(notice, stacklevel=4)
-    tokens = read_tokens(effective)
-    read = _encoder_inputs if model.is_encoder_decoder else _decoder_inputs
-    inputs, encoder_ids = read(model, model_inputs, tokens)
+    tokens = read_tokens(effective, model.vocab_size)
+    inputs, source = read_prompts(model, given, tokens)
+    allowed = require("prefix_allowed_tokens_fn", user.get("prefix_allowed_tokens_fn"), "__call__")
     parts = UserParts(
-        processors=tuple(user.get("logits_processor") or ()),
+        processors=callables("logits_processor", user.get("logits_processor")),
         criteria=user.get("stopping_criteria"),
-        prefix_allowed_tokens=user.get("prefix_allowed_tokens_fn"),
-        tokenizer=user.get("tokenizer"),
+        prefix_allowed_tokens=allowed,
+        tokenizer=require("tokenizer", user.get("tokenizer"), "decode"),
         seed=user.get("seed"),
-        negative=_negative(model, effective, user, inputs, tokens),
+        negative=read_negative(model, effective, user, inputs, tokens),
         logprobs=user.get("logprobs"),
         prompt_logprobs=user.get("prompt_logprobs"),
     )
     require_output_object(parts.logprobs, parts.prompt_logprobs, effective.return_dict_in_generate)
-    return resolve(
+    if effective.token_healing:
+        check_healing(inputs, source.prompts or source.states, parts.tokenizer)
+    call = resolve(
         effective,
         tokens,
         inputs,
         parts,
         vocabulary=model.vocab_size,
         context=model.context,
-        encoder_ids=encoder_ids,
+        encoder_ids=source.ids,
     )
+    for notice in (*call.effective.notices, *padding_notices(given, inputs, tokens)):
+        warnings.warn(notice, stacklevel=4)
+    return call, source
 
 
-def _decoder_inputs(
-    model: Host, given: dict[str, Any], tokens: Tokens
-) -> tuple[Inputs, Sequence[np.ndarray]]:
-    if given.get("decoder_input_ids") is not None:
-        raise RequestError(
-            message(
-                "decoder_input_ids was given to a model without an encoder",
-                do="Pass the prompt as input_ids",
-            )
-        )
-    return _read_prompt(model, given, tokens, given.get("position_ids")), ()
+def continue_by_one(model: Host) -> Continue:
+    """What adds one token to a prompt: ids (1, T) and a configuration -> ids (1, T + 1)."""
+
+    def choose(ids: Tensor, config: GenerationConfig) -> Tensor:
+        whole = {"attention_mask": torch.ones_like(ids), "token_healing": False}
+        chosen: Tensor = generate(model, ids, config, {}, whole)
+        return chosen
+
+    return choose
 
 
-def _read_prompt(
-    model: Host, given: dict[str, Any], tokens: Tokens, positions: Tensor | None
-) -> Inputs:
-    """The rectangle that the model, or its encoder, reads."""
-    return read_inputs(
-        given.get("input_ids"),
-        given.get("attention_mask"),
-        given.get("inputs_embeds"),
-        positions,
-        pad=tokens.pad,
-        eos=tokens.eos,
-        bos=tokens.bos,
+def _heal(model: Host, call: Call) -> Call:
+    """The call with the last tokens of its prompts chosen anew."""
+    inputs = healed(continue_by_one(model), call.inputs, call.user.tokenizer, call.tokens.fill)
+    return resolve(
+        call.effective,
+        call.tokens,
+        inputs,
+        call.user,
         vocabulary=model.vocab_size,
-    )
-
-
-def _require_rows(found: Inputs, wanted: Inputs, pair: str, noun: str) -> None:
-    if found.batch != wanted.batch:
-        raise RequestError(
-            message(
-                f"{pair} differ in rows",
-                wanted=wanted.batch,
-                got=found.batch,
-                do=f"Pass one {noun} per row",
-            )
-        )
-
-
-def _encoder_inputs(
-    model: Host, given: dict[str, Any], tokens: Tokens
-) -> tuple[Inputs, Sequence[np.ndarray]]:
-    """The encoder reads the inputs once; the decoder starts from its start token."""
-    source = _read_prompt(model, given, tokens, None)
-    start = given.get("decoder_input_ids")
-    if start is None:
-        if tokens.start is None:
-            raise RequestError(
-                message(
-                    "the decoder has nothing to start from",
-                    wanted="decoder_start_token_id or decoder_input_ids",
-                    got="neither",
-                    do="Set decoder_start_token_id",
-                )
-            )
-        start = torch.full((source.batch, 1), tokens.start)
-    decoder = read_inputs(
-        start,
-        None,
-        None,
-        None,
-        pad=None,
-        eos=tokens.eos,
-        bos=tokens.bos,
-        vocabulary=model.vocab_size,
-        name="decoder_input_ids",
-    )
-    _require_rows(decoder, source, "decoder_input_ids and the inputs", "decoder prompt")
-    with torch.inference_mode():
-        prompts = tuple(
-            Prompt(ids=one.ids, encoder=model.encode(row))
-            for one, row in zip(decoder.prompts, source.prompts, strict=True)
-        )
-    ids = [row.ids for row in source.prompts if row.ids is not None]
-    return Inputs(prompts, decoder.pads, decoder.width, 0), ids
-
-
-def _negative(
-    model: Host,
-    effective: Effective,
-    user: dict[str, Any],
-    inputs: Inputs,
-    tokens: Tokens,
-) -> tuple[Prompt, ...]:
-    ids = user.get("negative_prompt_ids")
-    mask = user.get("negative_prompt_attention_mask")
-    if ids is None:
-        if mask is not None:
-            raise RequestError(
-                message(
-                    "negative_prompt_attention_mask was given without negative_prompt_ids",
-                    do="Pass both or neither",
-                )
-            )
-        return ()
-    if effective.guidance_scale is None or effective.guidance_scale == 1:
-        raise RequestError(
-            message(
-                "negative_prompt_ids has no effect without guidance_scale",
-                wanted="guidance_scale > 1",
-                got=effective.guidance_scale,
-                do="Set guidance_scale, or leave negative_prompt_ids out",
-            )
-        )
-    negative = read_inputs(
-        ids,
-        mask,
-        None,
-        None,
-        pad=tokens.pad,
-        eos=tokens.eos,
-        bos=tokens.bos,
-        vocabulary=model.vocab_size,
-        name="negative_prompt_ids",
-    )
-    _require_rows(negative, inputs, "negative_prompt_ids and the prompt", "negative prompt")
-    encoders = [prompt.encoder for prompt in inputs.prompts]
-    return tuple(
-        Prompt(ids=one.ids, encoder=encoder)
-        for one, encoder in zip(negative.prompts, encoders, strict=True)
+        context=model.context,
     )
 
 

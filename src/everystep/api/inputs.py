@@ -57,19 +57,23 @@ def read_inputs(
     eos: tuple[int, ...],
     bos: int | None,
     vocabulary: int,
+    width: int | None = None,
     name: str = "input_ids",
 ) -> Inputs:
     """Prompts of every row; padding on either side is recognised by the mask and left out.
 
     Without a mask, pad ids count as padding if the pad id is not an end id, as in the reference.
+    `width`: that of the model's embeddings.
     """
     if input_ids is None and inputs_embeds is None:
-        input_ids = _start(bos)
+        input_ids, name = _start(bos, attention_mask), "bos_token_id"
     ids = None if input_ids is None else _checked_ids(input_ids, vocabulary, name)
-    embeds = None if inputs_embeds is None else _checked_embeds(inputs_embeds, ids)
+    embeds = None if inputs_embeds is None else _checked_embeds(inputs_embeds, ids, width)
     shape = tuple(ids.shape) if ids is not None else tuple(embeds.shape[:2])  # type: ignore[union-attr]
-    mask = _mask(attention_mask, ids, shape, pad, eos)
-    spans = [_span(row, index) for index, row in enumerate(mask)]
+    mask = read_mask(attention_mask, shape)
+    if attention_mask is None and ids is not None:
+        mask = _without_padding(ids, pad, eos)
+    spans = [_span(row, index, attention_mask is None) for index, row in enumerate(mask)]
     prompts = [
         Prompt(
             ids=None if ids is None else ids[b, first:last].copy(),
@@ -94,7 +98,8 @@ def _fill(row: np.ndarray, span: tuple[int, int]) -> int | None:
     return int(row[-1]) if last < len(row) else None
 
 
-def _start(bos: int | None) -> Tensor:
+def _start(bos: int | None, mask: Any) -> Tensor:
+    """(B, 1) the begin token, for as many rows as a mask has, or for one."""
     if bos is None:
         raise RequestError(
             message(
@@ -104,7 +109,8 @@ def _start(bos: int | None) -> Tensor:
                 do="Pass input_ids",
             )
         )
-    return torch.tensor([[bos]])
+    rows = mask.shape[0] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
+    return torch.full((rows, 1), bos)
 
 
 def _checked_ids(ids: Any, vocabulary: int, name: str) -> np.ndarray:
@@ -141,7 +147,7 @@ def _checked_ids(ids: Any, vocabulary: int, name: str) -> np.ndarray:
     return array
 
 
-def _checked_embeds(embeds: Any, ids: np.ndarray | None) -> Tensor:
+def _checked_embeds(embeds: Any, ids: np.ndarray | None, width: int | None) -> Tensor:
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
         got = tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
         _refuse(
@@ -149,6 +155,20 @@ def _checked_embeds(embeds: Any, ids: np.ndarray | None) -> Tensor:
             "a (batch, length, hidden) floating point tensor",
             got,
             "Pass embeddings",
+        )
+    if width is not None and embeds.shape[2] != width:
+        _refuse(
+            "inputs_embeds has another width than the model",
+            f"{width} values per position",
+            embeds.shape[2],
+            "Pass what model.get_input_embeddings() or an encoder made for this model gives",
+        )
+    if 0 in embeds.shape:
+        _refuse(
+            "inputs_embeds is empty",
+            "at least one row and one position",
+            tuple(embeds.shape),
+            "Pass embeddings, or leave inputs_embeds out",
         )
     if ids is not None and tuple(embeds.shape[:2]) != ids.shape:
         _refuse(
@@ -160,17 +180,17 @@ def _checked_embeds(embeds: Any, ids: np.ndarray | None) -> Tensor:
     return embeds.detach()
 
 
-def _mask(
-    mask: Any,
-    ids: np.ndarray | None,
-    shape: tuple[int, ...],
-    pad: int | None,
-    eos: tuple[int, ...],
-) -> np.ndarray:
+def _without_padding(ids: np.ndarray, pad: int | None, eos: tuple[int, ...]) -> np.ndarray:
+    """(B, L) which ids are no padding, as far as they alone can tell."""
+    if pad is None or pad in eos:
+        return np.ones(ids.shape, dtype=bool)
+    return np.not_equal(ids, pad)
+
+
+def read_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """(B, L) bool: which positions are real, all without a mask; RequestError for another shape."""
     if mask is None:
-        if ids is None or pad is None or pad in eos:
-            return np.ones(shape, dtype=bool)
-        return np.not_equal(ids, pad)
+        return np.ones(shape, dtype=bool)
     array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
     if array.shape != shape:
         _refuse(
@@ -189,23 +209,25 @@ def _mask(
     return array.astype(bool)
 
 
-def _span(row: np.ndarray, index: int) -> tuple[int, int]:
-    """[first, last) of the real positions of a row."""
+def _span(row: np.ndarray, index: int, guessed: bool) -> tuple[int, int]:
+    """[first, last) of the real positions of a row; `guessed` from pad ids, not from a mask."""
     real = np.flatnonzero(row)
     if len(real) == 0:
         _refuse(
             f"row {index} of the prompt is empty",
-            "at least one position with mask 1",
+            "one id that is not the pad id" if guessed else "at least one position with mask 1",
             "none",
             "Drop the row or give it a start token",
         )
     first, last = int(real[0]), int(real[-1]) + 1
     if last - first != len(real):
         _refuse(
-            f"row {index} of attention_mask has a hole",
+            f"row {index} has the pad id in its middle, and no attention_mask says that it counts"
+            if guessed
+            else f"row {index} of attention_mask has a hole",
             "padding at the ends only",
             row.astype(int).tolist(),
-            "Remove the masked positions from the prompt",
+            "Pass an attention_mask" if guessed else "Remove the masked positions from the prompt",
         )
     return first, last
 
@@ -216,6 +238,13 @@ def _row_positions(
     """A row's share of position ids of any rank: (..., B, L), (..., 1, L) or (L,)."""
     if positions is None:
         return None
+    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() == 0:
+        _refuse(
+            "position_ids has the wrong type",
+            "a tensor of integers",
+            positions.dtype if isinstance(positions, Tensor) else type(positions).__name__,
+            "Pass one position per prompt position",
+        )
     if positions.shape[-1] != shape[1] or (
         positions.dim() > 1 and positions.shape[-2] not in (1, shape[0])
     ):

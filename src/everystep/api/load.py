@@ -22,6 +22,7 @@ from everystep.files.folder import open_folder
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import build_gguf_model, build_model
+from everystep.models.device import usable_device
 from everystep.text import Tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -47,6 +48,7 @@ def load(
     weight, float32 without a `dtype`. Raises MissingFileError where there is no tokenizer, which
     `load_model` does without, and RequestError for rounding what is rounded already.
     """
+    device = usable_device(device)
     local = _resolve(path, quantize, executor, offline, progress)
     if local.is_dir():
         found = open_folder(local)
@@ -73,6 +75,7 @@ def load_model(
     progress: Progress | None = None,
 ) -> LanguageModel:
     """The model that `path` stands for, without a tokenizer; arguments as `load`."""
+    device = usable_device(device)
     local = _resolve(path, quantize, executor, offline, progress)
     if local.is_dir():
         return _from_folder(local, dtype, quantize, device)
@@ -88,7 +91,7 @@ def from_weights(
     generation_config: GenerationConfig | None = None,
 ) -> LanguageModel:
     """A model from a configuration and named tensors in memory, such as a `state_dict()`."""
-    core = build_model(config, _Tensors(weights), dtype=dtype, device=device)
+    core = build_model(config, _Tensors(weights), dtype=dtype, device=usable_device(device))
     settings = generation_config or GenerationConfig.from_model_config(dict(config))
     return LanguageModel(core, settings)
 

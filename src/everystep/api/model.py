@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everystep.api.arguments import refuse_absent
+from everystep.api.custom import require_loop
 from everystep.api.generate import generate
 from everystep.api.transitions import compute_transition_scores
 from everystep.config import GenerationConfig
@@ -16,6 +18,7 @@ from everystep.errors import ModelClassError, UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model, named_weights
+from everystep.models.device import usable_device
 from everystep.types import Prompt
 
 
@@ -70,6 +73,11 @@ class LanguageModel:
         return self._core.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """The width of the embeddings."""
+        return self._core.network.width
+
+    @property
     def context(self) -> int | None:
         """The longest sequence the model was made for."""
         return getattr(self._core.config, "max_position_embeddings", None)
@@ -99,7 +107,8 @@ class LanguageModel:
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        self._core = convert_model(self._core, device=device, dtype=dtype)
+        place = None if device is None else usable_device(device)
+        self._core = convert_model(self._core, device=place, dtype=dtype)
         return self
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
@@ -176,10 +185,10 @@ class LanguageModel:
         it a row's tokens do not depend on its batch. `seed`: one integer, or one per row.
         `logprobs=k`, `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the
         k best there, before any processor; part of the output object (`TokenLogprobs`).
+        `custom_generate`: a decoding loop of the caller's, see `api/custom.py`.
         """
-        _refuse("synced_gpus", synced_gpus, "stepping together with other processes")
-        _refuse("assistant_model", assistant_model, "drafting with a second model")
-        _refuse("custom_generate", custom_generate, "decoding loops of the caller")
+        refuse_absent("synced_gpus", synced_gpus)
+        refuse_absent("assistant_model", assistant_model)
         user = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
@@ -187,19 +196,10 @@ class LanguageModel:
             "streamer": streamer,
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
+            "custom_generate": require_loop(custom_generate),
             "seed": seed,
             "tokenizer": tokenizer,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
         }
         return generate(self, inputs, generation_config, user, dict(kwargs))
-
-
-def _refuse(name: str, value: object, capability: str) -> None:
-    if value:
-        raise UnsupportedError(
-            message(
-                f"{name} asks for {capability}, which this version does not have",
-                do=f"Leave {name} out",
-            )
-        )

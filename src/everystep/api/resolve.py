@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everystep.api.inputs import Inputs
+from everystep.api.lengths import Limits
 from everystep.config import FIELDS, Effective
 from everystep.draws import Draws, SeededDraws, SharedDraws
 from everystep.errors import RequestError, UnsupportedError, message
@@ -20,49 +20,46 @@ from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
 from everystep.text import Spelling
 
+_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
+_DYNAMIC = "Leave it out: keys and values are kept, and grow as they must"
+_BEAMS = "Set num_beams alone, or bad_words_ids and sequence_bias to steer words"
 LATER = {
-    "assistant_early_exit": "speculation with the model's own early layers",
-    "dola_layers": "DoLa",
-    "constraints": "constrained beams",
-    "force_words_ids": "constrained beams",
-    "token_healing": "token healing",
-    "watermarking_config": "watermarking",
-    "cache_implementation": "choosing a cache",
-    "cache_config": "choosing a cache",
-    "use_mtp": "multi-token prediction heads",
-    "speculation_type": "block drafters",
-    "low_memory": "sequential beams",
-    "compile_config": "compiled forwards",
-    "assistant_ensemble_weight": "ensemble verification",
-    "num_beam_groups": "diverse beams",
-    "max_cache_len": "choosing a cache",
-    "continuous_batching_config": "settings of the continuous scheduler",
-    "is_assistant": "drafting with a second model",
-    "num_assistant_tokens": "drafting with a second model",
-    "num_assistant_tokens_schedule": "drafting with a second model",
-    "assistant_confidence_threshold": "drafting with a second model",
-    "assistant_lookbehind": "drafting with a second model",
-    "target_lookbehind": "drafting with a second model",
+    "assistant_early_exit": ("speculation with the model's own early layers", _LOOKUP),
+    "dola_layers": ("DoLa", "Leave it out, or set penalty_alpha and top_k for contrastive search"),
+    "constraints": ("constrained beams", _BEAMS),
+    "force_words_ids": ("constrained beams", _BEAMS),
+    "watermarking_config": ("watermarking", "Leave it out"),
+    "cache_implementation": ("choosing a cache", _DYNAMIC),
+    "cache_config": ("choosing a cache", _DYNAMIC),
+    "use_mtp": ("multi-token prediction heads", _LOOKUP),
+    "speculation_type": ("block drafters", _LOOKUP),
+    "low_memory": ("sequential beams", "Leave it out: beams share their prompt's memory"),
+    "compile_config": ("compiled forwards", "Leave it out: forwards run as they are"),
+    "assistant_ensemble_weight": ("ensemble verification", _LOOKUP),
+    "num_beam_groups": ("diverse beams", "Set num_beams with do_sample=True for various beams"),
+    "max_cache_len": ("choosing a cache", _DYNAMIC),
+    "continuous_batching_config": (
+        "settings of the continuous scheduler",
+        "Call everystep.generate(model, tokenizer, prompts), which schedules by itself",
+    ),
+    "is_assistant": ("drafting with a second model", _LOOKUP),
+    "num_assistant_tokens": ("drafting with a second model", _LOOKUP),
+    "num_assistant_tokens_schedule": ("drafting with a second model", _LOOKUP),
+    "assistant_confidence_threshold": ("drafting with a second model", _LOOKUP),
+    "assistant_lookbehind": ("drafting with a second model", _LOOKUP),
+    "target_lookbehind": ("drafting with a second model", _LOOKUP),
 }
-"""Fields that are read and checked, whose capability is not built yet -> its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How far a row may go: `visible` ids in all, pad prefix included, and `new` tokens of it."""
-
-    visible: int
-    new: int
+"""Fields that are read and checked, whose capability is not built yet -> what it is, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The special ids of a call."""
+    """The special ids of a call; `starts`: a decoder's first id, one for all rows or one each."""
 
     eos: tuple[int, ...]
     pad: int | None
     bos: int | None
-    start: int | None
+    starts: tuple[int, ...]
 
     @property
     def fill(self) -> int:
@@ -72,66 +69,48 @@ class Tokens:
         return self.eos[0] if self.eos else 0
 
 
-def read_tokens(effective: Effective) -> Tokens:
-    """Special ids, the pad id taken from the first end id where there is none."""
-    eos = effective.eos_token_id
-    ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-    pad = effective.pad_token_id
+def read_tokens(effective: Effective, vocabulary: int) -> Tokens:
+    """Special ids, the pad id taken from the first end id where there is none.
+
+    RequestError if the caller set one that the vocabulary does not have.
+    """
+    for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        outside = [token for token in _listed(effective[name]) if token >= vocabulary]
+        if outside and name in effective.caller:
+            raise RequestError(
+                message(
+                    f"{name} is outside the vocabulary",
+                    wanted=f"0 to {vocabulary - 1}",
+                    got=outside[0],
+                    do="Check that tokenizer and model belong together",
+                )
+            )
+    ends, pad = _listed(effective.eos_token_id), effective.pad_token_id
     if pad is None and ends:
         pad = ends[0]
     start = effective.decoder_start_token_id
-    return Tokens(
-        ends, pad, effective.bos_token_id, effective.bos_token_id if start is None else start
-    )
+    starts = _listed(effective.bos_token_id if start is None else start)
+    return Tokens(ends, pad, effective.bos_token_id, starts)
+
+
+def _listed(value: Any) -> tuple[int, ...]:
+    """One id, several or none, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
 def refuse_unbuilt(effective: Effective) -> None:
     """Raises if the caller set a field whose capability is not built yet."""
-    for name, capability in LATER.items():
-        asked = effective.source(name) in ("call", "config")
-        if asked and getattr(effective, name) != FIELDS[name].default:
+    for name, (capability, do) in LATER.items():
+        if name in effective.caller and getattr(effective, name) != FIELDS[name].default:
             raise UnsupportedError(
                 message(
                     f"{name} asks for {capability}, which this version does not have",
                     got=repr(getattr(effective, name)),
-                    do=f"Leave {name} out",
+                    do=do,
                 )
             )
-
-
-def read_limits(effective: Effective, inputs: Inputs, context: int | None) -> Limits:
-    """The most ids a row may have, counted as the reference counts them.
-
-    `max_new_tokens` wins over `max_length`; without either, 20 new tokens, or as many as the
-    model's context leaves. `max_length` counts prompt positions once, as ids or as embeddings.
-    """
-    prompt = inputs.prompt_width
-    set_length = effective.source("max_length") != "default" and effective.max_length is not None
-    if effective.max_new_tokens is not None:
-        new = int(effective.max_new_tokens)
-    elif set_length:
-        new = int(effective.max_length) - prompt
-        if new <= 0:
-            raise RequestError(
-                message(
-                    "the prompt leaves no room for new tokens",
-                    wanted=f"a prompt shorter than max_length={effective.max_length}",
-                    got=f"{prompt} positions",
-                    do="Raise max_length, or set max_new_tokens instead",
-                )
-            )
-    else:
-        new = 20 if context is None else min(20, context - prompt)
-        if new <= 0:
-            raise RequestError(
-                message(
-                    "the prompt fills the model's context",
-                    wanted=f"fewer than {context} positions, or max_new_tokens",
-                    got=f"{prompt} positions",
-                    do="Shorten the prompt, or set max_new_tokens",
-                )
-            )
-    return Limits(inputs.width + new, new)
 
 
 def read_strategy(effective: Effective, tokens: Tokens, limits: Limits) -> Any:

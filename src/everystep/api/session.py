@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from everystep.api.arguments import CONFIG_FIELDS, refuse_unknown
+from everystep.api.arguments import CONFIG_FIELDS, callables, refuse_unknown
 from everystep.api.call import Call, UserParts, resolve
+from everystep.api.generate import continue_by_one
+from everystep.api.healing import check_healing, healed
 from everystep.api.inputs import Inputs
+from everystep.api.lengths import refuse_beyond
 from everystep.api.model import LanguageModel
 from everystep.api.resolve import read_tokens, refuse_unbuilt
 from everystep.config import GenerationConfig, merge_configs
@@ -70,7 +74,9 @@ class Session:
         passed: GenerationConfig | None = self._user["generation_config"]
         self._effective = merge_configs(options, passed, model.generation_config)
         refuse_unbuilt(self._effective)
-        self._tokens = read_tokens(self._effective)
+        for notice in self._effective.notices:
+            warnings.warn(notice, stacklevel=4)
+        self._tokens = read_tokens(self._effective, model.vocab_size)
         self._seed = int(torch.randint(2**62, ()).item()) if seed is None else _seed(seed)
         width = max(self._effective.num_beams or 1, self._effective.num_return_sequences or 1)
         rows = max(_ROWS, width * (2 if self._effective.guidance_scale else 1))
@@ -101,16 +107,21 @@ class Session:
                     do="Check the prompt, and that tokenizer and model belong together",
                 )
             )
+        refuse_beyond(len(ids), self._model.context)
         if self._model.is_encoder_decoder:
             source = Prompt(ids=ids)
             with torch.inference_mode():
                 states = self._model.encode(source)
-            inputs = Inputs((Prompt(np.array([self._tokens.start]), encoder=states),), (0,), 1, 0)
+            inputs = Inputs(
+                (Prompt(np.array(self._tokens.starts[:1]), encoder=states),), (0,), 1, 0
+            )
             encoder_ids = [ids]
         else:
             inputs, encoder_ids = Inputs((Prompt(ids=ids),), (0,), len(ids), 0), []
+        if self._effective.token_healing:
+            inputs = self._healed(inputs, encoder_ids)
         user = UserParts(
-            processors=tuple(self._user["logits_processor"] or ()),
+            processors=callables("logits_processor", self._user["logits_processor"]),
             criteria=self._user["stopping_criteria"],
             tokenizer=self._tokenizer,
             seed=self._seed,
@@ -126,6 +137,12 @@ class Session:
             context=self._model.context,
             encoder_ids=encoder_ids,
         )
+
+    def _healed(self, inputs: Inputs, encoder_ids: Sequence[np.ndarray]) -> Inputs:
+        """The prompt with its last token chosen anew."""
+        check_healing(inputs, encoder_ids, self._tokenizer)
+        choose = continue_by_one(self._model)
+        return healed(choose, inputs, self._tokenizer, self._tokens.fill)
 
     def submit(self, prompt: PromptLike, request_id: str) -> Group:
         """The prompt waits for its turn."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from everystep.config.fields import FIELDS, META
 from everystep.config.generation import GenerationConfig, unknown_name
 from everystep.config.rules import judge
+from everystep.errors import RequestError, message
 
 Source = Literal["call", "config", "checkpoint", "default"]
 
@@ -21,12 +22,14 @@ Source = Literal["call", "config", "checkpoint", "default"]
 class Effective(Mapping[str, Any]):
     """Every field's value, by attribute or key, and its source.
 
-    `notices`: what the caller should be told about values that have no effect.
+    `notices`: what the caller should be told about values that have no effect. `caller`: the fields
+    that the caller set, in the call or in a configuration that did not come out of a file.
     """
 
     values_by_name: Mapping[str, Any]
     sources: Mapping[str, Source]
     notices: tuple[str, ...] = ()
+    caller: frozenset[str] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
         # Copying looks attributes up before there are any.
@@ -64,6 +67,7 @@ class Effective(Mapping[str, Any]):
             {**self.values_by_name, **values},
             {**self.sources, **dict.fromkeys(values, source)},
             self.notices,
+            self.caller,
         )
 
 
@@ -77,6 +81,7 @@ def merge_configs(
     UnknownArgumentError for a keyword that is no field; RequestError for values that cannot be,
     that nothing can be generated with, or that the caller set and that contradict each other.
     """
+    _require_config("generation_config", passed)
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for name, field in FIELDS.items():
@@ -95,4 +100,16 @@ def merge_configs(
         sources[name] = "call"
     given = {name for name, value in call.items() if value is not None}
     caller = given | ({*passed.caller_set} - {*call} if passed else set())
-    return Effective(values, sources, judge(values, caller))
+    return Effective(values, sources, judge(values, caller), frozenset(caller))
+
+
+def _require_config(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, GenerationConfig):
+        text = message(
+            f"{name} is no configuration",
+            wanted="an everystep.GenerationConfig",
+            got=type(value).__name__,
+            do="Build one with GenerationConfig(max_new_tokens=64, ...) or GenerationConfig."
+            "from_dict(values)",
+        )
+        raise RequestError(text)

@@ -260,7 +260,7 @@ _EACH_CACHE = tuple(
         f"{name} has no effect without a cache",
         f"Set use_cache=True, or leave {name} out",
     )
-    for name in ("cache_implementation", "cache_config", "max_cache_len")
+    for name in ("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size")
 )
 _CACHING = (
     *_EACH_CACHE,
@@ -290,12 +290,16 @@ _OUTPUTS = tuple(
 )
 
 
+def _listed(value: Any) -> list[int]:
+    """One id, several or none, as a list."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
 def _forced_is_suppressed(name: str) -> Callable[[Values], bool]:
     def clash(values: Values) -> bool:
-        forced, suppressed = values[name], values["suppress_tokens"]
-        if forced is None or not suppressed:
-            return False
-        tokens = {forced} if isinstance(forced, int) else set(forced)
+        tokens, suppressed = set(_listed(values[name])), values["suppress_tokens"] or ()
         return bool(tokens) and tokens <= set(suppressed)
 
     return clash
@@ -331,12 +335,20 @@ _OTHERS = (
         "Leave one of them out",
     ),
     Rule(
-        "notice",
+        "conflict",
         "max_new_tokens",
         "min_new_tokens",
         lambda v: (v["min_new_tokens"] or 0) > (v["max_new_tokens"] or 2**62),
         "min_new_tokens cannot be reached",
         "Raise max_new_tokens or lower min_new_tokens",
+    ),
+    Rule(
+        "notice",
+        "eos_token_id",
+        "eos_token_id",
+        lambda v: any(token < 0 for token in _listed(v["eos_token_id"])),
+        "eos_token_id holds a negative number, which is no token and ends nothing",
+        "Set eos_token_id to ids of the vocabulary, or to None to end at the length alone",
     ),
     Rule(
         "notice",

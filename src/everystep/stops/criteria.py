@@ -192,6 +192,21 @@ def merge(made: Sequence[Stop], criteria: Any) -> tuple[Stop, ...]:
     return (*(stop for stop in made if type(stop) not in replaced), *custom)
 
 
+def by_hand(stops: Sequence[Stop]) -> StoppingCriteriaList:
+    """The stops of a call as criteria that a loop outside the engine can ask."""
+    return StoppingCriteriaList(_criterion_of(stop) for stop in stops)
+
+
+def _criterion_of(stop: Stop) -> Any:
+    if isinstance(stop, User):
+        return stop.call
+    if isinstance(stop, EosToken):
+        return EosTokenCriteria(list(stop.ids))
+    if isinstance(stop, MaxLength):
+        return MaxLengthCriteria(int(stop.limit))
+    return lambda input_ids, scores, **_: _ask(stop, input_ids)
+
+
 def _checked(criteria: Any) -> Iterable[Any]:
     listed = criteria if isinstance(criteria, (list, tuple)) else None
     if criteria is None or (listed is not None and all(map(callable, listed))):

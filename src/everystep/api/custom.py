@@ -1,0 +1,163 @@
+"""`custom_generate`: a decoding loop of the caller's in the place of the engine's.
+
+The loop has the reference's contract. It is called as
+
+    loop(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **inputs)
+
+after everything about the call was checked, and what it returns is returned. `input_ids` (R, T) is
+padded on the left and has a row for every beam or returned sequence. Both callables take
+`(input_ids, scores)`. Keywords that only the loop names are passed on to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.api.call import Call
+from everystep.config import GenerationConfig
+from everystep.errors import UnsupportedError, message
+from everystep.processors.pipeline import apply
+from everystep.stops.criteria import by_hand
+from everystep.types import Request, Rows, Sequence, TokenTable
+
+Loop = Callable[..., Any]
+_STANDARD = ("logits_processor", "stopping_criteria", "generation_config")
+_OFFERED = ("streamer", "tokenizer")
+
+
+def require_loop(value: Any) -> Loop | None:
+    """The caller's loop, if any; UnsupportedError for the name of a repository."""
+    if value is None or callable(value):
+        return value
+    raise UnsupportedError(
+        message(
+            "custom_generate names code to be fetched and run, which this library never does",
+            wanted="a function of (model, input_ids, logits_processor, stopping_criteria, "
+            "generation_config, **inputs)",
+            got=repr(value),
+            do="Import the function yourself and pass it; contrastive search is built in: set "
+            "penalty_alpha and top_k",
+        )
+    )
+
+
+def take_own(loop: Loop, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of `kwargs` what the loop names and no other loop has, and returns it."""
+    named = list(inspect.signature(loop).parameters)[2:]
+    known = {*_STANDARD, *_OFFERED, "attention_mask", "inputs_embeds", "position_ids"}
+    return {name: kwargs.pop(name) for name in named if name in kwargs and name not in known}
+
+
+def run_loop(model: Any, call: Call, user: dict[str, Any], own: dict[str, Any]) -> Any:
+    """What the caller's loop makes of the call."""
+    loop: Loop = user["custom_generate"]
+    refuse_unseen(call)
+    requests = call.requests(lingers=False)
+    width = int(max(call.effective.num_beams or 1, call.effective.num_return_sequences or 1))
+    rows = [request for request in requests for _ in range(width)]
+    ids = _ids(call, width)
+    named = inspect.signature(loop).parameters
+    offered = {name: user[name] for name in _OFFERED if name in named and user[name] is not None}
+    if "streamer" in offered:
+        offered["streamer"].put(ids)
+    return loop(
+        model,
+        ids.to(model.device),
+        logits_processor=Processing(rows),
+        stopping_criteria=by_hand(call.stops),
+        generation_config=_config(call),
+        **_inputs(call, width),
+        **offered,
+        **own,
+    )
+
+
+def refuse_unseen(call: Call) -> None:
+    """UnsupportedError for what a loop outside the engine would never hear of."""
+    for name, asked in (
+        ("guidance_scale", call.effective.guidance_scale not in (None, 1)),
+        ("an encoder", any(prompt.encoder is not None for prompt in call.inputs.prompts)),
+        ("seed", call.user.seed is not None),
+    ):
+        if asked:
+            raise UnsupportedError(
+                message(
+                    f"custom_generate does not go with {name}",
+                    wanted="a loop over the model's own logits and draws",
+                    got=name,
+                    do="Leave one of the two out",
+                )
+            )
+
+
+@dataclass(frozen=True)
+class Processing:
+    """All processors of a call, as one function of (input_ids, scores); a request per row."""
+
+    requests: list[Request]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """(R, T) ids and (R, V) scores -> (R, V) scores."""
+        ids = input_ids.cpu().numpy()
+        table = TokenTable(lines=len(ids), capacity=max(ids.shape[1], 1))
+        sequences = [
+            Sequence(request, table.open(row), length=len(row) - request.shift, index=index)
+            for index, (request, row) in enumerate(zip(self.requests, ids, strict=True))
+        ]
+        lengths = np.full(len(ids), ids.shape[1])
+        return apply(Rows(table, sequences, lengths), scores)
+
+
+def _ids(call: Call, width: int) -> Tensor:
+    rows = [call.inputs.visible(row, call.tokens.fill) for row in range(call.inputs.batch)]
+    return torch.from_numpy(np.stack(rows)).repeat_interleave(width, dim=0)
+
+
+def _inputs(call: Call, width: int) -> dict[str, Tensor]:
+    """The mask, and embeddings and positions if they were given, padded on the left."""
+    inputs = call.inputs
+    gaps = [inputs.prompt_width - prompt.length for prompt in inputs.prompts]
+    masks = [
+        F.pad(torch.ones(p.length), (gap, 0)) for p, gap in zip(inputs.prompts, gaps, strict=True)
+    ]
+    found = {"attention_mask": torch.stack(masks).long()}
+    embeds = [
+        F.pad(p.embeds, (0, 0, gap, 0))
+        for p, gap in zip(inputs.prompts, gaps, strict=True)
+        if p.embeds is not None
+    ]
+    places = [
+        F.pad(p.positions, (gap, 0))
+        for p, gap in zip(inputs.prompts, gaps, strict=True)
+        if p.positions is not None
+    ]
+    if embeds:
+        found["inputs_embeds"] = torch.stack(embeds)
+    found = {name: value.repeat_interleave(width, dim=0) for name, value in found.items()}
+    if places:
+        found["position_ids"] = torch.stack(places, dim=-2).repeat_interleave(width, dim=-2)
+    return found
+
+
+def _config(call: Call) -> GenerationConfig:
+    """Every value that holds, with the special ids as tensors beside it, as loops expect them."""
+    values = {name: value for name, value in call.effective.items() if value is not None}
+    config = GenerationConfig(**{**values, "max_length": call.limits.visible})
+    tensors = {
+        "_eos_token_tensor": call.tokens.eos or None,
+        "_pad_token_tensor": call.tokens.pad,
+        "_bos_token_tensor": call.tokens.bos,
+    }
+    found: dict[str, Any] = {
+        name: None if ids is None else torch.tensor(ids) for name, ids in tensors.items()
+    }
+    config.update(allow_custom_entries=True, **found)
+    return config

@@ -23,10 +23,9 @@ from tests.nn.test_quantized import FORMATS, random_weight
 
 def textbook(weight: QuantizedWeight, x: Tensor) -> np.ndarray:
     """docs/decisions/009 word by word: integers where it has integers, sums in float64."""
-    block = weight.columns if weight.format == "int8" else BLOCK
     out = np.zeros((len(x), weight.rows))
     for one, values in zip(out, x.numpy(), strict=True):
-        for b, part in enumerate(values.reshape(-1, block)):
+        for b, part in enumerate(np.split(values, range(BLOCK, len(values), BLOCK))):
             step = np.float32(np.abs(part).max()) / np.float32(127)
             codes = np.rint(part / step if step else part).astype(np.int64)
             assert np.abs(codes).max() <= 127
@@ -40,7 +39,8 @@ def textbook(weight: QuantizedWeight, x: Tensor) -> np.ndarray:
 def block_of(weight: QuantizedWeight, row: int, b: int) -> tuple[np.ndarray, float, float]:
     """(integers, scale, minimum) of one block."""
     if weight.format == "int8":
-        return weight.codes[row].numpy().astype(np.int64), float(weight.scales[row]), 0.0
+        codes = weight.codes[row, 32 * b : 32 * b + 32].numpy().astype(np.int64)
+        return codes, float(weight.scales[row]), 0.0
     scale = float(weight.scales[row, b])
     if weight.format == "q8_0":
         return weight.codes[row, 32 * b : 32 * b + 32].numpy().astype(np.int64), scale, 0.0
@@ -88,32 +88,35 @@ def test_any_leading_dimensions_and_a_residual_that_stays() -> None:
     assert torch.equal(residual, before)
 
 
-@pytest.mark.parametrize("block", [32, 96])
-def test_activations_move_by_half_a_step_at_most(block) -> None:
+def test_int8_takes_inputs_that_are_no_whole_blocks() -> None:
+    weight, x = random_weight("int8", False, columns=77), torch.randn(3, 77)
+    wanted = textbook(weight, x)
+    assert np.abs(QuantizedLinear(weight)(x).numpy() - wanted).max() < 2e-6 * np.abs(wanted).max()
+
+
+def test_activations_move_by_half_a_step_at_most() -> None:
     x = torch.randn(5, 96) * torch.logspace(-20, 15, 5)[:, None]
-    rounded = rounded_activations(x, block)
-    step = x.view(5, -1, block).abs().amax(-1, keepdim=True) / 127
-    off = (rounded - x).view(5, -1, block).abs()
-    assert bool((off <= 0.5001 * step).all())
-    far = x.view(5, -1, block).abs().argmax(-1, keepdim=True)
-    kept = rounded.view(5, -1, block).gather(-1, far)
-    assert torch.allclose(kept, x.view(5, -1, block).gather(-1, far), rtol=1e-6)
+    rounded, blocks = rounded_activations(x).view(5, 3, 32), x.view(5, 3, 32)
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    assert bool(((rounded - blocks).abs() <= 0.5001 * step).all())
+    far = blocks.abs().argmax(-1, keepdim=True)
+    assert torch.allclose(rounded.gather(-1, far), blocks.gather(-1, far), rtol=1e-6)
 
 
 def test_halves_go_to_the_even_neighbour() -> None:
     x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5] + [0.0] * 26)
     expected = [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
-    assert rounded_activations(x, 32)[:6].tolist() == expected
+    assert rounded_activations(x)[:6].tolist() == expected
 
 
 def test_the_smallest_and_the_unbounded() -> None:
     tiny = torch.full((32,), 1e-45)
-    assert torch.isfinite(rounded_activations(tiny, 32)).all()
-    assert rounded_activations(torch.zeros(32), 32).tolist() == [0.0] * 32
+    assert torch.isfinite(rounded_activations(tiny)).all()
+    assert rounded_activations(torch.zeros(32)).tolist() == [0.0] * 32
     for bad in (float("nan"), float("inf")):
         x = torch.ones(64)
         x[3] = bad
-        rounded = rounded_activations(x, 32)
+        rounded = rounded_activations(x)
         assert not torch.isfinite(rounded[:32]).any()
         assert torch.equal(rounded[32:], torch.ones(32))
 

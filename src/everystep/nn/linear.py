@@ -94,7 +94,7 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        read = x if self.exact_activations else rounded_activations(x, self._block)
+        read = x if self.exact_activations else rounded_activations(x)
         step = max(1, _STRETCH_VALUES // self.weight.columns)
         starts = range(0, self.weight.rows, step)
         stretches = (self.weight.slice(start, start + step) for start in starts)
@@ -108,10 +108,6 @@ class QuantizedLinear:
     def matrix(self) -> QuantizedWeight:
         """The weight itself."""
         return self.weight
-
-    @property
-    def _block(self) -> int:
-        return self.weight.columns if self.weight.format == "int8" else BLOCK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,16 +163,19 @@ def runs_on_onednn(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def rounded_activations(x: Tensor, block: int) -> Tensor:
-    """(..., in) float32 with every block of inputs rounded to 255 steps of its largest magnitude.
+def rounded_activations(x: Tensor) -> Tensor:
+    """(..., in) float32 with every 32 inputs rounded to 255 steps of their largest magnitude.
 
     The step is that magnitude / 127, both float32, a number of steps is rounded to the nearest,
-    halves to even. A block of zeros stays so; one that is not finite gives nothing finite.
+    halves to even. A block of zeros stays so; one that is not finite gives nothing finite. Of
+    inputs that are no whole blocks the last is shorter.
     """
-    blocks = x.unflatten(-1, (-1, block))  # type: ignore[no-untyped-call]
+    missing = -x.shape[-1] % BLOCK
+    whole = F.pad(x, (0, missing)) if missing else x
+    blocks = whole.unflatten(-1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     steps = blocks.abs().amax(-1, keepdim=True) / 127
     codes = (blocks / torch.where(steps == 0, 1, steps)).round_().clamp_(-127, 127)
-    return codes.mul_(steps).flatten(-2)
+    return codes.mul_(steps).flatten(-2)[..., : x.shape[-1]]
 
 
 def look_up(table: Weight, tokens: Tensor) -> Tensor:

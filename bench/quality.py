@@ -1,0 +1,192 @@
+"""What do quantised weights lose, beside float32 and beside llama.cpp on the same files?
+
+    scripts/bench quality [--every N] [--formats int8,Q4_1,...] [--llama PYTHON] [--out NAME]
+
+A text of 62,140 tokens (bench/data) is read in windows of 512 with a stride of 384; the positions
+that a window adds are scored, so each has at least 128 tokens before it. Printed and written to
+bench/results/: per format perplexity, mean Kullback-Leibler divergence from float32 in nats, and
+how often the most probable token is float32's. float32 is the shipped Q4_1 file dequantised; int8,
+int4, Q8_0 and Q4_0 are rounded from it. `--llama`: a Python that has llama-cpp-python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from parts.gguf_copy import write_copy
+from torch import Tensor
+
+from everystep.files.gguf import read_gguf
+from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from everystep.models import Model, build_gguf_model, build_model, named_weights
+from everystep.text import Tokenizer
+
+HERE = Path(__file__).parent
+WINDOW, STRIDE = 512, 384
+FORMATS = ("int8", "int4", "Q8_0", "Q4_1", "Q4_0")
+FILES = ("Q8_0", "Q4_1", "Q4_0")
+
+Engine = Callable[[list[int]], Tensor]
+"""Ids -> (T, V) float32 logits."""
+
+
+@dataclass
+class Tally:
+    """Sums over scored positions."""
+
+    positions: int = 0
+    surprise: float = 0.0
+    divergence: float = 0.0
+    agreed: int = 0
+
+    def add(self, logits: Tensor, base: Tensor, targets: Tensor) -> None:
+        """Log-probabilities of an engine and of float32, (T, V), and the ids that follow, (T,)."""
+        self.positions += len(targets)
+        self.surprise -= float(logits.gather(1, targets[:, None]).sum(dtype=torch.float64))
+        pointwise = base.exp() * (base - logits)
+        self.divergence += float(pointwise.sum(dtype=torch.float64))
+        self.agreed += int((logits.argmax(1) == base.argmax(1)).sum())
+
+    def figures(self) -> dict[str, float]:
+        """The means."""
+        count = self.positions
+        return {
+            "perplexity": round(math.exp(self.surprise / count), 4),
+            "kl_divergence": round(self.divergence / count, 6),
+            "top1_agreement": round(self.agreed / count, 5),
+        }
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model's weights as a source of another."""
+
+    weights: dict[str, Tensor]
+
+    def names(self) -> list[str]:
+        return list(self.weights)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.weights[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.weights[name].to(dtype)
+
+
+def windows(ids: list[int]) -> Iterator[tuple[list[int], int]]:
+    """(ids of a window, how many of its last ones are scored)."""
+    for start in range(0, len(ids) - WINDOW + 1, STRIDE):
+        yield ids[start : start + WINDOW], WINDOW - 1 if start == 0 else STRIDE
+
+
+def engine_of(model: Model) -> Engine:
+    """Ours, on torch operators."""
+
+    def logits(ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return model.forward(torch.tensor([ids]))[0]
+
+    return logits
+
+
+def llama_engine(python: str, model: Path, threads: int, folder: Path) -> Engine:
+    """llama.cpp in a process of its own, which ends with this one."""
+    target = folder / f"{model.stem}.logits"
+    script = HERE / "parts" / "llama_logits.py"
+    line = [python, str(script), str(model), str(threads), str(WINDOW), str(target)]
+    child = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    asked, answered = child.stdin, child.stdout
+
+    def logits(ids: list[int]) -> Tensor:
+        asked.write(json.dumps(ids) + "\n")
+        asked.flush()
+        shape = json.loads(answered.readline())
+        return torch.from_numpy(np.fromfile(target, np.float32)).view(shape)
+
+    return logits
+
+
+def rounded(base: Model, format: Any) -> Model:
+    """The float32 model in int8 or int4."""
+    return build_model(base.config.to_dict(), Held(dict(named_weights(base))), quantize=format)
+
+
+def engines(args: argparse.Namespace, shipped: Path, folder: Path) -> dict[str, Engine]:
+    """Every engine by name, float32 first."""
+    base = build_gguf_model(read_gguf(shipped), dtype=torch.float32)
+    found = {"float32": engine_of(base)}
+    for name in args.formats.split(","):
+        if name not in FILES:
+            found[name] = engine_of(rounded(base, name))
+            continue
+        copy = folder / f"{name}.gguf"
+        path = shipped if name == "Q4_1" else write_copy(shipped, copy, name)
+        found[name] = engine_of(build_gguf_model(read_gguf(path)))
+        if args.llama:
+            found[f"llama.cpp {name}"] = llama_engine(args.llama, path, args.threads, folder)
+    return found
+
+
+def measure(args: argparse.Namespace, shipped: Path, folder: Path) -> dict[str, dict[str, float]]:
+    """Figures by engine; every engine reads a window before the next window is read."""
+    text = (HERE / "data" / "opticks.txt").read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_gguf(read_gguf(shipped).metadata)
+    ids = list(tokenizer(text)["input_ids"])
+    every = engines(args, shipped, folder)
+    tallies = {name: Tally() for name in every}
+    for index, (window, scored) in enumerate(windows(ids)):
+        if index % args.every:
+            continue
+        targets = torch.tensor(window[-scored:])
+        base = None
+        for name, engine in every.items():
+            logits = engine(window)[-scored - 1 : -1].log_softmax(-1)
+            base = logits if base is None else base
+            tallies[name].add(logits, base, targets)
+        print(index, {name: tally.figures() for name, tally in tallies.items()}, flush=True)
+    positions = tallies["float32"].positions
+    return {"float32": {"positions": positions}} | {n: t.figures() for n, t in tallies.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--every", type=int, default=1, help="read only every Nth window")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--llama", metavar="PYTHON")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", default="quality")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(args, resolve_source(DEFAULT_MODEL), Path(folder))
+    today = datetime.date.today().isoformat()
+    about = {
+        "date": today,
+        "machine": platform.processor() or platform.machine(),
+        "torch": version("torch"),
+        "window": WINDOW,
+        "stride": STRIDE,
+        "every": args.every,
+        "figures": figures,
+    }
+    target = HERE / "results" / f"{today}-{args.out}.json"
+    target.write_text(json.dumps(about, indent=2) + "\n")
+    print(target.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
+from everystep.types import Sequence
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -74,6 +75,15 @@ class Places:
     position: np.ndarray
     slot: np.ndarray
     slots: int
+
+
+def places_of(
+    sequences: list[Sequence], position: np.ndarray, slot: np.ndarray, slots: int
+) -> Places:
+    """Where choices of R sequences stand, each after `position` (R,) chosen tokens."""
+    seed = np.array([s.request.draws.seed & _MASK for s in sequences], dtype=np.uint64)
+    lineage = np.array([s.lineage for s in sequences], dtype=np.uint64)
+    return Places(seed, lineage, position.astype(np.uint64), slot, slots)
 
 
 class Draws(Protocol):

@@ -111,6 +111,9 @@ CONFLICTS: list[dict[str, Any]] = [
     *[{name: 0.5, "do_sample": False} for name in
       ("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")],
     {"top_k": 5, "do_sample": False},
+    *[{name: 0.5, "do_sample": False} for name in
+      ("top_n_sigma", "xtc_probability", "mirostat_tau", "dynatemp_range")],
+    {"sampler_order": ["top_p"], "do_sample": False},
     {"early_stopping": True, "num_beams": 1},
     {"length_penalty": 2.0, "num_beams": 1},
     {"diversity_penalty": 0.5, "num_beam_groups": 1},
@@ -133,6 +136,7 @@ CONFLICTS: list[dict[str, Any]] = [
 # An error whoever sets what.
 IMPOSSIBLE: list[dict[str, Any]] = [
     {"temperature": 0.0, "do_sample": True},
+    {"dynatemp_range": 0.5, "temperature": 0.5, "do_sample": True},
     {"num_return_sequences": 2, "do_sample": False},
     {"num_return_sequences": 3, "num_beams": 2},
     {"num_beam_groups": 2, "num_beams": 3, "diversity_penalty": 1.0},
@@ -158,6 +162,9 @@ NOTICES: list[dict[str, Any]] = [
     {"eos_token_id": -1},
     {"min_new_tokens": 3, "min_length": 9},
     {"pad_token_id": -1},
+    *[{name: value} for name, value in
+      {"dry_base": 1.5, "dry_allowed_length": 3, "dry_sequence_breakers": [7],
+       "xtc_threshold": 0.2, "mirostat_eta": 0.2, "dynatemp_exponent": 2.0}.items()],
 ]  # fmt: skip
 FINE: list[dict[str, Any]] = [
     {"temperature": 1.0, "do_sample": False, "top_k": 50, "early_stopping": False},

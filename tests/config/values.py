@@ -33,5 +33,10 @@ VALUES: dict[str, Any] = {
     "assistant_lookbehind": 5, "target_lookbehind": 6, "assistant_ensemble_weight": 0.5,
     "speculation_type": "dflash", "compile_config": CompileConfig(mode="default", dynamic=True),
     "disable_compile": True, "continuous_batching_config": {"page_size": 128},
+    "presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {3: 1.5, 40: -2.0},
+    "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3,
+    "dry_sequence_breakers": ["\n", 7], "top_n_sigma": 1.5, "xtc_probability": 0.5,
+    "xtc_threshold": 0.2, "mirostat_tau": 5.0, "mirostat_eta": 0.2, "dynatemp_range": 0.5,
+    "dynatemp_exponent": 2.0, "sampler_order": ["min_p", "temperature"],
     "transformers_version": "5.23.0", "_from_model_config": True,
 }  # fmt: skip

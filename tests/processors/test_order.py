@@ -15,7 +15,8 @@ from transformers import GenerationMixin
 
 from everystep.config import merge_configs
 from everystep.errors import RequestError, UnsupportedError
-from everystep.processors.build import Facts, build
+from everystep.processors.build import build
+from everystep.processors.facts import Facts
 from everystep.processors.length import (
     MinLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,

@@ -23,7 +23,8 @@ from everystep.config import Effective, GenerationConfig
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
-from everystep.processors.build import Facts, build
+from everystep.processors.build import build
+from everystep.processors.facts import Facts
 from everystep.types import Prompt, Request, Wants
 
 
@@ -185,7 +186,12 @@ class Call:
             first_row=row if beams > 1 else row * self.strategy.width,
             prefix_allowed_tokens_fn=self.user.prefix_allowed_tokens,
             user=tuple(self.user.processors),
+            encode=self._encode if self.user.tokenizer is not None else None,
         )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.user.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _readout(self) -> Guidance | None:
         scale = self.effective.guidance_scale

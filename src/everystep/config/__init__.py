@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everystep.config.effective import Effective, Source, merge_configs
-from everystep.config.fields import CALL_ONLY, DEFAULTS, FIELDS, META, Field
+from everystep.config.fields import CALL_ONLY, DEFAULTS, FIELDS, META, OURS, Field
 from everystep.config.generation import CONFIG_NAME, GenerationConfig, unknown_name
 from everystep.config.modes import GenerationMode
 from everystep.config.nested import (
@@ -12,7 +12,8 @@ from everystep.config.nested import (
     Watermark,
     WatermarkingConfig,
 )
-from everystep.config.rules import RULES, Rule
+from everystep.config.rule import Rule
+from everystep.config.rules import RULES
 
 __all__ = [
     "CALL_ONLY",
@@ -25,6 +26,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationMode",
     "META",
+    "OURS",
     "RULES",
     "Rule",
     "Source",

@@ -135,6 +135,24 @@ _SCORES = (
     Field("guidance_scale", NUMBER, "classifier-free guidance against a negative prompt"),
     Field("watermarking_config", WATERMARK, "mark the text so that it can be recognised"),
 )
+# None of these is a field of the reference, which reads over them.
+_BEYOND = (
+    Field("presence_penalty", kinds.PENALTY, "what every generated id loses", 0.0),
+    Field("frequency_penalty", kinds.PENALTY, "what it loses each time it was generated", 0.0),
+    Field("logit_bias", kinds.LOGIT_BIAS, "{id: bias}, added whatever stands before"),
+    Field("dry_multiplier", kinds.NOT_NEGATIVE, "cost of continuing a repetition; 0: none", 0.0),
+    Field("dry_base", kinds.AT_LEAST_1, "factor of that cost per id that the repetition has", 1.75),
+    Field("dry_allowed_length", integer(1), "ids from which on a repetition costs", 2),
+    Field("dry_sequence_breakers", kinds.BREAKERS, "texts and ids that end every repetition"),
+    Field("top_n_sigma", POSITIVE, "sample within so many standard deviations of the best"),
+    Field("xtc_probability", kinds.FRACTION, "how often all likely tokens but one go", 0.0),
+    Field("xtc_threshold", kinds.FRACTION, "from which probability on a token is likely", 0.1),
+    Field("mirostat_tau", POSITIVE, "mirostat 2: the surprise to keep up, in bits"),
+    Field("mirostat_eta", kinds.FRACTION, "mirostat 2: how fast its limit follows", 0.1),
+    Field("dynatemp_range", kinds.NOT_NEGATIVE, "how far entropy moves the temperature", 0.0),
+    Field("dynatemp_exponent", POSITIVE, "exponent of that entropy", 1.0),
+    Field("sampler_order", kinds.SAMPLER_ORDER, "samplers that come first, in this order"),
+)
 _OUTPUT = (
     Field("output_attentions", FLAG, "return attention weights"),
     Field("output_hidden_states", FLAG, "return hidden states"),
@@ -174,11 +192,13 @@ _META = (
 FIELDS: dict[str, Field] = {
     field.name: field
     for part in (
-        *(_LENGTH, _STRATEGY, _CACHE, _SCORES, _OUTPUT, _TOKENS, _ASSISTANT, _RUNNING),
+        *(_LENGTH, _STRATEGY, _CACHE, _SCORES, _BEYOND, _OUTPUT, _TOKENS, _ASSISTANT, _RUNNING),
         _META,
     )
     for field in part
 }
+OURS: frozenset[str] = frozenset(field.name for field in _BEYOND)
+"""The fields that the reference does not have."""
 META: frozenset[str] = frozenset(field.name for field in _META)
 DEFAULTS: dict[str, Any] = {name: f.default for name, f in FIELDS.items() if f.default is not None}
 

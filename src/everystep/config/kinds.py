@@ -5,6 +5,7 @@ A kind refuses nothing by itself; `fields` asks it and raises. It knows no field
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -96,6 +97,8 @@ FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 FRACTION_ABOVE_0 = number("a number above 0, at most 1", lambda value: 0 < value <= 1)
 FRACTION_BELOW_1 = number("a number from 0 to below 1", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1 = number("a number between 0 and 1, both excluded", lambda value: 0 < value < 1)
+PENALTY = number("a number from -2 to 2", lambda value: -2 <= value <= 2)
+AT_LEAST_1 = number("a number of at least 1", lambda value: 1 <= value < math.inf)
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 TEXTS = Kind(
     "a string or a list of strings, none of them empty",
@@ -136,6 +139,22 @@ MAPPING = Kind(
 OBJECTS = Kind("a list", lambda value: isinstance(value, list | tuple), list)
 
 
+SAMPLERS = (
+    *("temperature", "top_n_sigma", "top_h", "top_k", "top_p", "min_p", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "xtc", "mirostat"),
+)
+SAMPLER_ORDER = Kind(
+    "a list of different names among " + ", ".join(SAMPLERS),
+    lambda v: is_list(v, lambda name: name in SAMPLERS, least=1) and len({*v}) == len(v),
+    list,
+)
+BREAKERS = Kind(
+    "a list of non-empty strings and token ids",
+    lambda value: is_list(value, lambda item: _is_text(item) or _is_id(item)),
+    list,
+)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
@@ -167,4 +186,21 @@ BIASES = Kind(
         and all(_is_word(ids) and is_number(bias) for ids, bias in pairs)
     ),
     lambda value: {tuple(int(token) for token in ids): float(bias) for ids, bias in _pairs(value)},
+)
+
+
+def _biased(value: Any) -> dict[int, float] | None:
+    """A table of biases by id, whose keys a file holds as text; None if it is none."""
+    if not isinstance(value, Mapping) or not value:
+        return None
+    keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in value]
+    if not all(map(_is_id, keys)) or len({*keys}) < len(keys):
+        return None
+    if not all(is_number(bias) and abs(bias) < math.inf for bias in value.values()):
+        return None
+    return {int(k): float(bias) for k, bias in zip(keys, value.values(), strict=True)}
+
+
+LOGIT_BIAS = Kind(
+    "a non-empty dict {token id: finite number}", lambda value: _biased(value) is not None, _biased
 )

@@ -10,118 +10,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any
 
 from everystep.config.fields import OLD_CACHES
-from everystep.errors import RequestError, message
+from everystep.config.rule import (
+    Rule,
+    Values,
+    both,
+    contrastive,
+    differs,
+    greedy,
+    is_set,
+    one_beam,
+    samples,
+    truthy,
+)
+from everystep.config.sampling_rules import SAMPLING
+from everystep.errors import RequestError
 
-Values = Mapping[str, Any]
-Level = Literal["impossible", "conflict", "notice"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Values of `decides` and `loses` clash where `clash` holds; `loses` is what has no effect."""
-
-    level: Level
-    decides: str
-    loses: str
-    clash: Callable[[Values], bool]
-    what: str
-    do: str
-
-    def text(self, values: Values) -> str:
-        """What is wrong and what to do."""
-        got = f"{self.loses}={values[self.loses]!r}"
-        if self.decides != self.loses:
-            got += f" with {self.decides}={values[self.decides]!r}"
-        return message(self.what, got=got, do=self.do)
-
-
-def _one_beam(values: Values) -> bool:
-    return values["num_beams"] in (None, 1)
-
-
-def _contrastive(values: Values) -> bool:
-    return bool(values["penalty_alpha"])
-
-
-def _is_set(name: str) -> Callable[[Values], bool]:
-    return lambda values: values[name] is not None
-
-
-def _truthy(name: str) -> Callable[[Values], bool]:
-    return lambda values: bool(values[name])
-
-
-def _differs(name: str, neutral: Any) -> Callable[[Values], bool]:
-    return lambda values: values[name] is not None and values[name] != neutral
-
-
-def _both(*tests: Callable[[Values], bool]) -> Callable[[Values], bool]:
-    return lambda values: all(test(values) for test in tests)
-
-
-def _greedy(values: Values) -> bool:
-    return not values["do_sample"]
-
-
-def _samples(values: Values) -> bool:
-    return bool(values["do_sample"])
-
-
-# The value that means "off" for each.
-_ONLY_SAMPLING = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "min_p": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
 _ONLY_BEAMS = {"early_stopping": False, "length_penalty": 1.0}
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
-
-_EACH_SAMPLING = tuple(
-    Rule(
-        "conflict",
-        "do_sample",
-        name,
-        _both(_greedy, _differs(name, neutral)),
-        f"{name} has no effect without sampling",
-        f"Set do_sample=True, or leave {name} out",
-    )
-    for name, neutral in _ONLY_SAMPLING.items()
-)
-_SAMPLING = (
-    *_EACH_SAMPLING,
-    Rule(
-        "conflict",
-        "do_sample",
-        "top_k",
-        _both(_greedy, _differs("top_k", 50), lambda values: not _contrastive(values)),
-        "top_k has no effect without sampling or contrastive search",
-        "Set do_sample=True, or leave top_k out",
-    ),
-    Rule(
-        "impossible",
-        "do_sample",
-        "temperature",
-        _both(_samples, lambda values: values["temperature"] == 0),
-        "temperature must be above 0 to sample",
-        "For greedy decoding set do_sample=False",
-    ),
-)
 
 _EACH_BEAM = tuple(
     Rule(
         "conflict",
         "num_beams",
         name,
-        _both(_one_beam, _differs(name, neutral)),
+        both(one_beam, differs(name, neutral)),
         f"{name} has no effect without beams",
         f"Set num_beams above 1, or leave {name} out",
     )
@@ -133,7 +49,7 @@ _BEAMS = (
         "conflict",
         "num_beam_groups",
         "diversity_penalty",
-        _both(lambda v: v["num_beam_groups"] in (None, 1), _differs("diversity_penalty", 0.0)),
+        both(lambda v: v["num_beam_groups"] in (None, 1), differs("diversity_penalty", 0.0)),
         "diversity_penalty has no effect without groups of beams",
         "Set num_beam_groups above 1, or leave diversity_penalty out",
     ),
@@ -149,7 +65,7 @@ _BEAMS = (
         "impossible",
         "do_sample",
         "num_beam_groups",
-        _both(_samples, lambda values: (values["num_beam_groups"] or 1) > 1),
+        both(samples, lambda values: (values["num_beam_groups"] or 1) > 1),
         "groups of beams do not sample",
         "Set do_sample=False, or leave num_beam_groups out",
     ),
@@ -168,7 +84,7 @@ _RETURNS = (
         "impossible",
         "do_sample",
         "num_return_sequences",
-        _both(_greedy, _one_beam, _differs("num_return_sequences", 1)),
+        both(greedy, one_beam, differs("num_return_sequences", 1)),
         "greedy decoding finds one sequence: num_return_sequences must be 1",
         "Set do_sample=True or num_beams, or leave num_return_sequences out",
     ),
@@ -176,7 +92,7 @@ _RETURNS = (
         "impossible",
         "num_beams",
         "num_return_sequences",
-        lambda v: not _one_beam(v) and (v["num_return_sequences"] or 1) > v["num_beams"],
+        lambda v: not one_beam(v) and (v["num_return_sequences"] or 1) > v["num_beams"],
         "num_return_sequences must be at most num_beams",
         "Raise num_beams or lower num_return_sequences",
     ),
@@ -190,7 +106,7 @@ _CONSTRAINTS = tuple(
             "impossible",
             "do_sample",
             name,
-            _both(_samples, _is_set(name)),
+            both(samples, is_set(name)),
             "constrained beams do not sample",
             f"Set do_sample=False, or leave {name} out",
         ),
@@ -198,7 +114,7 @@ _CONSTRAINTS = tuple(
             "impossible",
             "num_beams",
             name,
-            _both(_one_beam, _is_set(name)),
+            both(one_beam, is_set(name)),
             "constraints need beams",
             f"Set num_beams above 1, or leave {name} out",
         ),
@@ -206,7 +122,7 @@ _CONSTRAINTS = tuple(
             "impossible",
             "num_beam_groups",
             name,
-            _both(lambda v: (v["num_beam_groups"] or 1) > 1, _is_set(name)),
+            both(lambda v: (v["num_beam_groups"] or 1) > 1, is_set(name)),
             "constrained beams have no groups",
             f"Leave num_beam_groups or {name} out",
         ),
@@ -219,7 +135,7 @@ _EACH_SINGLE = tuple(
         "conflict",
         "num_beams",
         name,
-        _both(lambda values: not _one_beam(values), _truthy(name)),
+        both(lambda values: not one_beam(values), truthy(name)),
         f"{name} has no effect with beams",
         f"Leave num_beams or {name} out",
     )
@@ -237,7 +153,7 @@ _SINGLE = (
         "conflict",
         "do_sample",
         "penalty_alpha",
-        _both(_samples, _contrastive),
+        both(samples, contrastive),
         "penalty_alpha has no effect when sampling",
         "Set do_sample=False, or leave penalty_alpha out",
     ),
@@ -256,7 +172,7 @@ _EACH_CACHE = tuple(
         "conflict",
         "use_cache",
         name,
-        _both(lambda values: values["use_cache"] is False, _is_set(name)),
+        both(lambda values: values["use_cache"] is False, is_set(name)),
         f"{name} has no effect without a cache",
         f"Set use_cache=True, or leave {name} out",
     )
@@ -282,7 +198,7 @@ _OUTPUTS = tuple(
         "conflict",
         "return_dict_in_generate",
         name,
-        _both(_truthy(name), lambda values: not values["return_dict_in_generate"]),
+        both(truthy(name), lambda values: not values["return_dict_in_generate"]),
         f"{name} has no effect where a tensor is returned",
         f"Set return_dict_in_generate=True, or leave {name} out",
     )
@@ -361,7 +277,7 @@ _OTHERS = (
 )
 
 RULES: tuple[Rule, ...] = (
-    *_SAMPLING,
+    *SAMPLING,
     *_BEAMS,
     *_RETURNS,
     *_CONSTRAINTS,

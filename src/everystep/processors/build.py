@@ -6,12 +6,9 @@ one's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 from warnings import warn
-
-from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.processors.allowed import (
@@ -24,6 +21,8 @@ from everystep.processors.bias import (
     SequenceBiasLogitsProcessor,
     check_width,
 )
+from everystep.processors.dry import Dry
+from everystep.processors.facts import Facts, Maker, Values
 from everystep.processors.length import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
@@ -34,58 +33,17 @@ from everystep.processors.length import (
     SuppressTokensLogitsProcessor,
 )
 from everystep.processors.order import CANONICAL, RANK
+from everystep.processors.penalties import LogitBias, OccurrencePenalty
 from everystep.processors.repetition import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
+from everystep.processors.sampling import FOR_SAMPLING, ordered
 from everystep.processors.stacking import at_row
 from everystep.processors.user import User
-from everystep.processors.warpers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class Facts:
-    """What processors depend on beside the configuration.
-
-    `prompt_length`, `max_length`: visible ids, pad prefix included. `encoder_ids`: the prompt of
-    the encoder, or of a decoder alone; None if it was not given as ids. `beams`: how many
-    hypotheses are searched together. `row` of `rows`: which prompt of the call it is.
-    `first_row`: the call's row of the request's first sequence.
-    `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or `User`.
-    """
-
-    eos: tuple[int, ...] = ()
-    prompt_length: int = 0
-    max_length: int | None = None
-    encoder_ids: tuple[int, ...] | None = None
-    beams: int = 1
-    vocab_size: int | None = None
-    row: int = 0
-    rows: int = 1
-    first_row: int = 0
-    prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None
-    user: tuple[Any, ...] = ()
-
-    @property
-    def min_tokens_to_keep(self) -> int:
-        """Beams need a token to go on with beside every one that ends them."""
-        return max(len(self.eos), 1) + 1 if self.beams > 1 else 1
-
-
-Values = Mapping[str, Any]
-Maker = Callable[[Values, Facts], Processor | None]
+from everystep.processors.warpers import LogitNormalization
 
 
 def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
@@ -107,12 +65,18 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
     user = [_for_row(one, facts) for one in facts.user]
     before, free = _replaced([one for one in made[:slot] if one is not None], user)
     after = [one for one in made[slot:] if one is not None]
-    return (*before, *(_at_slot(one) for one in free), *after)
+    samplers = [one for one in after if type(one) in FOR_SAMPLING]
+    return (
+        *before,
+        *(_at_slot(one) for one in free),
+        *ordered(samplers, effective["sampler_order"]),
+        *(one for one in after if type(one) not in FOR_SAMPLING),
+    )
 
 
 def _made(kind: type, effective: Values, facts: Facts) -> Processor | None:
-    if kind in _FOR_SAMPLING:
-        return _FOR_SAMPLING[kind](effective, facts) if effective["do_sample"] else None
+    if kind in FOR_SAMPLING:
+        return FOR_SAMPLING[kind](effective, facts) if effective["do_sample"] else None
     return _ALWAYS[kind](effective, facts) if kind in _ALWAYS else None
 
 
@@ -181,6 +145,44 @@ def _has_encoder_ids(facts: Facts, name: str) -> bool:
 def _repetition(values: Values, facts: Facts) -> Processor | None:
     penalty = values["repetition_penalty"]
     return None if penalty == 1.0 else RepetitionPenaltyLogitsProcessor(penalty)
+
+
+def _logit_bias(values: Values, facts: Facts) -> Processor | None:
+    if values["logit_bias"] is None:
+        return None
+    _within(list(values["logit_bias"]), facts, "logit_bias")
+    return LogitBias(tuple(values["logit_bias"].items()))
+
+
+def _occurrence(values: Values, facts: Facts) -> Processor | None:
+    presence, frequency = values["presence_penalty"], values["frequency_penalty"]
+    return OccurrencePenalty(presence, frequency) if presence or frequency else None
+
+
+def _dry(values: Values, facts: Facts) -> Processor | None:
+    if not values["dry_multiplier"]:
+        return None
+    return Dry(
+        values["dry_multiplier"],
+        values["dry_base"],
+        values["dry_allowed_length"],
+        tuple(_breaker(one, facts) for one in values["dry_sequence_breakers"] or ()),
+    )
+
+
+def _breaker(given: str | int, facts: Facts) -> int:
+    """The id, or the last one of the text behind a letter, as it stands within a sentence."""
+    if not isinstance(given, str):
+        return given
+    if facts.encode is None:
+        text = message(
+            "dry_sequence_breakers holds a text, which needs a tokenizer",
+            wanted="tokenizer=..., or token ids",
+            got=repr(given),
+            do="Pass tokenizer=tokenizer to generate",
+        )
+        raise RequestError(text)
+    return int(facts.encode("a" + given)[-1])
 
 
 def _ngram(values: Values, facts: Facts) -> Processor | None:
@@ -270,48 +272,13 @@ def _begin_suppress(values: Values, facts: Facts) -> Processor | None:
     return SuppressTokensAtBeginLogitsProcessor(tokens, None, after=int(forced))
 
 
-def _below_one(field: str, make: Callable[..., Processor]) -> Maker:
-    """Where the field is below 1, made from it and how many tokens stay at least."""
-
-    def maker(values: Values, facts: Facts) -> Processor | None:
-        value = values[field]
-        return make(value, min_tokens_to_keep=facts.min_tokens_to_keep) if value < 1 else None
-
-    return maker
-
-
-def _above_zero(field: str, make: Callable[..., Processor]) -> Maker:
-    def maker(values: Values, facts: Facts) -> Processor | None:
-        value = values[field]
-        return make(value, min_tokens_to_keep=facts.min_tokens_to_keep) if value else None
-
-    return maker
-
-
-def _given(field: str, make: Callable[..., Processor]) -> Maker:
-    def maker(values: Values, facts: Facts) -> Processor | None:
-        value = values[field]
-        if value is None:
-            return None
-        return make(value, min_tokens_to_keep=facts.min_tokens_to_keep)
-
-    return maker
-
-
-def _temperature(values: Values, facts: Facts) -> Processor | None:
-    value = values["temperature"]
-    return None if value == 1.0 else TemperatureLogitsWarper(value)
-
-
-def _top_h(values: Values, facts: Facts) -> Processor | None:
-    value = values["top_h"]
-    return None if value is None else TopHLogitsWarper(value)
-
-
 _ALWAYS: dict[type, Maker] = {
     SequenceBiasLogitsProcessor: _sequence_bias,
+    LogitBias: _logit_bias,
     EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition,
     RepetitionPenaltyLogitsProcessor: _repetition,
+    OccurrencePenalty: _occurrence,
+    Dry: _dry,
     NoRepeatNGramLogitsProcessor: _ngram,
     EncoderNoRepeatNGramLogitsProcessor: _encoder_ngram,
     NoBadWordsLogitsProcessor: _bad_words,
@@ -329,14 +296,4 @@ _ALWAYS: dict[type, Maker] = {
     LogitNormalization: lambda values, facts: (
         LogitNormalization() if values["renormalize_logits"] else None
     ),
-}
-_FOR_SAMPLING: dict[type, Maker] = {
-    TemperatureLogitsWarper: _temperature,
-    TopHLogitsWarper: _top_h,
-    TopKLogitsWarper: _above_zero("top_k", TopKLogitsWarper),
-    TopPLogitsWarper: _below_one("top_p", TopPLogitsWarper),
-    MinPLogitsWarper: _given("min_p", MinPLogitsWarper),
-    TypicalLogitsWarper: _below_one("typical_p", TypicalLogitsWarper),
-    EpsilonLogitsWarper: _above_zero("epsilon_cutoff", EpsilonLogitsWarper),
-    EtaLogitsWarper: _above_zero("eta_cutoff", EtaLogitsWarper),
 }

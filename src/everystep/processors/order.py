@@ -11,6 +11,7 @@ from everystep.processors.allowed import (
     PrefixConstrainedLogitsProcessor,
 )
 from everystep.processors.bias import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+from everystep.processors.dry import Dry
 from everystep.processors.length import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
@@ -20,12 +21,15 @@ from everystep.processors.length import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
+from everystep.processors.mirostat import Mirostat
+from everystep.processors.penalties import LogitBias, OccurrencePenalty
 from everystep.processors.repetition import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
+from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
 from everystep.processors.user import User
 from everystep.processors.warpers import (
     EpsilonLogitsWarper,
@@ -41,8 +45,11 @@ from everystep.processors.warpers import (
 
 CANONICAL: tuple[type, ...] = (
     SequenceBiasLogitsProcessor,
+    LogitBias,
     EncoderRepetitionPenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    OccurrencePenalty,
+    Dry,
     NoRepeatNGramLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -57,6 +64,8 @@ CANONICAL: tuple[type, ...] = (
     SuppressTokensAtBeginLogitsProcessor,
     User,
     TemperatureLogitsWarper,
+    DynamicTemperature,
+    TopNSigma,
     TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -64,6 +73,8 @@ CANONICAL: tuple[type, ...] = (
     TypicalLogitsWarper,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    Xtc,
+    Mirostat,
     LogitNormalization,
 )
 RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(CANONICAL)}

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from everystep.draws import Draws, Places
+from everystep.draws import Draws, Places, places_of
 from everystep.errors import RequestError, message
 from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
 
@@ -73,10 +73,8 @@ class Batch:
         self, sequences: np.ndarray, offset: np.ndarray, slot: np.ndarray, slots: int
     ) -> Places:
         chosen = [self.sequences[i] for i in sequences]
-        seed = np.array([s.request.draws.seed & MAX_SEED for s in chosen], dtype=np.uint64)
-        lineage = np.array([s.lineage for s in chosen], dtype=np.uint64)
         position = np.array([s.generated for s in chosen], dtype=np.int64) + offset
-        return Places(seed, lineage, position.astype(np.uint64), slot, slots)
+        return places_of(chosen, position, slot, slots)
 
 
 def require_drawn(chosen: np.ndarray) -> None:

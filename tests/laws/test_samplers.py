@@ -1,0 +1,56 @@
+"""The laws hold for the samplers that draw or remember: alone, scheduled, drafted, in chunks.
+
+Their textbooks are in tests/processors; a loop without memory cannot be one for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from everystep.executors.base import Executor
+from everystep.processors.dry import Dry
+from everystep.processors.mirostat import Mirostat
+from everystep.processors.penalties import LogitBias, OccurrencePenalty
+from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
+from everystep.strategies import Beam
+from everystep.testing.drive import hash_executor
+from everystep.testing.laws import Laws
+from everystep.testing.requests import Dice, Mix, random_mix
+from everystep.types import Request
+
+
+def without_textbook(mix: Mix, max_rows: int | None) -> Executor:
+    return hash_executor(mix, max_rows)
+
+
+def sampled_otherwise(mix: Mix) -> Mix:
+    """The mix, its processors replaced by those of this page."""
+    draw = Dice(np.random.default_rng([mix.seed, 1]))
+    return replace(mix, requests=tuple(_otherwise(one, draw) for one in mix.requests))
+
+
+def _otherwise(request: Request, draw: Dice) -> Request:
+    keep = 4 if isinstance(request.strategy, Beam) else 1
+    known = (
+        LogitBias(((draw.between(0, 11), draw.one_of(1.5, -2.0)),)),
+        OccurrencePenalty(draw.one_of(0.5, -0.5), draw.one_of(0.25, 1.0)),
+        Dry(draw.one_of(0.5, 1.0), draw.one_of(1.0, 1.75), draw.between(1, 2)),
+        DynamicTemperature(1.0, draw.one_of(0.3, 0.8)),
+        TopNSigma(draw.one_of(1.5, 2.5)),
+        Xtc(draw.one_of(0.3, 0.8), 0.01, keep),
+        Mirostat(draw.one_of(2.0, 3.0), draw.one_of(0.1, 1.0), keep),
+    )
+    chosen = tuple(one for one in known if draw.chance(0.5))
+    return replace(request, processors=chosen)
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_the_laws_hold(first: int) -> None:
+    laws = Laws(without_textbook)
+    for seed in range(first, first + 25):
+        laws.check(sampled_otherwise(random_mix(seed)))
+    assert laws.coverage.sampling and laws.coverage.speculation
+    assert laws.coverage.preemptions_in_decode and laws.coverage.forks

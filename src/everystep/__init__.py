@@ -96,17 +96,28 @@ if TYPE_CHECKING:
         StoppingCriteriaList,
         StopStringCriteria,
     )
+    from everystep.streamers import (
+        AsyncTextIteratorStreamer,
+        BaseStreamer,
+        BeamEvent,
+        LiveBeam,
+        TextIteratorStreamer,
+        TextStreamer,
+    )
     from everystep.text import BatchEncoding, Tokenizer
     from everystep.types import Event, FinishReason
 
 _HOME = {
     "AlternatingCodebooksLogitsProcessor": "processors.audio",
+    "AsyncTextIteratorStreamer": "streamers",
     "AutoConfig": "api.auto",
     "AutoModelForCausalLM": "api.auto",
     "AutoModelForSeq2SeqLM": "api.auto",
     "AutoTokenizer": "api.auto",
     "BarkEosPrioritizerLogitsProcessor": "processors.audio",
+    "BaseStreamer": "streamers",
     "BatchEncoding": "text",
+    "BeamEvent": "streamers",
     "Cache": "cache.containers",
     "ClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
     "ConfidenceCriteria": "stops.criteria",
@@ -135,6 +146,7 @@ _HOME = {
     "HammingDiversityLogitsProcessor": "processors.diversity",
     "InfNanRemoveLogitsProcessor": "processors.allowed",
     "LanguageModel": "api.model",
+    "LiveBeam": "streamers",
     "LogitNormalization": "processors.warpers",
     "LogitsProcessor": "processors.base",
     "LogitsProcessorList": "processors.base",
@@ -160,6 +172,8 @@ _HOME = {
     "SuppressTokensAtBeginLogitsProcessor": "processors.length",
     "SuppressTokensLogitsProcessor": "processors.length",
     "TemperatureLogitsWarper": "processors.warpers",
+    "TextIteratorStreamer": "streamers",
+    "TextStreamer": "streamers",
     "Tokenizer": "text",
     "TopHLogitsWarper": "processors.warpers",
     "TopKLogitsWarper": "processors.warpers",
@@ -179,12 +193,15 @@ _HOME = {
 
 __all__ = [
     "AlternatingCodebooksLogitsProcessor",
+    "AsyncTextIteratorStreamer",
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoModelForSeq2SeqLM",
     "AutoTokenizer",
     "BarkEosPrioritizerLogitsProcessor",
+    "BaseStreamer",
     "BatchEncoding",
+    "BeamEvent",
     "Cache",
     "ClassifierFreeGuidanceLogitsProcessor",
     "ConfidenceCriteria",
@@ -213,6 +230,7 @@ __all__ = [
     "HammingDiversityLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LanguageModel",
+    "LiveBeam",
     "LogitNormalization",
     "LogitsProcessor",
     "LogitsProcessorList",
@@ -238,6 +256,8 @@ __all__ = [
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
     "TemperatureLogitsWarper",
+    "TextIteratorStreamer",
+    "TextStreamer",
     "Tokenizer",
     "TopHLogitsWarper",
     "TopKLogitsWarper",

@@ -153,14 +153,8 @@ class Sequence:
     @property
     def pending(self) -> int:
         """How many positions its next feed must hold, companions included."""
-        return (
-            self.length
-            - self.cached
-            + sum(
-                companion_length(self, companion) - companion.cached
-                for companion in self.companions
-            )
-        )
+        behind = (companion_length(self, one) - one.cached for one in self.companions)
+        return self.length - self.cached + sum(behind)
 
 
 def companion_length(sequence: Sequence, companion: Companion) -> int:
@@ -186,7 +180,7 @@ class Group:
 
     `opened` says that the first choice was made; `settled` that the strategy has declared the
     result final although live sequences linger; `rank` is the order of arrival and, in lockstep,
-    the place in the caller's batch.
+    the place in the caller's batch; `told` counts tokens told early.
     """
 
     request: Request
@@ -196,6 +190,7 @@ class Group:
     memo: dict[str, Any] = field(default_factory=dict)
     opened: bool = False
     settled: bool = False
+    told: int = 0
     error: BaseException | None = None
 
     @property

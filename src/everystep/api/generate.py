@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.errors import UnsupportedError, message
 from everystep.outputs import Output
+from everystep.streamers import Delivery, Wording
+from everystep.text import Tokenizer
 from everystep.types import Event, Group
 
 _READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
@@ -44,26 +47,33 @@ def generate(
     loop = user.get("custom_generate")
     own = {} if loop is None else take_own(loop, kwargs)
     call, source = prepare(model, generation_config, user, kwargs)
-    if streamer is not None and not call.strategy.streams:
-        raise UnsupportedError(
-            message(
-                "streamer cannot follow beams: their tokens may still change",
-                wanted="greedy decoding or sampling",
-                got=f"num_beams={call.strategy.width}",
-                do="Leave the streamer out, or set num_beams=1",
-            )
-        )
+    tokenizer = user.get("tokenizer")
+    delivery = None if streamer is None else _delivery(call, streamer, tokenizer)
     with torch.inference_mode():
         if call.effective.token_healing:
             call = _heal(model, call)
         call = encode(call, model, source)
         if loop is not None:
             return run_loop(model, call, user, own)
-        out = _run(model, call, streamer)
-    tokenizer = user.get("tokenizer")
+        out = _run(model, call, delivery)
     if isinstance(out, Output) and tokenizer is not None:
         out.text = [tokenizer.decode(ids, skip_special_tokens=True) for ids in out.new_tokens or ()]
     return out
+
+
+def _delivery(call: Call, streamer: Any, tokenizer: Any) -> Delivery:
+    rows, strategy = call.inputs.batch, call.strategy
+    if not strategy.streams and rows * strategy.returns > 1 and not hasattr(streamer, "on_event"):
+        raise UnsupportedError(
+            message(
+                "streamer cannot follow the beams of several results, which settle one by one",
+                wanted="one prompt and num_return_sequences=1, or a streamer with on_event",
+                got=f"{rows} prompts and num_return_sequences={strategy.returns}",
+                do="Use es.stream, or leave the streamer out",
+            )
+        )
+    wording = Wording(tokenizer if isinstance(tokenizer, Tokenizer) else None)
+    return Delivery(streamer, rows, strategy.returns, call.tokens.fill, wording)
 
 
 def prepare(
@@ -130,7 +140,7 @@ def _heal(model: Host, call: Call) -> Call:
     )
 
 
-def _run(model: Host, call: Call, streamer: Any) -> Any:
+def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
     asked = bool(call.effective.return_dict_in_generate)
     requests = call.requests(lingers=call.lingers)
     collector = Collector(
@@ -147,14 +157,10 @@ def _run(model: Host, call: Call, streamer: Any) -> Any:
     # and without a cache nothing of an earlier chunk would be left.
     whole = collector.captures or not cached
     lockstep = Lockstep(chunk=None if whole else _chunk(call))
-    engine = Engine(model.executor(), lockstep, observers)
+    engine = Engine(model.executor(), lockstep, observers, early=delivery is not None)
     groups = [engine.submit(request) for request in requests]
-    follow = None if streamer is None else _Rectangle(call, streamer)
-    try:
-        timings = _loop(engine, groups, follow, cached=cached)
-    finally:
-        if streamer is not None:
-            streamer.end()
+    with _freed(engine, groups), _opened(delivery, call):
+        timings = _loop(engine, groups, delivery, cached=cached)
     if not asked:
         return rectangle.sequences(call, groups, model.device)
     encoder = None
@@ -163,6 +169,26 @@ def _run(model: Host, call: Call, streamer: Any) -> Any:
     out = rectangle.output(call, groups, collector, encoder, model.device)
     out.timings = timings
     return out
+
+
+@contextmanager
+def _freed(engine: Engine, groups: list[Group]) -> Iterator[None]:
+    """No row survives a call that fails, be it by its streamer."""
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            if group in engine.scheduler.groups:
+                engine.cancel(group)
+        raise
+
+
+def _opened(delivery: Delivery | None, call: Call) -> AbstractContextManager[Any]:
+    """The streamer, if there is one, has the prompt, and in the end learns of the end."""
+    if delivery is None:
+        return nullcontext()
+    rows = range(call.inputs.batch)
+    return delivery.open(np.stack([call.inputs.visible(r, call.tokens.fill) for r in rows]))
 
 
 def _chunk(call: Call) -> int | None:
@@ -205,27 +231,3 @@ def _loop(
         "decode_seconds": end - opened,
         "total_seconds": end - begin,
     }
-
-
-class _Rectangle:
-    """Gives a streamer of the reference what it expects: the prompt, then one id per row."""
-
-    def __init__(self, call: Call, streamer: Any) -> None:
-        self._rows = call.inputs.batch * call.strategy.returns
-        self._returns = call.strategy.returns
-        self._fill = call.tokens.fill
-        self._streamer = streamer
-        rows = [call.inputs.visible(row, self._fill) for row in range(call.inputs.batch)]
-        streamer.put(torch.from_numpy(np.stack(rows)))
-
-    def __call__(self, events: list[Event]) -> None:
-        if self._rows == 1:
-            tokens = [event.token for event in events if event.token >= 0]
-            if tokens:
-                self._streamer.put(torch.tensor(tokens))
-            return
-        row = torch.full((self._rows,), self._fill)
-        for event in events:
-            if event.token >= 0:
-                row[int(event.request_id) * self._returns + event.index] = event.token
-        self._streamer.put(row)

@@ -23,7 +23,8 @@ from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import RequestError, message
 from everystep.outputs import TokenLogprobs
-from everystep.text import Detokenizer, Tokenizer
+from everystep.streamers import BeamEvent, Wording, beam_event
+from everystep.text import Tokenizer
 from everystep.types import Event, Finished, FinishReason, Group, Prompt
 
 Messages = Sequence[Mapping[str, Any]]
@@ -221,27 +222,37 @@ def run_all(
 class Stream:
     """Events of one or several prompts, as they happen.
 
-    Iterating drives the engine; nothing runs between two events. `cancel()` ends every prompt
+    Iterating drives the engine; nothing runs between two events. Tokens of beams come when every
+    possible result begins with them; with `beam_events` a `BeamEvent` per request and step shows
+    the live beams behind them. `cancel()` ends every prompt
     with the tokens it has (their last events say so), `close()` ends them silently.
     """
 
     def __init__(
-        self, session: Session, tokenizer: Tokenizer | None, prompts: Sequence[PromptLike]
+        self,
+        session: Session,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[PromptLike],
+        *,
+        beam_events: bool = False,
     ):
         self._session = session
-        self._tokenizer = tokenizer
-        self._texts: dict[tuple[str, int], Detokenizer] = {}
-        self._events: list[Event] = []
+        self._wording = Wording(tokenizer)
+        self._beam_events = beam_events
+        self._events: list[Event | BeamEvent] = []
         self.groups = [session.submit(prompt, str(i)) for i, prompt in enumerate(prompts)]
 
     def __iter__(self) -> Stream:
         return self
 
-    def __next__(self) -> Event:
+    def __next__(self) -> Any:
         while not self._events:
             if not self._session.engine.pending:
                 raise StopIteration
-            self._events = [self._with_text(event) for event in self._session.step()]
+            self._events += map(self._wording, self._session.step())
+            if self._beam_events:
+                table = self._session.engine.table
+                self._events += [beam_event(g, table, self._wording) for g in self._beamed()]
         return self._events.pop(0)
 
     def cancel(self) -> None:
@@ -249,11 +260,7 @@ class Stream:
         reason = FinishReason("cancelled")
         for group in self.groups:
             if group.live:
-                before = [(s.index, s.generated) for s in group.live if s.finish is None]
-                self._session.engine.cancel(group, reason)
-                for index, position in before[: group.request.strategy.returns]:
-                    event = Event(group.request.request_id, index, -1, None, None, position, reason)
-                    self._events.append(self._with_text(event))
+                self._events += map(self._wording, self._session.engine.cancel(group, reason))
 
     def close(self) -> None:
         """Every prompt ends here, and there are no more events."""
@@ -270,15 +277,8 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _with_text(self, event: Event) -> Event:
-        if self._tokenizer is None:
-            return event
-        key = (event.request_id, event.index)
-        text = self._texts.setdefault(key, Detokenizer(self._tokenizer))
-        piece = text.push(event.token) if event.token >= 0 else ""
-        if event.finish is not None:
-            piece += text.finish()
-        return replace(event, text=piece)
+    def _beamed(self) -> list[Group]:
+        return [g for g in self.groups if g.live and g.opened and not g.request.strategy.streams]
 
 
 def _seed(seed: object) -> int:

@@ -65,13 +65,18 @@ def stream(
     prompts: PromptLike | Sequence[PromptLike],
     *,
     seed: int | None = None,
+    beam_events: bool = False,
     **options: Any,
 ) -> Stream:
-    """The events of a text, of messages, or of a list of either, token by token."""
+    """The events of a text, of messages, or of a list of either, token by token.
+
+    `beam_events`: the live beams of every step are shown too, as `BeamEvent`.
+    """
     many = [prompts] if is_one(prompts) else list(prompts)
     if not many:
         raise RequestError(message("there is no prompt to stream", do="Pass at least one"))
-    return Stream(Session(model, tokenizer, options, seed), tokenizer, many)  # type: ignore[arg-type]
+    session = Session(model, tokenizer, options, seed)
+    return Stream(session, tokenizer, many, beam_events=beam_events)  # type: ignore[arg-type]
 
 
 def chat(

@@ -30,6 +30,7 @@ from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
 from everystep.engine.records import Capture, StepRecord
 from everystep.engine.schedule import Scheduler
+from everystep.engine.settled import settled_events
 from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.types import (
@@ -64,14 +65,23 @@ class Counts:
 
 
 class Engine:
-    """Runs requests on one executor, under one scheduler, until nothing is pending."""
+    """Runs requests on one executor, under one scheduler, until nothing is pending.
+
+    `early`: groups that decide late tell what is settled as soon as it is, and not at their end.
+    """
 
     def __init__(
-        self, executor: Executor, scheduler: Scheduler, observers: Iterable[Observer] = ()
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        observers: Iterable[Observer] = (),
+        *,
+        early: bool = True,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.observers = tuple(observers)
+        self.early = early
         self.table = TokenTable()
         self.ledger = Ledger()
         self.counts = Counts()
@@ -248,7 +258,14 @@ class Engine:
                 observer(record)
         children, noted = note_choices(batch, children, one.logits)
         self.counts.syncs += noted
-        return apply(batch, children, self.table, self.ledger)
+        events = apply(batch, children, self.table, self.ledger)
+        return events + self._settled(batch.groups)
+
+    def _settled(self, groups: list[Group]) -> list[Event]:
+        """What groups that decide late can tell already."""
+        if not self.early or groups[0].request.strategy.streams:
+            return []
+        return [event for group in groups for event in settled_events(group, self.table)]
 
     def _retire(self, chose: list[Group]) -> list[Event]:
         """Ends the groups that are over; lingering ones only when nobody goes on."""
@@ -266,7 +283,7 @@ class Engine:
         return events
 
     def _remove(self, group: Group) -> list[Event]:
-        """The group is over: its result is told, if it was not shown token by token."""
+        """The group is over: what of its result was not told yet is told."""
         self.scheduler.remove(group)
         if not self.pending:
             self.flush()
@@ -275,9 +292,10 @@ class Engine:
             return []
         events: list[Event] = []
         for index, done in enumerate(strategy.finish(group)):
-            tokens = done.tokens.tolist()
-            known = last_choices(done.memo, len(tokens))
-            events += token_events(group.request.request_id, index, tokens, 0, done.reason, known)
+            tokens, told = done.tokens.tolist(), group.told
+            known = last_choices(done.memo, len(tokens))[told:]
+            name = group.request.request_id
+            events += token_events(name, index, tokens[told:], told, done.reason, known)
         return events
 
 

@@ -97,7 +97,7 @@ class Strategy(Protocol):
     returns: int
     """Sequences in a request's result; while it streams, those of rank < returns."""
     streams: bool
-    """Whether chosen tokens may be shown before the group is done."""
+    """Whether chosen tokens may be shown at once; if not, those that all `rivals` share are."""
     scores: Literal["logits", "log_probs"]
     needs: frozenset[str]
     """Abilities asked of the executor, e.g. "truncate", "columns"."""
@@ -125,6 +125,10 @@ class Strategy(Protocol):
 
     def keep(self, group: Group) -> list[Finished]:
         """Those of the group's done sequences that can still be part of its result."""
+        ...
+
+    def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
+        """The hypotheses that the group's result can still come from; of no use if `streams`."""
         ...
 
     def finish(self, group: Group) -> list[Finished]:

@@ -120,6 +120,17 @@ class Beam:
 
         return sorted(group.done, key=place)[: self.width]
 
+    def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
+        """The live beams that can still get among the `returns` best, and those finished."""
+        best = self.keep(group)[: self.returns]
+        if group.settled:
+            return [], best
+        if len(best) < self.returns or self.length_penalty < 0 or group.request.processors:
+            return group.live, best
+        # Scores are sums of log-probabilities: they fall, and the longest is divided by the most.
+        divisor = self.max_new**self.length_penalty
+        return [s for s in group.live if s.score / divisor >= best[-1].score], best
+
     def finish(self, group: Group) -> list[Finished]:
         """The `returns` best; an empty hypothesis where fewer have ended."""
         best = self.keep(group)[: self.returns]

@@ -10,14 +10,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everystep.errors import FormatError, UnsupportedError, message
+from everystep.errors import FormatError, RequestError, UnsupportedError, message
 
 
 class ModelConfig(Mapping[str, Any]):
     """The values of a config.json, read as attributes or as a mapping; they never change."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
+        self.__dict__["_values"] = dict(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RequestError(
+            message(
+                f"{name} of a model's config cannot be set: it says what the weights are",
+                wanted="an argument of the call, or a value of model.generation_config",
+                got=f"config.{name} = {value!r}",
+                do=f"Pass {name} to generate(), or set it on model.generation_config",
+            )
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from everystep.config import DEFAULTS, FIELDS, META, RULES, GenerationConfig, merge_configs
 from everystep.errors import RequestError, UnknownArgumentError
+from tests.reading import ROOT
 
 CHECKPOINT = GenerationConfig.from_checkpoint({"top_p": 0.1, "temperature": 0.6, "top_k": 20})
 
@@ -228,6 +230,12 @@ def test_every_rule_is_tried() -> None:
     filled = [merge_configs({}).values_by_name | values for values in tried]
     untried = [r for r in RULES if not any(r.clash(values) for values in filled)]
     assert [(rule.decides, rule.loses) for rule in untried] == []
+
+
+def test_the_guide_lists_every_rule_and_no_other() -> None:
+    guide = (ROOT / "docs" / "guide" / "configuration.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \| (.*) \|$", guide, re.M)
+    assert listed == [(rule.loses, rule.decides, rule.level, rule.what) for rule in RULES]
 
 
 def test_a_loaded_value_that_is_set_again_is_the_callers() -> None:

@@ -16,10 +16,10 @@ MODEL_INPUTS = (
     "decoder_input_ids",
     "decoder_attention_mask",
     "encoder_outputs",
+    "past_key_values",
 )
 _BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
 LATER = {
-    "past_key_values": ("continuing from a cache", "Pass the whole prompt as input_ids"),
     "assistant_model": ("drafting with a second model", _BY_LOOKUP),
     "assistant_tokenizer": ("drafting with a second model", _BY_LOOKUP),
     "cache_params": ("a state of recurrent layers", "Pass the whole prompt as input_ids"),

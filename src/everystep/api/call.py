@@ -19,10 +19,12 @@ from everystep.api.resolve import (
     read_stops,
     read_strategy,
 )
+from everystep.cache.containers import Cache
 from everystep.config import Effective, GenerationConfig
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
+from everystep.nn.network import KvShape
 from everystep.processors.build import build
 from everystep.processors.facts import Facts
 from everystep.types import Prompt, Request, Wants
@@ -56,6 +58,16 @@ class Host(Protocol):
     @property
     def windows(self) -> Sequence[int | None]:
         """Per layer, how many positions it looks back; None for all."""
+        ...
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """What one position of a cache costs."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights and of a cache."""
         ...
 
     @property
@@ -99,6 +111,7 @@ class Call:
     user: UserParts
     vocabulary: int
     encoder_ids: Sequence[np.ndarray] = ()
+    past: Cache | None = None
 
     @property
     def wants(self) -> Wants:
@@ -110,16 +123,24 @@ class Call:
             columns="columns" in self.strategy.needs,
             logprobs=self.user.logprobs,
             prompt_logprobs=self.user.prompt_logprobs,
+            cache=self.keeps_cache,
         )
 
     @property
+    def keeps_cache(self) -> bool:
+        """Whether what the rows hold at the end is part of the result."""
+        e = self.effective
+        returned = bool(e.return_dict_in_generate) and e.use_cache is not False
+        return self.past is not None or returned
+
+    @property
     def lingers(self) -> bool:
-        """Whether finished rows must stay: their scores are part of the result, or the caller's own
-        processors and criteria count on the rows of the whole rectangle."""
+        """Whether finished rows must stay: their scores or cached positions are part of the result,
+        or the caller's own processors and criteria count on the rows of the whole rectangle."""
         e = self.effective
         asked = (e.output_scores, e.output_logits, e.output_hidden_states, e.output_attentions)
         watched = self.user.processors or self.user.criteria
-        return bool(watched) or (bool(e.return_dict_in_generate) and any(asked))
+        return bool(watched) or (bool(e.return_dict_in_generate) and any(asked)) or self.keeps_cache
 
     def requests(self, *, lingers: bool) -> list[Request]:
         """One request per row, in order."""
@@ -128,7 +149,7 @@ class Call:
         requests = []
         for row, prompt in enumerate(self.inputs.prompts):
             pad = self.inputs.pads[row]
-            shift = pad - (prompt.length if prompt.ids is None else 0)
+            shift = pad - prompt.hidden
             requests.append(
                 Request(
                     request_id=str(row),

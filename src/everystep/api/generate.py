@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,14 @@ from everystep.api.arguments import callables, require, require_one, split
 from everystep.api.call import Call, Host, UserParts, resolve
 from everystep.api.custom import run_loop, take_own
 from everystep.api.healing import Continue, check_healing, healed
+from everystep.api.past import (
+    continued,
+    hide_past,
+    leave,
+    read_cache,
+    require_possible,
+    with_seen,
+)
 from everystep.api.prompts import Source, encode, padding_notices, read_negative, read_prompts
 from everystep.api.resolve import read_tokens, refuse_unbuilt, require_output_object
 from everystep.config import GenerationConfig, merge_configs
@@ -55,7 +64,7 @@ def generate(
         call = encode(call, model, source)
         if loop is not None:
             return run_loop(model, call, user, own)
-        out = _run(model, call, delivery)
+        out = _run(model, call, delivery, source)
     if isinstance(out, Output) and tokenizer is not None:
         out.text = [tokenizer.decode(ids, skip_special_tokens=True) for ids in out.new_tokens or ()]
     return out
@@ -85,9 +94,12 @@ def prepare(
     """Everything that can be wrong with a call is known after this, before any compute."""
     config, given = split(kwargs)
     effective = merge_configs(config, generation_config, model.generation_config)
+    past = read_cache(given, effective, model)
     refuse_unbuilt(effective)
     tokens = read_tokens(effective, model.vocab_size)
+    given, seen = hide_past(given, None if model.is_encoder_decoder else past)
     inputs, source = read_prompts(model, given, tokens)
+    inputs = with_seen(inputs, seen)
     allowed = require("prefix_allowed_tokens_fn", user.get("prefix_allowed_tokens_fn"), "__call__")
     parts = UserParts(
         processors=callables("logits_processor", user.get("logits_processor")),
@@ -111,6 +123,9 @@ def prepare(
         context=model.context,
         encoder_ids=source.ids,
     )
+    continuing = continued(inputs, past, call.strategy.width)
+    call = replace(call, inputs=continuing, past=past)
+    require_possible(call, user.get("custom_generate"))
     for notice in (*call.effective.notices, *padding_notices(given, inputs, tokens)):
         warnings.warn(notice, stacklevel=4)
     return call, source
@@ -140,7 +155,7 @@ def _heal(model: Host, call: Call) -> Call:
     )
 
 
-def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
+def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> Any:
     asked = bool(call.effective.return_dict_in_generate)
     requests = call.requests(lingers=call.lingers)
     collector = Collector(
@@ -161,12 +176,14 @@ def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
     groups = [engine.submit(request) for request in requests]
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)
+    past = leave(call, groups, model, source.places) if call.keeps_cache else None
     if not asked:
         return rectangle.sequences(call, groups, model.device)
     encoder = None
     if model.is_encoder_decoder:
         encoder = {"encoder_attentions": None, "encoder_hidden_states": None}
     out = rectangle.output(call, groups, collector, encoder, model.device)
+    out.past_key_values = past
     out.timings = timings
     return out
 

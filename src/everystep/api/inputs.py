@@ -18,7 +18,9 @@ class Inputs:
     """The prompts of a call. `pads`: (B,) how many pad ids stand before each in the rectangle that
     processors and outputs see; `width`: ids per row of that rectangle (0 for embeddings only).
     `fills`: (B,) the id that a row is padded with, if it is; `margins`: (B,) padded positions of
-    what was passed, `pads` unless it is embeddings only."""
+    what was passed, `pads` unless it is embeddings only; `firsts`: (B,) where each prompt starts in
+    it. `behind`: positions of a past that was passed without its ids; `seen`: (B,) which of those
+    are real, in ascending order."""
 
     prompts: tuple[Prompt, ...]
     pads: tuple[int, ...]
@@ -26,6 +28,9 @@ class Inputs:
     embeds_width: int
     fills: tuple[int | None, ...] = ()
     margins: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
+    behind: int = 0
+    seen: tuple[np.ndarray, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -36,6 +41,18 @@ class Inputs:
     def prompt_width(self) -> int:
         """Positions per row of the rectangle, whatever it is made of."""
         return self.width or self.embeds_width
+
+    @property
+    def total_width(self) -> int:
+        """Positions per row of the rectangle and of what was cached before it."""
+        return self.behind + self.prompt_width
+
+    def places(self, row: int) -> np.ndarray:
+        """(length,) where the positions of a row's prompt stand in a rectangle of `total_width`."""
+        prompt = self.prompts[row]
+        first = (self.firsts or self.pads)[row]
+        own = self.behind + first + np.arange(prompt.length - prompt.before)
+        return np.concatenate([self.seen[row], own]) if self.seen else own
 
     def visible(self, row: int, fill: int) -> np.ndarray:
         """(width,) a row's ids behind its padding: what was passed there, or `fill`."""
@@ -84,10 +101,12 @@ def read_inputs(
     ]
     width = shape[1]
     pads = tuple(width - (last - first) for first, last in spans)
+    firsts = tuple(first for first, _ in spans)
     if ids is None:
-        return Inputs(tuple(prompts), (0,) * len(prompts), 0, width, margins=pads)
+        none = (0,) * len(prompts)
+        return Inputs(tuple(prompts), none, 0, width, margins=pads, firsts=firsts)
     fills = tuple(_fill(row, span) for row, span in zip(ids, spans, strict=True))
-    return Inputs(tuple(prompts), pads, width, 0, fills, pads)
+    return Inputs(tuple(prompts), pads, width, 0, fills, pads, firsts)
 
 
 def _fill(row: np.ndarray, span: tuple[int, int]) -> int | None:

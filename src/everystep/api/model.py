@@ -19,6 +19,7 @@ from everystep.executors.base import Executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model, named_weights
 from everystep.models.device import usable_device
+from everystep.nn.network import KvShape
 from everystep.types import Prompt
 
 
@@ -86,6 +87,11 @@ class LanguageModel:
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many positions it looks back; None for all."""
         return tuple(layer.window for layer in getattr(self._core.spec, "layers", ()))
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """What one position of a cache costs."""
+        return self._core.network.kv_shape
 
     @property
     def is_encoder_decoder(self) -> bool:

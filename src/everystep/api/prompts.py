@@ -28,10 +28,14 @@ _ENCODER_ONLY = ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done."""
+    """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done.
+
+    `places`: (B,) where the states of each row stand in the rectangle that was passed.
+    """
 
     prompts: tuple[Prompt, ...] = ()
     states: tuple[Tensor, ...] = ()
+    places: tuple[np.ndarray, ...] = ()
 
     @property
     def ids(self) -> list[np.ndarray]:
@@ -155,14 +159,15 @@ def _read_source(model: Host, given: Given, tokens: Tokens) -> tuple[Source, int
             )
         )
     if given.get("encoder_outputs") is not None:
-        states = _read_states(given)
-        return Source(states=states), len(states)
+        states, places = _read_states(given)
+        return Source(states=states, places=places), len(states)
     read = _read_rectangle(model, given, tokens)
-    return Source(prompts=read.prompts), read.batch
+    places = tuple(read.places(row) for row in range(read.batch))
+    return Source(prompts=read.prompts, places=places), read.batch
 
 
-def _read_states(given: Given) -> tuple[Tensor, ...]:
-    """(B,) encoder states (S, E) of the caller's, those of padding left out."""
+def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
+    """(B,) encoder states (S, E) of the caller's, those of padding left out, and their places."""
     outputs = given["encoder_outputs"]
     states = getattr(outputs, "last_hidden_state", None)
     if states is None and isinstance(outputs, tuple | list) and outputs:
@@ -186,7 +191,9 @@ def _read_states(given: Given) -> tuple[Tensor, ...]:
             )
         )
     mask = read_mask(given.get("attention_mask"), tuple(states.shape[:2]))
-    return tuple(row[torch.from_numpy(seen)] for row, seen in zip(states, mask, strict=True))
+    places = tuple(np.flatnonzero(row) for row in mask)
+    found = tuple(row[torch.from_numpy(own)] for row, own in zip(states, places, strict=True))
+    return found, places
 
 
 def _read_decoder(model: Host, given: Given, tokens: Tokens, batch: int) -> Inputs:

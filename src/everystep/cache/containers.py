@@ -207,6 +207,13 @@ class DynamicCache(Cache):
                 self.update(one[0], one[1], index)
 
     @classmethod
+    def of_windows(cls, windows: Iterable[int | None]) -> DynamicCache:
+        """An empty cache with one layer per window, or None for all positions."""
+        cache = cls()
+        cache.layers, cache.layer_class_to_replicate = [dynamic_layer(w) for w in windows], None
+        return cache
+
+    @classmethod
     def from_legacy_cache(cls, past_key_values: Iterable[Sequence[Any]] | None) -> DynamicCache:
         """A cache that holds (keys, values) of every layer."""
         return cls(past_key_values)

@@ -17,7 +17,7 @@ from everystep.cache.pool import Counts
 from everystep.cache.rows import Rows
 from everystep.errors import InvariantError, message
 from everystep.nn.network import KvShape
-from everystep.types import Work
+from everystep.types import Past, Work
 
 
 class RowCache:
@@ -50,9 +50,18 @@ class RowCache:
         """How many segments are held, encoder states included."""
         return self._rows.shelf.held + self._rows.across.held
 
-    def allocate(self, row: int, encoder: Tensor | None = None, *, columns: bool = False) -> None:
-        """The row exists and is empty; it looks at `encoder` (S, E) where the model has one."""
+    def allocate(
+        self,
+        row: int,
+        encoder: Tensor | None = None,
+        *,
+        columns: bool = False,
+        past: Past | None = None,
+    ) -> None:
+        """The row exists and holds `past`; it looks at `encoder` (S, E) where the model has one."""
         self._rows.allocate(row, self._no_columns if columns else None)
+        if past is not None:
+            self._rows.restore(row, past)
         if encoder is not None and self._project is not None:
             self._rows.attach(row, encoder, self._project)
 
@@ -72,6 +81,10 @@ class RowCache:
         """How many of the first tokens are held by some row: 0, as nobody looks."""
         return 0
 
+    def export(self, row: int) -> Past:
+        """What the row holds, as a copy."""
+        return self._rows.export(row)
+
     def lengths(self) -> dict[int, int]:
         """Row -> cached positions."""
         return {number: row.length for number, row in self._rows.items()}
@@ -81,7 +94,8 @@ class RowCache:
         for verb in work.verbs:
             if verb.kind == "allocate":
                 encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
-                self.allocate(verb.row, encoder, columns=columns)
+                past = work.pasts.get(verb.row)
+                self.allocate(verb.row, encoder, columns=columns, past=past)
             elif verb.kind == "fork":
                 self.fork(verb.row, verb.value)
             elif verb.kind == "truncate":

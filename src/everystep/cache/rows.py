@@ -24,6 +24,7 @@ from everystep.cache.pool import Counts, Pool
 from everystep.cache.segments import Link, Segment, Shelf
 from everystep.errors import InvariantError, message
 from everystep.nn.network import KvShape
+from everystep.types import Past
 
 FIRST_FREEZE = 16
 LATER_FREEZE = 128
@@ -95,6 +96,20 @@ class Rows:
         segment = self.across.store(project(encoder))
         self._encoders[id(encoder)] = (encoder, segment)
         self[row].across = segment
+
+    def restore(self, row: int, past: Past) -> None:
+        """The empty row holds what was exported from another: one segment."""
+        self[row].chain = (Link(self.shelf.store(past.kv), past.length),)
+
+    def export(self, row: int) -> Past:
+        """A copy of what a settled row holds."""
+        held = self[row]
+        parts = [self.shelf.pool.read(link.segment.slot, link.length) for link in held.chain]
+        if held.tail:
+            parts.append(self.tails.read(held.home, held.tail))
+        across = held.across
+        seen = None if across is None else self.across.pool.read(across.slot, across.length).clone()
+        return Past(held.length, torch.cat(parts, dim=3), across=seen)
 
     def fork(self, row: int, source: int) -> None:
         """The row holds what `source` holds."""

@@ -245,12 +245,11 @@ def release(sequence: Sequence, table: TokenTable, ledger: Ledger) -> None:
 
 
 def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
-    """The sequence and its companions hold no row; everything must be fed again."""
+    """The sequence and its companions hold no row; everything not cached before is fed again."""
     for unit in sequence.units:
         if unit.row is not None:
             ledger.free(unit.row)
-        unit.row = None
-        unit.cached = 0
+        unit.lose_row()
 
 
 def abandon(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger) -> list[Event]:

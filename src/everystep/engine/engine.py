@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from everystep.engine.records import Capture, StepRecord
 from everystep.engine.schedule import Scheduler
 from everystep.engine.settled import settled_events
 from everystep.errors import UnsupportedError, message
-from everystep.executors.base import Executor
+from everystep.executors.base import Executor, Exporting
 from everystep.types import (
     Companion,
     Event,
@@ -138,7 +139,7 @@ class Engine:
         for sequence in live:
             rewind_memory(sequence, sequence.visible)
             for unit in sequence.units:
-                unit.row, unit.cached = None, 0
+                unit.lose_row()
         self.ledger.restart(self.executor.audit())
         self.table.keep({sequence.line for sequence in live})
 
@@ -170,9 +171,11 @@ class Engine:
             "embeds": request.prompt.embeds,
             "positions": request.prompt.positions,
             "encoder": request.prompt.encoder,
+            "past": request.prompt.past,
         }
         needs |= {name for name, value in asked.items() if value is not None}
         needs |= {n for n in ("layers", "attentions", "columns") if getattr(wants, n)}
+        needs |= {"past"} if wants.cache else set()
         missing = needs - self.executor.abilities
         if missing:
             raise UnsupportedError(
@@ -190,7 +193,8 @@ class Engine:
         pad = np.full(request.pad_prefix, token, dtype=np.int64)
         ids = pad if prompt.ids is None else np.concatenate([pad, prompt.ids])
         companions = tuple(Companion(one) for one in request.companions)
-        return Sequence(request, self.table.open(ids), prompt.length, companions=companions)
+        line = self.table.open(ids)
+        return Sequence(request, line, prompt.length, prompt.start, companions=companions)
 
     def _feed(self, grants: list[Grant]) -> tuple[Fed, Work]:
         builder = WorkBuilder(self.table, self.ledger)
@@ -276,11 +280,21 @@ class Engine:
         events: list[Event] = []
         for group in over:
             if not (group.request.linger and group.live and alive):
+                self._keep_pasts(group)
                 for sequence in group.live:
                     release(sequence, self.table, self.ledger)
                 group.live = []
                 events += self._remove(group)
         return events
+
+    def _keep_pasts(self, group: Group) -> None:
+        """What the rows of a group hold is put aside before they go, where that is wanted."""
+        if group.request.wants.cache:
+            self.flush()
+            live = sorted(group.live, key=lambda sequence: sequence.index)
+            rows = [sequence.row for sequence in live if sequence.row is not None]
+            executor = cast(Exporting, self.executor)
+            group.pasts = tuple(executor.export(row) for row in rows)
 
     def _remove(self, group: Group) -> list[Event]:
         """The group is over: what of its result was not told yet is told."""

@@ -79,7 +79,7 @@ class WorkBuilder:
         """Feeds `count` positions of a sequence or companion from where its cache ends."""
         if unit.row is None:
             columns = source.request.wants.columns and unit is source
-            unit.row = self.ledger.allocate(prompt.encoder, columns=columns)
+            unit.row = self.ledger.allocate(prompt, columns=columns)
         start = unit.cached
         self.rows.append(unit.row)
         self.starts.append(start)
@@ -103,18 +103,19 @@ class WorkBuilder:
         end = start + count
         inside = min(end, prompt.length)
         end = max(end, prompt.length)
+        given = slice(start - prompt.before, inside - prompt.before)
         if prompt.embeds is not None:
-            self.embeds.append((self.fed, prompt.embeds[start:inside]))
+            self.embeds.append((self.fed, prompt.embeds[given]))
             head = np.full(inside - start, -1, dtype=np.int64)
         else:
-            head = prompt.ids[start:inside]  # type: ignore[index]
+            head = prompt.ids[given]  # type: ignore[index]
         return np.concatenate([head, line[prompt.length + generated : end + generated]])
 
     def work(self, *, layers: bool, attentions: bool) -> Work:
         """The finished work; the ledger's news go with it."""
-        verbs, encoders, columns = self.ledger.drain()
+        news = self.ledger.drain()
         return Work(
-            verbs=verbs,
+            verbs=news.verbs,
             rows=np.array(self.rows, dtype=np.int64),
             starts=np.array(self.starts, dtype=np.int64),
             counts=np.array(self.counts, dtype=np.int64),
@@ -122,8 +123,9 @@ class WorkBuilder:
             tokens=np.concatenate(self.tokens) if self.tokens else _NO_DRAFT,
             embeds=tuple(self.embeds),
             positions=self._all_positions(),
-            encoders=encoders,
-            columns=columns,
+            encoders=news.encoders,
+            columns=news.columns,
+            pasts=news.pasts,
             layers=layers,
             attentions=attentions,
         )

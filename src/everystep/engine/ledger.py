@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-from everystep.types import Verb
+from everystep.types import Past, Prompt, Verb
+
+
+class News(NamedTuple):
+    """Verbs in order, and of new rows: encoder states, columns, what they hold from the start."""
+
+    verbs: tuple[Verb, ...]
+    encoders: Mapping[int, Tensor]
+    columns: frozenset[int]
+    pasts: Mapping[int, Past]
 
 
 @dataclass(slots=True)
@@ -17,15 +27,18 @@ class Ledger:
     verbs: list[Verb] = field(default_factory=list)
     encoders: dict[int, Tensor] = field(default_factory=dict)
     columns: set[int] = field(default_factory=set)
+    pasts: dict[int, Past] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     _free: list[int] = field(default_factory=list)
 
-    def allocate(self, encoder: Tensor | None = None, *, columns: bool = False) -> int:
-        """A new, empty row."""
+    def allocate(self, prompt: Prompt, *, columns: bool = False) -> int:
+        """A new row, which holds nothing but what the prompt brings."""
         row = self._take()
         self.verbs.append(Verb("allocate", row))
-        if encoder is not None:
-            self.encoders[row] = encoder
+        if prompt.encoder is not None:
+            self.encoders[row] = prompt.encoder
+        if prompt.past is not None:
+            self.pasts[row] = prompt.past
         if columns:
             self.columns.add(row)
         return row
@@ -51,15 +64,19 @@ class Ledger:
         self.verbs[:] = [Verb("free", row) for row in stored]
         self.encoders.clear()
         self.columns.clear()
+        self.pasts.clear()
         self.held.clear()
         self._free.clear()
 
-    def drain(self) -> tuple[tuple[Verb, ...], Mapping[int, Tensor], frozenset[int]]:
-        """What happened since the last call: verbs, encoder states and columns of new rows."""
-        news = (tuple(self.verbs), dict(self.encoders), frozenset(self.columns))
+    def drain(self) -> News:
+        """What happened since the last call."""
+        news = News(
+            tuple(self.verbs), dict(self.encoders), frozenset(self.columns), dict(self.pasts)
+        )
         self.verbs.clear()
         self.encoders.clear()
         self.columns.clear()
+        self.pasts.clear()
         return news
 
     def _take(self) -> int:

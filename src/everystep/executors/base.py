@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from everystep.types import StepOutput, Work
+from everystep.types import Past, StepOutput, Work
 
 
 class Executor(Protocol):
@@ -19,7 +19,8 @@ class Executor(Protocol):
     vocab_size: int
     device: torch.device
     abilities: frozenset[str]
-    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder"."""
+    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder" and
+    "past"."""
     max_rows: int | None
     """How many rows it can hold at once; None: as many as memory allows."""
 
@@ -29,4 +30,12 @@ class Executor(Protocol):
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
+        ...
+
+
+class Exporting(Executor, Protocol):
+    """An executor with the ability "past": rows begin with a past and can be exported as one."""
+
+    def export(self, row: int) -> Past:
+        """What the row holds, as a copy, once its verbs were applied."""
         ...

@@ -16,7 +16,7 @@ from everystep.cache import RowCache
 from everystep.cache.context import Context
 from everystep.errors import RequestError, message
 from everystep.nn.network import Inputs, Network
-from everystep.types import StepOutput, Work
+from everystep.types import Past, StepOutput, Work
 
 
 class Runnable(Protocol):
@@ -39,7 +39,7 @@ class TorchExecutor:
         # Models with an encoder have relative positions only.
         special = "encoder" if network.encodes else "positions"
         self.abilities = frozenset(
-            {"truncate", "embeds", "columns", "layers", "attentions", special}
+            {"truncate", "embeds", "columns", "layers", "attentions", "past", special}
         )
         self.cache = RowCache(
             network.kv_shape,
@@ -63,6 +63,11 @@ class TorchExecutor:
         context.kept = [] if work.layers else None
         hidden = self._network.forward(self._inputs(work, context.plan.order), context)
         return self._output(work, context, hidden)
+
+    @torch.inference_mode()
+    def export(self, row: int) -> Past:
+        """What the row holds, as a copy."""
+        return self.cache.export(row)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""

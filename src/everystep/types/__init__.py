@@ -11,17 +11,20 @@ They differ by a constant per request, the shift:
     positions                  [ prompt     | generated     ]      position p,  i = p + shift
                   shift = pad_prefix                               (prompt given as ids)
                   shift = pad_prefix - prompt length               (prompt given as embeddings only)
+                  shift = pad_prefix - before                      (ids behind a cached past)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from everystep.types.table import TokenTable as TokenTable
 
 FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]
 
@@ -35,36 +38,69 @@ class FinishReason:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Past:
+    """What a row holds, outside of any row: keys and values of its first `length` positions.
+
+    `kv`: (L, 2, K, n, D), the last n of them in full precision. `packed`: what stands before, in
+    the form of the cache that keeps it. `across`: (L, 2, K, S, D) of the encoder states, or None.
+    """
+
+    length: int
+    kv: Tensor
+    packed: tuple[Any, ...] = ()
+    across: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """What the model reads before the first choice.
 
     `ids`: (T,) int64 or None. `embeds`: (T, E) or None; where both are given the model reads the
-    embeddings and everybody else sees the ids. `positions`: (..., T) position ids or None for
-    0..T-1. `encoder`: (S, E) encoder states for cross attention, or None.
+    embeddings and everybody else sees the ids. `positions`: (..., length) position ids or None for
+    0, 1, ... `encoder`: (S, E) encoder states for cross attention, or None. `past`: the first
+    positions as they were cached before, or None; `before` of them have no ids or embeddings here.
     """
 
     ids: np.ndarray | None = None
     embeds: Tensor | None = None
     positions: Tensor | None = None
     encoder: Tensor | None = None
+    past: Past | None = None
+    before: int = 0
 
     @property
     def length(self) -> int:
         """How many positions the prompt fills."""
         if self.embeds is not None:
-            return int(self.embeds.shape[0])
-        return 0 if self.ids is None else len(self.ids)
+            return self.before + int(self.embeds.shape[0])
+        return self.before + (0 if self.ids is None else len(self.ids))
+
+    @property
+    def hidden(self) -> int:
+        """How many positions stand before the first id."""
+        return self.length if self.ids is None else self.before
+
+    @property
+    def start(self) -> int:
+        """The first position that is to be fed."""
+        return 0 if self.past is None else self.past.length
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What is kept beside the choices; of logprobs the k best and the token itself, or None."""
+    """What a request's feeds must return beside the logits of its choices.
+
+    `logprobs`, `prompt_logprobs`: how many of the most likely tokens are kept for each chosen and
+    each prompt token, beside that token itself; None for neither. `cache`: what rows hold when all
+    is over.
+    """
 
     layers: bool = False
     attentions: bool = False
     columns: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +131,7 @@ class Request:
     @property
     def shift(self) -> int:
         """Visible index minus position."""
-        hidden = self.prompt.length if self.prompt.ids is None else 0
-        return self.pad_prefix - hidden
+        return self.pad_prefix - self.prompt.hidden
 
     @property
     def prompt_visible(self) -> int:
@@ -111,6 +146,10 @@ class Companion:
     prompt: Prompt
     cached: int = 0
     row: int | None = None
+
+    def lose_row(self) -> None:
+        """Nothing is cached but what the prompt brings."""
+        self.row, self.cached = None, self.prompt.start
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +173,10 @@ class Sequence:
     finish: FinishReason | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     companions: tuple[Companion, ...] = ()
+
+    def lose_row(self) -> None:
+        """Nothing is cached but what the prompt brings."""
+        self.row, self.cached = None, self.request.prompt.start
 
     @property
     def units(self) -> tuple[Sequence | Companion, ...]:
@@ -180,7 +223,8 @@ class Group:
 
     `opened` says that the first choice was made; `settled` that the strategy has declared the
     result final although live sequences linger; `rank` is the order of arrival and, in lockstep,
-    the place in the caller's batch; `told` counts tokens told early.
+    the place in the caller's batch; `told` counts tokens told early. `pasts`: what the rows of the
+    last live sequences held, by index, where that is wanted.
     """
 
     request: Request
@@ -191,6 +235,7 @@ class Group:
     opened: bool = False
     settled: bool = False
     told: int = 0
+    pasts: tuple[Past, ...] = ()
     error: BaseException | None = None
 
     @property
@@ -227,8 +272,9 @@ class Work:
     feed f runs `counts[f]` inputs in row `rows[f]` from position `starts[f]` on and wants the
     logits of its last `logits[f]` positions. `tokens`: (N,) ids of all feeds one after another,
     -1 where `embeds` ((offset into N, (n, E) tensor), ...) gives the input. `positions`: (..., N)
-    position ids, or None where they equal the row positions. `encoders` and `columns` hold for
-    rows allocated by this work: encoder states per row; rows that keep hidden-state columns.
+    position ids, or None where they equal the row positions. `encoders`, `columns` and `pasts` hold
+    for rows allocated by this work: encoder states per row; rows that keep hidden-state columns;
+    what a row holds from the start.
     """
 
     verbs: tuple[Verb, ...]
@@ -241,6 +287,7 @@ class Work:
     positions: Tensor | None = None
     encoders: Mapping[int, Tensor] = field(default_factory=dict)
     columns: frozenset[int] = frozenset()
+    pasts: Mapping[int, Past] = field(default_factory=dict)
     layers: bool = False
     attentions: bool = False
 
@@ -303,64 +350,6 @@ class Event:
     position: int = 0
     finish: FinishReason | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
-
-
-class TokenTable:
-    """The visible ids of every sequence, one line each: (lines, capacity) int64. Lines are handed
-    out lowest first, so that a lockstep batch is one block of them."""
-
-    def __init__(self, lines: int = 16, capacity: int = 64) -> None:
-        self.data = np.zeros((lines, capacity), dtype=np.int64)
-        self._free = list(range(lines - 1, -1, -1))
-
-    def open(self, ids: np.ndarray) -> int:
-        """A new line that starts with `ids`."""
-        line = self._take()
-        self.reserve(len(ids))
-        self.data[line, : len(ids)] = ids
-        return line
-
-    def fork(self, line: int, length: int) -> int:
-        """A new line that starts with the first `length` ids of `line`."""
-        new = self._take()
-        self.data[new, :length] = self.data[line, :length]
-        return new
-
-    def close(self, line: int) -> None:
-        """The line may be handed out again."""
-        self._free.append(line)
-
-    def keep(self, lines: Collection[int]) -> None:
-        """Only the given lines are in use."""
-        count = self.data.shape[0]
-        self._free = [line for line in range(count - 1, -1, -1) if line not in lines]
-
-    def reserve(self, capacity: int) -> None:
-        """Every line has room for `capacity` ids."""
-        lines, held = self.data.shape
-        if capacity > held:
-            grown = np.zeros((lines, max(capacity, 2 * held)), dtype=np.int64)
-            grown[:, :held] = self.data
-            self.data = grown
-
-    @property
-    def open_lines(self) -> int:
-        """How many lines are in use."""
-        return self.data.shape[0] - len(self._free)
-
-    def rectangle(self, lines: np.ndarray, width: int) -> np.ndarray:
-        """(R, width) the first ids of the given lines; a view where the lines are one block."""
-        first = int(lines[0]) if len(lines) else 0
-        if np.array_equal(lines, np.arange(first, first + len(lines))):
-            return self.data[first : first + len(lines), :width]
-        return self.data[lines, :width]
-
-    def _take(self) -> int:
-        if not self._free:
-            lines, capacity = self.data.shape
-            self.data = np.concatenate([self.data, np.zeros((lines, capacity), np.int64)])
-            self._free = list(range(2 * lines - 1, lines - 1, -1))
-        return self._free.pop()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

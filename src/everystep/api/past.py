@@ -1,0 +1,252 @@
+"""`past_key_values`: a cache object that a call continues from, and what a call leaves in one.
+
+Rows know no padding and a cache object is a rectangle, so each position of a row has a place in it.
+Everything that does not fit is refused here, before any compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.call import Call, Host
+from everystep.api.inputs import Inputs
+from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
+from everystep.cache.layers import CacheLayer, QuantizedLayer
+from everystep.config import Effective
+from everystep.errors import RequestError, message
+from everystep.types import Group, Past, Prompt
+
+
+def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cache | None:
+    """The cache object that was passed, checked against the model and the configuration."""
+    cache = given.get("past_key_values")
+    if cache is None:
+        return None
+    wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
+    if not isinstance(cache, wanted):
+        do = "Convert tuples with from_legacy_cache" if isinstance(cache, tuple) else None
+        _refuse("is no cache of this library", wanted.__name__, type(cache).__name__, do)
+    if effective.use_cache is False:
+        _refuse("contradicts use_cache=False", "one of the two", "both", "Leave one of them out")
+    if effective.cache_implementation is not None:
+        got = f"cache_implementation={effective.cache_implementation!r} too"
+        _refuse("is the cache already", "one of the two", got, "Leave cache_implementation out")
+    _require_shape(cache, model)
+    return cache
+
+
+def hide_past(given: dict[str, Any], cache: Cache | None) -> tuple[dict[str, Any], Tensor | None]:
+    """What is read as the prompt, and which cached positions are real where it does not say so.
+
+    As in the reference, ids (or embeddings) are the whole sequence if the attention mask is as wide
+    as they are, and only the new part if the mask is as wide as the cache and they together.
+    """
+    length = 0 if cache is None else int(cache.get_seq_length())
+    first = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    if length == 0 or given.get(first) is None:
+        return given, None
+    width = torch.as_tensor(given[first]).shape[1]
+    mask = given.get("attention_mask")
+    seen = width if mask is None else torch.as_tensor(mask).shape[-1]
+    if seen == width > length:
+        return given, None
+    if seen != length + width:
+        _refuse(
+            "does not fit the prompt",
+            f"{first} longer than {length} positions, or an attention_mask of {length + width}",
+            f"{first} of {width} and {'no mask' if mask is None else f'a mask of {seen}'}",
+            "Pass the whole sequence, or only what is new with a mask over all of it",
+        )
+    mask = torch.as_tensor(mask).bool()
+    return {**given, "attention_mask": mask[:, length:].long()}, mask[:, :length]
+
+
+def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
+    """The inputs stand behind the cached positions of which `seen` (B, P) are real."""
+    if seen is None:
+        return inputs
+    if len(seen) != inputs.batch:
+        _refuse("differs from the prompt in rows", inputs.batch, len(seen), None)
+    real = tuple(np.flatnonzero(row) for row in seen.cpu().numpy())
+    prompts = tuple(
+        replace(prompt, before=len(places))
+        for prompt, places in zip(inputs.prompts, real, strict=True)
+    )
+    return replace(inputs, prompts=prompts, behind=seen.shape[1], seen=real)
+
+
+def continued(inputs: Inputs, cache: Cache | None, width: int) -> Inputs:
+    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt."""
+    length = 0 if cache is None else int(cache.get_seq_length())
+    if cache is None or length == 0:
+        return inputs
+    kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
+    rows = range(inputs.batch)
+    link = _behind if inputs.behind else _known
+    return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
+
+
+def require_possible(call: Call, loop: object) -> None:
+    """Raises if a call needs more of its cache than that can do; `loop`: the caller's own."""
+    cache, needs = call.past, call.strategy.needs
+    if cache is None:
+        return
+    if loop is not None or call.effective.token_healing:
+        name = "token_healing" if loop is None else "custom_generate"
+        _refuse(f"does not go with {name}", "one of the two", "both", f"Leave {name} out")
+    if "truncate" in needs and not cache.is_croppable:
+        kind, do = type(cache).__name__, "Pass a DynamicCache, or leave the drafts out"
+        _refuse("cannot be truncated", "a cache that can be: drafts may be rejected", kind, do)
+    if "columns" in needs:
+        _refuse("lacks hidden states", "none, for penalty_alpha", type(cache).__name__, None)
+    if call.user.prompt_logprobs is not None:
+        _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both", None)
+    if "grow" not in cache.abilities:
+        _require_room(cache, call.inputs.total_width + call.limits.new - 1)
+
+
+def leave(
+    call: Call, groups: list[Group], model: Host, across_places: tuple[np.ndarray, ...]
+) -> Cache | None:
+    """What the rows hold in the end, in the cache that was passed or in a new one; None if the
+    strategy leaves no rows."""
+    pasts = [past for group in groups for past in group.pasts]
+    if not pasts:
+        return None
+    cache = _empty(model) if call.past is None else call.past
+    places = [_row_places(call, row, past.length) for row, past in enumerate(pasts)]
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    _fill(own, _placed([past.kv for past in pasts], places))
+    if isinstance(cache, EncoderDecoderCache):
+        width = call.strategy.width
+        read = [across_places[row // width] for row in range(len(pasts))]
+        across = [past.across for past in pasts if past.across is not None]
+        _fill(cache.cross_attention_cache, _placed(across, read))
+        cache.is_updated = dict.fromkeys(range(len(cache)), True)
+    return cache
+
+
+def _require_shape(cache: Cache, model: Host) -> None:
+    shape = model.kv_shape
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if own.layer_class_to_replicate is None and len(own) != shape.layers:
+        _refuse("is of another model", f"{shape.layers} layers", f"{len(own)} layers", None)
+    lengths = {int(layer.get_seq_length()) for layer in own.layers}
+    if len(lengths) > 1:
+        _refuse("is not the same in all layers", "one length", sorted(lengths), None)
+    if lengths in ({0}, set()):
+        return
+    for layer in own.layers:
+        keys, values = _stored(layer)
+        got = (keys.shape[1], keys.shape[3], keys.dtype, keys.device.type)
+        wanted = (shape.kv_heads, shape.head_dim, model.dtype, model.device.type)
+        if got != wanted or keys.shape != values.shape:
+            _refuse("is of another model", f"(heads, size, type, device) {wanted}", got, None)
+
+
+def _require_room(cache: Cache, needed: int) -> None:
+    rooms = [layer.get_max_length() for layer in cache.layers if not layer.is_sliding]
+    if rooms and min(rooms) < needed:
+        do = "Make it with a larger max_cache_len, or lower max_new_tokens"
+        _refuse("is too small", f"room for {needed} positions", f"max_cache_len={min(rooms)}", do)
+
+
+def _stored(layer: CacheLayer) -> tuple[Tensor, Tensor]:
+    """(R, K, S, D) keys and values of the last S positions, as many as are kept."""
+    if isinstance(layer, QuantizedLayer):
+        return layer.whole()
+    if layer.keys is None or layer.values is None:
+        raise RequestError(message("a layer of past_key_values is empty", do="Fill all or none"))
+    kept = min(int(layer.get_seq_length()), layer.keys.shape[2])
+    return layer.keys[:, :, :kept], layer.values[:, :, :kept]
+
+
+def _rectangle(cache: Cache, length: int) -> Tensor:
+    """(L, 2, R, K, length, D); what a window has dropped is 0, as nobody looks at it again."""
+    stacked = [torch.stack(_stored(layer)) for layer in cache.layers]
+    filled = [torch.nn.functional.pad(x, (0, 0, length - x.shape[3], 0)) for x in stacked]
+    return torch.stack(filled)
+
+
+def _one_of_each(kv: Tensor, batch: int, width: int) -> Tensor:
+    """(L, 2, B, ...): one row per prompt; `width` equal ones may stand for each."""
+    rows = kv.shape[2]
+    if rows == batch:
+        return kv
+    first = kv[:, :, ::width]
+    if rows != batch * width or not torch.equal(first.repeat_interleave(width, dim=2), kv):
+        _refuse(
+            "differs from the prompt in rows",
+            f"{batch}, one per row of the prompt",
+            rows,
+            "Choose rows with batch_select_indices",
+        )
+    return first
+
+
+def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
+    """The prompt says all positions, the first of them are cached in kv (L, 2, K, P, D)."""
+    prompt, first = inputs.prompts[row], inputs.firsts[row]
+    count = max(0, kv.shape[3] - first)
+    if count >= prompt.length:
+        _refuse(
+            f"leaves nothing to feed in row {row}",
+            f"more than {count} positions",
+            prompt.length,
+            "Pass the whole sequence, new tokens included",
+        )
+    return replace(prompt, past=Past(count, kv[..., first:, :]) if count else None)
+
+
+def _behind(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
+    """The prompt says only what comes after the real positions of kv (L, 2, K, P, D)."""
+    prompt, count = inputs.prompts[row], inputs.prompts[row].before
+    positions = prompt.positions
+    if positions is not None:
+        lead = torch.arange(count).expand(*positions.shape[:-1], count)
+        positions = torch.cat([lead, positions], dim=-1)
+    past = Past(count, kv[..., inputs.seen[row], :]) if count else None
+    return replace(prompt, positions=positions, past=past)
+
+
+def _empty(model: Host) -> Cache:
+    windows = list(model.windows) or [None] * model.kv_shape.layers
+    own = DynamicCache.of_windows(windows)
+    return EncoderDecoderCache(own, DynamicCache()) if model.is_encoder_decoder else own
+
+
+def _row_places(call: Call, row: int, length: int) -> np.ndarray:
+    """(length,) where the positions of a row stand: its prompt's places, then one after another."""
+    inputs = call.inputs
+    prompt = inputs.places(row // call.strategy.width)
+    new = length - len(prompt)
+    return np.concatenate([prompt, inputs.total_width + np.arange(new)])
+
+
+def _placed(rows: list[Tensor], places: list[np.ndarray]) -> Tensor:
+    """R times (L, 2, K, n, D) in their places: (L, 2, R, K, T, D), 0 where nothing stands."""
+    width = 1 + max(int(own[-1]) for own in places)
+    layers, two, heads, _, dim = rows[0].shape
+    out = rows[0].new_zeros(layers, two, len(rows), heads, width, dim)
+    for index, (row, own) in enumerate(zip(rows, places, strict=True)):
+        out[:, :, index, :, torch.from_numpy(own).to(out.device)] = row
+    return out
+
+
+def _fill(cache: Cache, kv: Tensor) -> None:
+    """The cache holds (L, 2, R, K, T, D) and nothing else."""
+    other = cache.batch_size not in (-1, kv.shape[2])
+    cache.reset()
+    for index, (keys, values) in enumerate(kv):
+        if other:
+            cache.layers[index].keys = cache.layers[index].values = None
+        cache.update(keys, values, index)
+
+
+def _refuse(what: str, wanted: object, got: object, do: str | None) -> NoReturn:
+    raise RequestError(message(f"past_key_values {what}", wanted=wanted, got=got, do=do))

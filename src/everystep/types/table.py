@@ -1,0 +1,71 @@
+"""The table of visible ids: one line per sequence, handed out and taken back.
+
+A line holds what processors, stops and outputs see. Whose line it is, and how much of it counts, is
+not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+
+class TokenTable:
+    """The visible ids of every sequence, one line each: (lines, capacity) int64.
+
+    Lines are handed out lowest first, so that a lockstep batch is one block of them.
+    """
+
+    def __init__(self, lines: int = 16, capacity: int = 64) -> None:
+        self.data = np.zeros((lines, capacity), dtype=np.int64)
+        self._free = list(range(lines - 1, -1, -1))
+
+    def open(self, ids: np.ndarray) -> int:
+        """A new line that starts with `ids`."""
+        line = self._take()
+        self.reserve(len(ids))
+        self.data[line, : len(ids)] = ids
+        return line
+
+    def fork(self, line: int, length: int) -> int:
+        """A new line that starts with the first `length` ids of `line`."""
+        new = self._take()
+        self.data[new, :length] = self.data[line, :length]
+        return new
+
+    def close(self, line: int) -> None:
+        """The line may be handed out again."""
+        self._free.append(line)
+
+    def keep(self, lines: Collection[int]) -> None:
+        """Only the given lines are in use."""
+        count = self.data.shape[0]
+        self._free = [line for line in range(count - 1, -1, -1) if line not in lines]
+
+    def reserve(self, capacity: int) -> None:
+        """Every line has room for `capacity` ids."""
+        lines, held = self.data.shape
+        if capacity > held:
+            grown = np.zeros((lines, max(capacity, 2 * held)), dtype=np.int64)
+            grown[:, :held] = self.data
+            self.data = grown
+
+    @property
+    def open_lines(self) -> int:
+        """How many lines are in use."""
+        return self.data.shape[0] - len(self._free)
+
+    def rectangle(self, lines: np.ndarray, width: int) -> np.ndarray:
+        """(R, width) the first ids of the given lines; a view where the lines are one block."""
+        first = int(lines[0]) if len(lines) else 0
+        if np.array_equal(lines, np.arange(first, first + len(lines))):
+            return self.data[first : first + len(lines), :width]
+        return self.data[lines, :width]
+
+    def _take(self) -> int:
+        if not self._free:
+            lines, capacity = self.data.shape
+            self.data = np.concatenate([self.data, np.zeros((lines, capacity), np.int64)])
+            self._free = list(range(2 * lines - 1, lines - 1, -1))
+        return self._free.pop()

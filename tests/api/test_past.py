@@ -1,0 +1,255 @@
+"""`past_key_values`: what is returned equals the reference's, and a call continues from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import cache_utils as theirs
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.errors import RequestError, UnsupportedError
+from tests.models.tiny import ours as built
+from tests.models.tiny import reference_decoder, reference_t5
+
+IDS = torch.tensor([[5, 9, 23, 41, 7, 80], [12, 33, 60, 2, 71, 15]])
+MORE = torch.tensor([[8, 44, 19], [61, 3, 50]])
+PADDED_IDS = torch.tensor([[5, 9, 23, 41, 7, 80], [0, 0, 60, 2, 71, 15]])
+PADDED = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+QUIET = {"pad_token_id": 0, "eos_token_id": 96, "decoder_start_token_id": 0}
+
+
+def pair(family: str, **changes: Any) -> tuple[Any, LanguageModel]:
+    """A tiny model of the reference in float64, and ours with its weights."""
+    torch.manual_seed(1)
+    if family == "t5":
+        reference = reference_t5(torch.float64, **changes)
+    else:
+        reference = reference_decoder(family, torch.float64, **changes)
+    config = es.GenerationConfig.from_model_config(reference.config)
+    return reference, LanguageModel(built(reference), config)
+
+
+MODELS = {
+    "llama": pair("llama"),
+    "qwen2": pair("qwen2"),
+    "windows": pair("qwen2", **WINDOW),
+    # The reference makes as many layers of cache as its encoder has.
+    "t5": pair("t5", num_decoder_layers=2),
+}
+
+
+def run(model: Any, ids: Tensor = IDS, **options: Any) -> Any:
+    options = {**QUIET, "max_new_tokens": 5, "return_dict_in_generate": True, **options}
+    return model.generate(options.pop("inputs", ids), **options)
+
+
+def same(ours: Any, reference: Any, mask: Tensor | None = None) -> None:
+    """Both caches hold the same wherever a token stands; `mask` (B, T) of the prompt."""
+    assert type(ours).__name__ == type(reference).__name__
+    assert ours.get_seq_length() == int(reference.get_seq_length())
+    for mine, other in zip(ours, reference, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            if a is None or b is None or not a.is_floating_point():
+                assert (a is None) == (b is None)
+                continue
+            assert a.shape == b.shape
+            seen = torch.ones(a.shape[0], ours.get_seq_length(), dtype=torch.bool)
+            if mask is not None:
+                seen[:, : mask.shape[1]] = mask.bool()
+            seen = seen[:, -a.shape[2] :]
+            torch.testing.assert_close(
+                a.transpose(1, 2)[seen], b.transpose(1, 2)[seen], rtol=0, atol=1e-10
+            )
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "beams returned": {"num_beams": 3, "num_return_sequences": 2, "early_stopping": True},
+    "stopped": {"eos_token_id": list(range(0, 97, 3))},
+    "beams stopped": {"num_beams": 3, "eos_token_id": list(range(0, 97, 3))},
+    "padded": {"inputs": PADDED_IDS, "attention_mask": PADDED},
+    "uncached": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", MODELS)
+def test_the_returned_cache_is_the_references(family: str, way: str) -> None:
+    results = []
+    for model in MODELS[family]:
+        torch.manual_seed(3)
+        results.append(run(model, **WAYS[way]))
+    reference, ours = results
+    assert torch.equal(ours.sequences, reference.sequences)
+    if way == "uncached":
+        assert ours.past_key_values is None and reference.past_key_values is None
+        return
+    theirs_past, past = reference.past_key_values, ours.past_key_values
+    if family == "t5":
+        same(past.self_attention_cache, theirs_past.self_attention_cache)
+        past, theirs_past = past.cross_attention_cache, theirs_past.cross_attention_cache
+    same(past, theirs_past, PADDED if way == "padded" else None)
+    assert "past_key_values" in ours
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "windows"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_conversation_goes_on_from_the_cache(family: str, beams: int) -> None:
+    results = []
+    for model, library in zip(MODELS[family], (theirs, es), strict=True):
+        cache = library.DynamicCache(config=model.config) if family != "windows" else None
+        if cache is None:
+            cache = run(model, max_new_tokens=4).past_key_values
+        out = (
+            run(model, past_key_values=cache, max_new_tokens=4)
+            if family != "windows"
+            else run(model, max_new_tokens=4, past_key_values=None)
+        )
+        cache = out.past_key_values
+        whole = torch.cat([out.sequences, MORE], dim=1)
+        if beams > 1:
+            cache.batch_repeat_interleave(beams)
+        out = run(model, whole, past_key_values=cache, num_beams=beams)
+        assert out.past_key_values is cache
+        results.append(out)
+    reference, ours = results
+    assert torch.equal(ours.sequences, reference.sequences)
+    same(ours.past_key_values, reference.past_key_values)
+
+
+@pytest.mark.parametrize("family", ["llama", "windows"])
+def test_new_ids_go_behind_the_cache(family: str) -> None:
+    results = []
+    for model in MODELS[family]:
+        first = run(model, attention_mask=PADDED)
+        mask = torch.cat([PADDED, torch.ones(2, 5 - 1 + 3, dtype=torch.long)], dim=1)
+        new = torch.cat([first.sequences[:, -1:], MORE], dim=1)
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+        results.append(run(model, new, attention_mask=mask, past_key_values=first.past_key_values))
+    reference, ours = results
+    assert torch.equal(ours.sequences, reference.sequences)
+    assert ours.prompt_length == 4
+    same(ours.past_key_values, reference.past_key_values, PADDED)
+
+
+def test_embeddings_go_on_as_ids_do() -> None:
+    model = MODELS["llama"][1]
+    table = model.state_dict()["model.embed_tokens.weight"]
+    first = run(model)
+    whole = torch.cat([first.sequences, MORE], dim=1)
+    legacy = first.past_key_values.to_legacy_cache()
+    wanted = run(model, whole, past_key_values=first.past_key_values).sequences[:, whole.shape[1] :]
+    past = es.DynamicCache.from_legacy_cache(legacy)
+    told = model.generate(
+        inputs_embeds=table[whole], past_key_values=past, max_new_tokens=5, **QUIET
+    )
+    assert torch.equal(told, wanted)
+    past = es.DynamicCache.from_legacy_cache(legacy)
+    count = past.get_seq_length()
+    told = model.generate(
+        inputs_embeds=table[whole[:, count:]],
+        attention_mask=torch.ones_like(whole),
+        past_key_values=past,
+        max_new_tokens=5,
+        **QUIET,
+    )
+    assert torch.equal(told, wanted)
+    assert past.get_seq_length() == whole.shape[1] + 4
+
+
+def test_an_encoder_decoder_goes_on() -> None:
+    results = []
+    for index, model in enumerate(MODELS["t5"]):
+        start = torch.tensor([[0, 7, 8], [0, 9, 30]])
+        first = run(model, decoder_input_ids=start)
+        whole = torch.cat([first.sequences, MORE], dim=1)
+        # Without it the reference takes whole decoder prompts for new ones.
+        mask = {"decoder_attention_mask": torch.ones_like(whole)} if index == 0 else {}
+        past = first.past_key_values
+        results.append(run(model, decoder_input_ids=whole, past_key_values=past, **mask))
+    reference, ours = results
+    assert torch.equal(ours.sequences, reference.sequences)
+    same(ours.past_key_values.self_attention_cache, reference.past_key_values.self_attention_cache)
+
+
+def test_a_static_cache_is_filled_in_place() -> None:
+    results = []
+    for model, library in zip(MODELS["llama"], (theirs, es), strict=True):
+        cache = library.StaticCache(model.config, max_cache_len=20)
+        results.append((run(model, past_key_values=cache), cache))
+    (reference, their_cache), (ours, cache) = results
+    assert torch.equal(ours.sequences, reference.sequences)
+    for mine, other in zip(cache.layers, their_cache.layers, strict=True):
+        torch.testing.assert_close(mine.keys, other.keys, rtol=0, atol=1e-10)
+
+
+def test_feeding_starts_behind_the_past() -> None:
+    model = MODELS["llama"][1]
+    first = run(model)
+    whole = torch.cat([first.sequences, MORE], dim=1)
+    out = run(model, whole, past_key_values=first.past_key_values, output_hidden_states=True)
+    assert out.hidden_states[0][0].shape[1] == whole.shape[1] - (IDS.shape[1] + 4)
+
+
+def _past(**changes: Any) -> es.DynamicCache:
+    return run(pair("llama", **changes)[1]).past_key_values
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "tuple": ({"past_key_values": ()}, RequestError, "from_legacy_cache"),
+    "another kind": ({"past_key_values": 7}, RequestError, "no cache"),
+    "no cache": ({"past_key_values": es.DynamicCache(), "use_cache": False}, RequestError, "use_c"),
+    "too short": ({}, RequestError, "does not fit the prompt"),
+    "mask": ({"attention_mask": torch.ones(2, 12)}, RequestError, "does not fit the prompt"),
+    "layers": ({"past_key_values": _past(num_hidden_layers=2)}, RequestError, "another model"),
+    "heads": ({"past_key_values": _past(num_key_value_heads=3)}, RequestError, "another model"),
+    "both": ({"cache_implementation": "dynamic"}, RequestError, "cache already"),
+    "small": (
+        {"past_key_values": es.StaticCache(MODELS["llama"][1].config, 8)},
+        RequestError,
+        "too small",
+    ),
+    "drafts": (
+        {
+            "past_key_values": es.StaticCache(MODELS["llama"][1].config, 30),
+            "prompt_lookup_num_tokens": 3,
+        },
+        RequestError,
+        "cannot be truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_before_any_compute(name: str) -> None:
+    options, error, text = WRONG[name]
+    model = MODELS["llama"][1]
+    past = _past()
+    with pytest.raises(error, match=text):
+        run(model, **{"past_key_values": past, **options})
+    assert past.get_seq_length() == 10
+
+
+def test_rows_and_types_must_fit() -> None:
+    model = MODELS["llama"][1]
+    whole = torch.cat([IDS, IDS], dim=1)
+    past = _past()
+    past.batch_select_indices(torch.tensor([0]))
+    with pytest.raises(RequestError, match="rows"):
+        run(model, whole, past_key_values=past)
+    single = [tuple(x.float() for x in one) for one in _past().to_legacy_cache()]
+    with pytest.raises(RequestError, match="another model"):
+        run(model, whole, past_key_values=es.DynamicCache(single))
+
+
+def test_contrastive_search_needs_hidden_states_of_the_past() -> None:
+    with pytest.raises((RequestError, UnsupportedError), match="hidden states"):
+        whole = torch.cat([IDS, IDS], dim=1)
+        run(MODELS["llama"][1], whole, past_key_values=_past(), penalty_alpha=0.5, top_k=4)

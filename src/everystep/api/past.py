@@ -29,7 +29,7 @@ def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cach
         return None
     wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
     if not isinstance(cache, wanted):
-        do = "Convert tuples with from_legacy_cache" if isinstance(cache, tuple) else None
+        do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
         _refuse("is no cache of this library", wanted.__name__, type(cache).__name__, do)
     if effective.use_cache is False:
         _refuse("contradicts use_cache=False", "one of the two", "both", "Leave one of them out")
@@ -67,7 +67,7 @@ def hide_past(given: dict[str, Any], cache: Cache | None) -> tuple[dict[str, Any
 
 
 def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
-    """The inputs stand behind the cached positions of which `seen` (B, P) are real."""
+    """The inputs stand behind the cached positions of which `seen` (B, S) are real."""
     if seen is None:
         return inputs
     if len(seen) != inputs.batch:
@@ -190,7 +190,7 @@ def _one_of_each(kv: Tensor, batch: int, width: int) -> Tensor:
 
 
 def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
-    """The prompt says all positions, the first of them are cached in kv (L, 2, K, P, D)."""
+    """The prompt says all positions, the first of them are cached in kv (L, 2, K, S, D)."""
     prompt, first = inputs.prompts[row], inputs.firsts[row]
     count = max(0, kv.shape[3] - first)
     if count >= prompt.length:
@@ -204,7 +204,7 @@ def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
 
 
 def _behind(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
-    """The prompt says only what comes after the real positions of kv (L, 2, K, P, D)."""
+    """The prompt says only what comes after the real positions of kv (L, 2, K, S, D)."""
     prompt, count = inputs.prompts[row], inputs.prompts[row].before
     positions = prompt.positions
     if positions is not None:

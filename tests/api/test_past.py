@@ -80,7 +80,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["llama", "windows", "t5"])
 def test_the_returned_cache_is_the_references(family: str, way: str) -> None:
     results = []
     for model in MODELS[family]:

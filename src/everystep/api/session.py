@@ -23,8 +23,9 @@ from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import RequestError, message
 from everystep.outputs import TokenLogprobs
+from everystep.stops.strings import StopStrings
 from everystep.streamers import BeamEvent, Wording, beam_event
-from everystep.text import Tokenizer
+from everystep.text import Tokenizer, Trimmer
 from everystep.types import Event, Finished, FinishReason, Group, Prompt
 
 Messages = Sequence[Mapping[str, Any]]
@@ -32,7 +33,7 @@ PromptLike = str | Sequence[int] | Messages
 
 _OPTIONS = (
     *("generation_config", "logits_processor", "stopping_criteria", "add_generation_prompt"),
-    *("logprobs", "prompt_logprobs"),
+    *("logprobs", "prompt_logprobs", "trim_stop_strings"),
 )
 _ROWS = 32
 _TOKEN_BUDGET = 1024
@@ -162,7 +163,21 @@ class Session:
         done = group.request.strategy.finish(group)
         asked = group.request.wants.prompt_logprobs is not None
         of_prompt = prompt_logprobs(group) if asked else None
-        return [self._generated(one, length, of_prompt) for one in done]
+        found = [self._generated(one, length, of_prompt) for one in done]
+        if (trim := self.trim(group)) is None:
+            return found
+        return [_trimmed(one, Trimmer(*trim)) for one in found]
+
+    def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:
+        """The stop strings that the texts of a group lose and the end of its prompt, if asked."""
+        if not self._user["trim_stop_strings"] or self._tokenizer is None:
+            return None
+        stops = (stop for stop in group.request.stops if isinstance(stop, StopStrings))
+        strings = tuple(string for stop in stops for string in stop.strings)
+        ids = group.request.prompt.ids
+        longest = max((len(string.encode()) for string in strings), default=0)
+        before = [] if ids is None or not longest else ids[-longest:].tolist()
+        return strings, self._tokenizer.decode(before, skip_special_tokens=True)
 
     def _generated(self, done: Finished, prompt: int, of_prompt: TokenLogprobs | None) -> Generated:
         ids = done.tokens.tolist()
@@ -184,6 +199,10 @@ class Session:
                 )
             )
         return self._tokenizer
+
+
+def _trimmed(one: Generated, trimmer: Trimmer) -> Generated:
+    return replace(one, text=trimmer.finish(one.text, one.finish_reason.matched))
 
 
 def is_messages(prompt: object) -> bool:
@@ -241,6 +260,9 @@ class Stream:
         self._beam_events = beam_events
         self._events: list[Event | BeamEvent] = []
         self.groups = [session.submit(prompt, str(i)) for i, prompt in enumerate(prompts)]
+        for group in self.groups:
+            if (trim := session.trim(group)) is not None:
+                self._wording.trim(group.request.request_id, *trim)
 
     def __iter__(self) -> Stream:
         return self

@@ -45,8 +45,11 @@ class StopStrings:
             raise RequestError(text)
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
-        found = [self._completed(candidates, c) is not None for c in range(len(candidates))]
-        return np.array(found, dtype=bool)
+        ends = np.zeros(len(candidates), dtype=bool)
+        for c, token in enumerate(candidates.last.tolist()):
+            if self._endings_in(token):
+                ends[c] = self._completed(candidates, c) is not None
+        return ends
 
     def reason(self, candidates: Candidates, index: int) -> FinishReason:
         return FinishReason("stop", self._completed(candidates, index))
@@ -79,6 +82,9 @@ class StopStrings:
 def _endings(piece: bytes, strings: tuple[str, ...]) -> Iterator[Ending]:
     """Where strings may end in a token's bytes, the first end first, then in the given order."""
     spelled = [(string, string.encode()) for string in strings]
+    spelled = [one for one in spelled if piece[:1] in one[1] or one[1] in piece]
+    if not spelled:
+        return
     for end in range(1, len(piece) + 1):
         for string, whole in spelled:
             inside = piece[:end]

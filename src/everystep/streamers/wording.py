@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everystep.text import Detokenizer, Tokenizer
+from everystep.text import Detokenizer, Tokenizer, Trimmer
 from everystep.types import Event
 
 
 class Wording:
     """Follows every sequence of a stream and says what text each event adds.
 
-    Without a tokenizer events keep no text.
+    Without a tokenizer events keep no text. What `trim` is told of loses its stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._followers: dict[tuple[str, int], Detokenizer] = {}
+        self._trims: dict[str, tuple[tuple[str, ...], str]] = {}
+        self._trimmers: dict[tuple[str, int], Trimmer] = {}
+
+    def trim(self, request_id: str, strings: tuple[str, ...], before: str) -> None:
+        """The text of a request will lack the string that ends it; `before`: the prompt's end."""
+        self._trims[request_id] = strings, before
 
     def __call__(self, event: Event) -> Event:
         """The event with the text that is final now and was not before."""
@@ -26,7 +32,18 @@ class Wording:
         piece = follower.push(event.token) if event.token >= 0 else ""
         if event.finish is not None:
             piece += follower.finish()
+        if event.request_id in self._trims:
+            piece = self._trimmed(event, piece)
         return replace(event, text=piece)
+
+    def _trimmed(self, event: Event, piece: str) -> str:
+        key = (event.request_id, event.index)
+        if key not in self._trimmers:
+            self._trimmers[key] = Trimmer(*self._trims[event.request_id])
+        trimmer = self._trimmers[key]
+        if event.finish is None:
+            return trimmer.push(piece)
+        return trimmer.finish(piece, event.finish.matched)
 
     def ahead(self, request_id: str, index: int, tokens: list[int]) -> str | None:
         """The text that further tokens would add, if they were the last."""

@@ -7,6 +7,7 @@ from everystep.text.settings import Settings, SpecialTokens
 from everystep.text.spelling import Spelling
 from everystep.text.template import ChatTemplate, RenderedChat
 from everystep.text.tokenizer import Tokenizer
+from everystep.text.trimming import Trimmer
 
 __all__ = [
     "BatchEncoding",
@@ -18,4 +19,5 @@ __all__ = [
     "Spelling",
     "TemplateLimits",
     "Tokenizer",
+    "Trimmer",
 ]

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from everystep.api.model import LanguageModel
 from everystep.config import GenerationConfig
+from everystep.errors import UnsupportedError
 from everystep.testing.models import tiny_llama
 from tests.models.tiny import ours, reference_t5
 
@@ -128,6 +129,14 @@ def test_a_loaded_configuration_refuses_nothing_that_it_does_not_need(
 ) -> None:
     loaded = GenerationConfig.from_checkpoint({"cache_implementation": "hybrid", "top_p": 0.9})
     assert model.generate(IDS, loaded, max_new_tokens=2).shape == (2, 6)
+
+
+def test_a_loaded_configuration_that_asks_for_other_tokens_is_not_half_obeyed(
+    model: LanguageModel,
+) -> None:
+    loaded = GenerationConfig.from_checkpoint({"dola_layers": "low"})
+    with pytest.raises(UnsupportedError, match="dola_layers asks for DoLa"):
+        model.generate(IDS, loaded, max_new_tokens=2)
 
 
 # --- beginnings -----------------------------------------------------------------------------------

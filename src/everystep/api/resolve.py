@@ -100,10 +100,16 @@ def _listed(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
+# What a configuration that is passed may not ask for in vain, whoever wrote it: other tokens.
+_CHOOSES = ("dola_layers", "constraints", "force_words_ids", "num_beam_groups")
+
+
 def refuse_unbuilt(effective: Effective) -> None:
     """Raises if the caller set a field whose capability is not built yet."""
     for name, (capability, do) in LATER.items():
-        if name in effective.caller and getattr(effective, name) != FIELDS[name].default:
+        passed = effective.source(name) == "config" and name in _CHOOSES
+        asked = passed or name in effective.caller
+        if asked and getattr(effective, name) != FIELDS[name].default:
             raise UnsupportedError(
                 message(
                     f"{name} asks for {capability}, which this version does not have",

@@ -129,6 +129,7 @@ def compare(ours: Processor, theirs: Theirs, scores: Tensor) -> None:
     assert same(ours(ids, scores), expected)
     assert same(ours(rows_of(prefixes), scores), expected)
     assert same(scores, given)
+    assert same(ours.overwrite(rows_of(prefixes), scores), expected)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -159,12 +159,15 @@ class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
         """(R, V) -> (R, V)."""
         first = self.semantic_vocab_size
         middle = first + self.codebook_size
-        token = torch.arange(scores.shape[-1], device=scores.device)
-        opens = torch.from_numpy((rows.lengths - self.input_start_len) % 2 == 0)[:, None]
-        closed = torch.where(
-            opens.to(scores.device), (token < first) | (token >= middle), token < middle
-        )
-        return scores.masked_fill(closed, -math.inf)
+        opens = (rows.lengths - self.input_start_len) % 2 == 0
+        result = torch.full_like(scores, -math.inf)
+        for which, part in ((opens, slice(first, middle)), (~opens, slice(middle, None))):
+            if which.all():
+                result[:, part] = scores[:, part]
+            else:
+                chosen = torch.from_numpy(which).to(scores.device)
+                result[chosen, part] = scores[chosen, part]
+        return result
 
 
 @dataclass(frozen=True)

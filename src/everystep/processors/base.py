@@ -2,8 +2,9 @@
 
 The familiar classes derive from `LogitsProcessor`, which turns a rectangle of ids into rows, so
 that one function serves a call by hand and the engine. A class overrides either `process`, which
-returns new scores, or `edit`, which names the few that change: the engine writes those into scores
-that it owns. State between steps lives in `sequence.memo` under the processor's own key.
+returns new scores, or `edit`, which names the few that change. The engine calls `overwrite` where
+the scores are its own, so that no memory is taken for new ones. State between steps lives in
+`sequence.memo` under the processor's own key.
 """
 
 from __future__ import annotations
@@ -46,10 +47,17 @@ class LogitsProcessor:
         return self.process(input_ids, scores)
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V), the given scores left as they are."""
+        """(R, V) -> (R, V): the given scores as they are, or new ones."""
         dense = scores.contiguous()
         edit = self.edit(rows, dense)
         return scores if edit is None else edit.written(dense.clone())
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """As `process`, but the contiguous (R, V) scores may be written to."""
+        if type(self).process is not LogitsProcessor.process:
+            return self.process(rows, scores)
+        edit = self.edit(rows, scores)
+        return scores if edit is None else edit.written(scores)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""
@@ -79,11 +87,6 @@ def reads_rows(processor: object) -> bool:
     return isinstance(processor, LogitsProcessor) and (
         type(processor).__call__ is LogitsProcessor.__call__
     )
-
-
-def edits(processor: object) -> bool:
-    """Whether all that it does is what its `edit` says."""
-    return reads_rows(processor) and type(processor).process is LogitsProcessor.process  # type: ignore[attr-defined]
 
 
 class LogitsProcessorList(list[Any]):

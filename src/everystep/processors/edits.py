@@ -28,12 +28,15 @@ class Edit:
 
 
 def places(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Tensor:
-    """(C,) flat places of tokens in rows; ids that no score belongs to are left out."""
+    """(C,) flat places of tokens in rows, (C,) both or of shapes that go together.
+
+    Ids that no score belongs to are left out.
+    """
     size = scores.shape[-1]
     index = row * size + token
-    if len(token) and (token.max() >= size or token.min() < 0):
-        index = index[(token >= 0) & (token < size)]
-    return torch.from_numpy(index).to(scores.device)
+    if token.size and (token.max() >= size or token.min() < 0):
+        index = index[np.broadcast_to((token >= 0) & (token < size), index.shape)]
+    return torch.from_numpy(index.reshape(-1)).to(scores.device)
 
 
 def banned(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Edit | None:
@@ -46,5 +49,4 @@ def banned_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edi
     """-inf at the same tokens of every row where `which`, (R,) bool, holds."""
     if not tokens or not which.any():
         return None
-    row, token = np.meshgrid(np.flatnonzero(which), tokens, indexing="ij")
-    return banned(scores, row.reshape(-1), token.reshape(-1))
+    return banned(scores, np.flatnonzero(which)[:, None], np.array(tokens))

@@ -73,6 +73,10 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         """(R, V) -> (R, V)."""
         return _only(scores, rows.lengths == 1, (self.bos_token_id,))
 
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> the same, changed."""
+        return _only(scores, rows.lengths == 1, (self.bos_token_id,), owned=True)
+
 
 @dataclass(frozen=True)
 class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
@@ -88,6 +92,10 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
         return _only(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> the same, changed."""
+        return _only(scores, rows.lengths == self.max_length - 1, self.eos_token_id, owned=True)
 
 
 @dataclass(frozen=True)
@@ -170,12 +178,17 @@ def _gain(factor: float, n: int) -> float:
         return math.inf
 
 
-def _only(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Tensor:
+def _only(
+    scores: Tensor, which: np.ndarray, tokens: tuple[int, ...], *, owned: bool = False
+) -> Tensor:
     """Scores with 0 at the tokens and -inf elsewhere, in the rows where `which` holds."""
     if not which.any():
         return scores
-    chosen = torch.from_numpy(which).to(scores.device)[:, None]
-    result = scores.contiguous().masked_fill(chosen, -math.inf)
+    result = scores if owned else scores.clone(memory_format=torch.contiguous_format)
+    if which.all():
+        result.fill_(-math.inf)
+    else:
+        result.index_fill_(0, torch.from_numpy(np.flatnonzero(which)).to(scores.device), -math.inf)
     edit = banned_in(result, which, tokens)
     return result if edit is None else Edit(edit.index, 0.0).written(result)
 

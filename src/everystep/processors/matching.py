@@ -11,11 +11,13 @@ def matching_tails(rows: Rows, words: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """(row, word) of every row whose prefix ends in that word; `words` (W, n)."""
     ids, lengths = rows.ids().numpy(), rows.lengths
     size = words.shape[1]
-    match = np.repeat((lengths >= size)[:, None], len(words), axis=1)
-    for k in range(size):
-        place = np.maximum(lengths - size + k, 0)[:, None]
-        if ids.shape[1]:
-            match &= np.take_along_axis(ids, place, axis=1) == words[None, :, k]
+    if ids.shape[1] < size:
+        none = np.empty(0, dtype=np.int64)
+        return none, none
+    # A row that is too short reads other ids than its last, and is left out.
+    place = np.maximum(lengths[:, None] - size + np.arange(size), 0)
+    tails = ids[np.arange(len(ids))[:, None], place]
+    match = (tails[:, None] == words).all(axis=-1) & (lengths >= size)[:, None]
     row, word = np.nonzero(match)
     return row, word
 

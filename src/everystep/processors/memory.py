@@ -16,10 +16,11 @@ from everystep.types import Rows
 class Occurrences:
     """The ids of a prefix from place `start` on, and how often each stands there."""
 
-    __slots__ = ("_counts", "_ids", "_place", "_tokens", "start")
+    __slots__ = ("_counts", "_highest", "_ids", "_place", "_tokens", "start")
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
+        self._highest = -1  # no id was ever higher
         self._ids: list[int] = []
         self._place: dict[int, int] = {}
         self._tokens = np.empty(64, dtype=np.int64)
@@ -29,6 +30,11 @@ class Occurrences:
     def tokens(self) -> np.ndarray:
         """(n,) each id once, in the order of its first occurrence; a view."""
         return self._tokens[: len(self._place)]
+
+    def below(self, size: int) -> np.ndarray:
+        """(n,) those of `tokens` that are below `size`."""
+        tokens = self.tokens
+        return tokens if self._highest < size else tokens[tokens < size]
 
     @property
     def counts(self) -> np.ndarray:
@@ -61,6 +67,7 @@ class Occurrences:
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
             self._counts = np.concatenate([self._counts, np.empty_like(self._counts)])
         self._tokens[place], self._counts[place] = token, 1
+        self._highest = max(self._highest, token)
 
     def rewind(self, length: int) -> None:
         """As it was when the prefix had `length` ids."""
@@ -75,6 +82,7 @@ class Occurrences:
     def copy(self) -> Occurrences:
         """One that knows the same and shares nothing."""
         other = Occurrences(self.start)
+        other._highest = self._highest
         other._ids = self._ids.copy()
         other._place = self._place.copy()
         other._tokens = self._tokens.copy()

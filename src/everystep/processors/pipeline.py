@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.processors.base import LogitsProcessor, Processor, edits, reads_rows
+from everystep.processors.base import LogitsProcessor, Processor, reads_rows
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
 from everystep.processors.user import User
@@ -30,7 +30,7 @@ def apply(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
 
     The scores may be written to if they are `owned`; otherwise no argument is changed.
     """
-    canvas = _Canvas(rows, scores, owned)
+    canvas = _Canvas(rows, scores, owned and scores.is_contiguous())
     shared = rows.sequences[0].request.processors
     for sequence in rows.sequences:
         if sequence.request.processors is not shared:
@@ -51,19 +51,15 @@ class _Canvas:
     def run_all(self, processors: Processors) -> None:
         """The processors, one after another, on all rows."""
         for processor in processors:
-            if edits(processor):
-                self._edit(processor)  # type: ignore[arg-type]
-                continue
-            before, self.scores = self.scores, processor(self.rows, self.scores)
-            if self.scores is not before:  # a caller may keep what his processor returned
-                self.owned = reads_rows(processor)
-
-    def _edit(self, processor: LogitsProcessor) -> None:
-        self.scores = self.scores.contiguous()
-        edit = processor.edit(self.rows, self.scores)
-        if edit is not None:
-            self._own()
-            edit.written(self.scores)
+            before = self.scores
+            if isinstance(processor, LogitsProcessor) and reads_rows(processor):
+                change = processor.overwrite if self.owned else processor.process
+                self.scores = change(self.rows, before)
+                self.owned |= self.scores is not before
+            else:
+                self.scores = processor(self.rows, before)
+                # A caller may keep what his processor returned.
+                self.owned &= self.scores is before
 
     def run(self, processors: Processors, indices: list[int]) -> None:
         """The processors, one after another, on the given rows."""
@@ -74,12 +70,9 @@ class _Canvas:
         at = torch.from_numpy(chosen).to(self.scores.device)
         part = _Canvas(self.rows.select(chosen), self.scores[at], owned=True)
         part.run_all(processors)
-        self._own()
-        self.scores[at] = part.scores
-
-    def _own(self) -> None:
         if not self.owned:
             self.scores, self.owned = self.scores.clone(), True
+        self.scores[at] = part.scores
 
 
 @dataclass(slots=True)

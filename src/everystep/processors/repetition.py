@@ -45,17 +45,15 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """The scores of ids that stand in the prefix, penalised."""
-        tokens = _standing(rows, self._starts(rows))
-        count = [len(part) for part in tokens]
-        row = np.repeat(np.arange(len(tokens)), count)
-        token = np.concatenate(tokens)
-        inside = token < scores.shape[-1]
-        if not inside.all():
-            row, token = row[inside], token[inside]
+        tokens = _standing(rows, self._starts(rows), scores.shape[-1])
         penalty = column(self.penalty, scores)
         if isinstance(penalty, Tensor):
-            penalty = penalty[row, 0]
-        return _penalised(scores, places(scores, row, token), penalty)
+            penalty = penalty[np.repeat(np.arange(len(tokens)), [len(part) for part in tokens]), 0]
+        index = tokens[0]
+        if len(tokens) > 1:
+            size = scores.shape[-1]
+            index = np.concatenate([part + r * size for r, part in enumerate(tokens)])
+        return _penalised(scores, torch.from_numpy(index).to(scores.device), penalty)
 
     def _starts(self, rows: Rows) -> list[int]:
         """Per row, how many ids at its start do not count."""
@@ -65,12 +63,14 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         return list(ignored) if isinstance(ignored, tuple) else [ignored] * len(rows)
 
 
-def _standing(rows: Rows, starts: list[int]) -> list[np.ndarray]:
-    """Per row, the ids from `starts[r]` on: each once where they are remembered."""
+def _standing(rows: Rows, starts: list[int], size: int) -> list[np.ndarray]:
+    """Per row, the ids below `size` from `starts[r]` on: each once where they are remembered."""
     if remembers(rows):
-        return [occurrences(rows, r, start).tokens for r, start in enumerate(starts)]
+        # At once: rows of one sequence, as drafts make them, share its memory.
+        return [occurrences(rows, r, start).below(size) for r, start in enumerate(starts)]
     ids = rows.ids().numpy()
-    return [ids[r, start : rows.lengths[r]] for r, start in enumerate(starts)]
+    parts = [ids[r, start : rows.lengths[r]] for r, start in enumerate(starts)]
+    return parts if ids.size and ids.max() < size else [part[part < size] for part in parts]
 
 
 @dataclass(frozen=True)

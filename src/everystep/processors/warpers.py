@@ -48,11 +48,18 @@ class TemperatureLogitsWarper(LogitsProcessor):
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
+        return self._divide(scores, torch.empty_like(scores))
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> the same, changed."""
+        return self._divide(scores, scores)
+
+    def _divide(self, scores: Tensor, out: Tensor) -> Tensor:
         divisor = column(self.temperature, scores)
         if isinstance(divisor, Tensor) and scores.is_cuda:
             # There torch divides by a number by multiplying with its reciprocal.
-            return scores * divisor.reciprocal()
-        return scores / divisor
+            return torch.mul(scores, divisor.reciprocal(), out=out)
+        return torch.div(scores, divisor, out=out)
 
 
 class Filter(LogitsProcessor):
@@ -67,6 +74,10 @@ class Filter(LogitsProcessor):
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
         return scores.masked_fill(self.removed(scores), self.filter_value)
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> the same, changed."""
+        return scores.masked_fill_(self.removed(scores), self.filter_value)
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,8 @@ class MinPLogitsWarper(Filter):
         """(R, V) bool."""
         p = torch.softmax(scores, dim=-1)
         low = p < column(self.min_p, scores) * p.amax(dim=-1, keepdim=True)
+        if self.min_tokens_to_keep == 1:
+            return low  # the best one never is
         most = min(greatest(self.min_tokens_to_keep), scores.shape[-1])
         best = torch.topk(p, most, dim=-1).indices
         spared = torch.arange(most, device=scores.device) < counts(self.min_tokens_to_keep, scores)
@@ -255,6 +268,8 @@ def _entropy(logs: Tensor, p: Tensor) -> Tensor:
 
 def _kth_highest(scores: Tensor, k: Counts) -> Tensor:
     """(R, 1) the k-th highest score of each row, or the lowest if there are fewer."""
+    if k == 1:
+        return scores.amax(dim=-1, keepdim=True)
     size = scores.shape[-1]
     best = torch.topk(scores, min(greatest(k), size)).values
     if isinstance(k, tuple):

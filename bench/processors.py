@@ -1,0 +1,180 @@
+"""What does each processor cost in a step, beside the reference's class?
+
+    scripts/bench processors [--runs 30] [--batches 1 32] [--out NAME]
+
+Every class runs on the same scores of a vocabulary of 150,000 and prefixes of 4,000 ids, as in a
+long generation: one id is new since the last call. Ids are drawn as words of a text are,
+the r-th most frequent one in proportion to 1 / r. Ours runs as the engine runs it, on scores that
+belong to the step, with whatever it remembers of the sequences; the reference's gets the rectangle.
+The calls alternate. Printed and written to bench/results/: medians in microseconds, and how many
+times faster ours is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers.generation import logits_process as reference
+
+import everystep
+from everystep.processors.pipeline import apply
+from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+
+RESULTS = Path(__file__).parent / "results"
+VOCABULARY, LENGTH, WARM_UP = 150_000, 4_000, 3
+EOS = [2, 7]
+WORDS = [[11, 12], [13], [14, 15, 16], [17, 18]]
+AT_LEAST = {
+    "RepetitionPenaltyLogitsProcessor": 5.0,
+    "NoRepeatNGramLogitsProcessor": 5.0,
+    "MinLengthLogitsProcessor": 5.0,
+}
+
+
+def cases(encoder: Tensor) -> list[tuple[str, tuple[Any, ...]]]:
+    """Class and arguments, each in a state in which it has something to do."""
+    return [
+        ("SequenceBiasLogitsProcessor", ({tuple(word): -1.5 for word in WORDS},)),
+        ("EncoderRepetitionPenaltyLogitsProcessor", (1.2, encoder)),
+        ("RepetitionPenaltyLogitsProcessor", (1.2,)),
+        ("NoRepeatNGramLogitsProcessor", (3,)),
+        ("EncoderNoRepeatNGramLogitsProcessor", (3, encoder)),
+        ("NoBadWordsLogitsProcessor", (WORDS,)),
+        ("MinLengthLogitsProcessor", (2 * LENGTH, EOS)),
+        ("MinNewTokensLengthLogitsProcessor", (10, 2 * LENGTH, EOS)),
+        ("PrefixConstrainedLogitsProcessor", (lambda batch_id, ids: [3, 4, 5], 1)),
+        ("ForcedBOSTokenLogitsProcessor", (1,)),
+        ("ForcedEOSTokenLogitsProcessor", (LENGTH + 1, EOS)),
+        ("InfNanRemoveLogitsProcessor", ()),
+        ("ExponentialDecayLengthPenalty", ((100, 1.0001), EOS, 10)),
+        ("SuppressTokensLogitsProcessor", ([3, 4, 5],)),
+        ("SuppressTokensAtBeginLogitsProcessor", ([3, 4, 5], LENGTH)),
+        ("TemperatureLogitsWarper", (0.7,)),
+        ("TopHLogitsWarper", (0.4,)),
+        ("TopKLogitsWarper", (50,)),
+        ("TopPLogitsWarper", (0.9,)),
+        ("MinPLogitsWarper", (0.05,)),
+        ("TypicalLogitsWarper", (0.9,)),
+        ("EpsilonLogitsWarper", (3e-4,)),
+        ("EtaLogitsWarper", (3e-4,)),
+        ("LogitNormalization", ()),
+        ("BarkEosPrioritizerLogitsProcessor", (EOS, 0.5)),
+        ("AlternatingCodebooksLogitsProcessor", (10, 10_000, 1_024)),
+    ]
+
+
+class Steps:
+    """Rows that grow by one id at every call, and go back when they have grown enough."""
+
+    def __init__(self, ids: np.ndarray, processor: Any) -> None:
+        self.table = TokenTable(len(ids), ids.shape[1])
+        self.ids = ids
+        request = Request("r", Prompt(ids=ids[0, :1]), None, None, processors=(processor,))
+        lines = [self.table.open(row) for row in ids]
+        self.sequences = [Sequence(request, line, LENGTH, index=i) for i, line in enumerate(lines)]
+
+    def rows(self) -> Rows:
+        """Prefixes of LENGTH ids, the last of which nobody remembers yet."""
+        for sequence in self.sequences:
+            for memory in sequence.memo.values():
+                memory.rewind(LENGTH - 1)
+        return Rows(self.table, self.sequences, np.full(len(self.ids), LENGTH))
+
+
+def measure(
+    name: str, arguments: tuple[Any, ...], ids: np.ndarray, runs: int
+) -> tuple[float, float]:
+    """Median microseconds of ours and of the reference's."""
+    ours = Steps(ids, getattr(everystep, name)(*arguments))
+    theirs = getattr(reference, name)(*arguments)
+    scores, rectangle = torch.randn(len(ids), VOCABULARY), torch.from_numpy(ids)
+    mine: list[float] = []
+    other: list[float] = []
+    for _ in range(WARM_UP + runs):
+        rows, owned = ours.rows(), scores.clone()
+        mine.append(_timed(lambda rows=rows, owned=owned: apply(rows, owned, owned=True)))
+        other.append(_timed(lambda: theirs(rectangle, scores)))
+    return statistics.median(mine[WARM_UP:]), statistics.median(other[WARM_UP:])
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def drawn_ids(rows: int) -> np.ndarray:
+    """(R, LENGTH) ids, the r-th most frequent in proportion to 1 / r."""
+    ranks = np.random.default_rng(0).random((rows, LENGTH))
+    return np.floor(VOCABULARY**ranks).astype(np.int64) - 1
+
+
+def main() -> None:
+    """Measures every class and writes a dated file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    rows = []
+    for batch in args.batches:
+        ids = drawn_ids(batch)
+        for name, arguments in cases(torch.from_numpy(ids[:1])):
+            if args.only not in name:
+                continue
+            ours, theirs = measure(name, arguments, ids, args.runs)
+            rows.append(_row(name, batch, ours, theirs))
+    _write(rows, args)
+
+
+def _row(name: str, batch: int, ours: float, theirs: float) -> dict[str, Any]:
+    ratio, wanted = theirs / ours, AT_LEAST.get(name, 1.0)
+    print(
+        f"{batch:3} {name:40} ours {ours:9.1f} us  reference {theirs:9.1f} us  "
+        f"{ratio:7.2f} x{'' if ratio >= wanted else f'  (wanted {wanted})'}",
+        flush=True,
+    )
+    return {"batch": batch, "class": name, "ours_us": ours, "reference_us": theirs, "ratio": ratio}
+
+
+def _write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "versions": {
+            "everystep": everystep.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "settings": {
+            "vocabulary": VOCABULARY,
+            "length": LENGTH,
+            "runs": args.runs,
+            "threads": args.threads,
+        },
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / (args.out or f"{result['date']}-processors.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -21,12 +21,14 @@ from everystep.api.resolve import (
 )
 from everystep.cache.containers import Cache
 from everystep.config import Effective, GenerationConfig
+from everystep.config.effective import for_rows
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
 from everystep.nn.network import KvShape
 from everystep.processors.build import build
 from everystep.processors.facts import Facts
+from everystep.processors.stacking import varies
 from everystep.types import Prompt, Request, Wants
 
 
@@ -173,11 +175,17 @@ class Call:
     def _processors(self) -> list[tuple[Any, ...]]:
         """One tuple per row; the same one for all rows unless something depends on the row."""
         e = self.effective.replaced("default", min_length=self._visible_least())
-        by_encoder = e.encoder_repetition_penalty != 1.0 or e.encoder_no_repeat_ngram_size
-        by_row = by_encoder or self.user.prefix_allowed_tokens is not None
-        if not by_row:
-            return [build(e, self._facts(0))] * self.inputs.batch
-        return [build(e, self._facts(row)) for row in range(self.inputs.batch)]
+        each = for_rows(e, self.inputs.batch)
+        differ = (
+            each[0] is not each[-1],
+            e.encoder_repetition_penalty != 1.0,
+            e.encoder_no_repeat_ngram_size,
+            self.user.prefix_allowed_tokens is not None,
+            *map(varies, self.user.processors),
+        )
+        if not any(differ):
+            return [build(each[0], self._facts(0))] * self.inputs.batch
+        return [build(one, self._facts(row)) for row, one in enumerate(each)]
 
     def _visible_least(self) -> int:
         """`min_length` in visible ids: positions of embeddings count, and `min_new_tokens` goes

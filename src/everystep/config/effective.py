@@ -71,6 +71,29 @@ class Effective(Mapping[str, Any]):
         )
 
 
+def for_rows(effective: Effective, rows: int) -> list[Effective]:
+    """What holds for each row of a call; the same object for all if no field has one value per row.
+
+    RequestError if a field has values for another number of rows.
+    """
+    lists = {n: v for n, v in effective.items() if FIELDS[n].per_row and isinstance(v, list)}
+    for name, values in lists.items():
+        if len(values) != rows:
+            text = message(
+                f"{name} does not fit the rows of the call",
+                wanted=f"one value, or {rows} of them",
+                got=f"{len(values)} values",
+                do=f"Give {name} one value per row of the prompt",
+            )
+            raise RequestError(text)
+    if not lists:
+        return [effective] * rows
+    return [
+        effective.replaced("call", **{name: values[row] for name, values in lists.items()})
+        for row in range(rows)
+    ]
+
+
 def merge_configs(
     call: Mapping[str, Any],
     passed: GenerationConfig | None = None,

@@ -7,7 +7,7 @@ anything; the names, meanings and defaults are those of transformers 5.23.0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from everystep.config import kinds
@@ -46,13 +46,17 @@ COMPILATION = Kind(
 
 @dataclass(frozen=True)
 class Field:
-    """One field; `hint` says what to do when a value is refused."""
+    """One field; `hint` says what to do when a value is refused.
+
+    With `per_row`, a list of values stands for one per row of the call.
+    """
 
     name: str
     kind: Kind
     meaning: str
     default: Any = None
     hint: str | None = None
+    per_row: bool = False
 
     @property
     def neutral(self) -> Any:
@@ -64,6 +68,11 @@ class Field:
         value = plain(value)
         if value is None:
             return None
+        if self.per_row and isinstance(value, list | tuple) and value:
+            return [self._read_one(item) for item in value]
+        return self._read_one(value)
+
+    def _read_one(self, value: Any) -> Any:
         if not self.kind.accepts(value):
             do = self.hint or f"Give {self.name} such a value, or leave it out"
             text = message(
@@ -189,8 +198,15 @@ _META = (
     Field("transformers_version", kinds.TEXT, "what wrote the file"),
 )
 
+_PER_ROW = frozenset(
+    {
+        *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+        *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    }
+)
 FIELDS: dict[str, Field] = {
-    field.name: field
+    field.name: replace(field, per_row=field.name in _PER_ROW)
     for part in (
         *(_LENGTH, _STRATEGY, _CACHE, _SCORES, _BEYOND, _OUTPUT, _TOKENS, _ASSISTANT, _RUNNING),
         _META,

@@ -150,6 +150,14 @@ _EACH_SINGLE = tuple(
 _SINGLE = (
     *_EACH_SINGLE,
     Rule(
+        "impossible",
+        "penalty_alpha",
+        "top_k",
+        lambda v: _contrastive(v) and _greedy(v) and isinstance(v["top_k"], list),
+        "contrastive search looks at the same number of candidates in every row",
+        "Give top_k one number, or leave penalty_alpha out",
+    ),
+    Rule(
         "conflict",
         "do_sample",
         "penalty_alpha",

@@ -66,6 +66,11 @@ def off(name: str) -> Callable[[Values], bool]:
     return lambda values: not values[name]
 
 
+def lowest(value: Any) -> Any:
+    """The value, or the lowest of one per row."""
+    return min(value) if isinstance(value, list) else value
+
+
 def greedy(values: Values) -> bool:
     """Nothing is drawn."""
     return not values["do_sample"]

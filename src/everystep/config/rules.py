@@ -153,7 +153,7 @@ _SINGLE = (
         "impossible",
         "penalty_alpha",
         "top_k",
-        lambda v: _contrastive(v) and _greedy(v) and isinstance(v["top_k"], list),
+        lambda v: contrastive(v) and greedy(v) and isinstance(v["top_k"], list),
         "contrastive search looks at the same number of candidates in every row",
         "Give top_k one number, or leave penalty_alpha out",
     ),

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from everystep.config.rule import Rule, both, contrastive, differs, greedy, is_set, off, samples
+from everystep.config.rule import (
+    Rule,
+    both,
+    contrastive,
+    differs,
+    greedy,
+    is_set,
+    lowest,
+    off,
+    samples,
+)
 
 # The value that means "off" for each.
 _ONLY_SAMPLING = {
@@ -57,7 +67,7 @@ SAMPLING: tuple[Rule, ...] = (
         "impossible",
         "temperature",
         "dynatemp_range",
-        both(samples, lambda v: 0 < (v["temperature"] or 1.0) <= v["dynatemp_range"]),
+        both(samples, lambda v: 0 < (lowest(v["temperature"]) or 1.0) <= v["dynatemp_range"]),
         "the temperature would reach 0",
         "Make dynatemp_range smaller than temperature",
     ),
@@ -73,7 +83,7 @@ SAMPLING: tuple[Rule, ...] = (
         "impossible",
         "do_sample",
         "temperature",
-        both(samples, lambda values: values["temperature"] == 0),
+        both(samples, lambda values: lowest(values["temperature"]) == 0),
         "temperature must be above 0 to sample",
         "For greedy decoding set do_sample=False",
     ),

@@ -23,6 +23,7 @@ from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import build_gguf_model, build_model
 from everystep.models.device import usable_device
+from everystep.models.quantised_folder import build_quantised_model, folder_format
 from everystep.text import Tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -141,8 +142,15 @@ def _from_folder(
     folder: Path, dtype: torch.dtype | None, quantize: Quantize, device: str | torch.device
 ) -> LanguageModel:
     found = open_folder(folder)
-    rounding = None if quantize == "auto" else quantize
-    core = build_model(found.config, found.weights(), dtype=dtype, device=device, quantize=rounding)
+    if folder_format(found.config) is None:
+        rounding = None if quantize == "auto" else quantize
+        core = build_model(
+            found.config, found.weights(), dtype=dtype, device=device, quantize=rounding
+        )
+    else:
+        core = build_quantised_model(
+            found.config, found.weights(), dtype=dtype, device=device, quantize=quantize
+        )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:

@@ -54,6 +54,11 @@ class LanguageModel:
         self.name_or_path = name
 
     @property
+    def core(self) -> Model:
+        """The weights, and what they were built from."""
+        return self._core
+
+    @property
     def config(self) -> Any:
         """The values of config.json, as attributes."""
         return self._core.config

@@ -15,6 +15,7 @@ from everystep.cli.generate import generate
 from everystep.cli.info import info
 from everystep.cli.models import models, pull
 from everystep.cli.options import Globals, Offline
+from everystep.cli.quantize import quantize
 from everystep.cli.terminal import tolerate_narrow_encodings, write_line
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(chat)
 app.command()(pull)
 app.add_typer(models, name="models")
 app.command()(info)
+app.command()(quantize)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Writing a file so that it is either whole or absent.
+"""Writing a file, or a folder of files, so that it is either whole or absent.
 
 The bytes go to a new file beside the target, reach the disk, and only then take the target's name;
 whatever ends the writing early, Ctrl-C included, removes them. A process that is killed outright
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,24 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
         os.replace(partial, target)
     except BaseException:
         partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yields a new folder that becomes `target` when the block ends, and vanishes if it raises.
+
+    An existing `target` is not replaced: OSError, unless it is an empty folder.
+    """
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _sync_folder(partial)
+        os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync_folder(target.parent)
 

@@ -1,0 +1,201 @@
+"""The layout of a folder with quantised weights: how it is read, checked and written.
+
+A quantised weight `x` is stored as `x.codes`, `x.scales` and, with minimums, `x.mins`, byte for
+byte as they lie in memory; config.json says so under `quantization_config`. All of it is checked
+before a value is read. docs/quantised-folders.md describes the layout for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from everystep.errors import FormatError, RequestError, UnsupportedError, message
+from everystep.models.load import build_model, stored_weights
+from everystep.models.model import Model
+from everystep.nn.quantized import BLOCK, QuantizedWeight
+from everystep.nn.rounding import Rounding
+
+CONFIG_KEY = "quantization_config"
+METHOD, VERSION = "everystep", 1
+_FORMATS: tuple[Rounding, ...] = ("int8", "int4")
+_SUFFIXES = ("codes", "scales", "mins")
+
+
+class StoredTensors(Protocol):
+    """What is asked of an opened folder's weights."""
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor is stored in."""
+        ...
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of a tensor's values."""
+        ...
+
+
+def folder_format(config: Mapping[str, Any]) -> Rounding | None:
+    """The format that a config.json announces, None where weights are floats.
+
+    Raises UnsupportedError for a method or version of others, FormatError for a wrong field.
+    """
+    given = config.get(CONFIG_KEY)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise FormatError(message(f"config.json: {CONFIG_KEY} should be an object", got=given))
+    found = (given.get("quant_method"), given.get("version"))
+    if found != (METHOD, VERSION):
+        raise UnsupportedError(
+            message(
+                "these quantised weights have no reader here",
+                wanted=f"quant_method {METHOD!r}, version {VERSION}",
+                got=f"quant_method {found[0]!r}, version {found[1]!r}",
+                do="Load the model that they were made from",
+            )
+        )
+    for format in _FORMATS:
+        if given.get("format") == format:
+            return format
+    wanted = " or ".join(_FORMATS)
+    got = repr(given.get("format"))
+    raise FormatError(message(f"config.json: format in {CONFIG_KEY}", wanted=wanted, got=got))
+
+
+def build_quantised_model(
+    config: Mapping[str, Any],
+    weights: StoredTensors,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    quantize: str | None = "auto",
+) -> Model:
+    """The model in a folder whose config.json announces a format.
+
+    Codes are kept for "auto" without a `dtype` and for the folder's own format; otherwise weights
+    are dequantised. Raises RequestError for the other format and as `build_model` does.
+    """
+    format = folder_format(config)
+    source = _Joined(weights, format or "int8")
+    if quantize not in ("auto", None, format):
+        raise RequestError(
+            message(
+                "weights that were rounded before are not rounded again",
+                wanted=f"'auto', {format!r} or None for quantize",
+                got=repr(quantize),
+                do="Quantise the model that they were made from",
+            )
+        )
+    keeps = quantize == format or (quantize == "auto" and dtype is None)
+    plain = {key: value for key, value in config.items() if key != CONFIG_KEY}
+    wanted = dtype if keeps else dtype or torch.float32
+    kept = source.quantised if keeps else None
+    return build_model(plain, source, dtype=wanted, device=device, kept=kept)
+
+
+def quantised_contents(
+    model: Model, format: Rounding
+) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The config.json and the tensors of a folder that holds this model, which is in `format`."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in stored_weights(model):
+        if isinstance(weight, Tensor):
+            tensors[name] = weight.contiguous()
+            continue
+        parts = zip(_SUFFIXES, (weight.codes, weight.scales, weight.mins), strict=True)
+        tensors |= {f"{name}.{suffix}": part for suffix, part in parts if part is not None}
+    about = {"quant_method": METHOD, "version": VERSION, "format": format}
+    return {**model.config.to_dict(), "dtype": "float32", CONFIG_KEY: about}, tensors
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A folder's tensors as a source, codes under the names of their weights; checked as made."""
+
+    weights: StoredTensors
+    format: Rounding
+
+    def __post_init__(self) -> None:
+        for name in self.weights.names():
+            base, _, suffix = name.rpartition(".")
+            if suffix in _SUFFIXES:
+                _check_whole(self.weights, base)
+        for name in self._quantised_names():
+            _check_parts(self.weights, name, self.format)
+        if not self._quantised_names():
+            raise FormatError(message(f"the folder is said to be {self.format}, but has no codes"))
+
+    def names(self) -> Iterable[str]:
+        plain = [name for name in self.weights.names() if name.rpartition(".")[2] not in _SUFFIXES]
+        return [*plain, *self._quantised_names()]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        codes = f"{name}.codes"
+        if codes not in self.weights:
+            return self.weights.shape(name)
+        rows, width = self.weights.shape(codes)
+        return rows, width if self.format == "int8" else 2 * width
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        weight = self.quantised(name)
+        return self.weights.load(name, dtype) if weight is None else weight.dequantize().to(dtype)
+
+    def quantised(self, name: str) -> QuantizedWeight | None:
+        """The weight of this name, None where it is stored as floats."""
+        if f"{name}.codes" not in self.weights:
+            return None
+        there = [one for suffix in _SUFFIXES if (one := f"{name}.{suffix}") in self.weights]
+        return QuantizedWeight(self.format, *map(self.weights.load, there))
+
+    def _quantised_names(self) -> list[str]:
+        names = self.weights.names()
+        return [name.removesuffix(".codes") for name in names if name.endswith(".codes")]
+
+
+def _check_whole(weights: StoredTensors, base: str) -> None:
+    for suffix in ("codes", "scales"):
+        if f"{base}.{suffix}" not in weights:
+            raise FormatError(message(f"the quantised weight {base!r} has no {suffix}"))
+    if base in weights:
+        raise FormatError(message(f"the weight {base!r} is there twice, as codes and as floats"))
+
+
+def _check_parts(weights: StoredTensors, base: str, format: Rounding) -> None:
+    shape = weights.shape(f"{base}.codes")
+    if len(shape) != 2 or (format == "int4" and shape[1] % (BLOCK // 2)):
+        wanted = "rows of whole blocks"
+        raise FormatError(message(f"{base}.codes is misshaped", wanted=wanted, got=shape))
+    rows, width = shape
+    blocks = (rows, width // (BLOCK // 2))
+    if format == "int8":
+        wanted_parts = {"codes": (torch.int8, shape), "scales": (torch.float32, (rows,))}
+    else:
+        wanted_parts = {"codes": (torch.uint8, shape), "scales": (torch.float16, blocks)}
+        wanted_parts["mins"] = (torch.float16, blocks)
+    for suffix in _SUFFIXES:
+        name = f"{base}.{suffix}"
+        if name not in weights:
+            continue
+        found = (weights.dtype(name), weights.shape(name))
+        if found != wanted_parts.get(suffix):
+            raise FormatError(
+                message(
+                    f"{name} does not fit the format {format}",
+                    wanted=wanted_parts.get(suffix, "no minimums"),
+                    got=found,
+                )
+            )

@@ -64,6 +64,7 @@ class Tally:
         """The means."""
         count = self.positions
         return {
+            "positions": count,
             "perplexity": round(math.exp(self.surprise / count), 4),
             "kl_divergence": round(self.divergence / count, 6),
             "top1_agreement": round(self.agreed / count, 5),
@@ -158,8 +159,7 @@ def measure(args: argparse.Namespace, shipped: Path, folder: Path) -> dict[str, 
             base = logits if base is None else base
             tallies[name].add(logits, base, targets)
         print(index, {name: tally.figures() for name, tally in tallies.items()}, flush=True)
-    positions = tallies["float32"].positions
-    return {"float32": {"positions": positions}} | {n: t.figures() for n, t in tallies.items()}
+    return {name: tally.figures() for name, tally in tallies.items()}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig as TheirConfig
 from transformers import GenerationMixin
 
 from everystep.config import merge_configs
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError
 from everystep.processors.build import build
 from everystep.processors.facts import Facts
 from everystep.processors.length import (
@@ -175,9 +175,11 @@ def test_a_forced_end_needs_a_last_place() -> None:
         build(merge_configs({"forced_eos_token_id": 2}), Facts())
 
 
-def test_a_watermark_is_refused_rather_than_left_out() -> None:
-    with pytest.raises(UnsupportedError, match="watermarking_config"):
-        built(watermarking_config={"bias": 1.0})
+def test_a_watermark_comes_last_but_for_normalisation() -> None:
+    made = built(do_sample=True, renormalize_logits=True, watermarking_config={"bias": 1.0})
+    assert [type(one).__name__ for one in made] == [
+        *("TopKLogitsWarper", "WatermarkLogitsProcessor", "LogitNormalization"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"])

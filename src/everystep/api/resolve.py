@@ -28,7 +28,6 @@ LATER = {
     "dola_layers": ("DoLa", "Leave it out, or set penalty_alpha and top_k for contrastive search"),
     "constraints": ("constrained beams", _BEAMS),
     "force_words_ids": ("constrained beams", _BEAMS),
-    "watermarking_config": ("watermarking", "Leave it out"),
     "cache_implementation": ("choosing a cache", _DYNAMIC),
     "cache_config": ("choosing a cache", _DYNAMIC),
     "use_mtp": ("multi-token prediction heads", _LOOKUP),

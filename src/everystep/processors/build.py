@@ -6,11 +6,12 @@ one's place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from warnings import warn
 
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingConfig
+from everystep.errors import RequestError, message
 from everystep.processors.allowed import (
     InfNanRemoveLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
@@ -42,8 +43,10 @@ from everystep.processors.repetition import (
 )
 from everystep.processors.sampling import FOR_SAMPLING, ordered
 from everystep.processors.stacking import at_row
+from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from everystep.processors.user import User
 from everystep.processors.warpers import LogitNormalization
+from everystep.processors.watermark import WatermarkLogitsProcessor
 
 
 def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
@@ -52,14 +55,6 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
     `effective`: every field's value by name, as `Effective` has them. RequestError for values that
     this model or prompt cannot have; UserWarning for one that has no effect here.
     """
-    if effective["watermarking_config"] is not None:
-        text = message(
-            "watermarking_config is set",
-            wanted="no watermark",
-            got="one",
-            do="Leave it out: there is no processor for it",
-        )
-        raise UnsupportedError(text)
     made = [_made(kind, effective, facts) for kind in CANONICAL]
     slot = RANK[User]
     user = [_for_row(one, facts) for one in facts.user]
@@ -145,6 +140,21 @@ def _has_encoder_ids(facts: Facts, name: str) -> bool:
 def _repetition(values: Values, facts: Facts) -> Processor | None:
     penalty = values["repetition_penalty"]
     return None if penalty == 1.0 else RepetitionPenaltyLogitsProcessor(penalty)
+
+
+def _watermark(kind: type, make: Callable[..., Processor]) -> Maker:
+    """Where the watermark is of that kind, made from its values."""
+
+    def maker(values: Values, facts: Facts) -> Processor | None:
+        config = values["watermarking_config"]
+        if not isinstance(config, WatermarkingConfig | SynthIDTextWatermarkingConfig):
+            return None
+        if not isinstance(config, kind):
+            return None
+        further = {"vocab_size": facts.vocab_size} if kind is WatermarkingConfig else {}
+        return make(**config.to_dict(), **further)
+
+    return maker
 
 
 def _logit_bias(values: Values, facts: Facts) -> Processor | None:
@@ -293,6 +303,10 @@ _ALWAYS: dict[type, Maker] = {
     ExponentialDecayLengthPenalty: _decay,
     SuppressTokensLogitsProcessor: _suppress,
     SuppressTokensAtBeginLogitsProcessor: _begin_suppress,
+    WatermarkLogitsProcessor: _watermark(WatermarkingConfig, WatermarkLogitsProcessor),
+    SynthIDTextWatermarkLogitsProcessor: _watermark(
+        SynthIDTextWatermarkingConfig, SynthIDTextWatermarkLogitsProcessor
+    ),
     LogitNormalization: lambda values, facts: (
         LogitNormalization() if values["renormalize_logits"] else None
     ),

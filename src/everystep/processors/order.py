@@ -30,6 +30,7 @@ from everystep.processors.repetition import (
     RepetitionPenaltyLogitsProcessor,
 )
 from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
+from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from everystep.processors.user import User
 from everystep.processors.warpers import (
     EpsilonLogitsWarper,
@@ -42,6 +43,7 @@ from everystep.processors.warpers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from everystep.processors.watermark import WatermarkLogitsProcessor
 
 CANONICAL: tuple[type, ...] = (
     SequenceBiasLogitsProcessor,
@@ -75,6 +77,8 @@ CANONICAL: tuple[type, ...] = (
     EtaLogitsWarper,
     Xtc,
     Mirostat,
+    WatermarkLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     LogitNormalization,
 )
 RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(CANONICAL)}

@@ -1,0 +1,72 @@
+"""What a watermark costs per step, beside the reference's: batch 32, a vocabulary of 150,000.
+
+    python bench/watermarks.py
+
+Ids are new in every step, so that no green list is met again ("worst"), or drawn by Zipf's law.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
+from everystep.processors.watermark import WatermarkLogitsProcessor
+
+ROWS, VOCABULARY, STEPS = 32, 150_000, 3
+KEYS = [654, 400, 836, 123, 340, 443, 597, 160, 57]
+SYNTHID = {
+    "ngram_len": 5, "keys": KEYS, "sampling_table_size": 2**16, "sampling_table_seed": 0,
+    "context_history_size": 1024, "device": "cpu",
+}  # fmt: skip
+
+
+def seconds(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> float:
+    """The best time of a step, each with a column of ids that were not seen before."""
+    scores = torch.randn(ROWS, VOCABULARY)
+    processor(ids[:, :5], scores)
+    best = float("inf")
+    for step in range(6, 6 + STEPS):
+        begin = time.perf_counter()
+        processor(ids[:, :step], scores)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def pairs() -> dict[str, tuple[Any, Any, Tensor]]:
+    """Name -> ours, the reference's, and the ids."""
+    worst = torch.randperm(VOCABULARY)[: ROWS * 12].reshape(ROWS, 12)
+    zipf = (torch.rand(ROWS, 12) * 8).exp().long()  # ranks of which each decade is as likely
+    green = {"vocab_size": VOCABULARY, "device": "cpu"}
+    own = {**green, "seeding_scheme": "selfhash"}
+    ours, theirs = WatermarkLogitsProcessor, transformers.WatermarkLogitsProcessor
+    warm = ours(**green)
+    for token in range(3000):
+        warm._bits(token)
+    return {
+        "lefthash, worst": (ours(**green), theirs(**green), worst),
+        "lefthash, Zipf": (warm, theirs(**green), zipf),
+        "selfhash": (ours(**own), theirs(**own), worst),
+        "synthid, 9 layers": (
+            SynthIDTextWatermarkLogitsProcessor(**SYNTHID),
+            transformers.SynthIDTextWatermarkLogitsProcessor(**SYNTHID),
+            worst,
+        ),
+    }
+
+
+def main() -> None:
+    """Prints a line per watermark."""
+    torch.set_num_threads(1)
+    for name, (ours, theirs, ids) in pairs().items():
+        own, other = seconds(ours, ids), seconds(theirs, ids)
+        print(f"{name:20} {own * 1e3:8.1f} ms   {other * 1e3:8.1f} ms   {other / own:5.1f} x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""SynthID: a tournament of g-values, which the last ids seed, among all tokens.
+
+What a row's marks depend on is its generated ids alone, so they are right for every beam and after
+every rewound draft. By hand, as in the reference, the calls of one instance are the steps of one
+generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.config.kinds import plain
+from everystep.config.nested import SynthIDTextWatermarkingConfig as Config
+from everystep.errors import RequestError, message
+from everystep.processors.base import LogitsProcessor, remembers
+from everystep.types import Rows
+
+_MULTIPLIER = 6364136223846793005
+_MASK = 2**64 - 1
+_BLOCK = 2**18  # scores that are marked at once, so that they stay in the processor's cache
+_PERIODIC = 2**18  # the longest table whose g-values are laid out for every context
+
+
+@dataclass(slots=True)
+class _Contexts:
+    """The hash of the context before each choice of a sequence, from its first one on."""
+
+    start: int
+    hashes: list[int] = field(default_factory=list)
+
+    def copy(self) -> _Contexts:
+        """One that knows the same and shares nothing."""
+        return _Contexts(self.start, self.hashes.copy())
+
+    def rewind(self, length: int) -> None:
+        """As it was when the prefix had `length` ids."""
+        del self.hashes[max(length - self.start + 1, 0) :]
+
+    def read(self, line: np.ndarray, length: int, size: int) -> None:
+        """It speaks of the first `length` ids, hashed `size` at a time; zeros stand before them."""
+        self.rewind(length)
+        for end in range(self.start + len(self.hashes), length + 1):
+            ids = line[max(self.start, end - size) : end].tolist()
+            self.hashes.append(_hashed([0] * (size - len(ids)) + ids))
+
+    def repeated(self, first: int, window: int) -> bool:
+        """Whether the last context stood among the `window` ones before it, from `first` on."""
+        last = len(self.hashes) - 1
+        return self.hashes[last] in self.hashes[max(first, last - window) : last]
+
+
+def _hashed(ids: list[int]) -> int:
+    """The hash of a context, modulo 2^64."""
+    value = 1
+    for token in ids:
+        value = ((value + token) * _MULTIPLIER + 1) & _MASK
+    return value
+
+
+@dataclass(frozen=True)
+class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
+    """Log-probabilities after one tournament per key, in contexts that are new.
+
+    Contexts are the last `ngram_len` - 1 generated ids, after zeros; one that stood among the last
+    `context_history_size` is not marked. Source: Dathathri et al. 2024 (doi
+    10.1038/s41586-024-08025-4); SynthIDTextWatermarkLogitsProcessor.
+    """
+
+    ngram_len: int
+    keys: Any
+    sampling_table_size: int
+    sampling_table_seed: int
+    context_history_size: int
+    device: Any = "cpu"
+    skip_first_ngram_calls: bool = False
+    debug_mode: bool = False
+    _by_hand: list[tuple[_Contexts, list[int]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    _layers: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        keys = tuple(plain(self.keys)) if hasattr(self.keys, "__iter__") else self.keys
+        object.__setattr__(self, "keys", keys)
+        values = {one.name: getattr(self, one.name) for one in fields(Config)}
+        Config.from_dict(values)
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
+        contexts = self._contexts(rows) if remembers(rows) else self._called(rows)
+        result = torch.ones_like(scores) if self.debug_mode else scores.clone()
+        marked = [r for r, context in enumerate(contexts) if context is not None]
+        step = max(_BLOCK // scores.shape[-1], 1)
+        for begin in range(0, len(marked), step):
+            block = marked[begin : begin + step]
+            at = torch.tensor(block, device=scores.device)
+            result[at] = self._marked(result[at], [contexts[r] or 0 for r in block])
+        return result
+
+    def _contexts(self, rows: Rows) -> list[int | None]:
+        """Per row the hash of its context, or None where nothing is marked."""
+        found = []
+        for r, sequence in enumerate(rows.sequences):
+            key = f"contexts of {self.ngram_len}"
+            memory = sequence.memo.setdefault(key, _Contexts(sequence.request.prompt_visible))
+            memory.read(rows.table.data[sequence.line], int(rows.lengths[r]), self.ngram_len - 1)
+            found.append(self._new(memory))
+        return found
+
+    def _called(self, rows: Rows) -> list[int | None]:
+        """As `_contexts`, for the next call by hand: what was generated is each call's last id."""
+        if len(self._by_hand) != len(rows):
+            self._by_hand[:] = [(_Contexts(0), []) for _ in range(len(rows))]
+        else:
+            for (_, ids), line, length in zip(self._by_hand, rows.ids(), rows.lengths, strict=True):
+                ids.append(int(line[length - 1]))
+        for memory, ids in self._by_hand:
+            memory.read(np.array(ids, dtype=np.int64), len(ids), self.ngram_len - 1)
+        return [self._new(memory) for memory, _ in self._by_hand]
+
+    def _new(self, memory: _Contexts) -> int | None:
+        """The hash of the last context, None if it is a repeated or a skipped one."""
+        first = self.ngram_len - 1 if self.skip_first_ngram_calls else 0
+        skipped = len(memory.hashes) <= first
+        if skipped or memory.repeated(first, self.context_history_size):
+            return None
+        return memory.hashes[-1]
+
+    def _marked(self, scores: Tensor, contexts: list[int]) -> Tensor:
+        """(R, V) scores -> log-probabilities after the tournament; `contexts`: R hashes."""
+        p = torch.softmax(scores, dim=-1)
+        for layer in range(len(self.keys)):
+            g = self._tokens_g(layer, contexts, scores)
+            mass = (g * p).sum(dim=1, keepdim=True)
+            p = p * (1 + g - mass)
+        logs = torch.log(p)
+        return torch.where(torch.isfinite(logs), logs, torch.finfo(logs.dtype).min)
+
+    def _tokens_g(self, layer: int, contexts: list[int], scores: Tensor) -> Tensor:
+        """(R, V) the g-value of every token after R contexts."""
+        size, width = self.sampling_table_size, scores.shape[-1]
+        if size & (size - 1) == 0 and size <= _PERIODIC:
+            # Modulo a power of 2 a g-value depends on context + token modulo that power alone.
+            wide = self._periodic(size + width, scores)[layer]
+            parts = [wide[context % size :][:width] for context in contexts]
+            return torch.stack(parts) if len(parts) > 1 else parts[0][None]
+        tokens = np.arange(width, dtype=np.uint64)
+        hashes = np.array(contexts, dtype=np.uint64)[:, None]
+        g = self._g(_step(hashes, tokens), [self.keys[layer]])[..., 0]
+        return torch.from_numpy(g).to(scores)
+
+    def _periodic(self, width: int, scores: Tensor) -> Tensor:
+        """(depth, width) the g-values of every context + token from 0 on."""
+        key = (width, scores.dtype, scores.device)
+        if key not in self._layers:
+            size = self.sampling_table_size
+            one = self._g(_step(np.uint64(0), np.arange(size, dtype=np.uint64)), self.keys)
+            self._layers[key] = torch.from_numpy(np.resize(one, (width, len(self.keys))).T).to(
+                scores, memory_format=torch.contiguous_format
+            )
+        return self._layers[key]
+
+    def _g(self, hashes: np.ndarray, keys: Sequence[int]) -> np.ndarray:
+        """(..., depth) the g-values of hashed n-grams (...)."""
+        mixed = _step(hashes[..., None], np.array(keys, dtype=np.int64).astype(np.uint64))
+        # As signed numbers, whose remainder takes the sign of the table's size.
+        place = mixed.astype(np.int64) % self.sampling_table_size
+        return _table(self.sampling_table_size, self.sampling_table_seed)[place]
+
+    def compute_g_values(self, input_ids: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T - n + 1, depth) the g-values of their n-grams."""
+        ids = _rectangle(input_ids)
+        windows = np.lib.stride_tricks.sliding_window_view(ids, self.ngram_len, axis=1)
+        return torch.from_numpy(self._g(_hashes(windows), self.keys)).to(input_ids.device)
+
+    def compute_context_repetition_mask(self, input_ids: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T - n + 1) bool: whether the n-gram's context is a new one."""
+        ids = _rectangle(input_ids)
+        windows = np.lib.stride_tricks.sliding_window_view(ids[:, :-1], self.ngram_len - 1, axis=1)
+        hashes = _hashes(windows)
+        new = np.ones(hashes.shape, dtype=bool)
+        for b, row in enumerate(hashes.tolist()):
+            seen: dict[int, int] = {}
+            for place, value in enumerate(row):
+                new[b, place] = place - seen.get(value, -math.inf) > self.context_history_size
+                seen[value] = place
+        return torch.from_numpy(new).to(input_ids.device)
+
+    def compute_eos_token_mask(self, input_ids: Tensor, eos_token_id: int) -> Tensor:
+        """(B, T) ids -> (B, T) 1 before the first end token, 0 from it on."""
+        _rectangle(input_ids)
+        return (input_ids.eq(eos_token_id).cumsum(dim=1) == 0).to(torch.int64)
+
+    def expected_mean_g_value(self, vocab_size: int, coinflip_prob: float = 0.5) -> float:
+        """The mean g-value that one layer reaches if all tokens are equally likely."""
+        return coinflip_prob + coinflip_prob * (1 - coinflip_prob) * (1 - 1 / vocab_size)
+
+
+def _rectangle(input_ids: Tensor) -> np.ndarray:
+    if input_ids.dim() != 2:
+        text = message(
+            "input_ids is no rectangle",
+            wanted="a tensor of shape (rows, length)",
+            got=tuple(input_ids.shape),
+            do="Pass one row of ids per text",
+        )
+        raise RequestError(text)
+    ids: np.ndarray = input_ids.detach().cpu().numpy()
+    return ids
+
+
+def _hashes(windows: np.ndarray) -> np.ndarray:
+    """(..., n) ids -> (...) hashes."""
+    hashes = np.ones(windows.shape[:-1], dtype=np.uint64)
+    for k in range(windows.shape[-1]):
+        hashes = _step(hashes, windows[..., k].astype(np.uint64))
+    return hashes
+
+
+def _step(hashes: Any, data: np.ndarray) -> np.ndarray:
+    """One step of the linear congruential generator, modulo 2^64."""
+    with np.errstate(over="ignore"):
+        mixed: np.ndarray = (hashes + data) * np.uint64(_MULTIPLIER) + np.uint64(1)
+    return mixed
+
+
+@lru_cache(maxsize=8)
+def _table(size: int, seed: int) -> np.ndarray:
+    """(size,) random bits."""
+    generator = torch.Generator().manual_seed(seed)
+    bits: np.ndarray = torch.randint(0, 2, (size,), generator=generator).numpy()
+    return bits

@@ -11,8 +11,10 @@ import torch
 import transformers.generation as reference
 
 from everystep import outputs
+from everystep.api.load import from_weights
 from everystep.errors import RequestError
 from everystep.types import FinishReason
+from tests.outputs.test_transition_scores import tiny_t5
 
 NAMES = [
     "GenerateDecoderOnlyOutput",
@@ -110,3 +112,33 @@ def test_it_is_shown_by_shapes() -> None:
         "finish_reasons=[FinishReason(kind='length', matched=None)], sequences=<(1, 3) int64>, "
         "scores=<2 of <(1, 5) float32>>, hidden_states=<1 of <1 of <(1, 1, 2) float32>>>)"
     )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_what_an_encoder_shows_is_the_references(side: str, beams: int) -> None:
+    theirs = tiny_t5()
+    theirs.set_attn_implementation("eager")
+    settings = {**theirs.config.to_dict(), "is_encoder_decoder": True}
+    ours = from_weights(settings, theirs.state_dict(), dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0] if side == "right" else [0, 1, 1, 1]])
+    found = [
+        model.generate(
+            torch.tensor([[7, 8, 9, 10], [11, 12, 13, 14]]),
+            attention_mask=mask,
+            num_beams=beams,
+            max_new_tokens=4,
+            return_dict_in_generate=True,
+            output_hidden_states=True,
+            output_attentions=True,
+        )
+        for model in (ours, theirs)
+    ]
+    for name, real in (("encoder_hidden_states", mask), ("encoder_attentions", mask[:, None])):
+        one, other = (getattr(out, name) for out in found)
+        assert [layer.shape for layer in one] == [layer.shape for layer in other]
+        for layer, wanted in zip(one, other, strict=True):
+            keep = real[..., None].bool().expand_as(layer)
+            torch.testing.assert_close(layer[keep], wanted[keep], atol=1e-6, rtol=0)
+    names = [[name for name in out if name != "past_key_values"] for out in found]
+    assert names[0] == names[1]

@@ -25,7 +25,7 @@ from everystep.config.effective import for_rows
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
-from everystep.nn.network import KvShape
+from everystep.nn.network import Heard, KvShape
 from everystep.processors.build import build
 from everystep.processors.facts import Facts
 from everystep.processors.stacking import varies
@@ -77,8 +77,8 @@ class Host(Protocol):
         """Whether an encoder reads the prompt."""
         ...
 
-    def encode(self, prompt: Prompt) -> Tensor:
-        """(S, E) encoder states of one prompt."""
+    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
+        """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""
         ...
 
     def executor(self) -> Executor:
@@ -101,6 +101,18 @@ class UserParts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Encoder:
+    """What the encoder showed of B rows, padding left empty: `layers`, (B, S, E) each, the last
+    one normalised; `attentions`, (B, H, S, S) each; None where they were not asked for. `starts`:
+    (B,) where each row begins in a rectangle of `width` positions."""
+
+    starts: tuple[int, ...]
+    width: int
+    layers: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """Frozen choices of a call and its inputs; makes the requests."""
 
@@ -114,6 +126,7 @@ class Call:
     vocabulary: int
     encoder_ids: Sequence[np.ndarray] = ()
     past: Cache | None = None
+    encoder: Encoder | None = None
 
     @property
     def wants(self) -> Wants:

@@ -179,10 +179,7 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     past = leave(call, groups, model, source.places) if call.keeps_cache else None
     if not asked:
         return rectangle.sequences(call, groups, model.device)
-    encoder = None
-    if model.is_encoder_decoder:
-        encoder = {"encoder_attentions": None, "encoder_hidden_states": None}
-    out = rectangle.output(call, groups, collector, encoder, model.device)
+    out = rectangle.output(call, groups, collector, model.device)
     out.past_key_values = past
     out.timings = timings
     return out

@@ -19,7 +19,7 @@ from everystep.executors.base import Executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model, named_weights
 from everystep.models.device import usable_device
-from everystep.nn.network import KvShape
+from everystep.nn.network import Heard, KvShape
 from everystep.types import Prompt
 
 
@@ -134,9 +134,9 @@ class LanguageModel:
         """A fresh executor with no rows."""
         return TorchExecutor(self._core)
 
-    def encode(self, prompt: Prompt) -> Tensor:
-        """(S, E) encoder states of one prompt."""
-        return self._core.encode(prompt)
+    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
+        """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""
+        return self._core.encode(prompt, heard)
 
     def __call__(
         self,

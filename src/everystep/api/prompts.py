@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.call import Call, Host
+from everystep.api.call import Call, Encoder, Host
 from everystep.api.inputs import Inputs, read_inputs, read_mask
 from everystep.api.resolve import Tokens
 from everystep.config import Effective
 from everystep.errors import RequestError, message
-from everystep.types import Prompt
+from everystep.nn.network import Heard
+from everystep.types import Prompt, Wants
 
 Given = Mapping[str, Any]
 
@@ -30,12 +31,14 @@ _ENCODER_ONLY = ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs
 class Source:
     """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done.
 
-    `places`: (B,) where the states of each row stand in the rectangle that was passed.
+    `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
+    positions.
     """
 
     prompts: tuple[Prompt, ...] = ()
     states: tuple[Tensor, ...] = ()
     places: tuple[np.ndarray, ...] = ()
+    width: int = 0
 
     @property
     def ids(self) -> list[np.ndarray]:
@@ -111,10 +114,45 @@ def encode(call: Call, model: Host, source: Source) -> Call:
     """The call, each row of it with its encoder states; as it was without an encoder."""
     if not source.prompts and not source.states:
         return call
-    states = source.states or tuple(model.encode(prompt) for prompt in source.prompts)
+    asked = call.wants.layers or call.wants.attentions
+    heard = [Heard() if asked else None for _ in source.prompts]
+    states = source.states or tuple(map(model.encode, source.prompts, heard))
     inputs = replace(call.inputs, prompts=_with_states(call.inputs.prompts, states))
     user = replace(call.user, negative=_with_states(call.user.negative, states))
-    return replace(call, inputs=inputs, user=user)
+    told = [one for one in heard if one is not None]
+    return replace(call, inputs=inputs, user=user, encoder=_shown(call.wants, source, told))
+
+
+def _shown(wants: Wants, source: Source, heard: list[Heard]) -> Encoder:
+    """What the rows' encoders told, each at its place in the rectangle that was passed."""
+    starts = tuple(int(place[0]) for place in source.places)
+    width = source.width or max(int(place[-1]) + 1 for place in source.places)
+    layers = [one.layers for one in heard] if wants.layers else []
+    attentions = [one.attentions for one in heard] if wants.attentions else []
+    return Encoder(
+        starts, width, _placed(layers, starts, width, 1), _placed(attentions, starts, width, 2)
+    )
+
+
+def _placed(
+    rows: list[list[Tensor]], starts: tuple[int, ...], width: int, axes: int
+) -> tuple[Tensor, ...] | None:
+    """Per layer, (1, ..., S, ...) of every row -> one tensor; the S of the last two axes grow.
+
+    `axes`: 1 for (S, E) with positions first, 2 for (S, S).
+    """
+    if not rows:
+        return None
+
+    def grown(layer: Tensor, start: int) -> Tensor:
+        behind = width - start - layer.shape[-2]
+        last = (start, behind) if axes == 2 else (0, 0)
+        return torch.nn.functional.pad(layer[0], (*last, start, behind))
+
+    return tuple(
+        torch.stack([grown(layer, start) for layer, start in zip(told, starts, strict=True)])
+        for told in zip(*rows, strict=True)
+    )
 
 
 def _with_states(prompts: tuple[Prompt, ...], states: tuple[Tensor, ...]) -> tuple[Prompt, ...]:
@@ -163,7 +201,7 @@ def _read_source(model: Host, given: Given, tokens: Tokens) -> tuple[Source, int
         return Source(states=states, places=places), len(states)
     read = _read_rectangle(model, given, tokens)
     places = tuple(read.places(row) for row in range(read.batch))
-    return Source(prompts=read.prompts, places=places), read.batch
+    return Source(read.prompts, (), places, read.prompt_width), read.batch
 
 
 def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:

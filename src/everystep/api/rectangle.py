@@ -43,7 +43,6 @@ def output(
     call: Call,
     groups: list[Group],
     collector: Collector,
-    encoder: dict[str, Any] | None,
     device: torch.device,
 ) -> Any:
     """The output object of the reference for this kind of model and strategy, with our extras."""
@@ -70,12 +69,16 @@ def output(
     fields["prompt_length"] = call.inputs.prompt_width
     fields["effective_config"] = effective
     beams = isinstance(call.strategy, Beam)
-    if encoder is None:
+    if call.encoder is None:
         fields |= {"hidden_states": layers, "attentions": attentions}
         plain = GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput
         return plain(**fields)
-    fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions, **encoder}
-    fields["cross_attentions"] = collector.cross_steps() if attentions is not None else None
+    fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions}
+    fields["encoder_hidden_states"] = call.encoder.layers
+    fields["encoder_attentions"] = call.encoder.attentions
+    starts = np.repeat(np.array(call.encoder.starts), call.strategy.width)
+    across = collector.cross_steps(starts, call.encoder.width) if attentions is not None else None
+    fields["cross_attentions"] = across
     kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
     return kind(**fields)
 

@@ -79,10 +79,14 @@ class Collector:
         steps = self._capture_steps(lambda capture: capture.attentions, _pad_attentions, pads)
         return tuple(tuple(map(_in_window, layers, self._windows(layers))) for layers in steps)
 
-    def cross_steps(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Per step, per layer: (slots, H, T, S) attention over the encoder states."""
-        none = np.zeros(self.slots, dtype=np.int64)
-        return self._capture_steps(lambda capture: capture.cross_attentions, _no_pad, none)
+    def cross_steps(self, starts: np.ndarray, width: int) -> tuple[tuple[Tensor, ...], ...]:
+        """Per step, per layer: (slots, H, T, S) attention over the encoder states of each slot,
+        which begin at `starts` of `width` positions."""
+
+        def place(attention: Tensor, start: int, whole: bool) -> Tensor:
+            return torch.nn.functional.pad(attention, (start, width - start - attention.shape[-1]))
+
+        return self._capture_steps(lambda capture: capture.cross_attentions, place, starts)
 
     def _windows(self, layers: Sequence[Tensor]) -> Sequence[int | None]:
         return self.windows or (None,) * len(layers)
@@ -132,7 +136,3 @@ def _in_window(attention: Tensor, window: int | None) -> Tensor:
     if window is None or queries == keys:
         return attention
     return attention[..., -(window - 1 + queries) :]
-
-
-def _no_pad(attention: Tensor, pad: int, whole: bool) -> Tensor:
-    return attention

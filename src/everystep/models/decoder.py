@@ -26,7 +26,7 @@ from everystep.nn.linear import (
     shared_linear,
     weights_of,
 )
-from everystep.nn.network import Context, Inputs, KvShape
+from everystep.nn.network import Context, Heard, Inputs, KvShape
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
 
@@ -118,7 +118,7 @@ class Decoder:
         cap = self.spec.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def encode(self, hidden: Tensor, seen: Tensor | None) -> Tensor:
+    def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
         """Never called: there is no encoder."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits, paired_logits
-from everystep.nn.network import Network
+from everystep.nn.network import Heard, Network
 from everystep.types import Prompt
 
 
@@ -71,8 +71,8 @@ class Model:
         return paired_logits(self.network, ids, attention_mask, inputs_embeds, decoder_input_ids)
 
     @torch.inference_mode()
-    def encode(self, prompt: Prompt) -> Tensor:
-        """Encoder states (S, E) of one prompt without padding."""
+    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
+        """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
         if not self.network.encodes:
             raise UnsupportedError(message("this model has no encoder"))
         if prompt.embeds is not None:
@@ -81,4 +81,4 @@ class Model:
             hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
         else:
             raise RequestError(message("there is nothing to encode", wanted="ids or embeddings"))
-        return self.network.encode(hidden[None], None)[0]
+        return self.network.encode(hidden[None], None, heard)[0]

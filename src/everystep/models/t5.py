@@ -19,9 +19,9 @@ from everystep.models.families import Family
 from everystep.models.names import Filled, Slot, linear, slot
 from everystep.models.spec import NormSpec
 from everystep.nn.activations import ACTIVATIONS, gated
-from everystep.nn.attention import Rule, additive, attend
+from everystep.nn.attention import Rule, additive, attend, probabilities
 from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
-from everystep.nn.network import Context, Inputs, KvShape
+from everystep.nn.network import Context, Heard, Inputs, KvShape
 from everystep.nn.norm import Norm
 from everystep.nn.relative_bias import RelativeBias
 
@@ -129,17 +129,22 @@ class T5:
         """(...,) ids -> (..., E)."""
         return look_up(self.table, tokens)
 
-    def encode(self, hidden: Tensor, seen: Tensor | None) -> Tensor:
+    def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
         """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E)."""
         places = torch.arange(hidden.shape[1], device=hidden.device)
         mask = self.encoder_bias(places, places)
         if seen is not None:
             mask = mask + additive(seen, hidden.dtype)[:, None, None]
         for layer in self.encoder:
-            mixed = self._look(layer.qkv(layer.norm(hidden)), mask)
+            if heard is not None:
+                heard.layers.append(hidden)
+            mixed = self._look(layer.qkv(layer.norm(hidden)), mask, heard)
             hidden = layer.out.add_to(hidden, mixed)
             hidden = self._feed_forward(layer, hidden)
-        return self.encoder_norm(hidden)
+        states = self.encoder_norm(hidden)
+        if heard is not None:
+            heard.layers.append(states)
+        return states
 
     def across(self, encoder: Tensor) -> Tensor:
         """Encoder states (S, E) -> their keys and values for every layer, (L, 2, K, S, D)."""
@@ -171,11 +176,13 @@ class T5:
         """Normalised decoder states (..., E) -> (..., V)."""
         return self.head(hidden * self.spec.width**-0.5 if self.spec.scaled else hidden)
 
-    def _look(self, qkv: Tensor, mask: Tensor) -> Tensor:
+    def _look(self, qkv: Tensor, mask: Tensor, heard: Heard | None) -> Tensor:
         """(B, S, 3 * H * D) -> (B, S, H * D): every position sees every other."""
         batch, length = qkv.shape[:2]
         apart = qkv.view(batch, length, 3, self.spec.heads, self.spec.head_dim)
         q, k, v = apart.permute(2, 0, 3, 1, 4)
+        if heard is not None:
+            heard.attentions.append(probabilities(q @ k.transpose(-1, -2), _RULE, mask))
         return attend(q, k, v, _RULE, mask).transpose(1, 2).reshape(batch, length, -1)
 
     def _feed_forward(self, layer: EncoderLayer | DecoderLayer, hidden: Tensor) -> Tensor:

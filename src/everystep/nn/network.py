@@ -5,7 +5,7 @@ These protocols are all that executors, caches and networks know of each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -54,6 +54,15 @@ class Inputs:
     lengths: Tensor
 
 
+@dataclass(slots=True, eq=False)
+class Heard:
+    """What an encoder showed on the way: `layers`, (B, S, E) each, the embeddings first and the
+    normalised states last; `attentions`, (B, H, S, S) each."""
+
+    layers: list[Tensor] = field(default_factory=list)
+    attentions: list[Tensor] = field(default_factory=list)
+
+
 class Network(Protocol):
     """Weights that turn inputs into hidden states and hidden states into logits."""
 
@@ -86,8 +95,11 @@ class Network(Protocol):
         """Normalised hidden states (..., E) -> (..., V)."""
         ...
 
-    def encode(self, hidden: Tensor, seen: Tensor | None) -> Tensor:
-        """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E)."""
+    def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
+        """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E).
+
+        What the layers show is added to `heard`.
+        """
         ...
 
     def across(self, encoder: Tensor) -> Tensor:

@@ -44,5 +44,5 @@ def test_only_the_import_changes(path: Path, folder: Path, monkeypatch: pytest.M
 
 
 def test_there_are_scripts_of_every_kind() -> None:
-    kinds = {"chat", "batch", "beams", "custom"}
+    kinds = {"chat", "batch", "streaming", "beams", "custom"}
     assert {path.stem for path in SCRIPTS} == kinds

@@ -32,7 +32,7 @@ outputs = model.generate(
     return_dict_in_generate=True,
     output_scores=True,
 )
-print(type(outputs).__name__, len(outputs.scores), outputs[0].shape)
+print(type(outputs).__name__, list(outputs.keys()), len(outputs.scores), outputs[0].shape)
 transition_scores = model.compute_transition_scores(
     outputs.sequences, outputs.scores, outputs.beam_indices, normalize_logits=False
 )

@@ -167,6 +167,7 @@ NOTICES: list[dict[str, Any]] = [
     {"eos_token_id": -1},
     {"min_new_tokens": 3, "min_length": 9},
     {"pad_token_id": -1},
+    {"cache_config": {"nbits": 4}},
     *[{name: value} for name, value in
       {"dry_base": 1.5, "dry_allowed_length": 3, "dry_sequence_breakers": [7],
        "xtc_threshold": 0.2, "mirostat_eta": 0.2, "dynatemp_exponent": 2.0}.items()],

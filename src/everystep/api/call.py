@@ -114,7 +114,10 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Frozen choices of a call and its inputs; makes the requests."""
+    """Frozen choices of a call and its inputs; makes the requests.
+
+    `past`: the cache object that it continues from, if that holds something, and fills.
+    """
 
     effective: Effective
     tokens: Tokens
@@ -144,9 +147,12 @@ class Call:
     @property
     def keeps_cache(self) -> bool:
         """Whether what the rows hold at the end is part of the result."""
-        e = self.effective
-        returned = bool(e.return_dict_in_generate) and e.use_cache is not False
-        return self.past is not None or returned
+        return self.past is not None
+
+    @property
+    def positions(self) -> int:
+        """How many positions of a row are cached in the end, at most: all but the last token."""
+        return self.inputs.total_width + self.limits.new - 1
 
     @property
     def lingers(self) -> bool:

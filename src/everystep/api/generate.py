@@ -15,6 +15,7 @@ from torch import Tensor
 
 from everystep.api import rectangle
 from everystep.api.arguments import callables, require, require_one, split
+from everystep.api.caches import with_cache
 from everystep.api.call import Call, Host, UserParts, resolve
 from everystep.api.custom import run_loop, take_own
 from everystep.api.healing import Continue, check_healing, healed
@@ -60,7 +61,7 @@ def generate(
     delivery = None if streamer is None else _delivery(call, streamer, tokenizer)
     with torch.inference_mode():
         if call.effective.token_healing:
-            call = _heal(model, call)
+            call = with_cache(_heal(model, call), model, source, None)
         call = encode(call, model, source)
         if loop is not None:
             return run_loop(model, call, user, own)
@@ -123,9 +124,9 @@ def prepare(
         context=model.context,
         encoder_ids=source.ids,
     )
-    continuing = continued(inputs, past, call.strategy.width)
-    call = replace(call, inputs=continuing, past=past)
-    require_possible(call, user.get("custom_generate"))
+    call = replace(call, inputs=continued(inputs, past, call.strategy.width))
+    require_possible(call, past, user.get("custom_generate"))
+    call = with_cache(call, model, source, past)
     for notice in (*call.effective.notices, *padding_notices(given, inputs, tokens)):
         warnings.warn(notice, stacklevel=4)
     return call, source
@@ -176,7 +177,7 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     groups = [engine.submit(request) for request in requests]
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)
-    past = leave(call, groups, model, source.places) if call.keeps_cache else None
+    past = leave(call, groups, source.places)
     if not asked:
         return rectangle.sequences(call, groups, model.device)
     out = rectangle.output(call, groups, collector, model.device)

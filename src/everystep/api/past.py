@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everystep.api.call import Call, Host
 from everystep.api.inputs import Inputs
-from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
+from everystep.cache.containers import Cache, EncoderDecoderCache
 from everystep.cache.layers import CacheLayer, QuantizedLayer
 from everystep.config import Effective
 from everystep.errors import RequestError, message
@@ -33,7 +33,7 @@ def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cach
         _refuse("is no cache of this library", wanted.__name__, type(cache).__name__, do)
     if effective.use_cache is False:
         _refuse("contradicts use_cache=False", "one of the two", "both", "Leave one of them out")
-    if effective.cache_implementation is not None:
+    if "cache_implementation" in effective.caller:
         got = f"cache_implementation={effective.cache_implementation!r} too"
         _refuse("is the cache already", "one of the two", got, "Leave cache_implementation out")
     _require_shape(cache, model)
@@ -91,34 +91,41 @@ def continued(inputs: Inputs, cache: Cache | None, width: int) -> Inputs:
     return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
 
 
-def require_possible(call: Call, loop: object) -> None:
-    """Raises if a call needs more of its cache than that can do; `loop`: the caller's own."""
-    cache, needs = call.past, call.strategy.needs
+def require_possible(call: Call, cache: Cache | None, loop: object) -> None:
+    """Raises if a call needs more than a past that was passed can give; `loop`: the caller's."""
     if cache is None:
         return
     if loop is not None or call.effective.token_healing:
         name = "token_healing" if loop is None else "custom_generate"
         _refuse(f"does not go with {name}", "one of the two", "both", f"Leave {name} out")
-    if "truncate" in needs and not cache.is_croppable:
-        kind, do = type(cache).__name__, "Pass a DynamicCache, or leave the drafts out"
-        _refuse("cannot be truncated", "a cache that can be: drafts may be rejected", kind, do)
-    if "columns" in needs:
+    require_abilities(call, cache, "past_key_values")
+    if "columns" in call.strategy.needs:
         _refuse("lacks hidden states", "none, for penalty_alpha", type(cache).__name__, None)
     if call.user.prompt_logprobs is not None:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both", None)
+
+
+def require_abilities(call: Call, cache: Cache, name: str) -> None:
+    """Raises if the call needs more than the cache, which the argument `name` chose, can do."""
+    if "truncate" in call.strategy.needs and not cache.is_croppable:
+        raise RequestError(
+            message(
+                f"{name} cannot be truncated",
+                wanted="a cache that can be: drafts may be rejected",
+                got=type(cache).__name__,
+                do="Choose a DynamicCache, or leave the drafts out",
+            )
+        )
     if "grow" not in cache.abilities:
-        _require_room(cache, call.inputs.total_width + call.limits.new - 1)
+        _require_room(cache, call.positions)
 
 
-def leave(
-    call: Call, groups: list[Group], model: Host, across_places: tuple[np.ndarray, ...]
-) -> Cache | None:
-    """What the rows hold in the end, in the cache that was passed or in a new one; None if the
-    strategy leaves no rows."""
-    pasts = [past for group in groups for past in group.pasts]
-    if not pasts:
+def leave(call: Call, groups: list[Group], across_places: tuple[np.ndarray, ...]) -> Cache | None:
+    """The call's cache, which holds what the rows hold in the end; None if the call has none, or
+    its strategy leaves no rows."""
+    pasts, cache = [past for group in groups for past in group.pasts], call.past
+    if cache is None or not pasts:
         return None
-    cache = _empty(model) if call.past is None else call.past
     places = [_row_places(call, row, past.length) for row, past in enumerate(pasts)]
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     _fill(own, _placed([past.kv for past in pasts], places))
@@ -212,12 +219,6 @@ def _behind(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
         positions = torch.cat([lead, positions], dim=-1)
     past = Past(count, kv[..., inputs.seen[row], :]) if count else None
     return replace(prompt, positions=positions, past=past)
-
-
-def _empty(model: Host) -> Cache:
-    windows = list(model.windows) or [None] * model.kv_shape.layers
-    own = DynamicCache.of_windows(windows)
-    return EncoderDecoderCache(own, DynamicCache()) if model.is_encoder_decoder else own
 
 
 def _row_places(call: Call, row: int, length: int) -> np.ndarray:

@@ -21,22 +21,18 @@ from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample
 from everystep.text import Spelling
 
 _LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
-_DYNAMIC = "Leave it out: keys and values are kept, and grow as they must"
 _BEAMS = "Set num_beams alone, or bad_words_ids and sequence_bias to steer words"
 LATER = {
     "assistant_early_exit": ("speculation with the model's own early layers", _LOOKUP),
     "dola_layers": ("DoLa", "Leave it out, or set penalty_alpha and top_k for contrastive search"),
     "constraints": ("constrained beams", _BEAMS),
     "force_words_ids": ("constrained beams", _BEAMS),
-    "cache_implementation": ("choosing a cache", _DYNAMIC),
-    "cache_config": ("choosing a cache", _DYNAMIC),
     "use_mtp": ("multi-token prediction heads", _LOOKUP),
     "speculation_type": ("block drafters", _LOOKUP),
     "low_memory": ("sequential beams", "Leave it out: beams share their prompt's memory"),
     "compile_config": ("compiled forwards", "Leave it out: forwards run as they are"),
     "assistant_ensemble_weight": ("ensemble verification", _LOOKUP),
     "num_beam_groups": ("diverse beams", "Set num_beams with do_sample=True for various beams"),
-    "max_cache_len": ("choosing a cache", _DYNAMIC),
     "continuous_batching_config": (
         "settings of the continuous scheduler",
         "Call everystep.generate(model, tokenizer, prompts), which schedules by itself",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from everystep.api.arguments import CONFIG_FIELDS, callables, refuse_unknown
+from everystep.api.caches import refuse_choice
 from everystep.api.call import Call, UserParts, resolve
 from everystep.api.generate import continue_by_one
 from everystep.api.healing import check_healing, healed
@@ -76,6 +77,7 @@ class Session:
         passed: GenerationConfig | None = self._user["generation_config"]
         self._effective = merge_configs(options, passed, model.generation_config)
         refuse_unbuilt(self._effective)
+        refuse_choice(self._effective)
         for notice in self._effective.notices:
             warnings.warn(notice, stacklevel=4)
         self._tokens = read_tokens(self._effective, model.vocab_size)

@@ -47,7 +47,9 @@ def static_layer(max_cache_len: int, window: int | None) -> StaticLayer:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Per layer of a configuration, how far it looks back; None for all the way."""
+    """Per layer of a configuration, or as listed, how far it looks back; None for all the way."""
+    if isinstance(config, list):
+        return config
     text = getattr(config, "get_text_config", None)
     if callable(text):
         config = text(decoder=True)

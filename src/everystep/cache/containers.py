@@ -187,7 +187,7 @@ class DynamicCache(Cache):
     """Grows with what is stored; layers with a window keep the window.
 
     `ddp_cache_data`: (keys, values) per layer to begin with. `config`: the model's configuration,
-    which tells windows; without it every layer keeps everything.
+    which tells windows, or a list of them; without it every layer keeps everything.
     """
 
     def __init__(
@@ -205,13 +205,6 @@ class DynamicCache(Cache):
         for index, one in enumerate(given):
             if one[0] is not None:
                 self.update(one[0], one[1], index)
-
-    @classmethod
-    def of_windows(cls, windows: Iterable[int | None]) -> DynamicCache:
-        """An empty cache with one layer per window, or None for all positions."""
-        cache = cls()
-        cache.layers, cache.layer_class_to_replicate = [dynamic_layer(w) for w in windows], None
-        return cache
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Iterable[Sequence[Any]] | None) -> DynamicCache:

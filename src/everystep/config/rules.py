@@ -199,6 +199,14 @@ _CACHING = (
         "max_cache_len has an effect on static caches only",
         "Set cache_implementation='static', or leave max_cache_len out",
     ),
+    Rule(
+        "notice",
+        "cache_implementation",
+        "cache_config",
+        lambda v: v["cache_config"] is not None and v["cache_implementation"] != "quantized",
+        "cache_config has an effect on quantised caches only",
+        "Set cache_implementation='quantized', or leave cache_config out",
+    ),
 )
 
 _OUTPUTS = tuple(

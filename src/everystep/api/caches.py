@@ -1,0 +1,99 @@
+"""Which cache object a call fills: the one that was passed, or a new one of the kind it names.
+
+`cache_implementation` names the kind, `cache_config` says how numbers are quantised, and
+`max_cache_len` is the least room of a static cache. What a kind cannot do is refused here, by the
+names of these fields. How a cache is read into rows and filled from them is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+from everystep.api.call import Call, Host
+from everystep.api.past import require_abilities
+from everystep.api.prompts import Source
+from everystep.cache.choices import read_quantization
+from everystep.cache.containers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    QuantizedCache,
+    StaticCache,
+)
+from everystep.config import Effective
+from everystep.config.fields import OLD_CACHES
+from everystep.errors import UnsupportedError, message
+
+_ABSENT = {
+    "offloaded": "Use 'dynamic', or 'quantized' to save memory",
+    "offloaded_static": "Use 'static', or 'quantized' to save memory",
+    "offloaded_hybrid": "Use 'static', or 'quantized' to save memory",
+    "offloaded_hybrid_chunked": "Use 'static', or 'quantized' to save memory",
+    "paged": "Call everystep.generate(model, tokenizer, prompts), whose rows share their memory",
+}
+"""Kinds that are not built -> what to do."""
+
+
+def with_cache(call: Call, model: Host, source: Source, passed: Cache | None) -> Call:
+    """The call with the cache that it fills: `passed`, a new one if one is returned, or none."""
+    if passed is not None:
+        return replace(call, past=passed)
+    if call.effective.use_cache is False:
+        return call
+    chosen = _chosen(call, model, source)
+    require_abilities(call, chosen, f"cache_implementation={_kind(call.effective)!r}")
+    return replace(call, past=chosen if call.effective.return_dict_in_generate else None)
+
+
+def refuse_choice(effective: Effective) -> None:
+    """Raises if the caller chose a cache for calls that return texts or events, and no cache."""
+    for name in ("cache_implementation", "cache_config", "max_cache_len"):
+        value = effective[name]
+        if name in effective.caller and value is not None and value != "dynamic":
+            _refuse(
+                f"{name} chooses the cache that model.generate returns; here none is returned",
+                f"{name}={value!r}",
+                f"Leave {name} out, or call model.generate",
+            )
+
+
+def _kind(effective: Effective) -> str:
+    """ "dynamic", "static" or "quantized"; UnsupportedError for what the caller cannot have."""
+    kind = effective.cache_implementation
+    # As in the reference, which once had a static cache of this name for what grows with a window.
+    if kind in (None, "hybrid"):
+        return "dynamic"
+    if kind not in _ABSENT:
+        return "static" if kind in OLD_CACHES else str(kind)
+    if effective.source("cache_implementation") != "checkpoint":
+        what = "cache_implementation asks for a cache that this version does not have"
+        _refuse(what, repr(kind), _ABSENT[kind])
+    # The tokens are the same, and the caller did not ask.
+    return "dynamic"
+
+
+def _chosen(call: Call, model: Host, source: Source) -> Cache:
+    """An empty cache of the kind that the configuration names."""
+    kind, layers = _kind(call.effective), model.kv_shape.layers
+    windows = list(model.windows) or [None] * layers
+    if kind == "quantized":
+        if model.is_encoder_decoder:
+            what = "a quantised cache is for models without an encoder"
+            _refuse(what, "cache_implementation='quantized'", "Use 'dynamic' or 'static'")
+        settings = call.effective.cache_config or {}
+        read_quantization(settings)
+        return QuantizedCache(**{"backend": "everystep", **settings, "config": windows})
+    if kind == "dynamic":
+        own, across = DynamicCache(config=windows), DynamicCache()
+        return EncoderDecoderCache(own, across) if model.is_encoder_decoder else own
+    room = max(call.positions, call.effective.max_cache_len or 0)
+    static = StaticCache(windows, room)
+    if not model.is_encoder_decoder:
+        return static
+    read = max(int(places[-1]) + 1 for places in source.places)
+    return EncoderDecoderCache(static, StaticCache([None] * layers, read))
+
+
+def _refuse(what: str, got: str, do: str) -> NoReturn:
+    raise UnsupportedError(message(what, got=got, do=do))

@@ -58,6 +58,11 @@ class Host(Protocol):
         ...
 
     @property
+    def config(self) -> Any:
+        """The values of config.json, as attributes."""
+        ...
+
+    @property
     def windows(self) -> Sequence[int | None]:
         """Per layer, how many positions it looks back; None for all."""
         ...

@@ -177,7 +177,9 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     groups = [engine.submit(request) for request in requests]
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)
-    past = leave(call, groups, source.places)
+    # What callers get they may change in place, so it must not be made in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        past = leave(call, groups, source.places)
     if not asked:
         return rectangle.sequences(call, groups, model.device)
     out = rectangle.output(call, groups, collector, model.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,23 +10,17 @@ from torch import Tensor
 
 from everystep.api.arguments import refuse_absent
 from everystep.api.custom import require_loop
+from everystep.api.forward import CausalLMOutput, cache_of_forward
 from everystep.api.generate import generate
 from everystep.api.transitions import compute_transition_scores
 from everystep.config import GenerationConfig
-from everystep.errors import ModelClassError, UnsupportedError, message
+from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model, named_weights
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
 from everystep.types import Prompt
-
-
-@dataclass(frozen=True)
-class CausalLMOutput:
-    """`logits`: (B, T, V)."""
-
-    logits: Tensor
 
 
 class LanguageModel:
@@ -143,27 +136,31 @@ class LanguageModel:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
         decoder_input_ids: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Logits of every position, (B, T, V), without a cache."""
-        with torch.inference_mode():
-            if self.is_encoder_decoder:
-                return CausalLMOutput(
-                    self._core.forward(
-                        input_ids, attention_mask, decoder_input_ids=decoder_input_ids
-                    )
-                )
-            if decoder_input_ids is not None:
-                raise UnsupportedError(
-                    message(
-                        "decoder_input_ids was given to a model without an encoder",
-                        do="Pass input_ids only",
-                    )
-                )
-            return CausalLMOutput(
-                self._core.forward(input_ids, attention_mask, position_ids, inputs_embeds)
+        """Logits of every position, (B, T, V), and the cache with these positions behind its own.
+
+        `input_ids` (B, T) or `inputs_embeds` (B, T, E) stand behind the S positions of
+        `past_key_values`, a cache object that is filled in place. `attention_mask` (B, S + T).
+        `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
+        none was passed; None: as the model's configuration says.
+        """
+        inputs = inputs_embeds if input_ids is None else input_ids
+        cache = cache_of_forward(self, inputs, past_key_values, use_cache)
+        # What callers get they may change in place, so it must not be made in inference mode.
+        with torch.no_grad():
+            logits = self._core.forward(
+                input_ids,
+                attention_mask,
+                position_ids,
+                inputs_embeds,
+                decoder_input_ids=decoder_input_ids,
+                cache=cache,
             )
+        return CausalLMOutput(logits, cache)
 
     compute_transition_scores = staticmethod(compute_transition_scores)
 

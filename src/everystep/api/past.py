@@ -27,15 +27,24 @@ def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cach
     cache = given.get("past_key_values")
     if cache is None:
         return None
-    wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
-    if not isinstance(cache, wanted):
-        do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
-        _refuse("is no cache of this library", wanted.__name__, type(cache).__name__, do)
+    cache = require_cache(cache, model)
     if effective.use_cache is False:
         _refuse("contradicts use_cache=False", "one of the two", "both", "Leave one of them out")
     if "cache_implementation" in effective.caller:
         got = f"cache_implementation={effective.cache_implementation!r} too"
         _refuse("is the cache already", "one of the two", got, "Leave cache_implementation out")
+    return cache
+
+
+def require_cache(cache: object, model: Host) -> Cache:
+    """The object, which is a cache that this model can go on from."""
+    wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
+    if not isinstance(cache, wanted):
+        do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
+        _refuse("is no cache of this library", wanted.__name__, type(cache).__name__, do)
+    if isinstance(cache, EncoderDecoderCache) and not model.is_encoder_decoder:
+        do = "Pass its self_attention_cache"
+        _refuse("is of a model with an encoder", "a plain cache", type(cache).__name__, do)
     _require_shape(cache, model)
     return cache
 
@@ -117,7 +126,7 @@ def require_abilities(call: Call, cache: Cache, name: str) -> None:
             )
         )
     if "grow" not in cache.abilities:
-        _require_room(cache, call.positions)
+        require_room(cache, call.positions)
 
 
 def leave(call: Call, groups: list[Group], across_places: tuple[np.ndarray, ...]) -> Cache | None:
@@ -149,17 +158,22 @@ def _require_shape(cache: Cache, model: Host) -> None:
     if lengths in ({0}, set()):
         return
     for layer in own.layers:
-        keys, values = _stored(layer)
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None:
+            raise RequestError(
+                message("a layer of past_key_values is empty", do="Fill all or none")
+            )
         got = (keys.shape[1], keys.shape[3], keys.dtype, keys.device.type)
         wanted = (shape.kv_heads, shape.head_dim, model.dtype, model.device.type)
         if got != wanted or keys.shape != values.shape:
             _refuse("is of another model", f"(heads, size, type, device) {wanted}", got, None)
 
 
-def _require_room(cache: Cache, needed: int) -> None:
+def require_room(cache: Cache, needed: int) -> None:
+    """Raises if so many positions do not fit into the cache."""
     rooms = [layer.get_max_length() for layer in cache.layers if not layer.is_sliding]
     if rooms and min(rooms) < needed:
-        do = "Make it with a larger max_cache_len, or lower max_new_tokens"
+        do = "Make it with a larger max_cache_len, or ask for fewer tokens"
         _refuse("is too small", f"room for {needed} positions", f"max_cache_len={min(rooms)}", do)
 
 

@@ -1,10 +1,16 @@
-"""The plain forward: a rectangle of tokens, no cache, every position looks at those before it."""
+"""The plain forward: a rectangle of tokens, in which every position looks at those before it.
+
+A cache object may hold what stands before the rectangle; it is filled as its layers are reached.
+This is what a loop of the caller's runs on. The engine's rows are not known here.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.cache.containers import Cache
 from everystep.errors import InvariantError, RequestError, message
 from everystep.nn.attention import Rule, additive, attend, attend_causally, visible
 from everystep.nn.network import Inputs, Network
@@ -12,7 +18,10 @@ from everystep.nn.relative_bias import RelativeBias
 
 
 class DenseContext:
-    """B rows of T positions that see each other; `seen` (B, T) tells real ones from padding."""
+    """B rows of T positions that see each other, behind those that `cache` holds.
+
+    `seen` (B, S) tells real positions from padding, the cached ones first.
+    """
 
     def __init__(
         self,
@@ -21,27 +30,33 @@ class DenseContext:
         seen: Tensor | None,
         across: Tensor | None = None,
         across_seen: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> None:
         self._shape = (batch, length)
+        self._cache = cache
+        self._start = 0 if cache is None else int(cache.get_seq_length())
         self._seen = seen
         self._across = across
         self._across_seen = across_seen
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(
         self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
     ) -> Tensor:
-        """Lets q (B * T, H, D) look at kv (B * T, 2, K, D), returns (B * T, H * D)."""
+        """Lets q (B * T, H, D) look at kv (B * T, 2, K, D) and at what is cached, and stores kv
+        there; returns (B * T, H * D)."""
         k, v = kv.view(*self._shape, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
+        if self._cache is not None:
+            k, v = self._cache.update(k, v, layer)
         q = q.view(*self._shape, *q.shape[1:]).transpose(1, 2)
-        if self._seen is None and rule.softcap is None and rule.window is None and bias is None:
+        alone = k.shape[2] == self._shape[1] and self._seen is None
+        if alone and rule.softcap is None and rule.window is None and bias is None:
             out = attend_causally(q, k, v, rule)
         else:
             groups = q.shape[1] // k.shape[1]
-            mask = self._mask(rule.window, q)
+            mask = self._mask(rule.window, k)
             if bias is not None:
-                places = torch.arange(self._shape[1], device=q.device)
-                mask = mask + bias(places, places)
+                mask = mask + bias(*self._places(k))
             out = attend(
                 q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), rule, mask
             )
@@ -61,17 +76,29 @@ class DenseContext:
     def keep(self, hidden: Tensor) -> None:
         """Nothing is kept."""
 
-    def _mask(self, window: int | None, like: Tensor) -> Tensor:
-        """(1 or B, 1, T, T)."""
-        if window not in self._masks:
-            places = torch.arange(self._shape[1], device=like.device)
-            seen = visible(places, places, window)[None, None]
+    def _places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(T,) and (S,) where the queries and keys (B, K, S, D) stand.
+
+        A layer shows its last positions, or room for more than there are.
+        """
+        stop = self._start + self._shape[1]
+        first = max(stop - keys.shape[2], 0)
+        queries = torch.arange(self._start, stop, device=keys.device)
+        return queries, torch.arange(first, first + keys.shape[2], device=keys.device)
+
+    def _mask(self, window: int | None, k: Tensor) -> Tensor:
+        """(1 or B, 1, T, S) for keys (B, K, S, D)."""
+        key = (window, k.shape[2])
+        if key not in self._masks:
+            queries, keys = self._places(k)
+            seen = visible(queries, keys, window)[None, None]
             if self._seen is not None:
+                real = F.pad(self._seen, (0, max(k.shape[2] - self._seen.shape[1], 0)))
                 # A row of padding that sees nothing would divide by zero: it sees itself.
-                itself = torch.eye(self._shape[1], dtype=torch.bool, device=like.device)
-                seen = seen & self._seen[:, None, None] | itself
-            self._masks[window] = additive(seen, like.dtype)
-        return self._masks[window]
+                itself = keys == queries[:, None]
+                seen = seen & real[:, None, None, keys] | itself
+            self._masks[key] = additive(seen, k.dtype)
+        return self._masks[key]
 
 
 def dense_logits(
@@ -80,13 +107,17 @@ def dense_logits(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,
+    cache: Cache | None = None,
 ) -> Tensor:
     """(B, T, V); see `Model.forward`."""
     hidden = _hidden(network, ids, inputs_embeds)
     batch, length = hidden.shape[:2]
-    places = torch.arange(length, device=network.device) if position_ids is None else position_ids
-    places = places.to(network.device).expand(batch, length)
-    context = DenseContext(batch, length, _seen(hidden, attention_mask))
+    start = 0 if cache is None else int(cache.get_seq_length())
+    seen = _seen(hidden, attention_mask, start)
+    if position_ids is None:
+        position_ids = torch.arange(start, start + length)
+    places = position_ids.to(network.device).expand(batch, length)
+    context = DenseContext(batch, length, seen, cache=cache)
     return _logits(network, hidden, places, context)
 
 
@@ -99,7 +130,7 @@ def paired_logits(
 ) -> Tensor:
     """(B, T, V) of the decoder's ids (B, T), after the encoder's inputs; see `Model.forward`."""
     read = _hidden(network, ids, inputs_embeds)
-    seen = _seen(read, attention_mask)
+    seen = _seen(read, attention_mask, 0)
     states = network.encode(read, seen)
     # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
     across = network.across(states.flatten(0, 1))
@@ -119,15 +150,16 @@ def _logits(network: Network, hidden: Tensor, places: Tensor, context: DenseCont
     return network.logits(out).view(batch, length, -1)
 
 
-def _seen(hidden: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """(B, T) which inputs are real, None where all are."""
+def _seen(hidden: Tensor, attention_mask: Tensor | None, start: int) -> Tensor | None:
+    """(B, start + T) which positions are real, None where all are."""
     if attention_mask is None:
         return None
-    if attention_mask.shape != hidden.shape[:2]:
+    wanted = (hidden.shape[0], start + hidden.shape[1])
+    if attention_mask.shape != wanted:
         raise RequestError(
             message(
                 "attention_mask does not fit the inputs",
-                wanted=tuple(hidden.shape[:2]),
+                wanted=f"{wanted}, cached positions included",
                 got=tuple(attention_mask.shape),
             )
         )

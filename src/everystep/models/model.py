@@ -1,7 +1,8 @@
 """A model: a network with the configuration it was made from, and a plain forward.
 
-A model never changes once it is built, so any number of calls may share it. It knows no cache: the
-plain forward looks at whole rectangles of tokens; executors run works against rows.
+A model never changes once it is built, so any number of calls may share it. It holds no cache: the
+plain forward reads rectangles of tokens, and a cache object that its caller keeps; executors run
+works against rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everystep.cache.containers import Cache
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits, paired_logits
@@ -50,12 +52,14 @@ class Model:
         inputs_embeds: Tensor | None = None,
         *,
         decoder_input_ids: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E), without a cache.
+        """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
-        `attention_mask` (B, T) hides padding on any side. Positions are 0..T-1 unless given, as in
-        the reference's `forward`. With an encoder these describe what it reads, and the logits are
-        those of `decoder_input_ids` (B, T).
+        They stand behind the S positions that `cache` holds, 0 without one, and are added to it.
+        `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
+        as in the reference's `forward`. With an encoder these describe what it reads, the logits
+        are those of `decoder_input_ids` (B, T), and there is no cache.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(
@@ -65,9 +69,18 @@ class Model:
                 )
             )
         if decoder_input_ids is None:
-            return dense_logits(self.network, ids, attention_mask, position_ids, inputs_embeds)
+            return dense_logits(
+                self.network, ids, attention_mask, position_ids, inputs_embeds, cache
+            )
         if position_ids is not None:
             raise UnsupportedError(message("this model has relative positions, not position_ids"))
+        if cache is not None:
+            raise UnsupportedError(
+                message(
+                    "a forward of a model with an encoder keeps no cache",
+                    do="Pass all decoder_input_ids each time, or call generate",
+                )
+            )
         return paired_logits(self.network, ids, attention_mask, inputs_embeds, decoder_input_ids)
 
     @torch.inference_mode()

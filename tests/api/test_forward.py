@@ -1,0 +1,163 @@
+"""`model(...)` with a cache: logits and caches are the reference's, in loops that callers write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import cache_utils as theirs
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.errors import EverystepError, RequestError, UnsupportedError
+from tests.api.test_past import IDS, MODELS, PADDED, PADDED_IDS, same
+
+DECODERS = ["llama", "qwen2", "windows"]
+
+
+def near(ours: Tensor, reference: Tensor) -> None:
+    torch.testing.assert_close(ours, reference, rtol=0, atol=1e-10)
+
+
+def loop(model: Any, ids: Tensor, past: Any, steps: int = 6) -> tuple[list[Tensor], Any]:
+    """A loop as people write it: the prompt, then one token at a time; logits are changed."""
+    seen, new, mask = [], ids, torch.ones_like(ids)
+    for _ in range(steps):
+        out = model(input_ids=new, attention_mask=mask, past_key_values=past, use_cache=True)
+        past, logits = out.past_key_values, out.logits[:, -1, :]
+        logits /= 0.7
+        seen.append(logits)
+        new = logits.argmax(-1, keepdim=True)
+        mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+    return seen, past
+
+
+def caches(kind: str, library: Any, model: Any) -> Any:
+    if kind == "dynamic":
+        return library.DynamicCache(config=model.config)
+    return library.StaticCache(model.config, max_cache_len=14) if kind == "static" else None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_loop_by_hand_gives_the_references_logits(family: str, kind: str) -> None:
+    results = [
+        loop(model, IDS, caches(kind, library, model))
+        for model, library in zip(MODELS[family], (theirs, es), strict=True)
+    ]
+    (logits, their_cache), (found, cache) = results
+    near(torch.stack(found), torch.stack(logits))
+    assert cache.get_seq_length() == int(their_cache.get_seq_length()) == 11
+    if kind != "static":
+        same(cache, their_cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("split", [1, 3, 5])
+@pytest.mark.parametrize("family", DECODERS)
+def test_pieces_are_the_whole_behind_padding(family: str, split: int) -> None:
+    reference, ours = MODELS[family]
+    places = (PADDED.cumsum(1) - 1).clamp(min=0)
+    given = {"attention_mask": PADDED, "position_ids": places}
+    expected = reference(PADDED_IDS, **given, use_cache=False).logits
+    past = es.DynamicCache(config=ours.config)
+    parts = []
+    for part in (slice(0, split), slice(split, 6)):
+        out = ours(
+            PADDED_IDS[:, part],
+            attention_mask=PADDED[:, : part.stop],
+            position_ids=places[:, part],
+            past_key_values=past,
+        )
+        assert out.past_key_values is past
+        parts.append(out.logits)
+    near(torch.cat(parts, dim=1)[PADDED.bool()], expected[PADDED.bool()])
+
+
+@torch.no_grad()
+def test_embeddings_and_generate_go_on_from_one_cache() -> None:
+    model = MODELS["llama"][1]
+    read = model(inputs_embeds=model.get_input_embeddings()(IDS))
+    assert read.past_key_values.get_seq_length() == 6 and read["logits"] is read[0]
+    whole = torch.cat([IDS, read.logits[:, -1:].argmax(-1)], dim=1)
+    out = model.generate(
+        whole, past_key_values=read.past_key_values, max_new_tokens=4, eos_token_id=96
+    )
+    assert torch.equal(out, model.generate(IDS, max_new_tokens=5, eos_token_id=96))
+    near(
+        model(out[:, -1:], past_key_values=read.past_key_values).logits[:, -1],
+        model(out).logits[:, -1],
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_cache_serves_a_loop(bits: int) -> None:
+    model = MODELS["llama"][1]
+    small = es.QuantizedCache("everystep", model.config, nbits=bits, q_group_size=2,
+                              residual_length=2)  # fmt: skip
+    found, past = loop(model, IDS, small)
+    expected, _ = loop(model, IDS, None)
+    assert past.get_seq_length() == 11
+    near(found[0], expected[0])
+    last = (found[1] - expected[1]).abs().max()
+    assert 0 < last < {8: 0.1, 4: 4.0}[bits]
+
+
+def test_caches_can_be_changed_in_place_afterwards() -> None:
+    model: LanguageModel = MODELS["llama"][1]
+    cache = es.StaticCache(model.config, 12)
+    model.generate(IDS, past_key_values=cache, max_new_tokens=3, eos_token_id=96)
+    cache.reset()
+    model(IDS, past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.layers[0].keys.any()
+
+
+def test_without_a_cache_nothing_is_kept() -> None:
+    model = MODELS["llama"][1]
+    out = model(IDS, use_cache=False)
+    assert out.past_key_values is None and list(out) == ["logits"] and len(out) == 1
+    assert len(model(IDS).to_tuple()) == 2
+
+
+def _small(**changes: Any) -> es.StaticCache:
+    model = MODELS["llama"][1]
+    cache = es.StaticCache(model.config, 7)
+    model(IDS[:1] if changes.get("rows") else IDS, past_key_values=cache)
+    return cache
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[EverystepError], str]] = {
+    "kind": ({"past_key_values": ()}, RequestError, "from_legacy_cache"),
+    "room": ({"past_key_values": _small()}, RequestError, "too small.*12 positions"),
+    "rows": ({"past_key_values": _small(rows=1)}, RequestError, "rows"),
+    "mask": ({"attention_mask": torch.ones(2, 5)}, RequestError, "cached positions included"),
+    "both": ({"inputs_embeds": torch.zeros(2, 6, 48)}, RequestError, "exactly one"),
+    "pair": (
+        {"past_key_values": es.EncoderDecoderCache(es.DynamicCache(), es.DynamicCache())},
+        RequestError,
+        "self_attention_cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    options, error, text = WRONG[name]
+    past = options.get("past_key_values")
+    before = getattr(past, "get_seq_length", lambda: 0)()
+    with pytest.raises(error, match=text):
+        MODELS["llama"][1](IDS, **options)
+    assert getattr(past, "get_seq_length", lambda: 0)() == before
+
+
+def test_an_encoder_keeps_no_cache_by_hand() -> None:
+    model = MODELS["t5"][1]
+    start = torch.zeros(2, 1, dtype=torch.long)
+    assert model(IDS, decoder_input_ids=start).past_key_values is None
+    with pytest.raises(UnsupportedError, match="all decoder_input_ids"):
+        model(IDS, decoder_input_ids=start, use_cache=True)

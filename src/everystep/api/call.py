@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,8 +86,8 @@ class Host(Protocol):
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""
         ...
 
-    def executor(self) -> Executor:
-        """A fresh executor with no rows."""
+    def executor(self, needs: Set[str] = frozenset()) -> Executor:
+        """A fresh executor with no rows that has the abilities in `needs`."""
         ...
 
 

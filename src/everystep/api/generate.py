@@ -173,7 +173,8 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     # and without a cache nothing of an earlier chunk would be left.
     whole = collector.captures or not cached
     lockstep = Lockstep(chunk=None if whole else _chunk(call))
-    engine = Engine(model.executor(), lockstep, observers, early=delivery is not None)
+    needs = frozenset().union(*(request.needs for request in requests))
+    engine = Engine(model.executor(needs), lockstep, observers, early=delivery is not None)
     groups = [engine.submit(request) for request in requests]
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from everystep.errors import (
     RequestError,
     message,
 )
+from everystep.executors.choice import ExecutorName
 from everystep.files.folder import open_folder
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
@@ -37,7 +38,7 @@ def load(
     dtype: torch.dtype | None = None,
     quantize: Quantize = "auto",
     device: str | torch.device = "cpu",
-    executor: Literal["auto", "torch"] = "auto",
+    executor: ExecutorName = "auto",
     offline: bool = False,
     progress: Progress | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
@@ -48,9 +49,11 @@ def load(
     "int4" (groups of 32) round the matrices of a model of floats; None makes floats of every
     weight, float32 without a `dtype`. Raises MissingFileError where there is no tokenizer, which
     `load_model` does without, and RequestError for rounding what is rounded already.
+    `executor`: "auto" runs every request on the native executor where that can do it, and on torch
+    operators otherwise; either can be named.
     """
-    device = usable_device(device)
-    local = _resolve(path, quantize, executor, offline, progress)
+    choices = _Choices(dtype, quantize, usable_device(device), executor)
+    local = _resolve(path, choices, offline, progress)
     if local.is_dir():
         found = open_folder(local)
         if found.tokenizer is None:
@@ -60,9 +63,9 @@ def load(
                     do="Load the model alone with everystep.load_model(path)",
                 )
             )
-        return _from_folder(local, dtype, quantize, device), Tokenizer.from_folder(local)
+        return _from_folder(local, choices), Tokenizer.from_folder(local)
     file = read_gguf(local)
-    return _from_gguf(file, local.stem, dtype, quantize, device), Tokenizer.from_gguf(file.metadata)
+    return _from_gguf(file, local.stem, choices), Tokenizer.from_gguf(file.metadata)
 
 
 def load_model(
@@ -71,16 +74,16 @@ def load_model(
     dtype: torch.dtype | None = None,
     quantize: Quantize = "auto",
     device: str | torch.device = "cpu",
-    executor: Literal["auto", "torch"] = "auto",
+    executor: ExecutorName = "auto",
     offline: bool = False,
     progress: Progress | None = None,
 ) -> LanguageModel:
     """The model that `path` stands for, without a tokenizer; arguments as `load`."""
-    device = usable_device(device)
-    local = _resolve(path, quantize, executor, offline, progress)
+    choices = _Choices(dtype, quantize, usable_device(device), executor)
+    local = _resolve(path, choices, offline, progress)
     if local.is_dir():
-        return _from_folder(local, dtype, quantize, device)
-    return _from_gguf(read_gguf(local), local.stem, dtype, quantize, device)
+        return _from_folder(local, choices)
+    return _from_gguf(read_gguf(local), local.stem, choices)
 
 
 def from_weights(
@@ -114,62 +117,62 @@ class _Tensors:
         return tensor if dtype is None else tensor.to(dtype)
 
 
-def _resolve(
-    path: Source, quantize: object, executor: object, offline: bool, progress: Progress | None
-) -> Path:
-    if quantize not in ("auto", "int8", "int4", None):
+@dataclass(frozen=True)
+class _Choices:
+    """What the caller of `load` chose beside the source."""
+
+    dtype: torch.dtype | None
+    quantize: Quantize
+    device: str | torch.device
+    executor: ExecutorName
+
+
+def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress | None) -> Path:
+    if choices.quantize not in ("auto", "int8", "int4", None):
         raise RequestError(
             message(
                 "there is no such way to quantise",
                 wanted="'auto', 'int8', 'int4' or None",
-                got=repr(quantize),
+                got=repr(choices.quantize),
                 do="Leave quantize out",
             )
         )
-    if executor not in ("auto", "torch"):
+    if choices.executor not in get_args(ExecutorName):
         raise RequestError(
             message(
                 "there is no such executor",
-                wanted="'auto' or 'torch'",
-                got=repr(executor),
+                wanted="'auto', 'native' or 'torch'",
+                got=repr(choices.executor),
                 do="Leave executor out",
             )
         )
     return resolve_source(path, offline=offline, progress=progress)
 
 
-def _from_folder(
-    folder: Path, dtype: torch.dtype | None, quantize: Quantize, device: str | torch.device
-) -> LanguageModel:
+def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
     if folder_format(found.config) is None:
-        rounding = None if quantize == "auto" else quantize
-        core = build_model(
-            found.config, found.weights(), dtype=dtype, device=device, quantize=rounding
-        )
+        rounding = None if choices.quantize == "auto" else choices.quantize
+        core = build_model(found.config, found.weights(), dtype=choices.dtype, device=choices.device, quantize=rounding)
     else:
         core = build_quantised_model(
-            found.config, found.weights(), dtype=dtype, device=device, quantize=quantize
+            found.config, found.weights(), dtype=choices.dtype, device=choices.device, quantize=choices.quantize
         )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:
         settings = GenerationConfig.from_model_config(found.config)
-    return LanguageModel(core, settings, folder.name)
+    return LanguageModel(core, settings, folder.name, choices.executor)
 
 
-def _from_gguf(
-    file: GgufFile,
-    name: str,
-    dtype: torch.dtype | None,
-    quantize: Quantize,
-    device: str | torch.device,
-) -> LanguageModel:
-    core = build_gguf_model(file, dtype=dtype, device=device, quantize=quantize)
+def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
+    core = build_gguf_model(
+        file, dtype=choices.dtype, device=choices.device, quantize=choices.quantize
+    )
     ids = {
         "bos_token_id": "tokenizer.ggml.bos_token_id",
         "eos_token_id": "tokenizer.ggml.eos_token_id",
         "pad_token_id": "tokenizer.ggml.padding_token_id",
     }
     found = {field: file.metadata[key] for field, key in ids.items() if key in file.metadata}
-    return LanguageModel(core, GenerationConfig(**found), name)
+    return LanguageModel(core, GenerationConfig(**found), name, choices.executor)

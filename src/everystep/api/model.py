@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from everystep.api.transitions import compute_transition_scores
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor
-from everystep.executors.torch_executor import TorchExecutor
+from everystep.executors.choice import ExecutorName, open_executor
 from everystep.models import Model, convert_model, named_weights
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
@@ -31,7 +31,11 @@ class LanguageModel:
     """
 
     def __init__(
-        self, core: Model, generation_config: GenerationConfig | None = None, name: str = ""
+        self,
+        core: Model,
+        generation_config: GenerationConfig | None = None,
+        name: str = "",
+        executor: ExecutorName = "auto",
     ) -> None:
         if not isinstance(core, Model):
             raise ModelClassError(
@@ -45,6 +49,7 @@ class LanguageModel:
         self._core = core
         self.generation_config = generation_config or GenerationConfig()
         self.name_or_path = name
+        self._executor = executor
 
     @property
     def core(self) -> Model:
@@ -123,9 +128,9 @@ class LanguageModel:
         """Every weight under its checkpoint name."""
         return dict(named_weights(self._core))
 
-    def executor(self) -> Executor:
-        """A fresh executor with no rows."""
-        return TorchExecutor(self._core)
+    def executor(self, needs: Set[str] = frozenset()) -> Executor:
+        """A fresh executor with no rows that has the abilities in `needs`."""
+        return open_executor(self._core, self._executor, needs)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""

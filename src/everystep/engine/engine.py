@@ -9,7 +9,8 @@ prompt or one token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -113,7 +114,8 @@ class Engine:
         everything again, and those that are cancelled leave nothing behind.
         """
         try:
-            return self._step()
+            with _host_threads(self.executor.host_threads):
+                return self._step()
         except BaseException:
             self._let_go()
             raise
@@ -165,18 +167,7 @@ class Engine:
             )
 
     def _require_abilities(self, request: Request) -> None:
-        needs = set(request.strategy.needs)
-        wants = request.wants
-        asked = {
-            "embeds": request.prompt.embeds,
-            "positions": request.prompt.positions,
-            "encoder": request.prompt.encoder,
-            "past": request.prompt.past,
-        }
-        needs |= {name for name, value in asked.items() if value is not None}
-        needs |= {n for n in ("layers", "attentions", "columns") if getattr(wants, n)}
-        needs |= {"past"} if wants.cache else set()
-        missing = needs - self.executor.abilities
+        missing = request.needs - self.executor.abilities
         if missing:
             raise UnsupportedError(
                 message(
@@ -361,3 +352,17 @@ def _captures(
             None if cross is None else cross[f],
         )
     return captures
+
+
+@contextmanager
+def _host_threads(count: int | None) -> Iterator[None]:
+    """Within, torch uses so many threads on this one; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

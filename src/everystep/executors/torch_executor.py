@@ -14,7 +14,12 @@ from torch import Tensor
 
 from everystep.cache import RowCache
 from everystep.cache.context import Context
-from everystep.errors import RequestError, message
+from everystep.executors.positions import (
+    check_positions,
+    row_lengths,
+    row_positions,
+    wanted_places,
+)
 from everystep.nn.network import Inputs, Network
 from everystep.types import Past, StepOutput, Work
 
@@ -30,6 +35,7 @@ class TorchExecutor:
     """One engine's executor on a model of this library."""
 
     max_rows: int | None = None
+    host_threads: int | None = None
 
     def __init__(self, model: Runnable) -> None:
         network = model.network
@@ -55,7 +61,7 @@ class TorchExecutor:
 
         `logits` are float64 for a float64 model and float32 otherwise.
         """
-        _check_positions(work)
+        check_positions(work)
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())
@@ -75,11 +81,9 @@ class TorchExecutor:
 
     def _inputs(self, work: Work, order: np.ndarray | None) -> Inputs:
         """What the network reads, in packed order."""
-        starts, counts = work.starts, work.counts
-        within = np.arange(len(work.tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
-        places = np.repeat(starts, counts) + within
-        positions = torch.from_numpy(places) if work.positions is None else work.positions
-        lengths = torch.from_numpy(np.repeat(_lengths(work), counts))
+        own = work.positions
+        positions = torch.from_numpy(row_positions(work)) if own is None else own
+        lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
         chosen = slice(None) if order is None else torch.from_numpy(order)
         return Inputs(
             self._hidden(work)[chosen],
@@ -133,34 +137,11 @@ class TorchExecutor:
         return torch.empty(0, self.vocab_size, dtype=dtype, device=self.device)
 
 
-def _check_positions(work: Work) -> None:
-    positions = work.positions
-    if positions is not None and positions.numel() != len(work.tokens):
-        raise RequestError(
-            message(
-                "this model has one position per token",
-                wanted=f"position_ids of shape (..., {len(work.tokens)}) with nothing before",
-                got=tuple(positions.shape),
-            )
-        )
-
-
-def _lengths(work: Work) -> np.ndarray:
-    """(F,) one more than the last position id of each feed."""
-    if work.positions is None:
-        return work.starts + work.counts
-    flat = work.positions.flatten().cpu().numpy()
-    ends = np.cumsum(work.counts)
-    return np.maximum.reduceat(flat, ends - work.counts) + 1
-
-
 def _wanted(work: Work, back: Tensor | None) -> Tensor | None:
     """Packed places whose logits are wanted, in feed order; None where that is all of them."""
     if back is None and np.array_equal(work.counts, work.logits):
         return None
-    ends = np.cumsum(work.counts)
-    total = np.repeat(ends - (np.cumsum(work.logits)), work.logits)
-    places = torch.from_numpy(total + np.arange(int(work.logits.sum())))
+    places = torch.from_numpy(wanted_places(work))
     return places if back is None else back[places]
 
 

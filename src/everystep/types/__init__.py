@@ -129,6 +129,20 @@ class Request:
     linger: bool = False
 
     @property
+    def needs(self) -> frozenset[str]:
+        """The abilities that its executor must have; see `Executor.abilities`."""
+        given = ("embeds", "positions", "encoder", "past")
+        wanted = ("layers", "attentions", "columns")
+        return frozenset(
+            (
+                *self.strategy.needs,
+                *(name for name in given if getattr(self.prompt, name) is not None),
+                *(name for name in wanted if getattr(self.wants, name)),
+                *(("past",) if self.wants.cache else ()),
+            )
+        )
+
+    @property
     def shift(self) -> int:
         """Visible index minus position."""
         return self.pad_prefix - self.prompt.hidden

@@ -1,0 +1,91 @@
+"""Compiles the kernels, once for each instruction set, into libraries beside this file.
+
+    python -m everystep.executors.native.build
+
+Installing the package runs it; where there is no compiler the libraries are missing and everything
+runs on torch operators. It imports nothing but the standard library, because the installation does
+not have the rest yet.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("step.cpp", "crew.cpp", "pack.cpp")
+
+# Explicit fused operations only: a compiler that fuses where it likes would round one token and
+# many tokens differently.
+_COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-g0")
+_X86 = ("-mavx2", "-mfma", "-mf16c")
+_WIDE = (*_X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+
+X86_SETS: Mapping[str, tuple[str, ...]] = {
+    "avx512vnni": (*_WIDE, "-mavx512vnni"),
+    "avx512": _WIDE,
+    "avx2": _X86,
+    # Without vector instructions of its own, -O3 compiles seven times as long for nothing.
+    "plain": ("-O2", "-Wno-psabi"),
+}
+"""Instruction sets by name, best first, and what the compiler is told for each."""
+
+
+def instruction_sets() -> Mapping[str, tuple[str, ...]]:
+    """Those that this machine's kind of processor may have."""
+    return X86_SETS if platform.machine() in ("x86_64", "AMD64") else {"plain": X86_SETS["plain"]}
+
+
+def library_path(name: str) -> Path:
+    """Where the library of an instruction set lies."""
+    return HERE / f"libeverystep-{name}.so"
+
+
+def compiler() -> str | None:
+    """The C++ compiler: `CXX` if it is set, else the first that is found."""
+    named = os.environ.get("CXX")
+    return named or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
+def command(cxx: str, name: str, target: Path, extra: Sequence[str] = ()) -> list[str]:
+    """How the library of one instruction set is compiled."""
+    sources = [str(HERE / "cpp" / source) for source in SOURCES]
+    return [cxx, *_COMMON, *instruction_sets()[name], *extra, *sources, "-o", str(target)]
+
+
+def build_all() -> list[str]:
+    """Compiles every library that is missing or older than its sources; returns what went wrong."""
+    cxx = compiler()
+    if cxx is None:
+        return ["no C++ compiler was found (set CXX, or install g++ or clang++)"]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = pool.map(lambda name: _build(cxx, name), instruction_sets())
+        return [problem for problem in found if problem is not None]
+
+
+def _build(cxx: str, name: str) -> str | None:
+    target = library_path(name)
+    newest = max(file.stat().st_mtime for file in (HERE / "cpp").iterdir())
+    if target.exists() and target.stat().st_mtime >= newest:
+        return None
+    # Renamed into place, so that an interrupted build leaves no half of a library.
+    with tempfile.TemporaryDirectory(dir=HERE) as folder:
+        made = Path(folder) / target.name
+        done = subprocess.run(command(cxx, name, made), capture_output=True, text=True)
+        if done.returncode:
+            return f"{name}: {done.stderr.strip()[-2000:]}"
+        os.replace(made, target)
+    return None
+
+
+if __name__ == "__main__":
+    problems = build_all()
+    print("\n".join(problems) or "the native libraries are built", file=sys.stderr)
+    sys.exit(1 if problems else 0)

@@ -1,0 +1,91 @@
+#include "crew.h"
+
+#include <chrono>
+
+namespace everystep {
+namespace {
+
+void rest_a_moment() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Calls `done` until it is true: for some microseconds without a pause for others, then letting them
+// go first, for whoever is waited for may need this very core.
+template <class Done>
+void wait_for(Done done) {
+    for (int i = 0; i < 400; ++i) {
+        if (done()) return;
+        rest_a_moment();
+    }
+    while (!done()) std::this_thread::yield();
+}
+
+constexpr auto kAwakeBetweenJobs = std::chrono::microseconds(200);
+
+}  // namespace
+
+Crew::Crew(int size) : size_(size) {
+    for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { serve(i); });
+}
+
+Crew::~Crew() {
+    {
+        std::lock_guard<std::mutex> lock(sleeping_);
+        closing_ = true;
+        started_jobs_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+}
+
+void Crew::run(const std::function<void(Member&)>& job) {
+    const uint32_t phase = finished_phases_.load(std::memory_order_relaxed);
+    if (size_ > 1) {
+        // The lock makes sure that nobody falls asleep between looking and being woken.
+        std::lock_guard<std::mutex> lock(sleeping_);
+        job_ = &job;
+        busy_.store(size_ - 1, std::memory_order_relaxed);
+        started_jobs_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    Member first{0, phase};
+    job(first);
+    wait_for([this] { return busy_.load(std::memory_order_acquire) == 0; });
+}
+
+void Crew::serve(int index) {
+    uint64_t seen = 0;
+    for (;;) {
+        const auto started = [&] { return started_jobs_.load(std::memory_order_acquire) != seen; };
+        const auto until = std::chrono::steady_clock::now() + kAwakeBetweenJobs;
+        while (!started() && std::chrono::steady_clock::now() < until) rest_a_moment();
+        if (!started()) {
+            std::unique_lock<std::mutex> lock(sleeping_);
+            wake_.wait(lock, started);
+        }
+        ++seen;
+        if (closing_) return;
+        // All members start a job from the same phase, because the last job has ended for all.
+        Member member{index, finished_phases_.load(std::memory_order_relaxed)};
+        (*job_)(member);
+        busy_.fetch_sub(1, std::memory_order_release);
+    }
+}
+
+void Crew::meet(Member& member) {
+    const uint32_t phase = member.phase++;
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+        arrived_.store(0, std::memory_order_relaxed);
+        // Everybody has left the phase before this one, whose counter is next but two.
+        next_[(phase + 2) % kCounters].value.store(0, std::memory_order_relaxed);
+        finished_phases_.store(phase + 1, std::memory_order_release);
+        return;
+    }
+    wait_for([&] { return finished_phases_.load(std::memory_order_acquire) != phase; });
+}
+
+}  // namespace everystep

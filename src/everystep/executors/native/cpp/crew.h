@@ -1,0 +1,72 @@
+// A team of threads that does the phases of a step together.
+//
+// The caller is its first member. Within a step members wait for each other by spinning, and after
+// a while by giving their time away, so that a neighbour on the machine costs its share and no
+// more; between steps they spin briefly and then sleep. Items are claimed one chunk at a time, so a
+// member that lost its core holds nobody up for longer than a chunk.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace everystep {
+
+class Crew {
+  public:
+    // One member's place in the sequence of phases, which is the same for all members.
+    struct Member {
+        int index;
+        uint32_t phase = 0;
+    };
+
+    explicit Crew(int size);
+    ~Crew();
+    Crew(const Crew&) = delete;
+    Crew& operator=(const Crew&) = delete;
+
+    int size() const { return size_; }
+
+    // Runs `job` once on every member, and returns when all are done.
+    void run(const std::function<void(Member&)>& job);
+
+    // Within a job: `work(begin, end)` is called by whoever is free until [0, items) is done; every
+    // member returns when all of it is.
+    template <class Job>
+    void share(Member& member, int64_t items, int64_t chunk, Job work) {
+        std::atomic<int64_t>& next = next_[member.phase % kCounters].value;
+        for (;;) {
+            const int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
+            if (begin >= items) break;
+            work(begin, begin + chunk < items ? begin + chunk : items);
+        }
+        meet(member);
+    }
+
+  private:
+    static constexpr uint32_t kCounters = 4;
+    struct alignas(64) Counter {
+        std::atomic<int64_t> value{0};
+    };
+
+    void meet(Member& member);
+    void serve(int index);
+
+    const int size_;
+    Counter next_[kCounters];
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> finished_phases_{0};
+    alignas(64) std::atomic<uint64_t> started_jobs_{0};
+    alignas(64) std::atomic<int> busy_{0};
+    const std::function<void(Member&)>* job_ = nullptr;
+    bool closing_ = false;
+    std::mutex sleeping_;
+    std::condition_variable wake_;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace everystep

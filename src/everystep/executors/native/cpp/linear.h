@@ -1,0 +1,206 @@
+// Matrix products with rows of activations, one panel of 16 outputs at a time.
+//
+// The value of an output depends on its row and its weights alone: columns are added in one order,
+// whatever the number of rows that are computed together. Integers are exact within a block of 32;
+// blocks are added in float, from the first to the last.
+#pragma once
+
+#include <algorithm>
+
+#include "pack.h"
+#include "simd.h"
+
+namespace everystep {
+
+// Rows of inputs as floats and, for products with codes, as codes in blocks of 32 with a scale each.
+struct Inputs {
+    const float* values;  // (rows, columns)
+    int64_t columns, blocks;
+    int8_t* codes;  // (rows, 32 blocks), zeros beyond the columns
+    float* scales;  // (rows, blocks)
+    int32_t* sums;  // (rows, blocks), of the codes of a block
+};
+
+inline void quantise_block(const float* x, int64_t count, int8_t* codes, float* scale, int32_t* sum) {
+    using namespace simd;
+    static_assert(kBlock == 2 * kLanes);
+    const Floats low = count >= kLanes ? load(x) : load_first(x, int(count));
+    const int more = int(count > kLanes ? count - kLanes : 0);
+    const Floats high = more == kLanes ? load(x + kLanes) : load_first(x + kLanes, more);
+    *scale = largest(max(abs(low), abs(high))) / 127.0f;
+    const Floats by = splat(*scale == 0 ? 1.0f : *scale);
+    const Ints first = round(div(low, by)), second = round(div(high, by));
+    store_bytes(codes, first);
+    store_bytes(codes + kLanes, second);
+    *sum = simd::sum(add(first, second));
+}
+
+inline void quantise_row(const Inputs& in, int64_t row) {
+    const float* x = in.values + row * in.columns;
+    for (int64_t b = 0; b < in.blocks; ++b) {
+        const int64_t at = row * in.blocks + b;
+        quantise_block(x + b * kBlock, std::min(in.columns - b * kBlock, kBlock),
+                       in.codes + at * kBlock, in.scales + at, in.sums + at);
+    }
+}
+
+template <bool kFourBits>
+inline simd::Bytes column_group(const uint8_t* codes, int g) {
+    if (!kFourBits) return simd::load_bytes(codes + g * 64);
+    const simd::Bytes both = simd::load_bytes(codes + g % 4 * 64);
+    return g < 4 ? simd::low_halves(both) : simd::high_halves(both);
+}
+
+// One block of 32 columns: `acc[m]` grows by the exact products of rows `row + m`.
+template <bool kFourBits, int M>
+inline void block_products(const uint8_t* codes, const int8_t* inputs, int64_t stride,
+                           simd::Ints (&acc)[M]) {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) {
+        const simd::Bytes w = column_group<kFourBits>(codes, g);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) acc[m] = simd::dot(acc[m], w, inputs + m * stride + g * 4);
+    }
+}
+
+// How a quantised format is read. `kOffset`: what was added to every code, taken back by the sums of
+// the inputs. `kRowScales`: one scale per row instead of one per block.
+struct Int8 {
+    static constexpr bool kFourBits = false, kMins = false, kRowScales = true;
+    static constexpr int kOffset = 128;
+};
+struct Q8 {
+    static constexpr bool kFourBits = false, kMins = false, kRowScales = false;
+    static constexpr int kOffset = 128;
+};
+struct Q4 {
+    static constexpr bool kFourBits = true, kMins = false, kRowScales = false;
+    static constexpr int kOffset = 8;
+};
+struct Q4Min {
+    static constexpr bool kFourBits = true, kMins = true, kRowScales = false;
+    static constexpr int kOffset = 0;
+};
+
+template <class Kind, int M>
+inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const Inputs& in, int64_t row,
+                          simd::Floats* out) {
+    using namespace simd;
+    const int64_t blocks = in.blocks, bytes = Kind::kFourBits ? 256 : 512;
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + blocks * bytes);
+    const uint16_t* mins = scales + blocks * kPanel;
+    const int8_t* codes = in.codes + row * blocks * kBlock;
+    const float* in_scales = in.scales + row * blocks;
+    const int32_t* in_sums = in.sums + row * blocks;
+    Floats acc[M];
+    for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    for (int64_t b = 0; b < blocks; ++b) {
+        Ints dots[M];
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) dots[m] = splat(-Kind::kOffset * in_sums[m * blocks + b]);
+        block_products<Kind::kFourBits, M>(panel + b * bytes, codes + b * kBlock, blocks * kBlock, dots);
+        const Floats w_scale = Kind::kRowScales ? load(row_scales) : load_halves(scales + b * kPanel);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            const Floats scale = mul(w_scale, splat(in_scales[m * blocks + b]));
+            acc[m] = fma(to_floats(dots[m]), scale, acc[m]);
+        }
+        if (Kind::kMins) {
+            const Floats least = load_halves(mins + b * kPanel);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) {
+                const int64_t at = m * blocks + b;
+                acc[m] = fma(least, splat(in_scales[at] * float(in_sums[at])), acc[m]);
+            }
+        }
+    }
+    for (int m = 0; m < M; ++m) out[m] = acc[m];
+}
+
+template <int M>
+inline void tile_of_floats(const uint8_t* panel, const Inputs& in, int64_t row, simd::Floats* out) {
+    using namespace simd;
+    const float* w = reinterpret_cast<const float*>(panel);
+    const float* x = in.values + row * in.columns;
+    Floats acc[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    for (int64_t k = 0; k < in.columns; ++k) {
+        const Floats column = load(w + k * kPanel);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) acc[m] = fma(column, splat(x[m * in.columns + k]), acc[m]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) out[m] = acc[m];
+}
+
+template <int M>
+inline void tile(const Matrix& w, int64_t panel, const Inputs& in, int64_t row, simd::Floats* out) {
+    const Format format = static_cast<Format>(w.format);
+    const uint8_t* data = w.data + panel * panel_bytes(format, w.columns);
+    const float* row_scales = w.row_scales ? w.row_scales + panel * kPanel : nullptr;
+    switch (format) {
+        case Format::kFloat: return tile_of_floats<M>(data, in, row, out);
+        case Format::kInt8: return tile_of_codes<Int8, M>(data, row_scales, in, row, out);
+        case Format::kQ8: return tile_of_codes<Q8, M>(data, row_scales, in, row, out);
+        case Format::kQ4: return tile_of_codes<Q4, M>(data, row_scales, in, row, out);
+        case Format::kQ4Min: return tile_of_codes<Q4Min, M>(data, row_scales, in, row, out);
+    }
+}
+
+// Calls `use(row, count, outputs)` with the products of rows [0, rows) and one panel, tile by tile.
+template <class Use>
+inline void multiply(const Matrix& w, int64_t panel, const Inputs& in, int64_t rows, Use use) {
+    simd::Floats out[8];
+    int64_t row = 0;
+    for (; rows - row >= 8; row += 8) {
+        tile<8>(w, panel, in, row, out);
+        use(row, 8, out);
+    }
+    if (rows - row >= 4) {
+        tile<4>(w, panel, in, row, out);
+        use(row, 4, out);
+        row += 4;
+    }
+    if (rows - row >= 2) {
+        tile<2>(w, panel, in, row, out);
+        use(row, 2, out);
+        row += 2;
+    }
+    if (row < rows) {
+        tile<1>(w, panel, in, row, out);
+        use(row, 1, out);
+    }
+}
+
+// The values of one row of a packed matrix, as an embedding table is read.
+inline void read_row(const Matrix& w, int64_t row, float* out) {
+    const Format format = static_cast<Format>(w.format);
+    const int64_t lane = row % kPanel, blocks = blocks_of(w.columns), bytes = code_bytes(format);
+    const uint8_t* panel = w.data + row / kPanel * panel_bytes(format, w.columns);
+    if (format == Format::kFloat) {
+        const float* values = reinterpret_cast<const float*>(panel) + lane;
+        for (int64_t k = 0; k < w.columns; ++k) out[k] = values[k * kPanel];
+        return;
+    }
+    const auto half_of_lane = [&](int64_t run) {
+        float wide[simd::kLanes];
+        const uint8_t* halves = panel + blocks * bytes + run * kPanel * 2;
+        simd::store(wide, simd::load_halves(reinterpret_cast<const uint16_t*>(halves)));
+        return wide[lane];
+    };
+    for (int64_t block = 0; block < blocks; ++block) {
+        const uint8_t* codes = panel + block * bytes + lane * 4;
+        const float scale = format == Format::kInt8 ? w.row_scales[row] : half_of_lane(block);
+        const float least = format == Format::kQ4Min ? half_of_lane(blocks + block) : 0.0f;
+        const int offset = bytes == 512 ? 128 : format == Format::kQ4 ? 8 : 0;
+        for (int64_t k = 0; k < kBlock && block * kBlock + k < w.columns; ++k) {
+            const int64_t column = bytes == 512 ? k : k % 16;
+            int code = codes[column / 4 * 64 + column % 4];
+            if (bytes == 256) code = k < 16 ? code & 15 : code >> 4;
+            out[block * kBlock + k] = float(code - offset) * scale + least;
+        }
+    }
+}
+
+}  // namespace everystep

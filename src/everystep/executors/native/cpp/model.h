@@ -1,0 +1,84 @@
+// What the library is told about a decoder and about one step. Plain data: whoever fills it keeps
+// what it points to alive. The layout is mirrored by library.py, which checks sizes at load time.
+#pragma once
+
+#include <cstdint>
+
+namespace everystep {
+
+enum class Format : int32_t { kFloat = 0, kInt8 = 1, kQ8 = 2, kQ4 = 3, kQ4Min = 4 };
+
+// A matrix (rows, columns) in panels of 16 rows, blocks of 32 columns; see pack.h.
+struct Matrix {
+    int32_t format;
+    int32_t pad;
+    int64_t rows, columns;
+    const uint8_t* data;
+    const float* row_scales;  // kInt8 only, padded to whole panels
+};
+
+// Up to three matrices with the same input, whose outputs stand one after another.
+struct Linear {
+    int64_t count;
+    Matrix parts[3];
+    const float* bias;  // or null
+};
+
+struct Norm {
+    const float* weight;  // null: no such norm
+    const float* bias;    // or null
+};
+
+struct Layer {
+    Linear qkv, out, gate, up, down;  // a gate without parts: none
+    Norm attention, mlp, attention_post, mlp_post, q, k;
+    int64_t rope;    // which table, or -1
+    int64_t window;  // 0: none
+};
+
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
+enum class NormKind : int32_t { kRms = 0, kLayer = 1 };
+
+struct Model {
+    int64_t layers, width, heads, kv_heads, head_dim, inner, vocabulary;
+    int32_t norm_kind, activation;
+    float eps, scale, softcap, embed_scale, final_softcap;  // a cap of 0: none
+    float pad;
+    const Layer* layer;
+    Norm norm;
+    Matrix embedding;
+    Linear head;
+};
+
+// Rows of cos and sin for one kind of rope: (n, dim) each, the first half of sin negated.
+struct Rope {
+    const float* cos;
+    const float* sin;
+    const int32_t* row;  // (tokens,) which row of the table each token turns by
+    int64_t dim;
+};
+
+struct Embeds {
+    int64_t offset, count;  // among the tokens of the work
+    const float* values;    // (count, width)
+};
+
+// Feeds one after another. A page holds 16 positions of a row, of all layers.
+struct Work {
+    int64_t tokens, feeds, wanted, ropes, embeds;
+    const int64_t* ids;     // (tokens,), -1 where embeddings are given
+    const int64_t* starts;  // (feeds,)
+    const int64_t* counts;  // (feeds,)
+    const int32_t* pages;   // (feeds, stride)
+    int64_t stride;
+    const Rope* rope;
+    const Embeds* embed;
+    const int64_t* logits_of;  // (wanted,) places among the tokens, increasing
+    float* logits;             // (wanted, vocabulary)
+    float* hidden;             // (tokens, width) after the last norm, or null
+    int64_t copies;
+    const int32_t* copy_from;  // (copies,) pages
+    const int32_t* copy_to;
+};
+
+}  // namespace everystep

@@ -1,0 +1,104 @@
+// What happens to one row of values by itself: norms, rotation, activations.
+#pragma once
+
+#include <cmath>
+
+#include "model.h"
+#include "simd.h"
+
+namespace everystep {
+
+// Calls `use(at, count)` for every vector of a row, the last one with fewer values perhaps.
+template <class Use>
+inline void each_vector(int64_t size, Use use) {
+    for (int64_t at = 0; at < size; at += simd::kLanes)
+        use(at, size - at < simd::kLanes ? int(size - at) : simd::kLanes);
+}
+inline simd::Floats read(const float* p, int count) {
+    return count == simd::kLanes ? simd::load(p) : simd::load_first(p, count);
+}
+inline void write(float* p, simd::Floats a, int count) {
+    if (count == simd::kLanes)
+        simd::store(p, a);
+    else
+        simd::store_first(p, a, count);
+}
+
+inline void add_to(float* sum, const float* x, int64_t size) {
+    each_vector(size, [&](int64_t at, int n) {
+        write(sum + at, simd::add(read(sum + at, n), read(x + at, n)), n);
+    });
+}
+
+inline void rms_norm(const float* x, int64_t size, float eps, const Norm& norm, float* out) {
+    using namespace simd;
+    Floats squares = splat(0.0f);
+    each_vector(size, [&](int64_t at, int n) {
+        const Floats part = read(x + at, n);
+        squares = fma(part, part, squares);
+    });
+    const Floats scale = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
+    each_vector(size, [&](int64_t at, int n) {
+        write(out + at, mul(read(norm.weight + at, n), mul(read(x + at, n), scale)), n);
+    });
+}
+
+inline void layer_norm(const float* x, int64_t size, float eps, const Norm& norm, float* out) {
+    using namespace simd;
+    Floats total = splat(0.0f), squares = splat(0.0f);
+    each_vector(size, [&](int64_t at, int n) { total = add(total, read(x + at, n)); });
+    const float mean = sum(total) / float(size);
+    float away[kLanes];
+    each_vector(size, [&](int64_t at, int n) {
+        for (int i = 0; i < kLanes; ++i) away[i] = i < n ? x[at + i] - mean : 0.0f;
+        squares = fma(load(away), load(away), squares);
+    });
+    const Floats scale = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
+    each_vector(size, [&](int64_t at, int n) {
+        const Floats centred = mul(sub(read(x + at, n), splat(mean)), scale);
+        const Floats bias = norm.bias ? read(norm.bias + at, n) : splat(0.0f);
+        write(out + at, fma(centred, read(norm.weight + at, n), bias), n);
+    });
+}
+
+inline void normalise(NormKind kind, const float* x, int64_t size, float eps, const Norm& norm,
+                      float* out) {
+    if (kind == NormKind::kRms)
+        rms_norm(x, size, eps, norm, out);
+    else
+        layer_norm(x, size, eps, norm, out);
+}
+
+// Turns the first `dim` values of a head; `scratch` holds as many.
+inline void rotate(float* head, int64_t dim, const float* cos, const float* sin, float* scratch) {
+    using namespace simd;
+    const int64_t half = dim / 2;
+    __builtin_memcpy(scratch, head + half, half * sizeof(float));
+    __builtin_memcpy(scratch + half, head, half * sizeof(float));
+    each_vector(dim, [&](int64_t at, int n) {
+        const Floats kept = mul(read(head + at, n), read(cos + at, n));
+        write(head + at, fma(read(scratch + at, n), read(sin + at, n), kept), n);
+    });
+}
+
+inline simd::Floats activate(Activation kind, simd::Floats x) {
+    using namespace simd;
+    const Floats one = splat(1.0f), half = splat(0.5f);
+    switch (kind) {
+        case Activation::kSilu: return div(x, add(one, exp(sub(splat(0.0f), x))));
+        case Activation::kGeluTanh: {
+            const Floats inner = mul(fma(mul(x, mul(x, x)), splat(0.044715f), x), splat(0.7978845608f));
+            return mul(mul(half, x), add(one, tanh(inner)));
+        }
+        case Activation::kGelu: {
+            float values[kLanes];
+            store(values, x);
+            for (float& v : values) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
+            return load(values);
+        }
+        // The order of the arguments lets a NaN through.
+        default: return max(splat(0.0f), x);
+    }
+}
+
+}  // namespace everystep

@@ -1,0 +1,108 @@
+// Sixteen lanes in the vector type that compilers provide for any processor.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace everystep::simd {
+
+typedef float Floats16 __attribute__((vector_size(64)));
+typedef int32_t Ints16 __attribute__((vector_size(64)));
+typedef uint32_t Words16 __attribute__((vector_size(64)));
+
+struct Floats {
+    Floats16 v;
+};
+struct Ints {
+    Ints16 v;
+};
+// Lane i holds bytes 4 i to 4 i + 3 of 64, lowest first.
+struct Bytes {
+    Words16 v;
+};
+
+template <class To, class From>
+inline To with_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+inline Floats load(const float* p) {
+    Floats out;
+    std::memcpy(&out.v, p, sizeof out.v);
+    return out;
+}
+inline void store(float* p, Floats a) { std::memcpy(p, &a.v, sizeof a.v); }
+inline Floats splat(float x) { return {x - Floats16{}}; }
+inline Floats add(Floats a, Floats b) { return {a.v + b.v}; }
+inline Floats sub(Floats a, Floats b) { return {a.v - b.v}; }
+inline Floats mul(Floats a, Floats b) { return {a.v * b.v}; }
+inline Floats div(Floats a, Floats b) { return {a.v / b.v}; }
+inline Floats max(Floats a, Floats b) { return {a.v > b.v ? a.v : b.v}; }
+inline Floats min(Floats a, Floats b) { return {a.v < b.v ? a.v : b.v}; }
+inline Floats abs(Floats a) {
+    return {with_bits<Floats16>(with_bits<Words16>(a.v) & 0x7fffffffu)};
+}
+// Rounds twice, unlike the instruction that others have: results differ between instruction sets.
+inline Floats fma(Floats a, Floats b, Floats c) { return {a.v * b.v + c.v}; }
+inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
+    return {a.v < b.v ? yes.v : no.v};
+}
+inline float sum(Floats a) {
+    for (int step = 8; step > 0; step /= 2)
+        for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
+    return a.v[0];
+}
+inline float largest(Floats a) {
+    float most = a.v[0];
+    for (int i = 1; i < 16; ++i) most = a.v[i] > most ? a.v[i] : most;
+    return most;
+}
+
+inline Ints splat(int32_t x) { return {x - Ints16{}}; }
+inline Ints add(Ints a, Ints b) { return {a.v + b.v}; }
+inline int32_t sum(Ints a) {
+    int32_t total = 0;
+    for (int i = 0; i < 16; ++i) total += a.v[i];
+    return total;
+}
+inline Floats to_floats(Ints a) { return {__builtin_convertvector(a.v, Floats16)}; }
+// To nearest, ties to even, of numbers below 2^22: adding 1.5 * 2^23 leaves no room for a fraction.
+inline Ints round(Floats a) {
+    const float shift = 12582912.0f;
+    return {__builtin_convertvector((a.v + shift) - shift, Ints16)};
+}
+inline Floats power_of_two(Ints n) { return {with_bits<Floats16>((n.v + 127) << 23)}; }
+inline void store_bytes(int8_t* p, Ints a) {
+    const Ints16 bounded = a.v < -128 ? splat(int32_t{-128}).v : a.v > 127 ? splat(int32_t{127}).v : a.v;
+    for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(bounded[i]);
+}
+inline Floats load_halves(const uint16_t* p) {
+    Words16 h;
+    for (int i = 0; i < 16; ++i) h[i] = p[i];
+    // Exponents differ by 112, which a product of floats puts right for the tiniest halves too.
+    const Floats16 finite = with_bits<Floats16>((h & 0x7fffu) << 13) * 5.192296858534828e33f;
+    const Words16 endless = ((h & 0x7fffu) << 13) | 0x7f800000u;
+    const Words16 bits = (h & 0x7c00u) == 0x7c00u ? endless : with_bits<Words16>(finite);
+    return {with_bits<Floats16>(bits | (h & 0x8000u) << 16)};
+}
+
+inline Bytes load_bytes(const uint8_t* p) {
+    Bytes out;
+    std::memcpy(&out.v, p, 64);
+    return out;
+}
+inline Bytes low_halves(Bytes a) { return {a.v & 0x0f0f0f0fu}; }
+inline Bytes high_halves(Bytes a) { return {(a.v >> 4) & 0x0f0f0f0fu}; }
+
+// acc[lane] + sum over j < 4 of w[4 * lane + j] * a[j], with unsigned w and signed a, exactly.
+inline Ints dot(Ints acc, Bytes w, const int8_t* a) {
+    for (int j = 0; j < 4; ++j)
+        acc.v += with_bits<Ints16>((w.v >> (8 * j)) & 255u) * int32_t{a[j]};
+    return acc;
+}
+
+}  // namespace everystep::simd

@@ -1,0 +1,241 @@
+"""Runs works with the compiled kernels: everything of a step in one call, outside Python.
+
+Rows are tables of pages. The result at a position depends on its row alone, bit for bit: not on
+the rows beside it, not on how many tokens are fed at once, not on how pages are shared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.executors.native import library
+from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
+from everystep.executors.native.pages import PagedRows
+from everystep.executors.native.program import model_obstacles, program_of
+from everystep.executors.positions import (
+    check_positions,
+    row_lengths,
+    row_positions,
+    wanted_places,
+)
+from everystep.models import Model
+from everystep.nn.rotary import Rope, rotary_table
+from everystep.types import Past, StepOutput, Work
+
+_LEAST_TABLE = 512
+
+
+def obstacles(model: Model) -> list[str]:
+    """Why the native executor cannot run this model on this machine; empty if it can."""
+    reason = library.status().reason
+    return [reason] if reason else model_obstacles(model)
+
+
+class NativeExecutor:
+    """One engine's executor on a decoder; UnsupportedError where there are `obstacles`.
+
+    As many threads work as torch was set to use when it was opened. Those of torch wait for more
+    work by spinning, which would take their cores from these: so around a run torch uses one.
+    """
+
+    device = torch.device("cpu")
+    max_rows: int | None = None
+    host_threads: int | None = 1
+    abilities = frozenset({"truncate", "embeds", "positions", "columns", "past"})
+
+    def __init__(self, model: Model) -> None:
+        reasons = obstacles(model)
+        if reasons:
+            raise UnsupportedError(message("the native executor cannot run this", got=reasons[0]))
+        self.vocab_size: int = model.vocab_size
+        self.rows = PagedRows()
+        self._program = program_of(model)
+        self._library = library.load()
+        self._runner = self._library.es_open(self._program.structure)
+        _check(self._runner is None)
+        weakref.finalize(self, self._library.es_close, self._runner)
+        self._columns: dict[int, Tensor] = {}
+        self._threads = torch.get_num_threads()
+        self._tables = [_RopeTable(rope) for rope in self._program.ropes]
+
+    @torch.inference_mode()
+    def run(self, work: Work) -> StepOutput:
+        """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
+        check_positions(work)
+        _check_tokens(work, self.vocab_size)
+        self._apply(work)
+        wanted = wanted_places(work)
+        logits = torch.empty(len(wanted), self.vocab_size)
+        if len(work.rows):
+            hidden = self._hidden_room(work)
+            self._step(work, wanted, logits, hidden)
+            self._extend_columns(work, hidden)
+        return StepOutput(logits, columns=dict(self._columns))
+
+    def audit(self) -> dict[int, int]:
+        """Row -> cached positions, for every row that is allocated."""
+        return self.rows.lengths()
+
+    def export(self, row: int) -> Past:
+        """What the row holds, as a copy, once its verbs were applied."""
+        length, shape = self.rows.length(row), self._program.structure
+        kv = torch.empty(shape.layers, 2, shape.kv_heads, length, shape.head_dim)
+        pages = self.rows.pages(row)
+        self._library.es_export(self._runner, pages.ctypes.data, length, kv.data_ptr())
+        return Past(length, kv)
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _apply(self, work: Work) -> None:
+        for verb in work.verbs:
+            if verb.kind == "allocate":
+                self._allocate(verb.row, work)
+            elif verb.kind == "fork":
+                self.rows.fork(verb.row, verb.value)
+                if verb.value in self._columns:
+                    self._columns[verb.row] = self._columns[verb.value]
+            elif verb.kind == "truncate":
+                self.rows.truncate(verb.row, verb.value)
+                if verb.row in self._columns:
+                    self._columns[verb.row] = self._columns[verb.row][: verb.value]
+            else:
+                self.rows.free(verb.row)
+                self._columns.pop(verb.row, None)
+
+    def _allocate(self, row: int, work: Work) -> None:
+        self.rows.allocate(row)
+        if row in work.columns:
+            self._columns[row] = torch.empty(0, self._program.structure.width)
+        past = work.pasts.get(row)
+        if past is not None and past.length:
+            self.rows.extend(row, past.length)
+            _check(self._library.es_reserve(self._runner, self.rows.total))
+            kv, pages = past.kv.float().contiguous(), self.rows.pages(row)
+            self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
+
+    def _grow(self, work: Work) -> np.ndarray:
+        """Every fed row has its pages; returns the pages to copy, (2, n) int32."""
+        copied = []
+        feeds = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
+        for row, start, count in feeds:
+            if self.rows.length(row) != start:
+                raise InvariantError(message(f"row {row} is fed at {start}", got=self.audit()))
+            pair = self.rows.extend(row, count)
+            if pair is not None:
+                copied.append(pair)
+        _check(self._library.es_reserve(self._runner, self.rows.total))
+        return np.array(copied, np.int32).reshape(-1, 2).T.copy()
+
+    def _hidden_room(self, work: Work) -> Tensor | None:
+        """Where last hidden states go, if a row of this work keeps them."""
+        if self._columns.keys().isdisjoint(work.rows.tolist()):
+            return None
+        return torch.empty(len(work.tokens), self._program.structure.width)
+
+    def _extend_columns(self, work: Work, hidden: Tensor | None) -> None:
+        if hidden is None:
+            return
+        ends = np.cumsum(work.counts).tolist()
+        for row, end, count in zip(work.rows.tolist(), ends, work.counts.tolist(), strict=True):
+            if row in self._columns:
+                # A new tensor: forks of the row go on with the old one.
+                own = hidden[end - count : end]
+                self._columns[row] = torch.cat([self._columns[row], own])
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def _step(self, work: Work, wanted: np.ndarray, logits: Tensor, hidden: Tensor | None) -> None:
+        copied = self._grow(work)
+        pages = self.rows.table(work.rows)
+        ids, starts, counts = (
+            np.ascontiguousarray(x, np.int64) for x in (work.tokens, work.starts, work.counts)
+        )
+        ropes = [table.rows(work) for table in self._tables]
+        embeds = [values.float().contiguous() for _, values in work.embeds]
+        given = zip(work.embeds, embeds, strict=True)
+        failed = self._library.es_run(
+            self._runner,
+            StepWork(
+                tokens=len(ids),
+                feeds=len(starts),
+                wanted=len(wanted),
+                ropes=len(ropes),
+                embeds=len(embeds),
+                ids=ids.ctypes.data,
+                starts=starts.ctypes.data,
+                counts=counts.ctypes.data,
+                pages=pages.ctypes.data,
+                stride=pages.shape[1],
+                rope=(RopeRows * len(ropes))(*(rope.structure for rope in ropes)),
+                embed=(GivenEmbeds * len(embeds))(
+                    *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
+                ),
+                logits_of=wanted.ctypes.data,
+                logits=logits.data_ptr(),
+                hidden=None if hidden is None else hidden.data_ptr(),
+                copies=copied.shape[1],
+                copy_from=copied[0].ctypes.data,
+                copy_to=copied[1].ctypes.data,
+            ),
+            self._threads,
+        )
+        _check(failed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turned:
+    """The rows of a table that a work turns by; keeps alive what `structure` points to."""
+
+    structure: RopeRows
+    alive: tuple[object, ...]
+
+
+class _RopeTable:
+    """Cos and sin of one kind of rope, kept where they do not depend on a row's length."""
+
+    def __init__(self, rope: Rope) -> None:
+        self._rope = rope
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def rows(self, work: Work) -> _Turned:
+        """What each token of the work turns by."""
+        own = work.positions
+        places = row_positions(work) if own is None else own.flatten().cpu().numpy()
+        if self._rope.scaling.by_length:
+            lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
+            cos, sin = self._table(torch.from_numpy(places), lengths)
+            places = np.arange(len(places))
+        else:
+            cos, sin = self._kept_for(int(places.max()) + 1)
+        rows = places.astype(np.int32)
+        structure = RopeRows(cos.data_ptr(), sin.data_ptr(), rows.ctypes.data, self._rope.dim)
+        return _Turned(structure, (cos, sin, rows))
+
+    def _kept_for(self, length: int) -> tuple[Tensor, Tensor]:
+        if self._kept is None or len(self._kept[0]) < length:
+            size = max(_LEAST_TABLE, 2 * length)
+            self._kept = self._table(torch.arange(size), None)
+        return self._kept
+
+    def _table(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(N, dim) each."""
+        table = rotary_table(self._rope, positions, lengths, torch.float32)
+        return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()
+
+
+def _check_tokens(work: Work, vocab_size: int) -> None:
+    """Every id is one of the table's; the library would read beyond it."""
+    tokens = work.tokens
+    if len(tokens) and not (tokens.min() >= -1 and tokens.max() < vocab_size):
+        raise InvariantError(message("an id beyond the vocabulary was fed", got=int(tokens.max())))
+
+
+def _check(failed: bool | int) -> None:
+    if failed:
+        raise MemoryError("the native executor ran out of memory")

@@ -1,0 +1,173 @@
+"""The compiled library: which one fits this processor, and the structures that it reads.
+
+Structures mirror `cpp/model.h` field by field; their sizes are compared when the library is loaded.
+The library is loaded once per process. Nothing here knows what a decoder is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from everystep.errors import UnsupportedError, message
+from everystep.executors.native.build import instruction_sets, library_path
+
+INTERFACE = 2
+_NEEDS = {
+    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "plain": (),
+}
+
+
+class Matrix(Structure):
+    """See `cpp/model.h`, as for all of these."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("pad", c_int32),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("data", c_void_p),
+        ("row_scales", c_void_p),
+    )
+
+
+class LinearMap(Structure):
+    _fields_ = (("count", c_int64), ("parts", Matrix * 3), ("bias", c_void_p))
+
+
+class NormWeights(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
+class LayerWeights(Structure):
+    _fields_ = (
+        *((name, LinearMap) for name in ("qkv", "out", "gate", "up", "down")),
+        *((name, NormWeights) for name in ("attention", "mlp", "attention_post", "mlp_post")),
+        *((name, NormWeights) for name in ("q", "k")),
+        ("rope", c_int64),
+        ("window", c_int64),
+    )
+
+
+class DecoderWeights(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "width", "heads", "kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("inner", "vocabulary")),
+        *((name, c_int32) for name in ("norm_kind", "activation")),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "embed_scale", "final_softcap")),
+        ("pad", c_float),
+        ("layer", POINTER(LayerWeights)),
+        ("norm", NormWeights),
+        ("embedding", Matrix),
+        ("head", LinearMap),
+    )
+
+
+class RopeRows(Structure):
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("row", c_void_p), ("dim", c_int64))
+
+
+class GivenEmbeds(Structure):
+    _fields_ = (("offset", c_int64), ("count", c_int64), ("values", c_void_p))
+
+
+class StepWork(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tokens", "feeds", "wanted", "ropes", "embeds")),
+        *((name, c_void_p) for name in ("ids", "starts", "counts", "pages")),
+        ("stride", c_int64),
+        ("rope", POINTER(RopeRows)),
+        ("embed", POINTER(GivenEmbeds)),
+        *((name, c_void_p) for name in ("logits_of", "logits", "hidden")),
+        ("copies", c_int64),
+        *((name, c_void_p) for name in ("copy_from", "copy_to")),
+    )
+
+
+_MIRRORED = (Matrix, LinearMap, LayerWeights, DecoderWeights, RopeRows, GivenEmbeds, StepWork)
+
+
+@dataclass(frozen=True)
+class Status:
+    """`instructions`: the set in use, or None; `reason`: why there is no library, or None."""
+
+    instructions: str | None
+    reason: str | None = None
+
+
+@cache
+def status() -> Status:
+    """Which library this process uses, or why none."""
+    wanted = os.environ.get("EVERYSTEP_INSTRUCTIONS")
+    if wanted == "none":
+        return Status(None, "EVERYSTEP_INSTRUCTIONS is none")
+    flags = _processor_flags()
+    fitting = [name for name in instruction_sets() if flags.issuperset(_NEEDS[name])]
+    chosen = [name for name in fitting if wanted in (None, name) and library_path(name).exists()]
+    if chosen:
+        return Status(chosen[0])
+    if wanted is not None and wanted not in fitting:
+        return Status(None, f"EVERYSTEP_INSTRUCTIONS is {wanted}, this processor has {fitting}")
+    return Status(
+        None,
+        "it was not compiled: install a C++ compiler and run "
+        "python -m everystep.executors.native.build",
+    )
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library; UnsupportedError where there is none."""
+    found = status()
+    if found.instructions is None:
+        text = message("there is no native executor here", got=found.reason)
+        raise UnsupportedError(text)
+    return open_library(library_path(found.instructions))
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library in a file, with the types of its functions; UnsupportedError if it is another."""
+    library = ctypes.CDLL(str(path))
+    sizes = (c_int64 * len(_MIRRORED))()
+    library.es_sizes(sizes)
+    if library.es_interface() != INTERFACE or list(sizes) != [*map(ctypes.sizeof, _MIRRORED)]:
+        raise UnsupportedError(
+            message(
+                "the native library belongs to another version",
+                got=str(path),
+                do="Run python -m everystep.executors.native.build",
+            )
+        )
+    library.es_packed_bytes.restype = c_int64
+    library.es_packed_bytes.argtypes = (c_int32, c_int64, c_int64)
+    library.es_pack.restype = None
+    library.es_pack.argtypes = (c_int32, c_int64, c_int64, *(c_void_p,) * 4)
+    library.es_open.restype = c_void_p
+    library.es_open.argtypes = (POINTER(DecoderWeights),)
+    library.es_close.restype = None
+    library.es_close.argtypes = (c_void_p,)
+    library.es_reserve.restype = c_int32
+    library.es_reserve.argtypes = (c_void_p, c_int64)
+    for name in ("es_export", "es_import"):
+        getattr(library, name).restype = None
+        getattr(library, name).argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
+    library.es_run.restype = c_int32
+    library.es_run.argtypes = (c_void_p, POINTER(StepWork), c_int32)
+    return library
+
+
+def _processor_flags() -> frozenset[str]:
+    """What the processor says it can, as Linux lists it; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())

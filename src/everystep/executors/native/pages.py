@@ -1,0 +1,148 @@
+"""Which pages hold which row: a table of page numbers per row, and how many rows share each.
+
+A page holds 16 positions of all layers. A fork shares every page of its source; the first that
+writes into a shared page gets a copy of its own. So a prompt is stored once however many rows
+continue it, and nothing ever moves. The pages themselves are memory of the library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from everystep.errors import InvariantError, message
+
+PAGE = 16
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was done so far: `copies` of pages, and the most that were in use at once."""
+
+    forks: int = 0
+    copies: int = 0
+    most_pages: int = 0
+
+
+@dataclass(slots=True)
+class _Row:
+    """The pages in order, (n,) int32 of which the first `used` count, and the positions held."""
+
+    pages: np.ndarray
+    used: int = 0
+    length: int = 0
+
+
+@dataclass(slots=True)
+class PagedRows:
+    """All rows of an executor."""
+
+    counts: Counts = field(default_factory=Counts)
+    _rows: dict[int, _Row] = field(default_factory=dict)
+    _shares: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    _free: list[int] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """How many pages must exist."""
+        return len(self._shares)
+
+    @property
+    def in_use(self) -> int:
+        """How many pages some row holds."""
+        return self.total - len(self._free)
+
+    def lengths(self) -> dict[int, int]:
+        """Row -> positions held."""
+        return {number: row.length for number, row in self._rows.items()}
+
+    def length(self, row: int) -> int:
+        """Positions held by a row; InvariantError if it is not allocated."""
+        return self._row(row).length
+
+    def allocate(self, row: int) -> None:
+        """The row exists and is empty."""
+        self._add(row, _Row(np.zeros(4, np.int32)))
+
+    def fork(self, row: int, source: int) -> None:
+        """The row holds what `source` holds."""
+        parent = self._row(source)
+        self._add(row, _Row(parent.pages.copy(), parent.used, parent.length))
+        self._shares[parent.pages[: parent.used]] += 1
+        self.counts.forks += 1
+
+    def truncate(self, row: int, length: int) -> None:
+        """The row holds its first `length` positions."""
+        held = self._row(row)
+        if not 0 <= length <= held.length:
+            raise InvariantError(message(f"row {row} cannot be cut", got=length))
+        kept = -(-length // PAGE)
+        self._release(held.pages[kept : held.used])
+        held.used, held.length = kept, length
+
+    def free(self, row: int) -> None:
+        """The row is gone."""
+        self.truncate(row, 0)
+        del self._rows[row]
+
+    def extend(self, row: int, count: int) -> tuple[int, int] | None:
+        """The row has pages of its own for `count` more positions, and holds them from now on.
+
+        Returns a page to be copied and where to, if its last page was shared.
+        """
+        held = self._row(row)
+        copied = None
+        if held.length % PAGE and self._shares[held.pages[held.used - 1]] > 1:
+            shared = int(held.pages[held.used - 1])
+            own = self._take()
+            self._shares[shared] -= 1
+            held.pages[held.used - 1] = own
+            copied = (shared, own)
+            self.counts.copies += 1
+        held.length += count
+        while held.used * PAGE < held.length:
+            if held.used == len(held.pages):
+                held.pages = np.concatenate([held.pages, np.zeros_like(held.pages)])
+            held.pages[held.used] = self._take()
+            held.used += 1
+        return copied
+
+    def pages(self, row: int) -> np.ndarray:
+        """(P,) int32 page numbers of a row."""
+        held = self._row(row)
+        return held.pages[: held.used]
+
+    def table(self, rows: np.ndarray) -> np.ndarray:
+        """(R, P) int32 page numbers of the given rows, filled up with zeros."""
+        held = [self._rows[row] for row in rows.tolist()]
+        table = np.zeros((len(held), max(row.used for row in held)), np.int32)
+        for line, row in zip(table, held, strict=True):
+            line[: row.used] = row.pages[: row.used]
+        return table
+
+    def _row(self, row: int) -> _Row:
+        if row not in self._rows:
+            raise InvariantError(message(f"row {row} is not allocated"))
+        return self._rows[row]
+
+    def _add(self, row: int, made: _Row) -> None:
+        if row in self._rows:
+            raise InvariantError(message(f"row {row} is allocated twice"))
+        self._rows[row] = made
+
+    def _take(self) -> int:
+        if not self._free:
+            held = len(self._shares)
+            grown = max(64, 2 * held)
+            self._shares = np.concatenate([self._shares, np.zeros(grown - held, np.int32)])
+            # Lowest first, so that pages in use lie close together.
+            self._free = list(range(grown - 1, held - 1, -1))
+        page = self._free.pop()
+        self._shares[page] = 1
+        self.counts.most_pages = max(self.counts.most_pages, self.in_use)
+        return page
+
+    def _release(self, pages: np.ndarray) -> None:
+        self._shares[pages] -= 1
+        self._free += pages[self._shares[pages] == 0].tolist()

@@ -1,0 +1,230 @@
+"""A decoder as the library reads it: weights in panels, and a structure that points to them.
+
+A model is packed once, whoever runs it; a head tied to the embedding table shares its panels. What
+a specification can say and the library cannot do is found before anything is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.executors.native import library
+from everystep.executors.native.library import (
+    DecoderWeights,
+    LayerWeights,
+    LinearMap,
+    Matrix,
+    NormWeights,
+)
+from everystep.models import Model
+from everystep.models.decoder import Decoder, Layer
+from everystep.nn.linear import JoinedLinear, QuantizedLinear, Weight, rows_of, weights_of
+from everystep.nn.linear import LinearMap as TorchLinear
+from everystep.nn.norm import Norm
+from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.rotary import Rope
+
+_ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu_new": 1,
+    "gelu_fast": 1,
+    "gelu_pytorch_tanh": 1,
+    "gelu": 2,
+    "relu": 3,
+}
+_NORMS = {"rms": 0, "layer": 1}
+_MOST_TURNING = 1024
+_PANEL = 16
+
+
+def model_obstacles(model: Model) -> list[str]:
+    """Why the library cannot run this model; empty if it can."""
+    network = model.network
+    if not isinstance(network, Decoder):
+        return ["the model has an encoder"]
+    return list(_obstacles(network))
+
+
+def _obstacles(decoder: Decoder) -> Iterator[str]:
+    spec = decoder.spec
+    if decoder.device.type != "cpu":
+        yield f"the model is on {decoder.device}"
+    if decoder.dtype != torch.float32:
+        yield f"the model's type is {decoder.dtype}, and the kernels compute in float32"
+    if spec.norm.kind not in _NORMS:
+        yield f"there is no kernel for the norm {spec.norm.kind}"
+    if spec.mlp.activation not in _ACTIVATIONS:
+        yield f"there is no kernel for the activation {spec.mlp.activation}"
+    if any(layer.rope and layer.rope.dim > _MOST_TURNING for layer in spec.layers):
+        yield f"more than {_MOST_TURNING} values of a head turn"
+    if any(map(_exact, (decoder.head, *(layer.qkv for layer in decoder.layers)))):
+        yield "quantised weights are to meet activations that are not rounded"
+
+
+class Program:
+    """A packed decoder; `structure` is what the library is given."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._alive: list[object] = []
+        self.decoder = decoder
+        self.ropes = list(dict.fromkeys(one.rope for one in decoder.spec.layers if one.rope))
+        self.bytes = 0
+        self.structure = self._decoder(decoder)
+
+    def _decoder(self, decoder: Decoder) -> DecoderWeights:
+        spec = decoder.spec
+        layers = (LayerWeights * len(spec.layers))(
+            *(self._layer(index, layer) for index, layer in enumerate(decoder.layers))
+        )
+        table = self._matrix(decoder.table)
+        attention = spec.attention
+        return DecoderWeights(
+            layers=len(spec.layers),
+            width=spec.width,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            inner=spec.mlp.size,
+            vocabulary=spec.vocab_size,
+            norm_kind=_NORMS[spec.norm.kind],
+            activation=_ACTIVATIONS[spec.mlp.activation],
+            eps=spec.norm.eps,
+            scale=attention.scale,
+            softcap=attention.softcap or 0.0,
+            embed_scale=spec.embed_scale or 0.0,
+            final_softcap=spec.final_softcap or 0.0,
+            layer=layers,
+            norm=self._norm(decoder.norm),
+            embedding=table,
+            head=self._head(decoder, table),
+        )
+
+    def _head(self, decoder: Decoder, table: Matrix) -> LinearMap:
+        if not decoder.spec.tied:
+            return self._linear(weights_of(decoder.head.matrix()), decoder.head.bias)
+        shared = LinearMap(count=1, bias=self._floats(decoder.head.bias))
+        shared.parts[0] = table
+        return shared
+
+    def _layer(self, index: int, layer: Layer) -> LayerWeights:
+        spec = self.decoder.spec
+        size, gated = spec.mlp.size, spec.mlp.gated
+        up, bias = weights_of(layer.up.matrix()), layer.up.bias
+        gate = _rows(up, 0, size) if gated else []
+        return LayerWeights(
+            qkv=self._linear(weights_of(layer.qkv.matrix()), layer.qkv.bias),
+            out=self._linear(weights_of(layer.out.matrix()), layer.out.bias),
+            gate=self._linear(gate, None if bias is None or not gated else bias[:size]),
+            up=self._linear(
+                _rows(up, size, 2 * size) if gated else up,
+                bias[size:] if gated and bias is not None else bias,
+            ),
+            down=self._linear(weights_of(layer.down.matrix()), layer.down.bias),
+            attention=self._norm(layer.attention_norm),
+            mlp=self._norm(layer.mlp_norm),
+            attention_post=self._norm(layer.attention_post_norm),
+            mlp_post=self._norm(layer.mlp_post_norm),
+            q=self._norm(layer.q_norm),
+            k=self._norm(layer.k_norm),
+            rope=_index(self.ropes, spec.layers[index].rope),
+            window=spec.layers[index].window or 0,
+        )
+
+    def _linear(self, weights: Sequence[Weight], bias: Tensor | None) -> LinearMap:
+        made = LinearMap(count=len(weights), bias=self._floats(bias))
+        for place, weight in enumerate(weights):
+            made.parts[place] = self._matrix(weight)
+        return made
+
+    def _matrix(self, weight: Weight) -> Matrix:
+        rows, columns = weight.shape
+        kind = _format(weight)
+        packed = np.empty(library.load().es_packed_bytes(kind, rows, columns) + 64, dtype=np.uint8)
+        # Panels start where cache lines do.
+        aligned = packed[-packed.ctypes.data % 64 :]
+        self._alive.append(packed)
+        self.bytes += packed.nbytes
+        arrays = _arrays(weight)
+        library.load().es_pack(kind, rows, columns, *map(_address, arrays), aligned.ctypes.data)
+        made = Matrix(format=kind, rows=rows, columns=columns, data=aligned.ctypes.data)
+        if isinstance(weight, QuantizedWeight) and weight.format == "int8":
+            made.row_scales = self._floats(_padded(weight.scales))
+        return made
+
+    def _norm(self, norm: Norm | None) -> NormWeights:
+        if norm is None:
+            return NormWeights()
+        weight = 1.0 + norm.weight.float() if norm.plus_one else norm.weight
+        return NormWeights(self._floats(weight), self._floats(norm.bias))
+
+    def _floats(self, values: Tensor | None) -> int | None:
+        if values is None:
+            return None
+        held = values.float().contiguous()
+        self._alive.append(held)
+        return held.data_ptr()
+
+
+_PROGRAMS: WeakKeyDictionary[Model, Program] = WeakKeyDictionary()
+
+
+def program_of(model: Model) -> Program:
+    """The packed form of a model, made when it is first asked for."""
+    if model not in _PROGRAMS:
+        assert isinstance(model.network, Decoder)
+        _PROGRAMS[model] = Program(model.network)
+    return _PROGRAMS[model]
+
+
+def _exact(linear: TorchLinear) -> bool:
+    if isinstance(linear, JoinedLinear):
+        return any(map(_exact, linear.parts))
+    return isinstance(linear, QuantizedLinear) and linear.exact_activations
+
+
+def _rows(weights: Sequence[Weight], start: int, stop: int) -> list[Weight]:
+    """The given output rows of matrices that stand one after another."""
+    found, before = [], 0
+    for weight in weights:
+        first, last = max(start - before, 0), min(stop - before, weight.shape[0])
+        if first < last:
+            found.append(rows_of(weight, first, last))
+        before += weight.shape[0]
+    return found
+
+
+def _format(weight: Weight) -> int:
+    if not isinstance(weight, QuantizedWeight):
+        return 0
+    if weight.format == "int8":
+        return 1
+    if weight.format == "q8_0":
+        return 2
+    return 3 if weight.mins is None else 4
+
+
+def _arrays(weight: Weight) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Codes (or values), scales and minimums, without gaps."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight.float().contiguous(), None, None
+    whole = weight.contiguous()
+    return whole.codes, whole.scales, whole.mins
+
+
+def _address(values: Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()
+
+
+def _padded(scales: Tensor) -> Tensor:
+    """Scales for whole panels."""
+    return torch.nn.functional.pad(scales, (0, -len(scales) % _PANEL))
+
+
+def _index(ropes: list[Rope], rope: Rope | None) -> int:
+    return -1 if rope is None else ropes.index(rope)

@@ -1,0 +1,277 @@
+"""The native executor gives what torch operators give, and the same bits whatever stands beside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everystep.errors import UnsupportedError
+from everystep.executors.choice import open_executor
+from everystep.executors.native import NativeExecutor, obstacles
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.models import Model, build_model, convert_model, named_weights
+from everystep.models.families import find_family
+from everystep.nn.rounding import Rounding
+from everystep.types import Verb, Work
+from tests.executors.models import CONFIG, SPECS, random_model
+from tests.executors.works import Wanderer, one_feed, only_verbs
+
+FORMATS: tuple[Rounding | None, ...] = (None, "int8", "int4")
+
+
+@cache
+def model_of(name: str) -> Model:
+    return random_model(SPECS[name], dtype=torch.float32)
+
+
+class Source:
+    """The weights of a model in memory."""
+
+    def __init__(self, model: Model) -> None:
+        self._weights = dict(named_weights(model))
+
+    def names(self) -> list[str]:
+        return list(self._weights)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._weights[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self._weights[name].to(dtype)
+
+
+@cache
+def family(name: str, rounding: Rounding | None) -> Model:
+    """A tiny model of a family, in float32 or rounded."""
+    config = {**CONFIG, "intermediate_size": 64}  # whole blocks of 32
+    reading = find_family(name).read_spec({**find_family(name).defaults, **config})
+    model = random_model(reading, dtype=torch.float32)
+    if rounding is None:
+        return model
+    tied = {"tie_word_embeddings": reading.tied}
+    return build_model({"model_type": name, **config, **tied}, Source(model), quantize=rounding)
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    """Within 1e-5 of the largest logit."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    if wanted.numel():
+        assert distances(found, wanted).max() <= 1e-5
+
+
+def distances(found: Tensor, wanted: Tensor) -> Tensor:
+    """(R,) as shares of the largest logit."""
+    return (found - wanted).abs().amax(1) / wanted.abs().max()
+
+
+def compare(model: Model, seed: int, most: int, steps: int = 8, *, positions: bool = False) -> None:
+    """Works with rows of any history, on both executors."""
+    wanderer = Wanderer(
+        model, np.random.default_rng(seed), positions, longest=4 * most + 20, most=most
+    )
+    native, judge = NativeExecutor(model), TorchExecutor(model)
+    for _ in range(steps):
+        work = wanderer.work()
+        assert_near(native.run(work).logits, judge.run(work).logits)
+        assert native.audit() == judge.audit()
+    native.run(only_verbs(*(Verb("free", row) for row in wanderer.histories)))
+    assert native.audit() == {} and native.rows.in_use == 0
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_specification_is_computed(name: str) -> None:
+    compare(model_of(name), seed=3, most=7)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_every_family_is_computed(name: str) -> None:
+    compare(family(name, None), seed=4, most=20)
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_every_format_is_computed(name: str, rounding: Rounding) -> None:
+    # An activation between two codes may go either way when sums differ in their last bit, and
+    # all that follows it differs then: rare, and small.
+    model, far = family(name, rounding), []
+    for seed in range(60):
+        tokens = np.random.default_rng(seed).integers(0, 40, 5).tolist()
+        work = one_feed(tokens, verbs=(Verb("allocate", 0),))
+        found, wanted = (
+            NativeExecutor(model).run(work).logits,
+            TorchExecutor(model).run(work).logits,
+        )
+        far += (distances(found, wanted) > 1e-5).tolist()
+        assert distances(found, wanted).max() < 0.05
+    assert sum(far) < 0.06 * len(far)
+
+
+@pytest.mark.parametrize("most", [1, 7, 40])
+@given(seed=st.integers(0, 2**32 - 1), positions=st.booleans())
+@settings(max_examples=12)
+def test_rows_hold_what_they_have_read(most: int, seed: int, positions: bool) -> None:
+    compare(model_of("window"), seed, most, positions=positions)
+
+
+def test_a_feed_longer_than_the_buffers_is_computed_in_parts() -> None:
+    model = convert_model(random_model(SPECS["plain"]), dtype=torch.float32)
+    tokens = np.random.default_rng(0).integers(0, 40, 700).tolist()
+    work = one_feed(tokens, verbs=(Verb("allocate", 0),))
+    assert_near(NativeExecutor(model).run(work).logits, TorchExecutor(model).run(work).logits)
+
+
+# --- the same bits ----------------------------------------------------------------------------
+
+
+def alone(model: Model, tokens: list[int], sizes: list[int]) -> Tensor:
+    """(T, V) logits of a row that is fed in pieces of the given sizes."""
+    executor, start, logits = NativeExecutor(model), 0, []
+    for size in sizes:
+        verbs = (Verb("allocate", 0),) if start == 0 else ()
+        piece = tokens[start : start + size]
+        logits.append(executor.run(one_feed(piece, start=start, verbs=verbs)).logits)
+        start += size
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("rounding", FORMATS)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15)
+def test_no_bit_depends_on_how_many_tokens_are_fed_at_once(
+    rounding: Rounding | None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 40, 45).tolist()
+    cuts = np.sort(rng.choice(np.arange(1, 45), rng.integers(0, 12), replace=False))
+    sizes = np.diff([0, *cuts, 45]).tolist()
+    model = family("llama", rounding)
+    assert torch.equal(alone(model, tokens, sizes), alone(model, tokens, [45]))
+
+
+@pytest.mark.parametrize("rounding", FORMATS)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15)
+def test_no_bit_depends_on_rows_beside_or_on_shared_pages(
+    rounding: Rounding | None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    model, rows = family("qwen2", rounding), int(rng.integers(2, 14))
+    shared = rng.integers(0, 40, int(rng.integers(1, 40)))
+    own = [rng.integers(0, 40, int(rng.integers(1, 25))) for _ in range(rows)]
+    executor = NativeExecutor(model)
+    executor.run(one_feed(shared.tolist(), verbs=(Verb("allocate", 0),)))
+    forks = tuple(Verb("fork", row, 0) for row in range(1, rows))
+    counts = np.array([len(x) for x in own])
+    work = Work(
+        forks, np.arange(rows), np.full(rows, len(shared)), counts, counts, np.concatenate(own)
+    )
+    found = executor.run(work).logits.split(counts.tolist())
+    for tokens, logits in zip(own, found, strict=True):
+        whole = [*shared.tolist(), *tokens.tolist()]
+        assert torch.equal(logits, alone(model, whole, [len(whole)])[len(shared) :])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_bit_depends_on_the_number_of_threads(threads: int) -> None:
+    model, tokens = family("llama", "int8"), list(range(30))
+    before = torch.get_num_threads()
+    wanted = alone(model, tokens, [30])
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(alone(model, tokens, [20, 10]), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- pages ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_stored_once_whoever_continues_it() -> None:
+    executor = NativeExecutor(model_of("plain"))
+    executor.run(one_feed(list(range(40)), verbs=(Verb("allocate", 0),)))
+    forks = tuple(Verb("fork", row, 0) for row in range(1, 8))
+    rows = np.arange(8)
+    ones = np.ones(8, dtype=np.int64)
+    executor.run(Work(forks, rows, 40 * ones, ones, ones, rows))
+    # Two whole pages of 16 are shared; the third, half full, is each row's own but for one.
+    assert executor.rows.in_use == 2 + 8 and executor.rows.counts.copies == 7
+
+
+def test_forks_write_nothing_into_each_other() -> None:
+    model = model_of("plain")
+    executor = NativeExecutor(model)
+    executor.run(one_feed([3, 9, 30], verbs=(Verb("allocate", 0),)))
+    executor.run(one_feed([5], row=1, start=3, verbs=(Verb("fork", 1, 0),)))
+    found = executor.run(one_feed([7], row=0, start=3)).logits
+    assert torch.equal(found[0], alone(model, [3, 9, 30, 7], [4])[-1])
+
+
+# --- what it cannot do --------------------------------------------------------------------------
+
+
+def test_what_it_cannot_do_goes_to_torch() -> None:
+    assert isinstance(open_executor(model_of("plain")), NativeExecutor)
+    assert isinstance(open_executor(model_of("plain"), "torch"), TorchExecutor)
+    assert isinstance(open_executor(model_of("plain"), "auto", {"attentions"}), TorchExecutor)
+    wide = convert_model(model_of("plain"), dtype=torch.float64)
+    assert isinstance(open_executor(wide), TorchExecutor)
+
+
+@pytest.mark.parametrize("needs", [{"attentions"}, {"layers"}])
+def test_asking_for_more_than_it_can_is_an_error(needs: set[str]) -> None:
+    with pytest.raises(UnsupportedError, match=f"it has no {next(iter(needs))}"):
+        open_executor(model_of("plain"), "native", needs)
+
+
+def test_a_type_without_kernels_is_an_obstacle() -> None:
+    wide = convert_model(model_of("plain"), dtype=torch.float64)
+    assert "float64" in obstacles(wide)[0]
+    with pytest.raises(UnsupportedError, match="float64"):
+        NativeExecutor(wide)
+
+
+def test_columns_are_the_last_hidden_states() -> None:
+    model = model_of("plain")
+    work = replace(one_feed([3, 9, 30], verbs=(Verb("allocate", 0),)), columns=frozenset({0}))
+    follow = one_feed([4, 5], row=1, start=3, verbs=(Verb("fork", 1, 0),))
+    native, judge = NativeExecutor(model), TorchExecutor(model)
+    for one in (work, follow):
+        found, wanted = native.run(one).columns, judge.run(one).columns
+        assert found.keys() == wanted.keys()
+        for row in found:
+            assert_near(found[row], wanted[row])
+
+
+def test_a_row_begins_with_what_another_held() -> None:
+    model, tokens = (
+        model_of("window"),
+        [3, 9, 30, 4, 4, 17, 25, 6, 1, 39, 12, 8, 22, 5, 2, 3, 11, 20],
+    )
+    native, judge = NativeExecutor(model), TorchExecutor(model)
+    for one in (native, judge):
+        one.run(one_feed(tokens, verbs=(Verb("allocate", 0),)))
+    past = judge.export(0)
+    assert torch.allclose(native.export(0).kv, past.kv, atol=1e-5)
+    follow = replace(
+        one_feed([7, 8], row=1, start=len(tokens), verbs=(Verb("allocate", 1),)), pasts={1: past}
+    )
+    wanted = judge.run(one_feed([7, 8], row=0, start=len(tokens))).logits
+    assert_near(NativeExecutor(model).run(follow).logits, wanted)
+
+
+def test_ids_beyond_the_table_are_never_looked_up() -> None:
+    with pytest.raises(Exception, match="beyond the vocabulary"):
+        NativeExecutor(model_of("plain")).run(one_feed([40], verbs=(Verb("allocate", 0),)))
+
+
+def test_a_row_is_fed_from_where_it_ends() -> None:
+    executor = NativeExecutor(model_of("plain"))
+    with pytest.raises(Exception, match="row 0 is fed at 3"):
+        executor.run(one_feed([1], start=3, verbs=(Verb("allocate", 0),)))

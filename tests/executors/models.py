@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everystep.models import Model
+from everystep.models import Model, build_model, named_weights
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import find_family
@@ -26,6 +27,7 @@ from everystep.nn.rotary import (
     Unscaled,
     Yarn,
 )
+from everystep.nn.rounding import Rounding
 
 TRAINED = 16
 CONFIG: Mapping[str, Any] = {
@@ -128,3 +130,31 @@ def family_model(model_type: str, **config: Any) -> Model:
     """A model of the family's own reading of CONFIG and `config`."""
     family = find_family(model_type)
     return random_model(family.read_spec({**family.defaults, **CONFIG, **config}))
+
+
+class _Weights:
+    """The weights of a model in memory."""
+
+    def __init__(self, model: Model) -> None:
+        self._weights = dict(named_weights(model))
+
+    def names(self) -> list[str]:
+        return list(self._weights)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._weights[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self._weights[name].to(dtype)
+
+
+@cache
+def narrow_model(name: str, rounding: Rounding | None) -> Model:
+    """A tiny model of a family, in float32 or rounded."""
+    config = {**CONFIG, "intermediate_size": 64}  # whole blocks of 32
+    reading = find_family(name).read_spec({**find_family(name).defaults, **config})
+    model = random_model(reading, dtype=torch.float32)
+    if rounding is None:
+        return model
+    tied = {"tie_word_embeddings": reading.tied}
+    return build_model({"model_type": name, **config, **tied}, _Weights(model), quantize=rounding)

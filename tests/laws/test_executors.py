@@ -1,4 +1,5 @@
-"""The same laws on tiny decoders in float64, where sums may differ in their last bits only.
+"""The same laws on tiny decoders: in float64, where sums may differ in their last bits only, and on
+the native executor in float32 and in codes, where no bit may differ.
 
 Positions of several axes and encoder states are the hash model's alone; all else stays in.
 """
@@ -13,13 +14,15 @@ import pytest
 import torch
 
 from everystep.executors.base import Executor
+from everystep.executors.native import NativeExecutor
 from everystep.executors.numpy_executor import NumpyExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
+from everystep.nn.rounding import Rounding
 from everystep.testing.laws import Laws
 from everystep.testing.requests import Mix, random_mix
 from everystep.types import Prompt, Request
-from tests.executors.models import family_model
+from tests.executors.models import family_model, narrow_model
 
 WIDTH = 32
 BLOCKS = 3
@@ -58,6 +61,18 @@ def model(request: pytest.FixtureRequest) -> Model:
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("executor", [TorchExecutor, NumpyExecutor])
 def test_the_laws_hold(model: Model, executor: Callable[[Model], Executor], block: int) -> None:
+    check(executor, model, block)
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("rounding", [None, "int8"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_the_laws_hold_natively(name: str, rounding: Rounding | None, block: int) -> None:
+    check(NativeExecutor, narrow_model(name, rounding), block)
+
+
+def check(executor: Callable[[Model], Executor], model: Model, block: int) -> None:
+    """Every law on the mixes of a block."""
     laws = Laws(lambda mix, max_rows: executor(model))
     for seed in range(block * MIXES, (block + 1) * MIXES):
         laws.check(for_decoder(random_mix(seed)))

@@ -153,10 +153,20 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
     if folder_format(found.config) is None:
         rounding = None if choices.quantize == "auto" else choices.quantize
-        core = build_model(found.config, found.weights(), dtype=choices.dtype, device=choices.device, quantize=rounding)
+        core = build_model(
+            found.config,
+            found.weights(),
+            dtype=choices.dtype,
+            device=choices.device,
+            quantize=rounding,
+        )
     else:
         core = build_quantised_model(
-            found.config, found.weights(), dtype=choices.dtype, device=choices.device, quantize=choices.quantize
+            found.config,
+            found.weights(),
+            dtype=choices.dtype,
+            device=choices.device,
+            quantize=choices.quantize,
         )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)

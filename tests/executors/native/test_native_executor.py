@@ -16,11 +16,10 @@ from everystep.errors import UnsupportedError
 from everystep.executors.choice import open_executor
 from everystep.executors.native import NativeExecutor, obstacles
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.models import Model, build_model, convert_model, named_weights
-from everystep.models.families import find_family
+from everystep.models import Model, convert_model
 from everystep.nn.rounding import Rounding
 from everystep.types import Verb, Work
-from tests.executors.models import CONFIG, SPECS, random_model
+from tests.executors.models import SPECS, narrow_model, random_model
 from tests.executors.works import Wanderer, one_feed, only_verbs
 
 FORMATS: tuple[Rounding | None, ...] = (None, "int8", "int4")
@@ -29,34 +28,6 @@ FORMATS: tuple[Rounding | None, ...] = (None, "int8", "int4")
 @cache
 def model_of(name: str) -> Model:
     return random_model(SPECS[name], dtype=torch.float32)
-
-
-class Source:
-    """The weights of a model in memory."""
-
-    def __init__(self, model: Model) -> None:
-        self._weights = dict(named_weights(model))
-
-    def names(self) -> list[str]:
-        return list(self._weights)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self._weights[name].to(dtype)
-
-
-@cache
-def family(name: str, rounding: Rounding | None) -> Model:
-    """A tiny model of a family, in float32 or rounded."""
-    config = {**CONFIG, "intermediate_size": 64}  # whole blocks of 32
-    reading = find_family(name).read_spec({**find_family(name).defaults, **config})
-    model = random_model(reading, dtype=torch.float32)
-    if rounding is None:
-        return model
-    tied = {"tie_word_embeddings": reading.tied}
-    return build_model({"model_type": name, **config, **tied}, Source(model), quantize=rounding)
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
@@ -92,7 +63,7 @@ def test_every_specification_is_computed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_every_family_is_computed(name: str) -> None:
-    compare(family(name, None), seed=4, most=20)
+    compare(narrow_model(name, None), seed=4, most=20)
 
 
 @pytest.mark.parametrize("rounding", ["int8", "int4"])
@@ -100,7 +71,7 @@ def test_every_family_is_computed(name: str) -> None:
 def test_every_format_is_computed(name: str, rounding: Rounding) -> None:
     # An activation between two codes may go either way when sums differ in their last bit, and
     # all that follows it differs then: rare, and small.
-    model, far = family(name, rounding), []
+    model, far = narrow_model(name, rounding), []
     for seed in range(60):
         tokens = np.random.default_rng(seed).integers(0, 40, 5).tolist()
         work = one_feed(tokens, verbs=(Verb("allocate", 0),))
@@ -151,7 +122,7 @@ def test_no_bit_depends_on_how_many_tokens_are_fed_at_once(
     tokens = rng.integers(0, 40, 45).tolist()
     cuts = np.sort(rng.choice(np.arange(1, 45), rng.integers(0, 12), replace=False))
     sizes = np.diff([0, *cuts, 45]).tolist()
-    model = family("llama", rounding)
+    model = narrow_model("llama", rounding)
     assert torch.equal(alone(model, tokens, sizes), alone(model, tokens, [45]))
 
 
@@ -162,7 +133,7 @@ def test_no_bit_depends_on_rows_beside_or_on_shared_pages(
     rounding: Rounding | None, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    model, rows = family("qwen2", rounding), int(rng.integers(2, 14))
+    model, rows = narrow_model("qwen2", rounding), int(rng.integers(2, 14))
     shared = rng.integers(0, 40, int(rng.integers(1, 40)))
     own = [rng.integers(0, 40, int(rng.integers(1, 25))) for _ in range(rows)]
     executor = NativeExecutor(model)
@@ -180,7 +151,7 @@ def test_no_bit_depends_on_rows_beside_or_on_shared_pages(
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_bit_depends_on_the_number_of_threads(threads: int) -> None:
-    model, tokens = family("llama", "int8"), list(range(30))
+    model, tokens = narrow_model("llama", "int8"), list(range(30))
     before = torch.get_num_threads()
     wanted = alone(model, tokens, [30])
     torch.set_num_threads(threads)

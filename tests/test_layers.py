@@ -36,8 +36,10 @@ LISTED: dict[tuple[str, str], str] = {
     ("executors", "models"): "the numpy executor reads a decoder's specification and weights",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.
-PRINTING = ("cli/", "streamers")
-ENVIRONMENT = ("files/sources.py",)
+# Compiles the kernels while the package is installed: a program, though it lies beside them.
+BUILD = "executors/native/build.py"
+PRINTING = ("cli/", "streamers", BUILD)
+ENVIRONMENT = ("files/sources.py", BUILD)
 ORACLES = {"transformers", "peft"}
 UNSAFE_MODULES = {
     "pickle",

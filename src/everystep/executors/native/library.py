@@ -7,7 +7,6 @@ The library is loaded once per process. Nothing here knows what a decoder is.
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from everystep.errors import UnsupportedError, message
 from everystep.executors.native.build import instruction_sets, library_path
+from everystep.files.sources import Settings
 
 INTERFACE = 2
 _NEEDS = {
@@ -26,7 +26,7 @@ _NEEDS = {
 
 
 class Matrix(Structure):
-    """See `cpp/model.h`, as for all of these."""
+    """A packed matrix; see `cpp/model.h` for this and all others."""
 
     _fields_ = (
         ("format", c_int32),
@@ -39,14 +39,20 @@ class Matrix(Structure):
 
 
 class LinearMap(Structure):
+    """Matrices with one input, outputs side by side."""
+
     _fields_ = (("count", c_int64), ("parts", Matrix * 3), ("bias", c_void_p))
 
 
 class NormWeights(Structure):
+    """A norm, or none where `weight` is null."""
+
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class LayerWeights(Structure):
+    """One layer."""
+
     _fields_ = (
         *((name, LinearMap) for name in ("qkv", "out", "gate", "up", "down")),
         *((name, NormWeights) for name in ("attention", "mlp", "attention_post", "mlp_post")),
@@ -57,6 +63,8 @@ class LayerWeights(Structure):
 
 
 class DecoderWeights(Structure):
+    """A decoder."""
+
     _fields_ = (
         *((name, c_int64) for name in ("layers", "width", "heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("inner", "vocabulary")),
@@ -71,14 +79,20 @@ class DecoderWeights(Structure):
 
 
 class RopeRows(Structure):
+    """What tokens turn by."""
+
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("row", c_void_p), ("dim", c_int64))
 
 
 class GivenEmbeds(Structure):
+    """Embeddings in place of ids."""
+
     _fields_ = (("offset", c_int64), ("count", c_int64), ("values", c_void_p))
 
 
 class StepWork(Structure):
+    """One step."""
+
     _fields_ = (
         *((name, c_int64) for name in ("tokens", "feeds", "wanted", "ropes", "embeds")),
         *((name, c_void_p) for name in ("ids", "starts", "counts", "pages")),
@@ -105,7 +119,7 @@ class Status:
 @cache
 def status() -> Status:
     """Which library this process uses, or why none."""
-    wanted = os.environ.get("EVERYSTEP_INSTRUCTIONS")
+    wanted = Settings.from_environment().variables.get("EVERYSTEP_INSTRUCTIONS")
     if wanted == "none":
         return Status(None, "EVERYSTEP_INSTRUCTIONS is none")
     flags = _processor_flags()

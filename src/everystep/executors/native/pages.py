@@ -109,12 +109,12 @@ class PagedRows:
         return copied
 
     def pages(self, row: int) -> np.ndarray:
-        """(P,) int32 page numbers of a row."""
+        """(n,) int32 page numbers of a row."""
         held = self._row(row)
         return held.pages[: held.used]
 
     def table(self, rows: np.ndarray) -> np.ndarray:
-        """(R, P) int32 page numbers of the given rows, filled up with zeros."""
+        """(R, n) int32 page numbers of the given rows, filled up with zeros."""
         held = [self._rows[row] for row in rows.tolist()]
         table = np.zeros((len(held), max(row.used for row in held)), np.int32)
         for line, row in zip(table, held, strict=True):

@@ -7,6 +7,7 @@ a specification can say and the library cannot do is found before anything is pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -175,10 +176,9 @@ _PROGRAMS: WeakKeyDictionary[Model, Program] = WeakKeyDictionary()
 
 
 def program_of(model: Model) -> Program:
-    """The packed form of a model, made when it is first asked for."""
+    """The packed form of a model without obstacles, made when it is first asked for."""
     if model not in _PROGRAMS:
-        assert isinstance(model.network, Decoder)
-        _PROGRAMS[model] = Program(model.network)
+        _PROGRAMS[model] = Program(cast(Decoder, model.network))
     return _PROGRAMS[model]
 
 

@@ -69,7 +69,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class FakeModel:
-    """A model that only has a context."""
+    """A model that has a context, and tells of itself what is shown."""
+
+    weight_bytes = {"q4_1": 80, "q8_0": 20}
+    runs_on = "native (avx2)"
 
     context: int | None
 

@@ -173,6 +173,8 @@ def test_json_is_one_document(stage: Stage, call: Caller) -> None:
         ],
         "prompt_tokens": 7,
         "model": DEFAULT_MODEL,
+        "weights": ["q4_1", "q8_0"],
+        "executor": "native (avx2)",
         "seed": 3,
     }
     assert 0 <= timings["first_token_seconds"] <= timings["generate_seconds"]

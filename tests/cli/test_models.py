@@ -9,6 +9,7 @@ import pytest
 
 from everystep import __version__
 from everystep.cli import models
+from everystep.executors.native import status
 from everystep.files.sources import DEFAULT_MODEL, KNOWN_MODELS
 from tests.cli.running import Caller
 
@@ -82,12 +83,14 @@ def test_info_tells_what_a_report_needs(cached: Path, call: Caller) -> None:
     found = json.loads(call("info", "--json").out)
     assert found["everystep"] == __version__
     assert found["default model's file"] == str(cached)
-    assert {"python", "torch", "devices", "threads", "executors", "cache folder"} <= set(found)
+    assert {"python", "torch", "devices", "threads", "native executor", "cache folder"} <= set(
+        found
+    )
 
 
 def test_info_says_what_is_missing(cache: Path, call: Caller) -> None:
     assert "default model's file\tnot here\n" in call("info").out
 
 
-def test_info_knows_the_executors(cache: Path, call: Caller) -> None:
-    assert "torch" in json.loads(call("info", "--json").out)["executors"]
+def test_info_knows_the_native_executor(cache: Path, call: Caller) -> None:
+    assert json.loads(call("info", "--json").out)["native executor"] == status().instructions

@@ -16,8 +16,8 @@ from everystep.api.transitions import compute_transition_scores
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor
-from everystep.executors.choice import ExecutorName, open_executor
-from everystep.models import Model, convert_model, named_weights
+from everystep.executors.choice import ExecutorName, chosen, open_executor
+from everystep.models import Model, convert_model, named_weights, weight_bytes
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
 from everystep.types import Prompt
@@ -127,6 +127,16 @@ class LanguageModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Every weight under its checkpoint name."""
         return dict(named_weights(self._core))
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of weights by format or type, the most first."""
+        return weight_bytes(self._core)
+
+    @property
+    def runs_on(self) -> str:
+        """Which executor plain requests get, and its instruction set, or why it is torch."""
+        return chosen(self._core, self._executor)
 
     def executor(self, needs: Set[str] = frozenset()) -> Executor:
         """A fresh executor with no rows that has the abilities in `needs`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +14,7 @@ import everystep as es
 from everystep.cli import options as o
 from everystep.cli.loading import load
 from everystep.cli.prompts import read_prompt
+from everystep.cli.terminal import is_terminal, note
 from everystep.cli.writers import Form, Timings, Writer, writer_for
 from everystep.errors import RequestError, message
 from everystep.files.sources import DEFAULT_MODEL
@@ -127,10 +130,21 @@ def _answer(
     about = {
         "prompt_tokens": results[0].prompt_tokens,
         "model": choice.source,
+        "weights": list(model.weight_bytes),
+        "executor": model.runs_on,
         "seed": seed,
         "timings": timings.document(),
     }
     writer.end(results, about)
+    if is_terminal(sys.stderr):
+        note(summary(sum(len(one.tokens) for one in results), timings, about))
+
+
+def summary(tokens: int, timings: Timings, about: Mapping[str, Any]) -> str:
+    """How much was answered, how fast after the first token, with which weights, run by what."""
+    decoding = timings.generate_seconds - (timings.first_token_seconds or 0.0)
+    speed = f", {(tokens - 1) / decoding:.0f} a second" if tokens > 1 and decoding > 0 else ""
+    return f"{tokens} tokens{speed}; {' and '.join(about['weights'])}; {about['executor']}"
 
 
 def _follow(stream: Any, writer: Writer, timings: Timings) -> None:

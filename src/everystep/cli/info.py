@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from everystep._version import __version__
 from everystep.cli.models import AsJson
@@ -48,16 +48,15 @@ def _torch_facts() -> dict[str, Any]:
     # A second of importing that other commands without a model do not need.
     import torch
 
-    from everystep.api.load import load
+    from everystep.executors.native import status
 
+    native = status()
     cuda = torch.cuda
     names = [f"cuda:{i} ({cuda.get_device_name(i)})" for i in range(cuda.device_count())]
     return {
         "devices": ["cpu", *names],
         "threads": torch.get_num_threads(),
-        "executors": [
-            name for name in get_args(get_type_hints(load)["executor"]) if name != "auto"
-        ],
+        "native executor": native.instructions or f"missing: {native.reason}",
     }
 
 

@@ -47,7 +47,7 @@ class ModelChoice:
     dtype: Dtype | None = None
     device: str = "cpu"
     offline: bool = False
-    quantize: Literal["auto", "int8", "int4"] | None = None
+    quantize: Literal["auto", "int8", "int4"] | None = "auto"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor
-from everystep.executors.native import NativeExecutor, obstacles
+from everystep.executors.native import NativeExecutor, obstacles, status
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 
@@ -36,6 +36,14 @@ def open_executor(
             do="Load the model with executor='auto' or 'torch'",
         )
     )
+
+
+def chosen(model: Model, name: ExecutorName = "auto") -> str:
+    """Which executor plain requests get: "native (INSTRUCTION SET)", or "torch (WHY)"."""
+    if name == "torch":
+        return "torch (asked for)"
+    reasons = obstacles(model)
+    return f"torch ({reasons[0]})" if reasons else f"native ({status().instructions})"
 
 
 def _missing(needs: Set[str]) -> list[str]:

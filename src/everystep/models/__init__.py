@@ -9,6 +9,7 @@ from everystep.models.load import (
     convert_model,
     named_weights,
     stored_weights,
+    weight_bytes,
 )
 from everystep.models.model import Model
 
@@ -20,4 +21,5 @@ __all__ = [
     "convert_model",
     "named_weights",
     "stored_weights",
+    "weight_bytes",
 ]

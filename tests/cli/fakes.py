@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import everystep as es
 
@@ -71,8 +71,8 @@ class Stage:
 class FakeModel:
     """A model that has a context, and tells of itself what is shown."""
 
-    weight_bytes = {"q4_1": 80, "q8_0": 20}
-    runs_on = "native (avx2)"
+    weight_bytes: ClassVar = {"q4_1": 80, "q8_0": 20}
+    runs_on: ClassVar = "native (avx2)"
 
     context: int | None
 

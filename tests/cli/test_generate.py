@@ -131,7 +131,7 @@ def test_sampling_can_be_chosen(stage: Stage, call: Caller, option: str, value: 
 
 def test_the_default_model_is_loaded_as_it_is(stage: Stage, call: Caller) -> None:
     call("generate", "a")
-    plain = {"dtype": None, "quantize": None, "device": "cpu", "offline": False}
+    plain = {"dtype": None, "quantize": "auto", "device": "cpu", "offline": False}
     assert stage.loads == [(DEFAULT_MODEL, plain)]
 
 

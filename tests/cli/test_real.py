@@ -92,7 +92,7 @@ def test_messages_the_template_refuses(tmp_path: Path, call: Caller) -> None:
 
 @pytest.mark.model
 def test_the_default_model_answers(model_path: Path, call: Caller) -> None:
-    outcome = call("generate", "What is the capital of France?", "-n", "24", "--offline")
+    outcome = call("generate", "Tell me the capital of France.", "-n", "24", "--offline")
     assert (outcome.code, outcome.err) == (0, "")
     assert "Paris" in outcome.out
 
@@ -107,7 +107,7 @@ def test_an_interrupted_answer_leaves_the_model_usable(model_path: Path) -> None
         terminal.until("stopped")
         terminal.type("/clear\n")
         terminal.until("> ", count=3)
-        terminal.type("What is the capital of France?\n")
+        terminal.type("Tell me the capital of France.\n")
         terminal.until("Paris")
         terminal.type("\x03")
         terminal.until("> ", count=4)

@@ -1,0 +1,134 @@
+"""Which library is loaded, what is said where there is none, and every instruction set at work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everystep.errors import UnsupportedError
+from everystep.executors.native import build, library
+from tests.reading import ROOT
+
+CHECK = """
+from tests.executors.native.test_native_executor import (
+    compare, model_of, test_every_format_is_computed,
+    test_no_bit_depends_on_how_many_tokens_are_fed_at_once as chunks,
+)
+from everystep.executors.native import status
+assert status().instructions == {name!r}, status()
+for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new"):
+    compare(model_of(spec), seed=5, most=20, steps=5)
+test_every_format_is_computed("llama", "int8")
+test_every_format_is_computed("qwen2", "int4")
+chunks("int4")
+"""
+
+
+@pytest.fixture
+def fresh() -> None:
+    """Nothing remembered of earlier questions."""
+    library.status.cache_clear()
+    library.load.cache_clear()
+
+
+def usable() -> list[str]:
+    """The instruction sets of this processor."""
+    flags = library._processor_flags()
+    return [name for name in build.instruction_sets() if flags.issuperset(library._NEEDS[name])]
+
+
+@pytest.mark.parametrize("name", usable())
+def test_every_instruction_set_computes_the_same(name: str) -> None:
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "EVERYSTEP_INSTRUCTIONS": name, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK.format(name=name)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_library_it_is_said_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library_path", lambda name: Path("nowhere") / name)
+    found = library.status()
+    assert found.instructions is None
+    assert found.reason is not None and "everystep.executors.native.build" in found.reason
+    with pytest.raises(UnsupportedError, match="no native executor"):
+        library.load()
+    library.status.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_set_that_the_processor_lacks_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_processor_flags", frozenset)
+    assert library.status().instructions == "plain"
+    monkeypatch.setenv("EVERYSTEP_INSTRUCTIONS", "avx2")
+    library.status.cache_clear()
+    assert "EVERYSTEP_INSTRUCTIONS is avx2" in str(library.status().reason)
+    library.status.cache_clear()
+
+
+def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler" in build.build_all()[0]
+
+
+def test_a_compiler_that_fails_leaves_no_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(build, "library_path", lambda name: tmp_path / f"{name}.so")
+    assert len(build.build_all()) == len(build.instruction_sets())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
+    source, made = tmp_path / "other.cpp", tmp_path / "other.so"
+    source.write_text(
+        'extern "C" { int es_interface() { return 0; } void es_sizes(long*) {} }', encoding="utf-8"
+    )
+    cxx = build.compiler()
+    assert cxx is not None, "these tests need the compiler that the package was built with"
+    subprocess.run([cxx, "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    with pytest.raises(UnsupportedError, match="another version"):
+        library.open_library(made)
+
+
+@pytest.mark.slow
+def test_the_kernels_are_clean_under_sanitisers(tmp_path: Path) -> None:
+    cxx = build.compiler()
+    assert cxx is not None, "these tests need the compiler that the package was built with"
+    name, made = usable()[0], tmp_path / "checked.so"
+    extra = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    subprocess.run(build.command(cxx, name, made, extra), check=True)
+    runtime = subprocess.run(
+        [cxx, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    program = f"""
+from pathlib import Path
+from everystep.executors.native import library
+library.library_path = lambda name: Path({str(made)!r})
+{CHECK.format(name=name)}
+"""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {
+        **os.environ,
+        "EVERYSTEP_INSTRUCTIONS": name,
+        "PYTHONPATH": paths,
+        "LD_PRELOAD": runtime,
+        # Python itself and the libraries beside it never free what lives as long as they do.
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -77,10 +77,11 @@ def weight_bytes(model: Model) -> dict[str, int]:
     """How many bytes of weights there are of each format or type, the most first."""
     found: dict[str, int] = {}
     for _, weight in stored_weights(model):
-        if isinstance(weight, QuantizedWeight):
-            kind, size = weight.format, weight.bytes
-        else:
-            kind, size = str(weight.dtype).removeprefix("torch."), weight.nbytes
+        kind, size = (
+            (str(weight.format), weight.bytes)
+            if isinstance(weight, QuantizedWeight)
+            else (str(weight.dtype).removeprefix("torch."), weight.nbytes)
+        )
         found[kind] = found.get(kind, 0) + size
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 

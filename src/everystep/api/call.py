@@ -19,6 +19,7 @@ from everystep.api.resolve import (
     read_stops,
     read_strategy,
 )
+from everystep.cache.affine import Quantization
 from everystep.cache.containers import Cache
 from everystep.config import Effective, GenerationConfig
 from everystep.config.effective import for_rows
@@ -86,8 +87,13 @@ class Host(Protocol):
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""
         ...
 
-    def executor(self, needs: Set[str] = frozenset()) -> Executor:
-        """A fresh executor with no rows that has the abilities in `needs`."""
+    def executor(
+        self, needs: Set[str] = frozenset(), quantization: Quantization | None = None
+    ) -> Executor:
+        """A fresh executor with no rows that has the abilities in `needs`.
+
+        `quantization`: how its rows will keep what they hold, None for full precision.
+        """
         ...
 
 
@@ -122,6 +128,7 @@ class Call:
     """Frozen choices of a call and its inputs; makes the requests.
 
     `past`: the cache object that it continues from, if that holds something, and fills.
+    `quantization`: how its rows keep what they hold, None for full precision.
     """
 
     effective: Effective
@@ -135,6 +142,7 @@ class Call:
     encoder_ids: Sequence[np.ndarray] = ()
     past: Cache | None = None
     encoder: Encoder | None = None
+    quantization: Quantization | None = None
 
     @property
     def wants(self) -> Wants:

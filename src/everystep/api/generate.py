@@ -174,7 +174,8 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     whole = collector.captures or not cached
     lockstep = Lockstep(chunk=None if whole else _chunk(call))
     needs = frozenset().union(*(request.needs for request in requests))
-    engine = Engine(model.executor(needs), lockstep, observers, early=delivery is not None)
+    executor = model.executor(needs, call.quantization)
+    engine = Engine(executor, lockstep, observers, early=delivery is not None)
     groups = [engine.submit(request) for request in requests]
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)

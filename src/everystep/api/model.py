@@ -13,6 +13,7 @@ from everystep.api.custom import require_loop
 from everystep.api.forward import CausalLMOutput, cache_of_forward
 from everystep.api.generate import generate
 from everystep.api.transitions import compute_transition_scores
+from everystep.cache.affine import Quantization
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor
@@ -138,9 +139,14 @@ class LanguageModel:
         """Which executor plain requests get, and its instruction set, or why it is torch."""
         return chosen(self._core, self._executor)
 
-    def executor(self, needs: Set[str] = frozenset()) -> Executor:
-        """A fresh executor with no rows that has the abilities in `needs`."""
-        return open_executor(self._core, self._executor, needs)
+    def executor(
+        self, needs: Set[str] = frozenset(), quantization: Quantization | None = None
+    ) -> Executor:
+        """A fresh executor with no rows that has the abilities in `needs`.
+
+        `quantization`: how its rows will keep what they hold, None for full precision.
+        """
+        return open_executor(self._core, self._executor, needs, quantization)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from everystep.api.arguments import CONFIG_FIELDS, callables, refuse_unknown
-from everystep.api.caches import refuse_choice
+from everystep.api.caches import refuse_choice, row_quantization
 from everystep.api.call import Call, UserParts, resolve
 from everystep.api.generate import continue_by_one
 from everystep.api.healing import check_healing, healed
@@ -84,7 +84,8 @@ class Session:
         self._seed = int(torch.randint(2**62, ()).item()) if seed is None else _seed(seed)
         width = max(self._effective.num_beams or 1, self._effective.num_return_sequences or 1)
         rows = max(_ROWS, width * (2 if self._effective.guidance_scale else 1))
-        self.engine = Engine(model.executor(), Continuous(max(_TOKEN_BUDGET, rows), rows))
+        executor = model.executor(quantization=row_quantization(self._effective, model))
+        self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
 
     def ids(self, prompt: PromptLike) -> np.ndarray:
         """The ids of a text, of messages through the chat template, or of ids as they are."""

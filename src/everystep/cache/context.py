@@ -45,6 +45,11 @@ class Context:
         self.cross_attentions: list[list[Tensor]] | None = _lists(feeds) if weights else None
         self.kept: list[Tensor] | None = None
 
+    @property
+    def order(self) -> np.ndarray | None:
+        """The feed-order place of each packed position, None if they are the same."""
+        return self.plan.order
+
     def keep(self, hidden: Tensor) -> None:
         """Remembers (N, E) hidden states if somebody asked for layers."""
         if self.kept is not None:

@@ -247,8 +247,11 @@ class StaticSlidingWindowLayer(StaticLayer):
 class QuantizedLayer(CacheLayer):
     """Keeps all but the last positions as integers of 8 or 4 bits.
 
-    `keys`, `values` hold the positions in full precision; older ones are groups of codes.
+    `keys`, `values` hold the positions in full precision; older ones are groups of codes. It can be
+    cropped, but what was packed stays rounded, so it is not as if the positions had never been.
     """
+
+    abilities = frozenset({"grow", "fork"})
 
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()

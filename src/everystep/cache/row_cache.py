@@ -7,6 +7,7 @@ for every prompt, which is always right and never fast.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,37 @@ from everystep.cache.rows import Rows
 from everystep.errors import InvariantError, message
 from everystep.nn.network import KvShape
 from everystep.types import Past, Work
+
+
+class Verbs(Protocol):
+    """What happens to rows."""
+
+    def allocate(
+        self,
+        row: int,
+        encoder: Tensor | None = None,
+        *,
+        columns: bool = False,
+        past: Past | None = None,
+    ) -> None: ...
+    def fork(self, row: int, source: int) -> None: ...
+    def truncate(self, row: int, length: int) -> None: ...
+    def free(self, row: int) -> None: ...
+
+
+def perform(rows: Verbs, work: Work) -> None:
+    """The verbs of a work have happened to the rows, in order."""
+    for verb in work.verbs:
+        if verb.kind == "allocate":
+            encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
+            past = work.pasts.get(verb.row)
+            rows.allocate(verb.row, encoder, columns=columns, past=past)
+        elif verb.kind == "fork":
+            rows.fork(verb.row, verb.value)
+        elif verb.kind == "truncate":
+            rows.truncate(verb.row, verb.value)
+        else:
+            rows.free(verb.row)
 
 
 class RowCache:
@@ -91,17 +123,7 @@ class RowCache:
 
     def apply(self, work: Work) -> None:
         """Does what happened since the last step, in order, and copies what has to be."""
-        for verb in work.verbs:
-            if verb.kind == "allocate":
-                encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
-                past = work.pasts.get(verb.row)
-                self.allocate(verb.row, encoder, columns=columns, past=past)
-            elif verb.kind == "fork":
-                self.fork(verb.row, verb.value)
-            elif verb.kind == "truncate":
-                self.truncate(verb.row, verb.value)
-            else:
-                self.free(verb.row)
+        perform(self, work)
         self._rows.settle()
 
     def begin(self, work: Work) -> Context:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Literal
 
+from everystep.cache.affine import Quantization
 from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor, obstacles, status
@@ -15,20 +16,26 @@ ExecutorName = Literal["auto", "native", "torch"]
 
 
 def open_executor(
-    model: Model, name: ExecutorName = "auto", needs: Set[str] = frozenset()
+    model: Model,
+    name: ExecutorName = "auto",
+    needs: Set[str] = frozenset(),
+    quantization: Quantization | None = None,
 ) -> Executor:
     """A fresh executor without rows that has the abilities in `needs`.
 
-    "auto" takes the native one where nothing stands in its way. UnsupportedError where "native" is
-    asked for and cannot be had.
+    `quantization`: how its rows keep what they hold, None for full precision. "auto" takes the
+    native one where nothing stands in its way. UnsupportedError where "native" is asked for and
+    cannot be had.
     """
     if name == "torch":
-        return TorchExecutor(model)
+        return TorchExecutor(model, quantization)
     reasons = [*obstacles(model), *_missing(needs)]
+    if quantization is not None:
+        reasons.append("its rows are in full precision")
     if not reasons:
         return NativeExecutor(model)
     if name == "auto":
-        return TorchExecutor(model)
+        return TorchExecutor(model, quantization)
     raise UnsupportedError(
         message(
             "the native executor cannot run this",

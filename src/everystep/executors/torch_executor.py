@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from everystep.cache import RowCache
+from everystep.cache.affine import Quantization
 from everystep.cache.context import Context
+from everystep.cache.quantized_rows import QuantizedContext, QuantizedRowCache
 from everystep.executors.positions import (
     check_positions,
     row_lengths,
@@ -32,28 +34,30 @@ class Runnable(Protocol):
 
 
 class TorchExecutor:
-    """One engine's executor on a model of this library."""
+    """One engine's executor on a model of this library.
+
+    `quantization`: how rows keep what they hold, None for full precision.
+    """
 
     max_rows: int | None = None
     host_threads: int | None = None
 
-    def __init__(self, model: Runnable) -> None:
+    def __init__(self, model: Runnable, quantization: Quantization | None = None) -> None:
         network = model.network
         self._network = network
         self.vocab_size: int = network.vocab_size
         self.device: torch.device = network.device
         # Models with an encoder have relative positions only.
         special = "encoder" if network.encodes else "positions"
-        self.abilities = frozenset(
-            {"truncate", "embeds", "columns", "layers", "attentions", "past", special}
-        )
-        self.cache = RowCache(
-            network.kv_shape,
-            network.dtype,
-            network.device,
-            network.width,
-            network.across if network.encodes else None,
-        )
+        self.abilities = frozenset({"embeds", "layers", "past", special})
+        self.cache: RowCache | QuantizedRowCache
+        layout = (network.kv_shape, network.dtype, network.device)
+        if quantization is not None:
+            self.cache = QuantizedRowCache(*layout, quantization)
+            return
+        self.abilities |= {"truncate", "columns", "attentions"}
+        across = network.across if network.encodes else None
+        self.cache = RowCache(*layout, network.width, across)
 
     @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:
@@ -67,7 +71,7 @@ class TorchExecutor:
             return StepOutput(self._no_logits())
         context = self.cache.begin(work)
         context.kept = [] if work.layers else None
-        hidden = self._network.forward(self._inputs(work, context.plan.order), context)
+        hidden = self._network.forward(self._inputs(work, context.order), context)
         return self._output(work, context, hidden)
 
     @torch.inference_mode()
@@ -100,8 +104,10 @@ class TorchExecutor:
             hidden[offset : offset + len(embeds)] = embeds.to(hidden)
         return hidden
 
-    def _output(self, work: Work, context: Context, hidden: Tensor) -> StepOutput:
-        back = _inverse(context.plan.order)
+    def _output(
+        self, work: Work, context: Context | QuantizedContext, hidden: Tensor
+    ) -> StepOutput:
+        back = _inverse(context.order)
         columns = self.cache.columns()
         if columns or work.layers:
             hidden = self._network.finish(hidden if back is None else hidden[back])

@@ -31,6 +31,7 @@ class FakeEvent(NamedTuple):
     logprob: float | None
     position: int
     finish: FakeFinish | None
+    top_logprobs: None = None
 
 
 @dataclass
@@ -97,6 +98,8 @@ class FakeGenerated:
     finish_reason: FakeFinish
     score: float
     prompt_tokens: int
+    logprobs: None = None
+    prompt_logprobs: None = None
 
 
 class FakeStream:

@@ -6,12 +6,15 @@ what this library does.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
+import everystep as es
 from tests.parity.defects import DEFECTS
 from tests.parity.draws import Draw, Shape
 from tests.parity.judge import ROUNDED, UNFILLED, judge
@@ -207,3 +210,110 @@ def test_a_row_without_a_possible_token_is_refused_by_name() -> None:
     draw = _draw("sample", do_sample=True, suppress_tokens=list(range(40)))
     assert isinstance(plain_reference(draw).error, RuntimeError)
     assert "no token can be drawn" in str(ours(draw).error)
+
+
+# --- Criteria and processors of the caller --------------------------------------------------------
+
+READ = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 4}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 2},
+    "drafts": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("told", [True, False])
+def test_criteria_read_the_scores_of_every_step(way: str, told: bool) -> None:
+    """Asked after the last token, both know the same; without output_scores, nothing."""
+    found = []
+    for model in (pair("llama-plain").reference, subject("llama-plain")):
+        seen: dict[int, Any] = {}
+
+        def criterion(ids: torch.Tensor, scores: Any, seen: dict[int, Any] = seen, **_: Any) -> Any:
+            seen[ids.shape[1]] = scores and torch.stack(scores)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        given = {**READ, "output_scores": told, **WAYS[way]}
+        ids = torch.tensor([[7, 8, 7, 8]])
+        criteria = transformers.StoppingCriteriaList([criterion])
+        model.generate(input_ids=ids, stopping_criteria=criteria, **given)
+        found.append(seen[8])
+    if told:
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-8)
+    else:
+        assert found == [None, None]
+
+
+def test_confidence_ends_a_sequence_where_the_reference_does() -> None:
+    ids, given = torch.tensor([[7, 8, 9, 10]]), {**READ, "max_new_tokens": 12}
+    found = []
+    for model, kind in (
+        (pair("llama-plain").reference, transformers.generation.ConfidenceCriteria),
+        (subject("llama-plain"), es.ConfidenceCriteria),
+    ):
+        criteria = transformers.StoppingCriteriaList([kind(0.3)])
+        result = model.generate(input_ids=ids, stopping_criteria=criteria, **given)
+        found.append(result.sequences.tolist())
+    assert found[0] == found[1]
+    assert 5 < len(found[0][0]) < 16
+
+
+def test_guidance_of_the_callers_is_not_applied_twice() -> None:
+    ids, found = torch.tensor([[7, 8, 9, 10]]), []
+    kinds = (
+        (pair("llama-plain").reference, transformers),
+        (subject("llama-plain"), es),
+    )
+    for model, source in kinds:
+        for scale in (None, 3.0):
+            own = source.UnbatchedClassifierFreeGuidanceLogitsProcessor(
+                1.7, pair("llama-plain").reference
+            )
+            warned = pytest.warns(UserWarning, match="replaces the guidance")
+            with warned if scale and source is es else nullcontext():
+                result = model.generate(
+                    input_ids=ids,
+                    logits_processor=transformers.LogitsProcessorList([own]),
+                    guidance_scale=scale,
+                    no_repeat_ngram_size=2,
+                    max_new_tokens=8,
+                )
+            found.append(result.tolist())
+    # With a scale, it stands before the ban of pairs; without, behind it.
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+
+
+def test_a_length_of_the_callers_may_be_beyond_the_configurations_under_beams() -> None:
+    model, found = subject("llama-plain"), []
+    given = {"num_beams": 2, "early_stopping": "never", "length_penalty": 0.7}
+    ids = torch.tensor([[7, 8, 9, 10]])
+    criteria = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(10)])
+    with pytest.raises(IndexError):
+        pair("llama-plain").reference.generate(
+            input_ids=ids, max_new_tokens=3, stopping_criteria=criteria, **given
+        )
+    own = es.StoppingCriteriaList([es.MaxLengthCriteria(10)])
+    with pytest.warns(UserWarning, match="takes the place"):
+        found = model.generate(input_ids=ids, max_new_tokens=3, stopping_criteria=own, **given)
+    assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=6, **given))
+
+
+def test_a_row_that_a_criterion_ended_gets_no_further_tokens_without_an_end_token() -> None:
+    """Without an end token the reference goes on writing into rows that ended."""
+    ids, found = torch.tensor([[7, 8, 9, 10], [1, 2, 3, 4]]), []
+
+    def first_ends(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= 6, False])
+
+    for model in (pair("llama-plain").reference, subject("llama-plain")):
+        criteria = transformers.StoppingCriteriaList([first_ends])
+        result = model.generate(
+            input_ids=ids, max_new_tokens=6, pad_token_id=5, stopping_criteria=criteria
+        )
+        found.append(result)
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][0, :6], found[1][0, :6])
+    assert found[1][0, 6:].tolist() == [5] * 4
+    assert found[0][0, 6:].tolist() != [5] * 4

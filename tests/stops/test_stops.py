@@ -43,7 +43,7 @@ def ask_all(
     tokens = np.zeros((len(children), counts.max()), dtype=np.int64)
     for c, child in enumerate(children):
         tokens[c, : len(child)] = child
-    kept, reasons = check(table, parents, tokens, counts)
+    kept, reasons = check(Candidates(table, parents, tokens, counts))
     return list(zip(kept.tolist(), reasons, strict=True))
 
 
@@ -206,7 +206,9 @@ def test_equal_stops_are_asked_once() -> None:
 
 
 def test_nothing_to_ask_nothing_ends() -> None:
-    kept, reasons = check(TokenTable(), [], np.zeros((0, 1), np.int64), np.zeros(0, np.int64))
+    kept, reasons = check(
+        Candidates(TokenTable(), [], np.zeros((0, 1), np.int64), np.zeros(0, np.int64))
+    )
     assert (len(kept), reasons) == (0, [])
 
 

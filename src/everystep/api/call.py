@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +29,11 @@ from everystep.executors.base import Executor
 from everystep.nn.network import Heard, KvShape
 from everystep.processors.build import build
 from everystep.processors.facts import Facts
+from everystep.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
+)
 from everystep.processors.stacking import varies
+from everystep.stops.criteria import longest
 from everystep.types import Prompt, Request, Wants
 
 
@@ -155,7 +159,15 @@ class Call:
             logprobs=self.user.logprobs,
             prompt_logprobs=self.user.prompt_logprobs,
             cache=self.keeps_cache,
+            history=asked and bool(self.effective.output_scores) and self._one_history,
         )
+
+    @property
+    def _one_history(self) -> bool:
+        """Whether criteria read scores and all rows take the same steps: drafts of several are
+        not accepted alike."""
+        alike = "truncate" not in self.strategy.needs or self.inputs.batch == 1
+        return bool(self.user.criteria) and alike
 
     @property
     def keeps_cache(self) -> bool:
@@ -194,8 +206,8 @@ class Call:
                     stops=self.stops,
                     companions=self._companions(row, prompt),
                     readout=self._readout(),
-                    wants=self.wants,
-                    max_length=self.limits.visible - shift,
+                    wants=replace(self.wants, history=self.wants.history and lingers),
+                    max_length=self.limits.reach - shift,
                     pad_prefix=pad,
                     pad_token=self.tokens.fill,
                     prefix_token=self.inputs.fills[row] if self.inputs.fills else None,
@@ -256,7 +268,8 @@ class Call:
 
     def _readout(self) -> Guidance | None:
         scale = self.effective.guidance_scale
-        return None if scale is None or scale == 1 else Guidance(float(scale))
+        own = any(type(one) is _UnbatchedGuidance for one in self.user.processors)
+        return None if scale is None or scale == 1 or own else Guidance(float(scale))
 
     def _companions(self, row: int, prompt: Prompt) -> tuple[Prompt, ...]:
         """Guidance reads the negative prompt, or the last token of the prompt, beside the row."""
@@ -298,7 +311,7 @@ def resolve(
                 do="Pass input_ids too, or leave prompt_logprobs out",
             )
         )
-    limits = read_limits(effective, inputs, context)
+    limits = read_limits(effective, inputs, context, longest(user.criteria))
     strategy = read_strategy(effective, tokens, limits)
     stops = read_stops(effective, tokens, limits, user.tokenizer, user.criteria)
     effective = settled(effective, inputs, limits, tokens.pad)

@@ -18,21 +18,32 @@ DEFAULT_NEW = 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far a row may go: `visible` ids in all, pad prefix included, and `new` tokens of it."""
+    """How far a row may go: `visible` ids in all, pad prefix included, and `new` tokens of it.
+
+    `reach`: as `visible`, or what a longer criterion of the caller's allows.
+    """
 
     visible: int
     new: int
+    reach: int
+
+    @property
+    def most(self) -> int:
+        """The most new tokens a row can get."""
+        return self.new + self.reach - self.visible
 
 
-def read_limits(effective: Effective, inputs: Inputs, context: int | None) -> Limits:
+def read_limits(effective: Effective, inputs: Inputs, context: int | None, own: int = 0) -> Limits:
     """The most ids a row may have, and that no minimum of the caller's lies beyond it.
 
     `max_new_tokens` wins over `max_length`; without either, 20 new tokens, or as many as the
-    model's context leaves. RequestError where nothing is left.
+    model's context leaves. `own`: the limit of a criterion of the caller's. RequestError where
+    nothing is left.
     """
     new = _most_new(effective, inputs.prompt_width, context)
     _check_least(effective, inputs.prompt_width, new)
-    return Limits(inputs.width + new, new)
+    visible = inputs.width + new
+    return Limits(visible, new, max(visible, own))
 
 
 def settled(effective: Effective, inputs: Inputs, limits: Limits, pad: int | None) -> Effective:

@@ -126,7 +126,7 @@ def read_strategy(effective: Effective, tokens: Tokens, limits: Limits) -> Any:
             length_penalty=float(effective.length_penalty),
             early_stopping=effective.early_stopping,
             eos_count=len(tokens.eos),
-            max_new=limits.new,
+            max_new=limits.most,
             sampled=bool(effective.do_sample),
         )
     contrastive = _contrastive(effective)

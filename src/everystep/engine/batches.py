@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from everystep.draws import fork_lineage
 from everystep.engine.feed import Fed
+from everystep.engine.records import History
 from everystep.processors.pipeline import apply as process
+from everystep.stops.base import Candidates
 from everystep.stops.check import check
 from everystep.strategies.base import Batch, Check, Drafts
 from everystep.types import FinishReason, Group, Rows, Sequence, StepOutput, TokenTable
@@ -28,13 +30,20 @@ class Scored:
 
 
 def score(
-    groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable, submitted: int
+    groups: list[Group],
+    fed: Fed,
+    output: StepOutput,
+    table: TokenTable,
+    submitted: int,
+    history: History,
 ) -> Scored:
     """Groups of one kind -> their batch, with the scores that its strategy asks for.
 
-    `submitted`: how many groups the engine was ever given; the full rectangle has as many.
+    `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
+    scores become part of the `history` if its criteria want to read it.
     """
-    batch, source_rows = _gather(groups, fed, output, table, submitted)
+    read = history if groups[0].request.wants.history else None
+    batch, source_rows = _gather(groups, fed, output, table, submitted, read)
     owner = np.repeat(np.arange(len(batch)), batch.row_count)
     logits = _take(output.logits, source_rows[0])
     request = groups[0].request
@@ -46,11 +55,18 @@ def score(
         mixed = torch.log_softmax(mixed, dim=-1)
     if any(group.request.processors for group in groups):
         mixed = process(_rows(batch, owner, table), mixed, owned=mixed is not logits)
+    if read is not None:
+        read.show(mixed, drafted=len(owner) > len(batch))
     return Scored(batch, owner, logits, mixed)
 
 
 def _gather(
-    groups: list[Group], fed: Fed, output: StepOutput, table: TokenTable, submitted: int
+    groups: list[Group],
+    fed: Fed,
+    output: StepOutput,
+    table: TokenTable,
+    submitted: int,
+    history: History | None,
 ) -> tuple[Batch, list[np.ndarray]]:
     """The batch, and for the sequences and each companion the row of logits behind every row."""
     sequences: list[Sequence] = []
@@ -83,7 +99,7 @@ def _gather(
         draws=groups[0].request.draws,
         vocabulary=output.logits.shape[-1],
         columns=_columns(sources, output.columns),
-        stops=_stops(sequences, table),
+        stops=_stops(sequences, table, history),
     )
     units = [source.units for source in sources]
     rows = [_source_rows([u[k] for u in units], fed, row_count) for k in range(len(units[0]))]
@@ -159,10 +175,13 @@ def _columns(sources: list[Sequence], columns: Mapping[int, Tensor]):  # type: i
     return column
 
 
-def _stops(sequences: list[Sequence], table: TokenTable) -> Check:
+def _stops(sequences: list[Sequence], table: TokenTable, history: History | None) -> Check:
     def stops(
         parents: np.ndarray, tokens: np.ndarray, counts: np.ndarray
     ) -> tuple[np.ndarray, list[FinishReason | None]]:
-        return check(table, [sequences[p] for p in parents], tokens, counts)
+        chosen = Candidates(table, [sequences[p] for p in parents], tokens, counts)
+        if history is not None:
+            chosen = replace(chosen, steps=history.steps, settled=history.settled)
+        return check(chosen)
 
     return stops

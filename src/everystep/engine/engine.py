@@ -30,7 +30,7 @@ from everystep.engine.batches import Scored, score
 from everystep.engine.feed import Fed, Grant, WorkBuilder, feed
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
-from everystep.engine.records import Capture, StepRecord
+from everystep.engine.records import Capture, History, StepRecord
 from everystep.engine.schedule import Scheduler
 from everystep.engine.settled import settled_events
 from everystep.errors import UnsupportedError, message
@@ -88,6 +88,7 @@ class Engine:
         self.ledger = Ledger()
         self.counts = Counts()
         self._submitted = 0
+        self._history = History()
 
     @property
     def pending(self) -> bool:
@@ -128,7 +129,8 @@ class Engine:
         for asked in fed.prompt_rows:
             note_prompt(asked, output.logits)
         scored = [
-            score(groups, fed, output, self.table, self._submitted) for groups in _kinds(fed.ready)
+            score(groups, fed, output, self.table, self._submitted, self._history)
+            for groups in _kinds(fed.ready)
         ]
         events: list[Event] = []
         for one, picked in zip(scored, self._pick(scored), strict=True):
@@ -234,6 +236,8 @@ class Engine:
     ) -> list[Event]:
         batch = one.batch
         children = batch.groups[0].request.strategy.select(batch, picked)
+        if batch.groups[0].request.wants.history:
+            self._history.settled += int(children.counts.max())
         longer = children.counts > 1
         self.counts.long_children += int(longer.sum())
         self.counts.accepted += int((children.counts[longer] - 1).sum())

@@ -24,6 +24,7 @@ from everystep.processors.bias import (
 )
 from everystep.processors.dry import Dry
 from everystep.processors.facts import Facts, Maker, Values
+from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from everystep.processors.length import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
@@ -59,9 +60,11 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
     slot = RANK[User]
     user = [_for_row(one, facts) for one in facts.user]
     before, free = _replaced([one for one in made[:slot] if one is not None], user)
+    guiding, free = _guiding(effective, free)
     after = [one for one in made[slot:] if one is not None]
     samplers = [one for one in after if type(one) in FOR_SAMPLING]
     return (
+        *(_at_slot(one) for one in guiding),
         *before,
         *(_at_slot(one) for one in free),
         *ordered(samplers, effective["sampler_order"]),
@@ -91,6 +94,23 @@ def _replaced(built: list[Processor], user: Sequence[Any]) -> tuple[list[Process
                 free = [one for one in free if one is not given]
                 break
     return built, free
+
+
+def _guiding(values: Values, free: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The caller's guidance where a field asks for guidance too, and the caller's others.
+
+    It stands in the place of the companion rows: before everything else.
+    """
+    own = [one for one in free if type(one) is UnbatchedClassifierFreeGuidanceLogitsProcessor][:1]
+    if not own or values["guidance_scale"] in (None, 1):
+        return [], free
+    warn(
+        "the given UnbatchedClassifierFreeGuidanceLogitsProcessor replaces the guidance that "
+        "guidance_scale asks for",
+        UserWarning,
+        stacklevel=4,
+    )
+    return own, [one for one in free if one is not own[0]]
 
 
 def _for_row(given: Any, facts: Facts) -> Any:

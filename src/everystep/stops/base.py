@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Steps
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from everystep.types import FinishReason, Prompt, Request, Sequence, TokenTable
 
@@ -16,13 +18,17 @@ class Candidates:
     """C sequences as they would be after a choice.
 
     Candidate c is the visible ids of `parents[c]`, less its provisional ones, followed by `new[c]`
-    ((C, n), the first `counts[c]` >= 1 of them count).
+    ((C, n), the first `counts[c]` >= 1 of them count). `steps`: scores (R, V) that the call chose
+    from in every step so far, then in this one, a drafted token being a step; None if nobody asked.
+    `settled`: how many of them are of earlier steps.
     """
 
     table: TokenTable
     parents: list[Sequence]
     new: np.ndarray
     counts: np.ndarray
+    steps: Steps[Tensor] | None = None
+    settled: int = 0
 
     @classmethod
     def of_rows(cls, ids: np.ndarray) -> Candidates:
@@ -66,10 +72,17 @@ class Candidates:
         head = self.table.data[parent.line, min(start, end) : end]
         return [*head.tolist(), *new.tolist()][-count:]
 
+    def scores(self, candidate: int) -> tuple[Tensor, ...] | None:
+        """Per step up to the last token of a candidate, (R, V); None if nobody asked."""
+        if self.steps is None:
+            return None
+        return tuple(self.steps[: self.settled + int(self.counts[candidate])])
+
     def select(self, indices: np.ndarray) -> Candidates:
         """The given candidates, in the given order."""
         chosen = [self.parents[i] for i in indices]
-        return Candidates(self.table, chosen, self.new[indices], self.counts[indices])
+        new, counts = self.new[indices], self.counts[indices]
+        return replace(self, parents=chosen, new=new, counts=counts)
 
 
 class Stop(Protocol):

@@ -8,6 +8,7 @@ was said (an end token, a string) before limits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from everystep.stops.base import Candidates, Stop
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
 from everystep.stops.strings import StopStrings
-from everystep.types import FinishReason, Sequence, TokenTable
+from everystep.types import FinishReason
 
 ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, User)
 _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}
@@ -23,22 +24,17 @@ _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}
 Reasons = list[FinishReason | None]
 
 
-def check(
-    table: TokenTable, parents: list[Sequence], tokens: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, Reasons]:
-    """C children -> (C,) how many of the new tokens stand, and why it ends there or None.
-
-    Child c continues `parents[c]`, less its provisional ids, with the first `counts[c]` of
-    `tokens[c]` ((C, n)).
-    """
-    reasons: Reasons = [None] * len(parents)
-    if tokens.shape[1] == 1 and (counts == 1).all():
-        _explain(Candidates(table, parents, tokens, counts), reasons)
+def check(chosen: Candidates) -> tuple[np.ndarray, Reasons]:
+    """C children as chosen -> (C,) how many new tokens stand, and why it ends there or None."""
+    counts = chosen.counts
+    reasons: Reasons = [None] * len(chosen)
+    if chosen.new.shape[1] == 1 and (counts == 1).all():
+        _explain(chosen, reasons)
         return counts, reasons
-    child = np.repeat(np.arange(len(parents)), counts)
+    child = np.repeat(np.arange(len(chosen)), counts)
     first = np.cumsum(counts) - counts
     length = np.arange(len(child)) - first[child] + 1
-    prefixes = Candidates(table, [parents[c] for c in child], tokens[child], length)
+    prefixes = replace(chosen.select(child), counts=length)
     found: Reasons = [None] * len(child)
     _explain(prefixes, found)
     kept = counts.copy()

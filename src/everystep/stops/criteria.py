@@ -192,6 +192,13 @@ def merge(made: Sequence[Stop], criteria: Any) -> tuple[Stop, ...]:
     return (*(stop for stop in made if type(stop) not in replaced), *custom)
 
 
+def longest(criteria: Any) -> int:
+    """The limit of a `MaxLengthCriteria` among the caller's criteria; 0 without one."""
+    listed = criteria if isinstance(criteria, (list, tuple)) else ()
+    limits = [one.max_length for one in listed if type(one) is MaxLengthCriteria]
+    return max(limits, default=0)
+
+
 def by_hand(stops: Sequence[Stop]) -> StoppingCriteriaList:
     """The stops of a call as criteria that a loop outside the engine can ask."""
     return StoppingCriteriaList(_criterion_of(stop) for stop in stops)

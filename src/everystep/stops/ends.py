@@ -92,10 +92,11 @@ class MaxTime:
 
 @dataclass(frozen=True, eq=False)
 class User:
-    """Ends where a function of (input_ids, scores) says so; scores are always None.
+    """Ends where a function of (input_ids, scores) says so.
 
-    Candidates of equal length are given as one rectangle, others one by one without padding. It
-    returns one bool per row, or one for all. Two are equal if they call the same object.
+    Candidates of equal length are given as one rectangle, others one by one without padding. Scores
+    are those of every step, (R, V) each, or None where the call does not return them. It returns
+    one bool per row, or one for all. Two are equal if they call the same object.
     """
 
     call: Callable[..., Any]
@@ -109,14 +110,15 @@ class User:
     def __call__(self, candidates: Candidates) -> np.ndarray:
         ids = [candidates.ids(c) for c in range(len(candidates))]
         if len({len(row) for row in ids}) == 1:
-            return self._ask(np.stack(ids))
-        return np.concatenate([self._ask(row[None]) for row in ids])
+            return self._ask(np.stack(ids), candidates.scores(0))
+        scores = map(candidates.scores, range(len(ids)))
+        return np.concatenate([self._ask(row[None], s) for row, s in zip(ids, scores, strict=True)])
 
     def reason(self, candidates: Candidates, index: int) -> FinishReason:
         return FinishReason("criteria", self.call)
 
-    def _ask(self, ids: np.ndarray) -> np.ndarray:
-        answer = self.call(torch.from_numpy(ids), None)
+    def _ask(self, ids: np.ndarray, scores: tuple[Tensor, ...] | None) -> np.ndarray:
+        answer = self.call(torch.from_numpy(ids), scores)
         ends = answer.cpu().numpy() if isinstance(answer, Tensor) else np.asarray(answer)
         if ends.shape not in ((), (len(ids),), (len(ids), 1)) or ends.dtype != np.bool_:
             text = message(

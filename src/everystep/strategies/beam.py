@@ -111,14 +111,16 @@ class Beam:
         )
 
     def keep(self, group: Group) -> list[Finished]:
-        """The `width` best, as many as the bank has slots; of equal ones those that it holds."""
+        """The `width` best of those that the bank holds, in its order, and that were cut short."""
         slots = _bank(group, self.width).serials.tolist()
+        # Only what was cut short never asked for a place in the bank.
+        held = [d for d in group.done if d.memo.get("serial") in (None, *slots)]
 
         def place(done: Finished) -> tuple[float, int]:
-            serial = done.memo.get("serial", -1)
-            return -done.score, slots.index(serial) if serial in slots else self.width
+            serial = done.memo.get("serial")
+            return -done.score, self.width if serial is None else slots.index(serial)
 
-        return sorted(group.done, key=place)[: self.width]
+        return sorted(held, key=place)[: self.width]
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The live beams that can still get among the `returns` best, and those finished."""

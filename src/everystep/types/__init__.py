@@ -92,7 +92,8 @@ class Wants:
 
     `logprobs`, `prompt_logprobs`: how many of the most likely tokens are kept for each chosen and
     each prompt token, beside that token itself; None for neither. `cache`: what rows hold when all
-    is over.
+    is over. `history`: the scores of every step, for criteria to read; for calls in lockstep, whose
+    rows stay to the end.
     """
 
     layers: bool = False
@@ -101,6 +102,7 @@ class Wants:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     cache: bool = False
+    history: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,26 @@
+"""Beams keep the finished hypotheses that their bank holds, and no others."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from everystep.strategies.beam import Bank, Beam
+from everystep.types import Finished, FinishReason, Group, Prompt, Request
+
+
+def _finished(score: float, **memo: int) -> Finished:
+    return Finished(np.array([1]), score, FinishReason("stop", 1), 0, 0, dict(memo))
+
+
+def test_a_hypothesis_that_the_bank_has_dropped_is_not_kept() -> None:
+    beam = Beam(width=3)
+    group = Group(Request("", Prompt(ids=np.array([1])), beam, draws=None), 0)
+    group.memo["bank"] = Bank(
+        torch.tensor([-1.0, -1e9, -1e9]),
+        torch.tensor([True, False, False]),
+        torch.tensor([4, 9, 8]),
+    )
+    held, dropped, cut = _finished(-1.0, serial=4), _finished(-1e9, serial=5), _finished(-2.0)
+    group.done = [dropped, cut, held]
+    assert beam.keep(group) == [held, cut]

@@ -65,6 +65,11 @@ def _mix_one(value: int) -> int:
     return value ^ (value >> 31)
 
 
+# Beyond this vocabulary, and where at most so many tokens are possible, only those are summed.
+_SMALL = 4096
+_FEW = 1024
+
+
 @dataclass(frozen=True)
 class Places:
     """Where R choices stand: `seed`, `lineage` and `position` (R,) uint64, and their `slot` (R,)
@@ -117,6 +122,26 @@ def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
     return torch.where(probabilities[:, :1].isnan(), -1, drawn)
 
 
+def _likely(probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Probabilities (R, n) with their tokens, in order; without tokens where n is all of them.
+
+    Zeros between them are left out where that leaves few, which changes no sum from left to right.
+    """
+    rows, width = probabilities.shape
+    if width <= _SMALL or probabilities.device.type != "cpu":
+        return probabilities, None
+    row, token = torch.nonzero(probabilities, as_tuple=True)
+    counts = torch.bincount(row, minlength=rows)
+    most = max(1, int(counts.max()))
+    if most > _FEW:
+        return probabilities, None
+    place = torch.arange(len(row)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    likely = torch.zeros(rows, most, dtype=probabilities.dtype)
+    tokens = torch.zeros(rows, most, dtype=torch.int64)
+    likely[row, place], tokens[row, place] = probabilities[row, token], token
+    return likely, tokens
+
+
 @dataclass(frozen=True)
 class SharedDraws:
     """Draws what the reference draws from torch's global generator.
@@ -164,13 +189,15 @@ class SeededDraws:
 
     def choose(self, probabilities: Tensor, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""
-        cumulative = probabilities.double().cumsum(dim=-1)
+        likely, tokens = _likely(probabilities)
+        cumulative = likely.double().cumsum(dim=-1)
         total = cumulative[:, -1:].contiguous()
         threshold = self.uniform("choice", places).to(cumulative.device) * total
         index = torch.searchsorted(cumulative, threshold, right=True)
         # rounding may reach the end: the last token with any probability is the answer then
-        last = torch.searchsorted(cumulative, total)
-        return _possible(torch.minimum(index, last), probabilities)[:, 0]
+        index = torch.minimum(index, torch.searchsorted(cumulative, total))
+        drawn = index if tokens is None else tokens.gather(1, index)
+        return _possible(drawn, probabilities)[:, 0]
 
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int

@@ -43,9 +43,19 @@ def allowed(batch_id: int, ids: Tensor) -> list[int]:
 
 def pair(kind: str, *args: Any, **named: Any) -> tuple[str, Processor, Theirs]:
     """A name, our instance and the reference's, from the same arguments."""
-    said = [*map(repr, args), *(f"{name}={value}" for name, value in named.items())]
+    # A function is said by its name: its address differs from process to process.
+    said = [
+        *(getattr(one, "__name__", repr(one)) for one in args),
+        *(f"{name}={value}" for name, value in named.items()),
+    ]
     name = f"{kind}({', '.join(said)})"[:60]
     return name, getattr(everystep, kind)(*args, **named), getattr(reference, kind)(*args, **named)
+
+
+def drawn(highest: int, length: int) -> torch.Tensor:
+    """(ROWS, length) ids that are the same in every process, for they name the test."""
+    generator = torch.Generator().manual_seed(highest)
+    return torch.randint(0, highest, (ROWS, length), generator=generator)
 
 
 CASES = [
@@ -60,10 +70,10 @@ CASES = [
     pair("RepetitionPenaltyLogitsProcessor", 1.3, WIDTH + 1),
     pair("RepetitionPenaltyLogitsProcessor", 1.3, prompt_ignore_length=torch.arange(ROWS)),
     pair("EncoderRepetitionPenaltyLogitsProcessor", 1.7, ENCODER[None]),
-    pair("EncoderRepetitionPenaltyLogitsProcessor", 0.7, torch.randint(0, 9, (ROWS, 4))),
+    pair("EncoderRepetitionPenaltyLogitsProcessor", 0.7, drawn(9, 4)),
     *[pair("NoRepeatNGramLogitsProcessor", n) for n in (1, 2, 3, WIDTH, WIDTH + 1)],
     *[pair("EncoderNoRepeatNGramLogitsProcessor", n, ENCODER) for n in (1, 2, 3, 20)],
-    pair("EncoderNoRepeatNGramLogitsProcessor", 2, torch.randint(0, 5, (ROWS, 9))),
+    pair("EncoderNoRepeatNGramLogitsProcessor", 2, drawn(5, 9)),
     *[pair("MinLengthLogitsProcessor", n, EOS) for n in (0, WIDTH, WIDTH + 1)],
     pair("MinLengthLogitsProcessor", 99, 7, device="cpu"),
     pair("MinLengthLogitsProcessor", 99, torch.tensor([7, 99])),

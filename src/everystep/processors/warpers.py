@@ -31,6 +31,9 @@ from everystep.processors.stacking import (
 )
 from everystep.types import Rows
 
+# Beyond this vocabulary a full sort is worth avoiding where few tokens are possible.
+_SMALL = 4096
+_FEW = 1024
 _TOP_H_TOKENS = 100
 _AT_LEAST_ONE = integer(1)
 
@@ -99,6 +102,15 @@ class TopKLogitsWarper(Filter):
         return scores < _kth_highest(scores, larger(self.top_k, self.min_tokens_to_keep))
 
 
+def _possible_in_order(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores in rising order and their tokens, (R, n) each: all that some row has not excluded."""
+    count = int(torch.count_nonzero(scores > -math.inf, dim=-1).max())
+    if count > _FEW:
+        return torch.sort(scores, descending=False)
+    best, tokens = torch.topk(scores, max(count, 1), dim=-1)
+    return best.flip(-1), tokens.flip(-1)
+
+
 @dataclass(frozen=True)
 class TopPLogitsWarper(Filter):
     """Removes the lowest scores while their mass is at most 1 - top_p (Holtzman et al. 2020)."""
@@ -115,13 +127,18 @@ class TopPLogitsWarper(Filter):
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
-        ordered, tokens = torch.sort(scores, descending=False)
-        mass = ordered.softmax(dim=-1).cumsum(dim=-1)
         top_p = self.top_p
         spared = tuple(1 - p for p in top_p) if isinstance(top_p, tuple) else 1 - top_p
-        low = mass <= column(spared, scores)
+        if scores.shape[-1] <= _SMALL:
+            ordered, tokens = torch.sort(scores, descending=False)
+            low = ordered.softmax(dim=-1).cumsum(dim=-1) <= column(spared, scores)
+        else:
+            ordered, tokens = _possible_in_order(scores)
+            # Summed one after another, so that tokens without mass change nothing if left out.
+            mass = (ordered - ordered[:, -1:]).exp_().cumsum(dim=-1)
+            low = mass <= column(spared, scores) * mass[:, -1:]
         _spare(low, self.min_tokens_to_keep, best_last=True)
-        return low.scatter(1, tokens, low)
+        return torch.ones_like(scores, dtype=torch.bool).scatter_(1, tokens, low)
 
 
 @dataclass(frozen=True)

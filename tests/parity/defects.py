@@ -95,6 +95,16 @@ def _whole(draw: Draw) -> Draw:
     return without(draw, "prefill_chunk_size")
 
 
+def _guided_alike(draw: Draw) -> bool:
+    given = draw.settings
+    return "negative_prompt_ids" in given and given.get("num_return_sequences", 1) > 1
+
+
+def _repeat_negative(draw: Draw) -> Draw:
+    given, times = draw.settings["negative_prompt_ids"], draw.settings["num_return_sequences"]
+    return without(draw, negative_prompt_ids=[ids for ids in given for _ in range(times)])
+
+
 def _written(draw: Draw) -> bool:
     return "WritesInPlace" in draw.processors and bool(draw.settings.get("output_logits"))
 
@@ -112,5 +122,6 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("Criteria within a draft", _drafted_stops, _undrafted),
     Defect("The default length after embeddings", _unbounded, _bounded),
     Defect("Layer outputs of chunked prompts", _chunked_layers, _whole),
+    Defect("Negative prompts of several sequences", _guided_alike, _repeat_negative),
     Defect("Raw logits that a processor wrote into", _written, _write_copies),
 )

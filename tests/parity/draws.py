@@ -132,6 +132,21 @@ def _close_to_one(rng: Rng, shape: Shape) -> float:
     return rng.choice([0.5, 0.8, 1.1, 1.3, 2.0])
 
 
+def _watermark(rng: Rng, shape: Shape) -> dict[str, Any]:
+    """A green list, and sometimes one that rules nearly everything else out."""
+    return {
+        "greenlist_ratio": rng.choice([0.1, 0.25, 0.5, 0.9]),
+        "bias": rng.choice([0.5, 2.0, 50.0]),
+        "context_width": rng.choice([1, 1, 2]),
+    }
+
+
+def _negative(rng: Rng, shape: Shape) -> list[list[int]]:
+    """One prompt to guide away from per row, all of one length."""
+    length = rng.randint(1, 5)
+    return [[_token(rng, shape) for _ in range(length)] for _ in range(shape.batch)]
+
+
 def _decay(rng: Rng, shape: Shape) -> tuple[int, float]:
     return rng.randint(0, 6), rng.choice([0.9, 1.05, 1.2, 1.5])
 
@@ -158,7 +173,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("exponential_decay_length_penalty", 0.12, _decay, _ends),
     Option("renormalize_logits", 0.15, lambda r, s: True),
     Option("remove_invalid_values", 0.12, lambda r, s: True),
-    Option("guidance_scale", 0.16, lambda r, s: r.choice([0.5, 1.5, 3.0]), _single),
+    Option("watermarking_config", 0.08, _watermark),
+    Option("negative_prompt_ids", 0.7, _negative, _single),
+    Option("guidance_scale", 0.3, lambda r, s: r.choice([0.5, 1.5, 3.0]), _single),
     Option("length_penalty", 0.5, lambda r, s: r.choice([-1.0, 0.0, 0.5, 2.0]), _beamed),
     Option("early_stopping", 0.5, lambda r, s: r.choice([True, "never"]), _beamed),
     Option("min_length", 0.1, lambda r, s: s.width + r.randint(-2, 10)),
@@ -296,6 +313,8 @@ def _consistent(settings: dict[str, Any], shape: Shape, embedded: bool) -> dict[
     if embedded:
         for name in NEED_IDS:
             settings.pop(name, None)
+    if "guidance_scale" not in settings:
+        settings.pop("negative_prompt_ids", None)
     if settings.get("use_cache") is False:
         settings.pop("prefill_chunk_size", None)
     longest = settings.get("max_new_tokens", settings.get("max_length", 99) - shape.width)

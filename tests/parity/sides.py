@@ -74,6 +74,9 @@ def arguments(draw: Draw, padding: Literal["left", "right"], config: type) -> di
     settings = dict(draw.settings)
     given: dict[str, Any] = {"attention_mask": mask} if draw.masked or draw.embedded else {}
     given |= {"inputs_embeds": embeddings(draw, ids)} if draw.embedded else {"input_ids": ids}
+    if (negative := settings.pop("negative_prompt_ids", None)) is not None:
+        given["negative_prompt_ids"] = torch.tensor(negative)
+        given["negative_prompt_attention_mask"] = torch.ones_like(given["negative_prompt_ids"])
     given |= {"generation_config": config(**settings)} if draw.as_config else settings
     given["logits_processor"] = [PROCESSORS[name]() for name in draw.processors]
     given["stopping_criteria"] = [CRITERIA[name]() for name in draw.criteria]

@@ -285,6 +285,22 @@ def test_guidance_of_the_callers_is_not_applied_twice() -> None:
     assert found[1] == found[3]
 
 
+def test_all_sequences_of_a_prompt_are_guided_away_from_its_negative_prompt() -> None:
+    draw = _draw("sample", (7, 8), (1, 2), do_sample=True, num_return_sequences=2)
+    guided = {"guidance_scale": 1.5, "negative_prompt_ids": [[3, 4], [5, 6]]}
+    draw = replace(draw, settings={**draw.settings, **guided})
+    assert isinstance(plain_reference(draw).error, RuntimeError)
+    assert judge(draw).problems == ()
+    assert judge(draw).ran
+
+
+def test_self_hashed_green_lists_take_a_vocabulary_of_fewer_than_forty_tokens() -> None:
+    draw = _draw("greedy", watermarking_config={"seeding_scheme": "selfhash", "bias": 5.0})
+    draw = replace(draw, model="llama-grouped-tied")
+    assert isinstance(plain_reference(draw).error, IndexError)
+    assert ours(draw).result.shape == (1, 10)
+
+
 def test_a_length_of_the_callers_may_be_beyond_the_configurations_under_beams() -> None:
     model, found = subject("llama-plain"), []
     given = {"num_beams": 2, "early_stopping": "never", "length_penalty": 0.7}

@@ -1,6 +1,6 @@
 """Random settings give the reference's results, field by field, in float64.
 
-300 draws by default and 5,000 in all. `python -m tests.parity.shrink NUMBER` shows one of them and
+300 draws by default and 20,000 in all. `python -m tests.parity.shrink NUMBER` shows one of them and
 the smallest form in which it still differs.
 """
 
@@ -17,7 +17,7 @@ from tests.parity.judge import ROUNDED, Verdict, judge
 
 PER_BLOCK = 25
 DEFAULT_BLOCKS = 12
-ALL_BLOCKS = 200
+ALL_BLOCKS = 800
 BLOCKS = [
     *range(DEFAULT_BLOCKS),
     *(pytest.param(block, marks=pytest.mark.slow) for block in range(DEFAULT_BLOCKS, ALL_BLOCKS)),

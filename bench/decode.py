@@ -112,7 +112,7 @@ def _load(engine: str, path: str):  # type: ignore[no-untyped-def]
     if engine == "everystep":
         import everystep
 
-        model = everystep.load_model(path, dtype=torch.float32)
+        model = everystep.load_model(path, dtype=torch.float32, executor="torch")
         return model, model.vocab_size
     from transformers import LlamaForCausalLM
 

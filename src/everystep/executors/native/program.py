@@ -42,6 +42,8 @@ _ACTIVATIONS = {
 _NORMS = {"rms": 0, "layer": 1}
 _MOST_TURNING = 1024
 _PANEL = 16
+_LINE = 64
+_PIECE = 1 << 26
 
 
 def model_obstacles(model: Model) -> list[str]:
@@ -76,6 +78,7 @@ class Program:
         self.decoder = decoder
         self.ropes = list(dict.fromkeys(one.rope for one in decoder.spec.layers if one.rope))
         self.bytes = 0
+        self._next = self._left = 0
         self.structure = self._decoder(decoder)
 
     def _decoder(self, decoder: Decoder) -> DecoderWeights:
@@ -146,17 +149,26 @@ class Program:
     def _matrix(self, weight: Weight) -> Matrix:
         rows, columns = weight.shape
         kind = _format(weight)
-        packed = np.empty(library.load().es_packed_bytes(kind, rows, columns) + 64, dtype=np.uint8)
-        # Panels start where cache lines do.
-        aligned = packed[-packed.ctypes.data % 64 :]
-        self._alive.append(packed)
-        self.bytes += packed.nbytes
+        room = self._room(library.load().es_packed_bytes(kind, rows, columns))
         arrays = _arrays(weight)
-        library.load().es_pack(kind, rows, columns, *map(_address, arrays), aligned.ctypes.data)
-        made = Matrix(format=kind, rows=rows, columns=columns, data=aligned.ctypes.data)
+        library.load().es_pack(kind, rows, columns, *map(_address, arrays), room)
+        made = Matrix(format=kind, rows=rows, columns=columns, data=room)
         if isinstance(weight, QuantizedWeight) and weight.format == "int8":
             made.row_scales = self._floats(_padded(weight.scales))
         return made
+
+    def _room(self, size: int) -> int:
+        """The address of so many bytes, where a cache line begins; kept as long as the program."""
+        taken = -(-size // _LINE) * _LINE
+        if taken > self._left:
+            # In large pieces, to which the system gives large pages: fewer to look up per step.
+            piece = np.empty(max(taken, _PIECE) + _LINE, dtype=np.uint8)
+            self._alive.append(piece)
+            self._next = piece.ctypes.data + -piece.ctypes.data % _LINE
+            self._left = piece.nbytes - _LINE
+        self.bytes += taken
+        self._next, self._left = self._next + taken, self._left - taken
+        return self._next - taken
 
     def _norm(self, norm: Norm | None) -> NormWeights:
         if norm is None:

@@ -94,7 +94,13 @@ inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const I
     const int32_t* in_sums = in.sums + row * blocks;
     Floats acc[M];
     for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    // What one row waits for is memory: while a panel is read, the next one is fetched.
+    constexpr int64_t kBlockBytes = (Kind::kFourBits ? 256 : 512) + (Kind::kRowScales ? 0 : 32) +
+                                    (Kind::kMins ? 32 : 0);
+    const uint8_t* next = panel + (blocks * kBlockBytes + 63) / 64 * 64;
     for (int64_t b = 0; b < blocks; ++b) {
+        if (M <= 2)
+            for (int64_t at = 0; at < kBlockBytes; at += 64) __builtin_prefetch(next + b * kBlockBytes + at);
         Ints dots[M];
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) dots[m] = splat(-Kind::kOffset * in_sums[m * blocks + b]);

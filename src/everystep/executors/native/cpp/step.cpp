@@ -11,8 +11,10 @@ namespace {
 
 constexpr int64_t kSlabPages = 64;
 
-int64_t chunk_of(int64_t items, int members) {
-    return std::max<int64_t>(1, items / (members * 8));
+// Few rows stream weights, best in long runs; many rows compute, and small chunks come out even.
+int64_t chunk_of(int64_t panels, int64_t rows, int members) {
+    const int64_t chunks = members * (rows <= 8 ? 2 : 8);
+    return std::max<int64_t>(1, (panels + chunks - 1) / chunks);
 }
 
 bool reads_codes(const Linear& linear) {
@@ -214,7 +216,7 @@ template <class Use>
 void Runner::product(Member& member, const Linear& linear, const Inputs& in, int64_t rows, Use use) {
     int64_t panels = 0;
     for (int64_t i = 0; i < linear.count; ++i) panels += panels_of(linear.parts[i].rows);
-    crew_->share(member, panels, chunk_of(panels, crew_->size()), [&](int64_t begin, int64_t end) {
+    crew_->share(member, panels, chunk_of(panels, rows, crew_->size()), [&](int64_t begin, int64_t end) {
         int64_t before = 0, outputs = 0;
         for (int64_t i = 0; i < linear.count; ++i) {
             const Matrix& w = linear.parts[i];

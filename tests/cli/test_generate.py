@@ -237,4 +237,6 @@ def test_a_terminal_gets_a_bar_while_something_is_fetched() -> None:
         assert terminal.end() == 0
     assert f"downloading {DEFAULT_MODEL}" in terminal.shown
     assert "4.0/4.0 MB" in terminal.shown
-    assert terminal.shown.rstrip().endswith("an answer")
+    *_, answer, summary = terminal.shown.rstrip().splitlines()
+    assert answer.endswith("an answer")
+    assert summary.startswith("everystep: 2 tokens") and summary.endswith("; native (avx2)")

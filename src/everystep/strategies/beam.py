@@ -20,6 +20,7 @@ from everystep.strategies.base import MAX_SEED, Batch, Drafts, require_drawn
 from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
 
 _NEVER = -1.0e9
+_NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,14 @@ class Beam:
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The live beams that can still get among the `returns` best, and those finished."""
         best = self.keep(group)[: self.returns]
+        processed = bool(group.request.processors)
+        if len(best) < self.returns:
+            # Bans may leave too few beams to end, and then a result is empty.
+            few = [_NOTHING] if processed or group.settled else []
+            return [] if group.settled else group.live, [*best, *few]
         if group.settled:
             return [], best
-        if len(best) < self.returns or self.length_penalty < 0 or group.request.processors:
+        if self.length_penalty < 0 or processed:
             return group.live, best
         # Scores are sums of log-probabilities: they fall, and the longest is divided by the most.
         divisor = self.max_new**self.length_penalty
@@ -136,9 +142,7 @@ class Beam:
     def finish(self, group: Group) -> list[Finished]:
         """The `returns` best; an empty hypothesis where fewer have ended."""
         best = self.keep(group)[: self.returns]
-        reason = FinishReason("length")
-        empty = Finished(np.empty(0, np.int64), _NEVER, reason, 0, 0, {})
-        return best + [empty] * (self.returns - len(best))
+        return best + [_NOTHING] * (self.returns - len(best))
 
 
 @dataclass(slots=True)

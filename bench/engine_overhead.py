@@ -75,6 +75,7 @@ class ReadyExecutor:
     device = torch.device("cpu")
     abilities: frozenset[str] = frozenset()
     max_rows: int | None = None
+    host_threads: int | None = None
 
     def __init__(self, vocab_size: int, rows: int) -> None:
         self.vocab_size = vocab_size

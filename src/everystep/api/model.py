@@ -80,7 +80,7 @@ class LanguageModel:
     @property
     def hidden_size(self) -> int:
         """The width of the embeddings."""
-        return self._core.network.width
+        return self._core.network.spec.width
 
     @property
     def context(self) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
@@ -85,140 +86,76 @@ def device_name(text: str) -> str:
     return text
 
 
-_SAMPLING_PANEL = "Sampling; each of temperature, top-k, top-p and min-p turns it on"
-_SEARCH_PANEL = "Length, search and penalties"
-_MODEL_PANEL = "Model"
+_sampling = partial(
+    typer.Option,
+    rich_help_panel="Sampling; each of temperature, top-k, top-p and min-p turns it on",
+)
+_search = partial(typer.Option, rich_help_panel="Length, search and penalties")
+_model = partial(typer.Option, rich_help_panel="Model")
 
-Offline = Annotated[
-    bool,
-    typer.Option("--offline", rich_help_panel=_MODEL_PANEL, help="Never use the network."),
-]
+Offline = Annotated[bool, _model("--offline", help="Never use the network.")]
 Model = Annotated[
     str,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="MODEL",
-        rich_help_panel=_MODEL_PANEL,
-        help="A name, a folder, a .gguf file or a hub id.",
-    ),
+    _model("--model", "-m", metavar="MODEL", help="A name, a folder, a .gguf file or a hub id."),
 ]
 DtypeOption = Annotated[
     Dtype | None,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        rich_help_panel=_MODEL_PANEL,
-        help=f"{', '.join(Dtype)}; else what the file says.",
-    ),
+    _model("--dtype", metavar="DTYPE", help=f"{', '.join(Dtype)}; else what the file says."),
 ]
 Device = Annotated[
     str,
-    typer.Option(
-        "--device",
-        metavar="DEVICE",
-        callback=device_name,
-        rich_help_panel=_MODEL_PANEL,
-        help="cpu, cuda, cuda:1 and so on.",
-    ),
+    _model("--device", metavar="DEVICE", callback=device_name, help="cpu, cuda, cuda:1 and so on."),
 ]
 DoSample = Annotated[
     bool | None,
-    typer.Option(
+    _sampling(
         "--do-sample/--no-do-sample",
-        rich_help_panel=_SAMPLING_PANEL,
         help="Draw tokens instead of taking the best; else what the model's own settings say.",
     ),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        rich_help_panel=_SAMPLING_PANEL,
-        help="Below 1 more predictable, above 1 less.",
-    ),
+    _sampling("--temperature", metavar="T", help="Below 1 more predictable, above 1 less."),
 ]
 TopK = Annotated[
     int | None,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        rich_help_panel=_SAMPLING_PANEL,
-        help="Draw from the K most probable tokens; 0 is all.",
-    ),
+    _sampling("--top-k", metavar="K", help="Draw from the K most probable tokens; 0 is all."),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        rich_help_panel=_SAMPLING_PANEL,
-        help="Draw from the fewest tokens whose probabilities add up to P.",
+    _sampling(
+        "--top-p", metavar="P", help="Draw from the fewest tokens whose probabilities add up to P."
     ),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(
-        "--min-p",
-        metavar="P",
-        rich_help_panel=_SAMPLING_PANEL,
-        help="Leave out tokens less than P times as probable as the best.",
+    _sampling(
+        "--min-p", metavar="P", help="Leave out tokens less than P times as probable as the best."
     ),
 ]
 Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        metavar="N",
-        rich_help_panel=_SAMPLING_PANEL,
-        help="The same N draws the same tokens again.",
-    ),
+    int | None, _sampling("--seed", metavar="N", help="The same N draws the same tokens again.")
 ]
 MaxNewTokens = Annotated[
     int,
-    typer.Option(
-        "--max-new-tokens",
-        "-n",
-        min=1,
-        metavar="N",
-        rich_help_panel=_SEARCH_PANEL,
-        help="End after N tokens at the latest.",
-    ),
+    _search("--max-new-tokens", "-n", min=1, metavar="N", help="End after N tokens at the latest."),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(
-        "--stop",
-        metavar="TEXT",
-        rich_help_panel=_SEARCH_PANEL,
-        help="End after this text; may be given several times.",
-    ),
+    _search("--stop", metavar="TEXT", help="End after this text; may be given several times."),
 ]
 NumBeams = Annotated[
-    int | None,
-    typer.Option(
-        "--num-beams",
-        metavar="N",
-        rich_help_panel=_SEARCH_PANEL,
-        help="Search for the best answer with N beams.",
-    ),
+    int | None, _search("--num-beams", metavar="N", help="Search for the best answer with N beams.")
 ]
 NumReturnSequences = Annotated[
     int | None,
-    typer.Option(
-        "--num-return-sequences",
-        metavar="N",
-        rich_help_panel=_SEARCH_PANEL,
-        help="Give N answers; needs sampling or beams.",
-    ),
+    _search("--num-return-sequences", metavar="N", help="Give N answers; needs sampling or beams."),
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(
+    _search(
         "--repetition-penalty",
         metavar="R",
-        rich_help_panel=_SEARCH_PANEL,
         help="Above 1, what was said before becomes less probable.",
     ),
 ]

@@ -45,7 +45,7 @@ class TorchExecutor:
     def __init__(self, model: Runnable, quantization: Quantization | None = None) -> None:
         network = model.network
         self._network = network
-        self.vocab_size: int = network.vocab_size
+        self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
         # Models with an encoder have relative positions only.
         special = "encoder" if network.encodes else "positions"
@@ -57,7 +57,7 @@ class TorchExecutor:
             return
         self.abilities |= {"truncate", "columns", "attentions"}
         across = network.across if network.encodes else None
-        self.cache = RowCache(*layout, network.width, across)
+        self.cache = RowCache(*layout, network.spec.width, across)
 
     @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:

@@ -69,16 +69,6 @@ class Decoder:
         return self.table.device
 
     @property
-    def vocab_size(self) -> int:
-        """The width of the logits."""
-        return self.spec.vocab_size
-
-    @property
-    def width(self) -> int:
-        """The size of the hidden states."""
-        return self.spec.width
-
-    @property
     def encodes(self) -> bool:
         """False: there is no encoder."""
         return False

@@ -42,7 +42,7 @@ class Model:
     @property
     def vocab_size(self) -> int:
         """The width of the logits."""
-        return self.network.vocab_size
+        return self.network.spec.vocab_size
 
     def forward(
         self,

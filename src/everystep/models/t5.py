@@ -106,16 +106,6 @@ class T5:
         return self.table.device
 
     @property
-    def vocab_size(self) -> int:
-        """The width of the logits."""
-        return self.spec.vocab_size
-
-    @property
-    def width(self) -> int:
-        """The size of the hidden states."""
-        return self.spec.width
-
-    @property
     def encodes(self) -> bool:
         """True: rows look at an encoder."""
         return True

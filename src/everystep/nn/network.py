@@ -63,6 +63,15 @@ class Heard:
     attentions: list[Tensor] = field(default_factory=list)
 
 
+class Sizes(Protocol):
+    """What a spec says to everybody: `vocab_size`, of logits, and `width`, of hidden states."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+
 class Network(Protocol):
     """Weights that turn inputs into hidden states and hidden states into logits."""
 
@@ -71,9 +80,7 @@ class Network(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def vocab_size(self) -> int: ...
-    @property
-    def width(self) -> int: ...
+    def spec(self) -> Sizes: ...
     @property
     def kv_shape(self) -> KvShape: ...
     @property

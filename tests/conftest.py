@@ -13,7 +13,7 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from everystep.errors import EverystepError
+from everystep.executors.native.library import status
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 
 # --- once per process -----------------------------------------------------------------------------
@@ -119,12 +120,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
-    if config.getoption("all") or not any(item.get_closest_marker("model") for item in items):
-        return
-    if (reason := missing_model()) is not None:
-        for item in items:
-            if item.get_closest_marker("model"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    if not config.getoption("all"):
+        _skip(items, "model", missing_model)
+        _skip(items, "native", missing_library)
+
+
+def _skip(items: list[pytest.Item], marker: str, missing: Callable[[], str | None]) -> None:
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    if marked and (reason := missing()) is not None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
@@ -149,6 +154,12 @@ def missing_model() -> str | None:
     except EverystepError as error:
         return str(error)
     return None
+
+
+def missing_library() -> str | None:
+    """Why the native executor cannot be used; None when it can."""
+    found = status()
+    return None if found.instructions else f"no native executor: {found.reason}"
 
 
 @pytest.hookimpl(wrapper=True)

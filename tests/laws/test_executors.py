@@ -64,6 +64,7 @@ def test_the_laws_hold(model: Model, executor: Callable[[Model], Executor], bloc
     check(executor, model, block)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("rounding", [None, "int8"])
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

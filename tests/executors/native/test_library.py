@@ -41,6 +41,7 @@ def usable() -> list[str]:
     return [name for name in build.instruction_sets() if flags.issuperset(library._NEEDS[name])]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("name", usable())
 def test_every_instruction_set_computes_the_same(name: str) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -66,6 +67,7 @@ def test_without_a_library_it_is_said_how_to_get_one(monkeypatch: pytest.MonkeyP
     library.status.cache_clear()
 
 
+@pytest.mark.native
 @pytest.mark.usefixtures("fresh")
 def test_a_set_that_the_processor_lacks_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_processor_flags", frozenset)
@@ -91,6 +93,7 @@ def test_a_compiler_that_fails_leaves_no_library(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.native
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
     source, made = tmp_path / "other.cpp", tmp_path / "other.so"
     source.write_text(
@@ -103,6 +106,7 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
         library.open_library(made)
 
 
+@pytest.mark.native
 @pytest.mark.slow
 def test_the_kernels_are_clean_under_sanitisers(tmp_path: Path) -> None:
     cxx = build.compiler()

@@ -22,6 +22,7 @@ from everystep.types import Verb, Work
 from tests.executors.models import SPECS, narrow_model, random_model
 from tests.executors.works import Wanderer, one_feed, only_verbs
 
+pytestmark = pytest.mark.native
 FORMATS: tuple[Rounding | None, ...] = (None, "int8", "int4")
 
 

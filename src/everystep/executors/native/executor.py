@@ -7,7 +7,9 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,12 +20,7 @@ from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import model_obstacles, program_of
-from everystep.executors.positions import (
-    check_positions,
-    row_lengths,
-    row_positions,
-    wanted_places,
-)
+from everystep.executors.positions import check_positions, row_lengths, row_positions
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
 from everystep.types import Past, StepOutput, Work
@@ -68,13 +65,11 @@ class NativeExecutor:
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
         check_positions(work)
-        _check_tokens(work, self.vocab_size)
         self._apply(work)
-        wanted = wanted_places(work)
-        logits = torch.empty(len(wanted), self.vocab_size)
+        logits = torch.empty(int(work.logits.sum()), self.vocab_size)
         if len(work.rows):
             hidden = self._hidden_room(work)
-            self._step(work, wanted, logits, hidden)
+            self._step(work, logits, hidden)
             self._extend_columns(work, hidden)
         return StepOutput(logits, columns=dict(self._columns))
 
@@ -119,8 +114,8 @@ class NativeExecutor:
             kv, pages = past.kv.float().contiguous(), self.rows.pages(row)
             self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
 
-    def _grow(self, work: Work) -> np.ndarray:
-        """Every fed row has its pages; returns the pages to copy, (2, n) int32."""
+    def _grow(self, work: Work) -> np.ndarray | None:
+        """Every fed row has its pages; returns the pages to copy, (2, n) int32, if any."""
         copied = []
         feeds = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
         for row, start, count in feeds:
@@ -130,11 +125,11 @@ class NativeExecutor:
             if pair is not None:
                 copied.append(pair)
         _check(self._library.es_reserve(self._runner, self.rows.total))
-        return np.array(copied, np.int32).reshape(-1, 2).T.copy()
+        return np.array(copied, np.int32).T.copy() if copied else None
 
     def _hidden_room(self, work: Work) -> Tensor | None:
         """Where last hidden states go, if a row of this work keeps them."""
-        if self._columns.keys().isdisjoint(work.rows.tolist()):
+        if not self._columns or self._columns.keys().isdisjoint(work.rows.tolist()):
             return None
         return torch.empty(len(work.tokens), self._program.structure.width)
 
@@ -150,42 +145,49 @@ class NativeExecutor:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def _step(self, work: Work, wanted: np.ndarray, logits: Tensor, hidden: Tensor | None) -> None:
+    def _step(self, work: Work, logits: Tensor, hidden: Tensor | None) -> None:
         copied = self._grow(work)
-        pages = self.rows.table(work.rows)
-        ids, starts, counts = (
-            np.ascontiguousarray(x, np.int64) for x in (work.tokens, work.starts, work.counts)
-        )
+        pages = self.rows.table
+        fields = (work.tokens, work.rows, work.starts, work.counts, work.logits)
+        numbers = np.concatenate(fields, dtype=np.int64)
+        ids, rows, starts, counts, wanted = _addresses(numbers, map(len, fields))
         ropes = [table.rows(work) for table in self._tables]
         embeds = [values.float().contiguous() for _, values in work.embeds]
         given = zip(work.embeds, embeds, strict=True)
         failed = self._library.es_run(
             self._runner,
             StepWork(
-                tokens=len(ids),
-                feeds=len(starts),
-                wanted=len(wanted),
+                tokens=len(work.tokens),
+                feeds=len(work.rows),
                 ropes=len(ropes),
                 embeds=len(embeds),
-                ids=ids.ctypes.data,
-                starts=starts.ctypes.data,
-                counts=counts.ctypes.data,
+                ids=ids,
+                rows=rows,
+                starts=starts,
+                counts=counts,
+                wanted=wanted,
                 pages=pages.ctypes.data,
                 stride=pages.shape[1],
                 rope=(RopeRows * len(ropes))(*(rope.structure for rope in ropes)),
                 embed=(GivenEmbeds * len(embeds))(
                     *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
                 ),
-                logits_of=wanted.ctypes.data,
                 logits=logits.data_ptr(),
                 hidden=None if hidden is None else hidden.data_ptr(),
-                copies=copied.shape[1],
-                copy_from=copied[0].ctypes.data,
-                copy_to=copied[1].ctypes.data,
+                copies=0 if copied is None else copied.shape[1],
+                copy_from=None if copied is None else copied[0].ctypes.data,
+                copy_to=None if copied is None else copied[1].ctypes.data,
             ),
             self._threads,
         )
         _check(failed)
+
+
+def _addresses(numbers: np.ndarray, lengths: Iterable[int]) -> list[int]:
+    """Where parts of so many int64 numbers begin, one after another."""
+    ends = accumulate(lengths, initial=0)
+    first = numbers.ctypes.data
+    return [first + numbers.itemsize * end for end in ends][:-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +195,8 @@ class _Turned:
     """The rows of a table that a work turns by; keeps alive what `structure` points to."""
 
     structure: RopeRows
-    alive: tuple[object, ...]
+    tables: tuple[Tensor, Tensor]
+    rows: np.ndarray | None
 
 
 class _RopeTable:
@@ -201,27 +204,33 @@ class _RopeTable:
 
     def __init__(self, rope: Rope) -> None:
         self._rope = rope
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._held = 0
+        self._kept: _Turned | None = None
 
     def rows(self, work: Work) -> _Turned:
         """What each token of the work turns by."""
         own = work.positions
+        if own is None and not self._rope.scaling.by_length:
+            return self._kept_for(int((work.starts + work.counts).max()))
         places = row_positions(work) if own is None else own.flatten().cpu().numpy()
         if self._rope.scaling.by_length:
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
-            cos, sin = self._table(torch.from_numpy(places), lengths)
-            places = np.arange(len(places))
-        else:
-            cos, sin = self._kept_for(int(places.max()) + 1)
-        rows = places.astype(np.int32)
-        structure = RopeRows(cos.data_ptr(), sin.data_ptr(), rows.ctypes.data, self._rope.dim)
-        return _Turned(structure, (cos, sin, rows))
+            tables = self._table(torch.from_numpy(places), lengths)
+            return self._turned(tables, np.arange(len(places), dtype=np.int32))
+        return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
 
-    def _kept_for(self, length: int) -> tuple[Tensor, Tensor]:
-        if self._kept is None or len(self._kept[0]) < length:
-            size = max(_LEAST_TABLE, 2 * length)
-            self._kept = self._table(torch.arange(size), None)
+    def _kept_for(self, length: int) -> _Turned:
+        """The table of at least so many positions, for tokens that turn by their own."""
+        if self._kept is None or self._held < length:
+            self._held = max(_LEAST_TABLE, 2 * length)
+            self._kept = self._turned(self._table(torch.arange(self._held), None), None)
         return self._kept
+
+    def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> _Turned:
+        cos, sin = tables
+        at = None if rows is None else rows.ctypes.data
+        structure = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim)
+        return _Turned(structure, tables, rows)
 
     def _table(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """(N, dim) each."""
@@ -229,13 +238,8 @@ class _RopeTable:
         return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()
 
 
-def _check_tokens(work: Work, vocab_size: int) -> None:
-    """Every id is one of the table's; the library would read beyond it."""
-    tokens = work.tokens
-    if len(tokens) and not (tokens.min() >= -1 and tokens.max() < vocab_size):
-        raise InvariantError(message("an id beyond the vocabulary was fed", got=int(tokens.max())))
-
-
 def _check(failed: bool | int) -> None:
+    if failed == 2:
+        raise InvariantError(message("an id beyond the vocabulary was fed"))
     if failed:
         raise MemoryError("the native executor ran out of memory")

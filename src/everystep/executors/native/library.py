@@ -16,7 +16,7 @@ from everystep.errors import UnsupportedError, message
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import Settings
 
-INTERFACE = 2
+INTERFACE = 3
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -94,12 +94,12 @@ class StepWork(Structure):
     """One step."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("tokens", "feeds", "wanted", "ropes", "embeds")),
-        *((name, c_void_p) for name in ("ids", "starts", "counts", "pages")),
+        *((name, c_int64) for name in ("tokens", "feeds", "ropes", "embeds")),
+        *((name, c_void_p) for name in ("ids", "rows", "starts", "counts", "wanted", "pages")),
         ("stride", c_int64),
         ("rope", POINTER(RopeRows)),
         ("embed", POINTER(GivenEmbeds)),
-        *((name, c_void_p) for name in ("logits_of", "logits", "hidden")),
+        *((name, c_void_p) for name in ("logits", "hidden")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
     )

@@ -27,18 +27,22 @@ class Counts:
 
 @dataclass(slots=True)
 class _Row:
-    """The pages in order, (n,) int32 of which the first `used` count, and the positions held."""
+    """How many of the row's page numbers count, and the positions held."""
 
-    pages: np.ndarray
     used: int = 0
     length: int = 0
 
 
 @dataclass(slots=True)
 class PagedRows:
-    """All rows of an executor."""
+    """All rows of an executor.
+
+    `table`: (rows, n) int32, the page numbers of row r in order in line r, as the library reads
+    them; it is replaced when it grows.
+    """
 
     counts: Counts = field(default_factory=Counts)
+    table: np.ndarray = field(default_factory=lambda: np.zeros((8, 8), np.int32))
     _rows: dict[int, _Row] = field(default_factory=dict)
     _shares: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _free: list[int] = field(default_factory=list)
@@ -63,13 +67,15 @@ class PagedRows:
 
     def allocate(self, row: int) -> None:
         """The row exists and is empty."""
-        self._add(row, _Row(np.zeros(4, np.int32)))
+        self._add(row, _Row())
 
     def fork(self, row: int, source: int) -> None:
         """The row holds what `source` holds."""
         parent = self._row(source)
-        self._add(row, _Row(parent.pages.copy(), parent.used, parent.length))
-        self._shares[parent.pages[: parent.used]] += 1
+        self._add(row, _Row(parent.used, parent.length))
+        shared = self.table[source, : parent.used]
+        self.table[row, : parent.used] = shared
+        self._shares[shared] += 1
         self.counts.forks += 1
 
     def truncate(self, row: int, length: int) -> None:
@@ -78,7 +84,8 @@ class PagedRows:
         if not 0 <= length <= held.length:
             raise InvariantError(message(f"row {row} cannot be cut", got=length))
         kept = -(-length // PAGE)
-        self._release(held.pages[kept : held.used])
+        if kept < held.used:
+            self._release(self.table[row, kept : held.used])
         held.used, held.length = kept, length
 
     def free(self, row: int) -> None:
@@ -92,34 +99,27 @@ class PagedRows:
         Returns a page to be copied and where to, if its last page was shared.
         """
         held = self._row(row)
-        copied = None
-        if held.length % PAGE and self._shares[held.pages[held.used - 1]] > 1:
-            shared = int(held.pages[held.used - 1])
-            own = self._take()
-            self._shares[shared] -= 1
-            held.pages[held.used - 1] = own
-            copied = (shared, own)
-            self.counts.copies += 1
+        copied = self._own_last_page(row, held) if held.length % PAGE else None
         held.length += count
         while held.used * PAGE < held.length:
-            if held.used == len(held.pages):
-                held.pages = np.concatenate([held.pages, np.zeros_like(held.pages)])
-            held.pages[held.used] = self._take()
+            self._make_room(row, held.used)
+            self.table[row, held.used] = self._take()
             held.used += 1
         return copied
 
     def pages(self, row: int) -> np.ndarray:
         """(n,) int32 page numbers of a row."""
-        held = self._row(row)
-        return held.pages[: held.used]
+        return self.table[row, : self._row(row).used]
 
-    def table(self, rows: np.ndarray) -> np.ndarray:
-        """(R, n) int32 page numbers of the given rows, filled up with zeros."""
-        held = [self._rows[row] for row in rows.tolist()]
-        table = np.zeros((len(held), max(row.used for row in held)), np.int32)
-        for line, row in zip(table, held, strict=True):
-            line[: row.used] = row.pages[: row.used]
-        return table
+    def _own_last_page(self, row: int, held: _Row) -> tuple[int, int] | None:
+        """The last page is the row's alone; returns what to copy and where to, if it was shared."""
+        shared = int(self.table[row, held.used - 1])
+        if self._shares[shared] == 1:
+            return None
+        self._shares[shared] -= 1
+        self.table[row, held.used - 1] = own = self._take()
+        self.counts.copies += 1
+        return shared, own
 
     def _row(self, row: int) -> _Row:
         if row not in self._rows:
@@ -129,7 +129,18 @@ class PagedRows:
     def _add(self, row: int, made: _Row) -> None:
         if row in self._rows:
             raise InvariantError(message(f"row {row} is allocated twice"))
+        self._make_room(row, made.used)
         self._rows[row] = made
+
+    def _make_room(self, row: int, page: int) -> None:
+        """The table has a place for page number `page` of the row."""
+        rows, pages = self.table.shape
+        if row < rows and page < pages:
+            return
+        size = (max(rows, 2 * row) if row >= rows else rows, 2 * page if page >= pages else pages)
+        grown = np.zeros(size, np.int32)
+        grown[:rows, :pages] = self.table
+        self.table = grown
 
     def _take(self) -> int:
         if not self._free:

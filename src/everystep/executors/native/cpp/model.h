@@ -54,7 +54,7 @@ struct Model {
 struct Rope {
     const float* cos;
     const float* sin;
-    const int32_t* row;  // (tokens,) which row of the table each token turns by
+    const int32_t* row;  // (tokens,) which row of the table each token turns by; null: its position
     int64_t dim;
 };
 
@@ -65,17 +65,18 @@ struct Embeds {
 
 // Feeds one after another. A page holds 16 positions of a row, of all layers.
 struct Work {
-    int64_t tokens, feeds, wanted, ropes, embeds;
+    int64_t tokens, feeds, ropes, embeds;
     const int64_t* ids;     // (tokens,), -1 where embeddings are given
+    const int64_t* rows;    // (feeds,)
     const int64_t* starts;  // (feeds,)
     const int64_t* counts;  // (feeds,)
-    const int32_t* pages;   // (feeds, stride)
+    const int64_t* wanted;  // (feeds,) how many of the last positions give logits
+    const int32_t* pages;   // (all rows, stride)
     int64_t stride;
     const Rope* rope;
     const Embeds* embed;
-    const int64_t* logits_of;  // (wanted,) places among the tokens, increasing
-    float* logits;             // (wanted, vocabulary)
-    float* hidden;             // (tokens, width) after the last norm, or null
+    float* logits;  // (all wanted, vocabulary)
+    float* hidden;  // (tokens, width) after the last norm, or null
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <stdexcept>
 
 #include "rows.h"
 
@@ -65,11 +66,24 @@ Runner::Runner(const Model& model)
       last_(kMostTokens, model.width) {}
 
 void Runner::run(const Work& work, int threads) {
+    if (std::any_of(work.ids, work.ids + work.tokens,
+                    [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
+        throw std::out_of_range("an id beyond the vocabulary");
+    list_wanted(work);
     if (!crew_ || crew_->size() != threads) crew_ = std::make_unique<Crew>(threads);
     scratch_.resize(threads);
     for (int64_t i = 0; i < work.copies; ++i) pages_.copy(work.copy_from[i], work.copy_to[i]);
     for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
         run_part(make_part(work, begin));
+}
+
+void Runner::list_wanted(const Work& work) {
+    wanted_.clear();
+    int64_t end = 0;
+    for (int64_t feed = 0; feed < work.feeds; ++feed) {
+        end += work.counts[feed];
+        for (int64_t i = work.wanted[feed]; i > 0; --i) wanted_.push_back(end - i);
+    }
 }
 
 int64_t Runner::group_tiles() const {
@@ -87,16 +101,18 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
         const int64_t from = std::max(offset, part.begin);
         const int64_t to = std::min(offset + work.counts[feed], part.end);
         for (int64_t token = from; token < to; ++token) {
-            part.feed_of.push_back(feed);
+            part.row_of.push_back(work.rows[feed]);
             part.position_of.push_back(work.starts[feed] + token - offset);
         }
         for (int64_t token = from; token < to; token += together)
-            part.tiles.push_back({feed, token - part.begin, std::min(together, to - token),
+            part.tiles.push_back({work.rows[feed], token - part.begin, std::min(together, to - token),
                                   work.starts[feed] + token - offset});
     }
-    const int64_t* end = work.logits_of + work.wanted;
-    part.wanted_begin = std::lower_bound(work.logits_of, end, part.begin) - work.logits_of;
-    part.wanted_end = std::lower_bound(work.logits_of, end, part.end) - work.logits_of;
+    const auto place = [&](int64_t token) {
+        return std::lower_bound(wanted_.begin(), wanted_.end(), token) - wanted_.begin();
+    };
+    part.wanted_begin = place(part.begin);
+    part.wanted_end = place(part.end);
     return part;
 }
 
@@ -249,11 +265,12 @@ void Runner::place(const Part& part, int64_t index, int64_t token) {
             normalise(static_cast<NormKind>(model_.norm_kind), at, dim, model_.eps, norm, at);
         if (layer.rope < 0) continue;
         const Rope& rope = part.work.rope[layer.rope];
-        const int64_t row = rope.row[part.begin + token];
+        const int64_t row =
+            rope.row ? rope.row[part.begin + token] : part.position_of[token];
         float swapped[1024];
         rotate(at, rope.dim, rope.cos + row * rope.dim, rope.sin + row * rope.dim, swapped);
     }
-    const int32_t* numbers = part.work.pages + part.feed_of[token] * part.work.stride;
+    const int32_t* numbers = part.work.pages + part.row_of[token] * part.work.stride;
     for (int64_t head = 0; head < model_.kv_heads; ++head) {
         const int64_t offset = index * shape_.layer() + head * shape_.head();
         write_position({pages_.data(), numbers, offset, shape_}, part.position_of[token],
@@ -281,7 +298,7 @@ void Runner::attend_one(const Part& part, int64_t index, const Tile& tile, int64
         queries.last[i] = position;
         queries.first[i] = window ? std::max<int64_t>(0, position - window + 1) : 0;
     }
-    const int32_t* numbers = part.work.pages + tile.feed * part.work.stride;
+    const int32_t* numbers = part.work.pages + tile.row * part.work.stride;
     const int64_t offset = index * shape_.layer() + head * shape_.head();
     attend({pages_.data(), numbers, offset, shape_}, queries, scratch + kMostQueries * apart);
     for (int64_t i = 0; i < queries.count; ++i)
@@ -301,7 +318,7 @@ void Runner::finish(Member& member, const Part& part) {
     if (rows == 0) return;
     const bool coded = reads_codes(model_.head);
     crew_->share(member, rows, 1, [&](int64_t row, int64_t) {
-        const int64_t token = work.logits_of[part.wanted_begin + row] - part.begin;
+        const int64_t token = wanted_[part.wanted_begin + row] - part.begin;
         normalise(kind, hidden_.data() + token * model_.width, model_.width, model_.eps, model_.norm,
                   last_.row(row));
         if (coded) quantise_row(last_.inputs(), row);
@@ -339,7 +356,7 @@ using namespace everystep;
 
 extern "C" {
 
-int32_t es_interface() { return 2; }
+int32_t es_interface() { return 3; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -384,10 +401,13 @@ void es_import(void* runner, const int32_t* pages, int64_t length, const float* 
         pages, length, [&](int64_t place, float* held) { *held = values[place]; });
 }
 
+// 0, 1 without the memory for it, or 2 where an id is beyond the vocabulary.
 int32_t es_run(void* runner, const Work* work, int32_t threads) {
     try {
         static_cast<Runner*>(runner)->run(*work, threads);
         return 0;
+    } catch (const std::out_of_range&) {
+        return 2;
     } catch (const std::exception&) {
         return 1;
     }

@@ -45,14 +45,14 @@ class InputBuffer {
 
 // Consecutive tokens of one feed, whose queries of one key head are computed together.
 struct Tile {
-    int64_t feed, token, count, position;
+    int64_t row, token, count, position;
 };
 
 class Runner {
   public:
     explicit Runner(const Model& model);
 
-    // `threads`: how many members the crew has from now on.
+    // `threads`: how many members the crew has from now on. std::out_of_range where an id is not one.
     void run(const Work& work, int threads);
     Pages& pages() { return pages_; }
 
@@ -69,13 +69,14 @@ class Runner {
         const Work& work;
         int64_t begin, end;
         std::vector<Tile> tiles;
-        std::vector<int64_t> feed_of;      // per token
+        std::vector<int64_t> row_of;       // per token
         std::vector<int64_t> position_of;  // per token
         int64_t wanted_begin, wanted_end;
         int64_t tokens() const { return end - begin; }
     };
     using Member = Crew::Member;
 
+    void list_wanted(const Work& work);
     Part make_part(const Work& work, int64_t begin) const;
     void run_part(const Part& part);
     void embed(Member& member, const Part& part);
@@ -100,6 +101,7 @@ class Runner {
     Pages pages_;
     std::unique_ptr<Crew> crew_;
     std::vector<float> hidden_, qkv_, added_;
+    std::vector<int64_t> wanted_;  // places among the tokens of a work, increasing
     InputBuffer normed_, mixed_, inner_, last_;
     std::vector<std::vector<float>> scratch_;
 };

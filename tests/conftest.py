@@ -185,7 +185,12 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 # Properties that tests record as counts -> what is printed before their sums.
-COUNTED = {"coverage": "laws", "parity": "parity", "settings": "parity, draws away from a default"}
+COUNTED = {
+    "coverage": "laws",
+    "continuous": "continuous against offline",
+    "parity": "parity",
+    "settings": "parity, draws away from a default",
+}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everystep.engine import Continuous, Engine, Lockstep, audit
+from everystep.engine.engine import Observer
 from everystep.errors import InvariantError, message
 from everystep.executors.base import Executor
 from everystep.testing.hash_model import HashExecutor
@@ -86,14 +87,19 @@ def run_together(requests: Iterable[Request], executor: Executor, chunk: int | N
     return run.finish()
 
 
-def run_scheduled(requests: tuple[Request, ...], schedule: Schedule, executor: Executor) -> Run:
+def run_scheduled(
+    requests: tuple[Request, ...],
+    schedule: Schedule,
+    executor: Executor,
+    observers: Iterable[Observer] = (),
+) -> Run:
     """The requests come, go, are cancelled and lose their rows as the schedule says."""
     scheduler = Continuous(
         token_budget=schedule.token_budget,
         max_rows=schedule.max_rows,
         max_positions=schedule.max_positions,
     )
-    run = Run(Engine(executor, scheduler))
+    run = Run(Engine(executor, scheduler, observers))
     rng = np.random.default_rng(schedule.seed)
     last = max(schedule.arrivals)
     step = 0

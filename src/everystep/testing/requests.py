@@ -88,7 +88,7 @@ def random_mix(seed: int) -> Mix:
     function = HashFunction(draw.between(12, 40), EMBED_DIM)
     count = draw.between(1, 6)
     requests = tuple(_request(f"request {i}", function, draw) for i in range(count))
-    return Mix(seed, function.vocab_size, requests, _schedule(requests, draw))
+    return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
 
 def mixes() -> SearchStrategy[Mix]:
@@ -216,7 +216,8 @@ def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:
 # --- schedules ------------------------------------------------------------------------------------
 
 
-def _schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
+def random_schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
+    """A tight one, under which each of the requests can run."""
     widest = max(_rows(request) for request in requests)
     longest = max(request.max_length * _rows(request) for request in requests)
     return Schedule(

@@ -149,12 +149,19 @@ class _Weights:
 
 
 @cache
-def narrow_model(name: str, rounding: Rounding | None) -> Model:
-    """A tiny model of a family, in float32 or rounded."""
-    config = {**CONFIG, "intermediate_size": 64}  # whole blocks of 32
+def narrow_model(
+    name: str, rounding: Rounding | None, panels: bool = False, inner: int = 64
+) -> Model:
+    """A tiny model of a family, in float32 or rounded; with or without panels."""
+    config = {**CONFIG, "intermediate_size": inner}  # int4 wants whole blocks of 32
     reading = find_family(name).read_spec({**find_family(name).defaults, **config})
     model = random_model(reading, dtype=torch.float32)
-    if rounding is None:
+    if rounding is None and not panels:
         return model
     tied = {"tie_word_embeddings": reading.tied}
-    return build_model({"model_type": name, **config, **tied}, _Weights(model), quantize=rounding)
+    return build_model(
+        {"model_type": name, **config, **tied},
+        _Weights(model),
+        quantize=rounding,
+        in_panels=lambda spec: panels,
+    )

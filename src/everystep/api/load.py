@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,7 @@ from everystep.errors import (
     RequestError,
     message,
 )
-from everystep.executors.choice import ExecutorName
+from everystep.executors.choice import ExecutorName, holds_panels
 from everystep.files.folder import open_folder
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
@@ -95,7 +96,13 @@ def from_weights(
     generation_config: GenerationConfig | None = None,
 ) -> LanguageModel:
     """A model from a configuration and named tensors in memory, such as a `state_dict()`."""
-    core = build_model(config, _Tensors(weights), dtype=dtype, device=usable_device(device))
+    core = build_model(
+        config,
+        _Tensors(weights),
+        dtype=dtype,
+        device=usable_device(device),
+        in_panels=partial(holds_panels, "auto"),
+    )
     settings = generation_config or GenerationConfig.from_model_config(dict(config))
     return LanguageModel(core, settings)
 
@@ -151,6 +158,7 @@ def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress 
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
+    in_panels = partial(holds_panels, choices.executor)
     if folder_format(found.config) is None:
         rounding = None if choices.quantize == "auto" else choices.quantize
         core = build_model(
@@ -159,6 +167,7 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
             dtype=choices.dtype,
             device=choices.device,
             quantize=rounding,
+            in_panels=in_panels,
         )
     else:
         core = build_quantised_model(
@@ -167,6 +176,7 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
             dtype=choices.dtype,
             device=choices.device,
             quantize=choices.quantize,
+            in_panels=in_panels,
         )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
@@ -177,7 +187,11 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
 
 def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
     core = build_gguf_model(
-        file, dtype=choices.dtype, device=choices.device, quantize=choices.quantize
+        file,
+        dtype=choices.dtype,
+        device=choices.device,
+        quantize=choices.quantize,
+        in_panels=partial(holds_panels, choices.executor),
     )
     ids = {
         "bos_token_id": "tokenizer.ggml.bos_token_id",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from everystep.cache.affine import Quantization
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor
-from everystep.executors.choice import ExecutorName, chosen, open_executor
+from everystep.executors.choice import ExecutorName, chosen, holds_panels, open_executor
 from everystep.models import Model, convert_model, named_weights, weight_bytes
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
@@ -117,8 +118,10 @@ class LanguageModel:
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        place = None if device is None else usable_device(device)
-        self._core = convert_model(self._core, device=place, dtype=dtype)
+        place = self.device if device is None else usable_device(device)
+        if dtype is not None or place != self.device:
+            in_panels = partial(holds_panels, self._executor)
+            self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
         return self
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:

@@ -8,7 +8,7 @@ from typing import Literal
 from everystep.cache.affine import Quantization
 from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor
-from everystep.executors.native import NativeExecutor, obstacles, status
+from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 
@@ -43,6 +43,14 @@ def open_executor(
             do="Load the model with executor='auto' or 'torch'",
         )
     )
+
+
+def holds_panels(name: ExecutorName, spec: object) -> bool:
+    """Whether plain requests of a model with this specification get the native executor.
+
+    That is as long as its weights are float32 or codes, on the CPU.
+    """
+    return name != "torch" and not spec_obstacles(spec)
 
 
 def chosen(model: Model, name: ExecutorName = "auto") -> str:

@@ -19,6 +19,7 @@ from everystep.errors import FormatError, RequestError, UnsupportedError, messag
 from everystep.models.gguf_weights import is_quantised, keeps_blocks, weight_of_blocks
 from everystep.models.load import build_model
 from everystep.models.model import Model
+from everystep.models.slots import InPanels, never_in_panels
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
 
@@ -84,14 +85,16 @@ def build_gguf_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     quantize: Literal["auto"] | Rounding | None = "auto",
+    in_panels: InPanels = never_in_panels,
 ) -> Model:
     """The model in a GGUF file.
 
     "auto" without a `dtype` keeps quantised blocks as they are, and everything else in float32.
     With a `dtype`, or for None, weights are dequantised, to float32 without one. "int8" and "int4"
-    round the matrices of a file that holds floats. Raises RequestError (quantising what is
-    quantised), UnsupportedError (an architecture or RoPE scaling without implementation) and
-    FormatError (missing or wrong keys; missing, unexpected or misshaped weights).
+    round the matrices of a file that holds floats. `in_panels` as in `build_model`. Raises
+    RequestError (quantising what is quantised), UnsupportedError (an architecture or RoPE scaling
+    without implementation) and FormatError (missing or wrong keys; missing, unexpected or misshaped
+    weights).
     """
     config = gguf_config(file)
     renamed = _Renamed.of(file, config)
@@ -107,6 +110,7 @@ def build_gguf_model(
         device=device,
         quantize=rounding,
         kept=renamed.quantised if keeps else None,
+        in_panels=in_panels,
     )
 
 

@@ -18,8 +18,16 @@ from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.model import Model
 from everystep.models.names import Slot
-from everystep.models.slots import Kept, Slots, Source, Storage, nothing_kept
-from everystep.nn.linear import Weight, dense, rows_of
+from everystep.models.slots import (
+    InPanels,
+    Kept,
+    Slots,
+    Source,
+    Storage,
+    never_in_panels,
+    nothing_kept,
+)
+from everystep.nn.linear import Rows, dense, rows_of
 from everystep.nn.network import Network
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
@@ -35,13 +43,15 @@ def build_model(
     device: torch.device | str = "cpu",
     quantize: Rounding | None = None,
     kept: Kept | None = None,
+    in_panels: InPanels = never_in_panels,
 ) -> Model:
     """A model with the weights of `source`; without `dtype`, of the type its configuration names.
 
     `quantize`: its matrices are rounded to 8 or 4 bits. `kept`: where it has a quantised weight for
-    a name, that is used as it is. What is not quantised is float32 then. Raises RequestError (a
-    type beside quantised weights), UnsupportedError (a family, a type, a value without
-    implementation) and FormatError (impossible values; missing, unexpected or misshaped weights).
+    a name, that is used as it is. What is not quantised is float32 then. `in_panels`: whether the
+    weights lie as the native executor reads them. Raises RequestError (a type beside quantised
+    weights), UnsupportedError (a family, a type, a value without implementation) and FormatError
+    (impossible values; missing, unexpected or misshaped weights).
     """
     family = find_family(config.get("model_type"))
     values = complete_config(config)
@@ -49,19 +59,25 @@ def build_model(
     wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
     _check_names(family.slots(spec), source, lambda name: family.unused(spec, name))
-    storage = Storage(wanted, torch.device(device), quantize)
+    place = torch.device(device)
+    panels = fits_panels(place, wanted) and in_panels(spec)
+    storage = Storage(wanted, place, quantize, panels=panels)
     network = _network(family, spec, source, storage, kept or nothing_kept)
     return Model(ModelConfig(values), spec, network)
 
 
-def stored_weights(model: Model) -> Iterator[tuple[str, Weight]]:
-    """Every weight as it is stored, under its checkpoint name; parts of fused ones are views."""
+def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
+    """Every weight as it is stored, under its checkpoint name; parts of fused ones are views.
+
+    What lies in panels is unpacked when its turn comes.
+    """
     family = find_family(model.config.model_type)
     slots = {slot.key: slot for slot in family.slots(model.spec)}
     for key, held in family.tensors(model.network):
         parts = slots[key].parts
         if isinstance(held, tuple):
-            yield from zip((part.name for part in parts), held, strict=True)
+            for part, one in zip(parts, held, strict=True):
+                yield part.name, rows_of(one, 0, one.shape[0])
             continue
         for part in parts:
             yield part.name, rows_of(held, part.start, part.stop)
@@ -92,19 +108,19 @@ def convert_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     exact_activations: bool = False,
+    in_panels: InPanels = never_in_panels,
 ) -> Model:
     """The same weights in another type or on another device; the given model stays as it is.
 
     With a `dtype` quantised weights become values of that type, without one they stay. With
     `exact_activations` the new model's quantised weights meet activations as they are, which tells
-    the rounding of activations from that of weights.
+    the rounding of activations from that of weights. `in_panels` as in `build_model`.
     """
     held = _Held(dict(stored_weights(model)))
-    storage = Storage(
-        dtype=model.dtype if dtype is None else _supported(dtype),
-        device=torch.device(model.device if device is None else device),
-        exact_activations=exact_activations,
-    )
+    wanted = model.dtype if dtype is None else _supported(dtype)
+    place = torch.device(model.device if device is None else device)
+    panels = fits_panels(place, wanted) and in_panels(model.spec)
+    storage = Storage(wanted, place, exact_activations=exact_activations, panels=panels)
     family = find_family(model.config.model_type)
     kept = held.quantised if dtype is None else nothing_kept
     return Model(model.config, model.spec, _network(family, model.spec, held, storage, kept))
@@ -113,7 +129,7 @@ def convert_model(
 class _Held:
     """The weights of a model as a source."""
 
-    def __init__(self, weights: Mapping[str, Weight]) -> None:
+    def __init__(self, weights: Mapping[str, Rows]) -> None:
         self._weights = weights
 
     def names(self) -> Iterable[str]:
@@ -133,6 +149,11 @@ class _Held:
 def _network(family: Family, spec: Any, source: Source, storage: Storage, kept: Kept) -> Network:
     with torch.inference_mode():
         return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
+
+
+def fits_panels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether panels can hold float weights of this type there."""
+    return device.type == "cpu" and dtype == torch.float32
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:

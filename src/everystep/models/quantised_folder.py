@@ -17,6 +17,7 @@ from torch import Tensor
 from everystep.errors import FormatError, RequestError, UnsupportedError, message
 from everystep.models.load import build_model, stored_weights
 from everystep.models.model import Model
+from everystep.models.slots import InPanels, never_in_panels
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 from everystep.nn.rounding import Rounding
 
@@ -83,11 +84,13 @@ def build_quantised_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     quantize: str | None = "auto",
+    in_panels: InPanels = never_in_panels,
 ) -> Model:
     """The model in a folder whose config.json announces a format.
 
     Codes are kept for "auto" without a `dtype` and for the folder's own format; otherwise weights
-    are dequantised. Raises RequestError for the other format and as `build_model` does.
+    are dequantised. `in_panels` as in `build_model`. Raises RequestError for the other format and
+    as `build_model` does.
     """
     format = folder_format(config)
     source = _Joined(weights, format or "int8")
@@ -104,7 +107,7 @@ def build_quantised_model(
     plain = {key: value for key, value in config.items() if key != CONFIG_KEY}
     wanted = dtype if keeps else dtype or torch.float32
     kept = source.quantised if keeps else None
-    return build_model(plain, source, dtype=wanted, device=device, kept=kept)
+    return build_model(plain, source, dtype=wanted, device=device, kept=kept, in_panels=in_panels)
 
 
 def quantised_contents(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from everystep.models.names import Part, Slot
-from everystep.nn.linear import Matrix, Weight, joined
+from everystep.nn.linear import Matrix, Weight, joined, weights_of
+from everystep.nn.panels import Arena, Panels
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding, quantize
 
@@ -38,10 +39,18 @@ class Source(Protocol):
 Kept = Callable[[str], QuantizedWeight | None]
 """A weight as its source has it, in memory of its own; None where it is not quantised."""
 
+InPanels = Callable[[Any], bool]
+"""Whether a model of this specification, in float32 or codes on the CPU, is held in panels."""
+
 
 def nothing_kept(name: str) -> QuantizedWeight | None:
     """None: every weight is read as values."""
     return None
+
+
+def never_in_panels(spec: Any) -> bool:
+    """False: torch operators alone read the weights."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -49,13 +58,14 @@ class Storage:
     """How a model holds its weights.
 
     `rounding`: matrices are quantised when they are loaded. `exact_activations`: quantised matrices
-    read activations as they are.
+    read activations as they are. `panels`: matrices lie in panels, which float32 and codes can.
     """
 
     dtype: torch.dtype
     device: torch.device
     rounding: Rounding | None = None
     exact_activations: bool = False
+    panels: bool = False
 
 
 class Slots:
@@ -68,6 +78,7 @@ class Slots:
         self._source = source
         self._storage = storage
         self._kept = kept
+        self._arena = Arena()
 
     @property
     def exact_activations(self) -> bool:
@@ -83,7 +94,13 @@ class Slots:
 
     def matrix(self, key: str) -> Matrix:
         """The weight of a slot, quantised where its source keeps it so or the storage asks."""
-        slot = self._slots.pop(key)
+        found = self._matrix(self._slots.pop(key))
+        if not self._storage.panels:
+            return found
+        packed = tuple(self._packed(weight) for weight in weights_of(found))
+        return packed if len(packed) > 1 else packed[0]
+
+    def _matrix(self, slot: Slot) -> Matrix:
         kept = [self._kept(part.name) for part in slot.parts]
         if any(one is not None for one in kept):
             return joined([self._weight(*pair) for pair in zip(slot.parts, kept, strict=True)])
@@ -97,6 +114,9 @@ class Slots:
             # What a source returns may be a view of a mapped file: the copy is the model's own.
             tensor[part.start : part.stop].copy_(self._source.load(part.name, storage.dtype))
         return tensor
+
+    def _packed(self, weight: Weight) -> Panels:
+        return weight if isinstance(weight, Panels) else Panels.of(weight, self._arena)
 
     def _weight(self, part: Part, kept: QuantizedWeight | None) -> Weight:
         if kept is not None:

@@ -3,8 +3,8 @@
 On a CPU with oneDNN a float weight is kept in oneDNN's own blocked layout and multiplied by its
 kernels, which stream it at one row and compute at many; elsewhere it is a plain (out, in) matrix. A
 quantised weight stays as it is and meets activations that are rounded to 8 bits first, as
-docs/decisions/009 defines. Which names a weight has in a checkpoint, and which rows belong to
-which, is not known here.
+docs/decisions/009 defines. Panels are read where they lie, because the native executor reads them
+too. Which names a weight has in a checkpoint, and which rows belong to which, is not known here.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.nn.panels import Panels
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 
-Weight = Tensor | QuantizedWeight
+Rows = Tensor | QuantizedWeight
+"""A (rows, columns) matrix that lies row by row."""
+
+Weight = Rows | Panels
 Matrix = Weight | tuple[Weight, ...]
 """A (rows, columns) matrix; several where the rows lie in weights of different formats."""
 
 # The layout oneDNN chooses for this many rows serves one row and hundreds as well (docs/log.md).
 _PACKED_FOR_ROWS = 32
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-# Values dequantised at a time: a stretch that is multiplied while it is still in a core's cache.
+# Up to here a product per panel is faster than taking panels apart.
+_FEW_ROWS = 32
+# Values taken apart at a time: a stretch that is multiplied while it is still in a core's cache.
 _STRETCH_VALUES = 1 << 18
 
 
@@ -47,7 +53,7 @@ class LinearMap(Protocol):
         ...
 
     def matrix(self) -> Matrix:
-        """The weight, (out, in), as it was given; a copy if it is packed."""
+        """The weight, (out, in), as it was given; a copy if oneDNN's layout holds it."""
         ...
 
 
@@ -82,30 +88,52 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PanelLinear:
+    """float32 values in panels, and activations of that type."""
+
+    weight: Panels
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        rows = x.reshape(-1, self.weight.columns)
+        if len(rows) > _FEW_ROWS:
+            return _biased(_by_stretches(x, self.weight), self.bias)
+        # (panels, N, 16): a product per panel, whose outputs then stand side by side.
+        products = torch.matmul(rows, self.weight.values())
+        out = products.transpose(0, 1).flatten(1)[:, : self.weight.rows]
+        return _biased(out.reshape(*x.shape[:-1], self.weight.rows), self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
+        return residual + self(x)
+
+    def matrix(self) -> Panels:
+        """The panels."""
+        return self.weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class QuantizedLinear:
     """A quantised weight, dequantised stretch by stretch, and float32 activations.
 
     `exact_activations`: they are multiplied as they are instead of being rounded to 8 bits.
     """
 
-    weight: QuantizedWeight
+    weight: QuantizedWeight | Panels
     bias: Tensor | None = None
     exact_activations: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         read = x if self.exact_activations else rounded_activations(x)
-        step = max(1, _STRETCH_VALUES // self.weight.columns)
-        starts = range(0, self.weight.rows, step)
-        stretches = (self.weight.slice(start, start + step) for start in starts)
-        products = [F.linear(read, stretch.dequantize(x.dtype)) for stretch in stretches]
-        return _biased(torch.cat(products, dim=-1), self.bias)
+        return _biased(_by_stretches(read, self.weight), self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
         return residual + self(x)
 
-    def matrix(self) -> QuantizedWeight:
+    def matrix(self) -> QuantizedWeight | Panels:
         """The weight itself."""
         return self.weight
 
@@ -134,13 +162,11 @@ def packed_linear(
     weight: Matrix, bias: Tensor | None = None, *, exact_activations: bool = False
 ) -> LinearMap:
     """A linear map with a layout of its own; a float `weight` is not kept where it is packed."""
-    if isinstance(weight, QuantizedWeight):
-        return QuantizedLinear(weight, bias, exact_activations)
     if isinstance(weight, tuple):
         parts = (packed_linear(one, exact_activations=exact_activations) for one in weight)
         return JoinedLinear(tuple(parts), bias)
-    if not runs_on_onednn(weight):
-        return Linear(weight, bias)
+    if not isinstance(weight, Tensor) or not runs_on_onednn(weight):
+        return shared_linear(weight, bias, exact_activations=exact_activations)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
     return Linear(packed, bias, onednn=True)
 
@@ -149,9 +175,11 @@ def shared_linear(
     weight: Weight, bias: Tensor | None = None, *, exact_activations: bool = False
 ) -> LinearMap:
     """A linear map that reads `weight` (out, in) where it lies, as a head tied to embeddings."""
-    if isinstance(weight, QuantizedWeight):
-        return QuantizedLinear(weight, bias, exact_activations)
-    return Linear(weight, bias, onednn=runs_on_onednn(weight))
+    if isinstance(weight, Tensor):
+        return Linear(weight, bias, onednn=runs_on_onednn(weight))
+    if isinstance(weight, Panels) and weight.format is None:
+        return PanelLinear(weight, bias)
+    return QuantizedLinear(weight, bias, exact_activations)
 
 
 def runs_on_onednn(weight: Tensor) -> bool:
@@ -182,7 +210,7 @@ def look_up(table: Weight, tokens: Tensor) -> Tensor:
     """The rows of a (rows, columns) table, (...,) ids -> (..., columns); float32 of a quantised."""
     if isinstance(table, Tensor):
         return F.embedding(tokens, table)
-    return table.gather(tokens.flatten()).dequantize().view(*tokens.shape, table.columns)
+    return dense(table.gather(tokens.flatten())).view(*tokens.shape, table.columns)
 
 
 def joined(weights: Sequence[Weight]) -> Matrix:
@@ -192,8 +220,8 @@ def joined(weights: Sequence[Weight]) -> Matrix:
     return weights[0] if len(weights) == 1 else tuple(weights)
 
 
-def rows_of(weight: Weight, start: int, stop: int) -> Weight:
-    """Rows `start` to `stop`, as views."""
+def rows_of(weight: Weight, start: int, stop: int) -> Rows:
+    """Rows `start` to `stop`, as views; copies of those of panels."""
     return weight[start:stop] if isinstance(weight, Tensor) else weight.slice(start, stop)
 
 
@@ -208,7 +236,17 @@ def dense(matrix: Matrix) -> Tensor:
         return matrix
     if isinstance(matrix, QuantizedWeight):
         return matrix.dequantize()
+    if isinstance(matrix, Panels):
+        return dense(matrix.slice(0, matrix.rows))
     return torch.cat([dense(one) for one in matrix])
+
+
+def _by_stretches(x: Tensor, weight: QuantizedWeight | Panels) -> Tensor:
+    """(..., in) -> (..., out), with few rows of the weight at a time as values."""
+    step = max(1, _STRETCH_VALUES // weight.columns)
+    starts = range(0, weight.rows, step)
+    stretches = (weight.slice(start, min(start + step, weight.rows)) for start in starts)
+    return torch.cat([shared_linear(dense(one).to(x.dtype))(x) for one in stretches], dim=-1)
 
 
 def _biased(y: Tensor, bias: Tensor | None) -> Tensor:

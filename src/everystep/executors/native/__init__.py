@@ -4,7 +4,7 @@ The kernels know nothing of torch: they are told where weights, tables and resul
 cannot do is listed by `obstacles`, and such a request runs on torch operators instead.
 """
 
-from everystep.executors.native.executor import NativeExecutor, obstacles
+from everystep.executors.native.executor import NativeExecutor, obstacles, spec_obstacles
 from everystep.executors.native.library import status
 
-__all__ = ["NativeExecutor", "obstacles", "status"]
+__all__ = ["NativeExecutor", "obstacles", "spec_obstacles", "status"]

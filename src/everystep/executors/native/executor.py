@@ -19,7 +19,7 @@ from everystep.errors import InvariantError, UnsupportedError, message
 from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
 from everystep.executors.native.pages import PagedRows
-from everystep.executors.native.program import model_obstacles, program_of
+from everystep.executors.native.program import described_obstacles, model_obstacles, program_of
 from everystep.executors.positions import check_positions, row_lengths, row_positions
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
@@ -30,8 +30,13 @@ _LEAST_TABLE = 512
 
 def obstacles(model: Model) -> list[str]:
     """Why the native executor cannot run this model on this machine; empty if it can."""
+    return spec_obstacles(model.spec) or model_obstacles(model)
+
+
+def spec_obstacles(spec: object) -> list[str]:
+    """Why no model of this specification can be run on this machine; empty if some can."""
     reason = library.status().reason
-    return [reason] if reason else model_obstacles(model)
+    return [reason] if reason else described_obstacles(spec)
 
 
 class NativeExecutor:

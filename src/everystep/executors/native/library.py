@@ -159,10 +159,6 @@ def open_library(path: Path) -> ctypes.CDLL:
                 do="Run python -m everystep.executors.native.build",
             )
         )
-    library.es_packed_bytes.restype = c_int64
-    library.es_packed_bytes.argtypes = (c_int32, c_int64, c_int64)
-    library.es_pack.restype = None
-    library.es_pack.argtypes = (c_int32, c_int64, c_int64, *(c_void_p,) * 4)
     library.es_open.restype = c_void_p
     library.es_open.argtypes = (POINTER(DecoderWeights),)
     library.es_close.restype = None

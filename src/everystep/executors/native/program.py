@@ -1,7 +1,8 @@
 """A decoder as the library reads it: weights in panels, and a structure that points to them.
 
-A model is packed once, whoever runs it; a head tied to the embedding table shares its panels. What
-a specification can say and the library cannot do is found before anything is packed.
+Weights that a model holds in panels are read where they lie; others are packed once, whoever runs
+the model. A head tied to the embedding table shares its panels. What a specification can say and
+the library cannot do is found before anything is packed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.executors.native import library
 from everystep.executors.native.library import (
     DecoderWeights,
     LayerWeights,
@@ -24,10 +23,11 @@ from everystep.executors.native.library import (
 )
 from everystep.models import Model
 from everystep.models.decoder import Decoder, Layer
+from everystep.models.spec import DecoderSpec
 from everystep.nn.linear import JoinedLinear, QuantizedLinear, Weight, rows_of, weights_of
 from everystep.nn.linear import LinearMap as TorchLinear
 from everystep.nn.norm import Norm
-from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.panels import Arena, Panels
 from everystep.nn.rotary import Rope
 
 _ACTIVATIONS = {
@@ -41,44 +41,49 @@ _ACTIVATIONS = {
 }
 _NORMS = {"rms": 0, "layer": 1}
 _MOST_TURNING = 1024
-_PANEL = 16
-_LINE = 64
-_PIECE = 1 << 26
+_ENCODER = "the model has an encoder"
+
+
+def described_obstacles(spec: object) -> list[str]:
+    """What the library cannot do of this specification; empty if it can do all."""
+    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_ENCODER]
 
 
 def model_obstacles(model: Model) -> list[str]:
-    """Why the library cannot run this model; empty if it can."""
+    """Why the library cannot run a model whose specification it can; empty if it can."""
     network = model.network
-    if not isinstance(network, Decoder):
-        return ["the model has an encoder"]
-    return list(_obstacles(network))
+    return list(_obstacles(network)) if isinstance(network, Decoder) else [_ENCODER]
 
 
-def _obstacles(decoder: Decoder) -> Iterator[str]:
-    spec = decoder.spec
-    if decoder.device.type != "cpu":
-        yield f"the model is on {decoder.device}"
-    if decoder.dtype != torch.float32:
-        yield f"the model's type is {decoder.dtype}, and the kernels compute in float32"
+def _kernels_missing(spec: DecoderSpec) -> Iterator[str]:
     if spec.norm.kind not in _NORMS:
         yield f"there is no kernel for the norm {spec.norm.kind}"
     if spec.mlp.activation not in _ACTIVATIONS:
         yield f"there is no kernel for the activation {spec.mlp.activation}"
     if any(layer.rope and layer.rope.dim > _MOST_TURNING for layer in spec.layers):
         yield f"more than {_MOST_TURNING} values of a head turn"
+
+
+def _obstacles(decoder: Decoder) -> Iterator[str]:
+    if decoder.device.type != "cpu":
+        yield f"the model is on {decoder.device}"
+    if decoder.dtype != torch.float32:
+        yield f"the model's type is {decoder.dtype}, and the kernels compute in float32"
     if any(map(_exact, (decoder.head, *(layer.qkv for layer in decoder.layers)))):
         yield "quantised weights are to meet activations that are not rounded"
 
 
 class Program:
-    """A packed decoder; `structure` is what the library is given."""
+    """A packed decoder; `structure` is what the library is given.
+
+    `arena`: where those panels lie that the decoder has not.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._alive: list[object] = []
         self.decoder = decoder
         self.ropes = list(dict.fromkeys(one.rope for one in decoder.spec.layers if one.rope))
-        self.bytes = 0
-        self._next = self._left = 0
+        self.arena = Arena()
         self.structure = self._decoder(decoder)
 
     def _decoder(self, decoder: Decoder) -> DecoderWeights:
@@ -147,28 +152,15 @@ class Program:
         return made
 
     def _matrix(self, weight: Weight) -> Matrix:
-        rows, columns = weight.shape
-        kind = _format(weight)
-        room = self._room(library.load().es_packed_bytes(kind, rows, columns))
-        arrays = _arrays(weight)
-        library.load().es_pack(kind, rows, columns, *map(_address, arrays), room)
-        made = Matrix(format=kind, rows=rows, columns=columns, data=room)
-        if isinstance(weight, QuantizedWeight) and weight.format == "int8":
-            made.row_scales = self._floats(_padded(weight.scales))
-        return made
-
-    def _room(self, size: int) -> int:
-        """The address of so many bytes, where a cache line begins; kept as long as the program."""
-        taken = -(-size // _LINE) * _LINE
-        if taken > self._left:
-            # In large pieces, to which the system gives large pages: fewer to look up per step.
-            piece = np.empty(max(taken, _PIECE) + _LINE, dtype=np.uint8)
-            self._alive.append(piece)
-            self._next = piece.ctypes.data + -piece.ctypes.data % _LINE
-            self._left = piece.nbytes - _LINE
-        self.bytes += taken
-        self._next, self._left = self._next + taken, self._left - taken
-        return self._next - taken
+        panels = weight if isinstance(weight, Panels) else Panels.of(weight, self.arena)
+        self._alive.append(panels)
+        return Matrix(
+            format=_format(panels),
+            rows=panels.rows,
+            columns=panels.columns,
+            data=panels.data.data_ptr(),
+            row_scales=self._floats(panels.row_scales),
+        )
 
     def _norm(self, norm: Norm | None) -> NormWeights:
         if norm is None:
@@ -206,36 +198,17 @@ def _rows(weights: Sequence[Weight], start: int, stop: int) -> list[Weight]:
     for weight in weights:
         first, last = max(start - before, 0), min(stop - before, weight.shape[0])
         if first < last:
-            found.append(rows_of(weight, first, last))
+            whole = weight.whole(first, last) if isinstance(weight, Panels) else None
+            found.append(whole or rows_of(weight, first, last))
         before += weight.shape[0]
     return found
 
 
-def _format(weight: Weight) -> int:
-    if not isinstance(weight, QuantizedWeight):
-        return 0
-    if weight.format == "int8":
-        return 1
-    if weight.format == "q8_0":
-        return 2
-    return 3 if weight.mins is None else 4
-
-
-def _arrays(weight: Weight) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Codes (or values), scales and minimums, without gaps."""
-    if not isinstance(weight, QuantizedWeight):
-        return weight.float().contiguous(), None, None
-    whole = weight.contiguous()
-    return whole.codes, whole.scales, whole.mins
-
-
-def _address(values: Tensor | None) -> int | None:
-    return None if values is None else values.data_ptr()
-
-
-def _padded(scales: Tensor) -> Tensor:
-    """Scales for whole panels."""
-    return torch.nn.functional.pad(scales, (0, -len(scales) % _PANEL))
+def _format(panels: Panels) -> int:
+    """The number that `cpp/model.h` has for it."""
+    if panels.format in (None, "int8", "q8_0"):
+        return (None, "int8", "q8_0").index(panels.format)
+    return 4 if panels.lifted else 3
 
 
 def _index(ropes: list[Rope], rope: Rope | None) -> int:

@@ -1,0 +1,212 @@
+"""Panels: how a weight lies in memory for the native executor, and all that others read of it.
+
+A panel is 16 rows side by side, one per lane of a vector; `executors/native/cpp/pack.h` has the
+same layout in the kernels' words. Packing only moves bytes, so unpacking gives every bit back, and
+nobody need keep the weight that panels were made of. Who multiplies by them is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.nn.quantized import BLOCK, Format, QuantizedWeight
+
+PANEL = 16
+
+_LINE = 64
+_PIECE = 1 << 26
+# A code of zero is stored as 128 where codes are signed.
+_SIGN = 0x80
+
+
+class Arena:
+    """Memory for many matrices, in pieces so large that the system gives large pages.
+
+    Fewer pages are fewer to look up per step. `bytes`: what was handed out.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._piece = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, size: int) -> Tensor:
+        """So many bytes, from the beginning of a cache line on; not initialised."""
+        taken = -(-size // _LINE) * _LINE
+        if taken > len(self._piece):
+            piece = np.empty(max(taken, _PIECE) + _LINE, dtype=np.uint8)
+            start = -piece.ctypes.data % _LINE
+            self._piece = torch.from_numpy(piece)[start : start + max(taken, _PIECE)]
+        self.bytes += taken
+        room, self._piece = self._piece[:size], self._piece[taken:]
+        return room
+
+
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """A (rows, columns) matrix in panels of 16 rows: float32 values where `format` is None.
+
+    `data`: (panels, bytes of one) uint8. A panel holds values column after column, 16 each, or
+    codes, then scales, then minimums, all float16. `row_scales`: the float32 scales of `int8`, for
+    whole panels. `lifted`: there are minimums. Rows and columns beyond the last are zeros.
+    """
+
+    data: Tensor
+    rows: int
+    columns: int
+    format: Format | None = None
+    lifted: bool = False
+    row_scales: Tensor | None = None
+
+    @staticmethod
+    def of(weight: Tensor | QuantizedWeight, arena: Arena) -> Panels:
+        """The weight, float values as float32, in memory of the arena."""
+        rows, columns = weight.shape
+        count = -(-rows // PANEL)
+        if isinstance(weight, Tensor):
+            size = 4 * PANEL * columns
+            made = Panels(_panels(arena, count, size), rows, columns)
+        else:
+            lifted, row_scales = weight.mins is not None, None
+            if weight.format == "int8":
+                row_scales = F.pad(weight.scales, (0, count * PANEL - rows))
+            size = _quantised_bytes(weight.format, columns, lifted)
+            data = _panels(arena, count, size)
+            made = Panels(data, rows, columns, weight.format, lifted, row_scales)
+        for region, values in zip(made._regions(), _regular(weight), strict=True):
+            _fill(region, values)
+        if made._signed:
+            made._code_bytes().bitwise_xor_(_SIGN)
+        return made
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self.rows, self.columns
+
+    @property
+    def bytes(self) -> int:
+        """What panels and scales take."""
+        return self.data.nbytes + (0 if self.row_scales is None else self.row_scales.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return self.data.device
+
+    def values(self) -> Tensor:
+        """(panels, columns, 16) float32 where they lie; only where `format` is None."""
+        (region,) = self._regions()
+        return region
+
+    def slice(self, start: int, stop: int) -> Tensor | QuantizedWeight:
+        """Rows `start` to `stop` as they were packed, in memory of their own."""
+        first, last = start // PANEL, -(-stop // PANEL)
+        lanes = [region[first:last].transpose(1, 2).flatten(0, 1) for region in self._regions()]
+        cut = [part[start - first * PANEL : stop - first * PANEL] for part in lanes]
+        scales = None if self.row_scales is None else self.row_scales[start:stop]
+        return self._unpacked(cut, scales)
+
+    def gather(self, rows: Tensor) -> Tensor | QuantizedWeight:
+        """The rows with these numbers, in their order; `rows`: (n,) int64."""
+        panel, lane = rows // PANEL, rows % PANEL
+        cut = [region[panel, :, lane] for region in self._regions()]
+        return self._unpacked(cut, None if self.row_scales is None else self.row_scales[rows])
+
+    def whole(self, start: int, stop: int) -> Panels | None:
+        """Rows `start` to `stop` where they lie; None where they are no whole panels."""
+        if start % PANEL or (stop % PANEL and stop != self.rows):
+            return None
+        first, last = start // PANEL, -(-stop // PANEL)
+        scales = self.row_scales
+        if scales is not None:
+            scales = scales[first * PANEL : last * PANEL]
+        data = self.data[first:last]
+        return Panels(data, stop - start, self.columns, self.format, self.lifted, scales)
+
+    @property
+    def _signed(self) -> bool:
+        return self.format in ("int8", "q8_0")
+
+    def _code_bytes(self) -> Tensor:
+        return self.data[:, : _blocks(self.columns) * _block_bytes(self.format)]
+
+    def _regions(self) -> Iterator[Tensor]:
+        """What a panel holds, one after another, as (panels, values of a row, 16) each.
+
+        Of codes a value is a word of four bytes.
+        """
+        if self.format is None:
+            yield _lanes(self.data.view(torch.float32))
+            return
+        codes = self._code_bytes()
+        yield _lanes(codes.view(torch.int32))
+        before, size = codes.shape[1], 2 * PANEL * _blocks(self.columns)
+        for _ in range(0 if self.format == "int8" else 1 + self.lifted):
+            yield _lanes(self.data[:, before : before + size].view(torch.float16))
+            before += size
+
+    def _unpacked(self, parts: list[Tensor], row_scales: Tensor | None) -> Tensor | QuantizedWeight:
+        """Rows of a weight from those of its regions."""
+        if self.format is None:
+            return parts[0]
+        codes = parts[0].contiguous().view(torch.uint8)
+        if self._signed:
+            codes = codes.bitwise_xor(_SIGN).view(torch.int8)[:, : self.columns]
+        scales = parts[1:] if row_scales is None else [row_scales]
+        return QuantizedWeight(self.format, codes.contiguous(), *(x.contiguous() for x in scales))
+
+
+def _regular(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
+    """The contents of the regions, (rows, values of a row) each."""
+    if isinstance(weight, Tensor):
+        yield weight.float()
+        return
+    codes = weight.codes
+    missing = -weight.columns % BLOCK
+    if missing:
+        codes = F.pad(codes, (0, missing))
+    yield codes.contiguous().view(torch.int32)
+    if weight.format != "int8":
+        yield weight.scales
+    if weight.mins is not None:
+        yield weight.mins
+
+
+def _fill(region: Tensor, values: Tensor) -> None:
+    """(rows, n) values into (panels, n, 16) lanes; zeros where rows are missing."""
+    full, left = divmod(len(values), PANEL)
+    region[:full].copy_(values[: full * PANEL].unflatten(0, (full, PANEL)).transpose(1, 2))  # type: ignore[no-untyped-call]
+    if left:
+        region[full].zero_()
+        region[full, :, :left] = values[full * PANEL :].T
+
+
+def _lanes(values: Tensor) -> Tensor:
+    """(panels, n * 16) -> (panels, n, 16)."""
+    return values.unflatten(1, (-1, PANEL))  # type: ignore[no-untyped-call]
+
+
+def _panels(arena: Arena, count: int, size: int) -> Tensor:
+    return arena.room(count * size).view(count, size)
+
+
+def _blocks(columns: int) -> int:
+    return -(-columns // BLOCK)
+
+
+def _block_bytes(format: Format | None) -> int:
+    """Codes of one block in one panel."""
+    return PANEL * BLOCK // (1 if format in ("int8", "q8_0") else 2)
+
+
+def _quantised_bytes(format: Format, columns: int, lifted: bool) -> int:
+    """One panel, up to the end of its last cache line."""
+    halves = 0 if format == "int8" else 1 + lifted
+    size = _blocks(columns) * (_block_bytes(format) + halves * 2 * PANEL)
+    return -(-size // _LINE) * _LINE

@@ -1,0 +1,118 @@
+"""Panels hold every bit of a weight, where the kernels look for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from everystep.nn.linear import Rows, dense, look_up, packed_linear, rows_of
+from everystep.nn.panels import PANEL, Arena, Panels
+from everystep.nn.quantized import QuantizedWeight
+from tests.nn.test_quantized import FORMATS, random_weight
+
+KINDS = [("float", False), *FORMATS]
+
+
+def weight_of(kind: str, minimum: bool, rows: int, columns: int = 96) -> Rows:
+    if kind == "float":
+        return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    return random_weight(kind, minimum, rows=rows, columns=columns)
+
+
+def assert_same(found: Rows, wanted: Rows) -> None:
+    """Bit for bit, of the same types and formats."""
+    if isinstance(wanted, Tensor):
+        assert isinstance(found, Tensor) and torch.equal(found, wanted)
+        return
+    assert isinstance(found, QuantizedWeight) and found.format == wanted.format
+    pairs = zip(found._tensors(), wanted._tensors(), strict=True)
+    for one, other in pairs:
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("kind", "minimum"), KINDS)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 48, 50])
+def test_every_bit_comes_back(kind: str, minimum: bool, rows: int) -> None:
+    weight = weight_of(kind, minimum, rows)
+    panels = Panels.of(weight, Arena())
+    assert panels.shape == tuple(weight.shape)
+    for start, stop in ((0, rows), (0, 1), (rows - 1, rows), (rows // 3, rows // 2 + 1)):
+        assert_same(panels.slice(start, stop), rows_of(weight, start, stop))
+    chosen = torch.tensor([rows - 1, 0, rows // 2, 0])
+    wanted = weight[chosen] if isinstance(weight, Tensor) else weight.gather(chosen)
+    assert_same(panels.gather(chosen), wanted)
+
+
+def test_columns_that_are_no_whole_blocks() -> None:
+    weight = weight_of("int8", False, 20, columns=77)
+    assert_same(Panels.of(weight, Arena()).slice(0, 20), weight)
+
+
+@pytest.mark.parametrize(("kind", "minimum"), KINDS)
+def test_whole_panels_are_read_where_they_lie(kind: str, minimum: bool) -> None:
+    weight = weight_of(kind, minimum, 50)
+    panels = Panels.of(weight, Arena())
+    for start, stop in ((0, 16), (16, 48), (32, 50), (0, 50)):
+        part = panels.whole(start, stop)
+        assert part is not None
+        assert_same(part.slice(0, stop - start), rows_of(weight, start, stop))
+        assert part.data.data_ptr() == panels.data[start // PANEL].data_ptr()
+    assert panels.whole(8, 16) is None and panels.whole(0, 40) is None
+
+
+@pytest.mark.parametrize(("kind", "minimum"), FORMATS)
+def test_codes_lie_where_the_kernels_look(kind: str, minimum: bool) -> None:
+    weight = random_weight(kind, minimum, rows=20, columns=64)
+    panel = Panels.of(weight, Arena()).data[1]
+    block, row, column = 1, 2, 21  # row 2 of the second panel is row 18
+    if weight.codes.dtype == torch.int8:
+        place = 512 * block + 64 * (column // 4) + 4 * row + column % 4
+        assert panel[place].item() == weight.codes[18, 32 + column].item() + 128
+        after = 1024
+    else:
+        byte = column - 16  # this column is in the high half of its byte
+        place = 256 * block + 64 * (byte // 4) + 4 * row + byte % 4
+        assert panel[place].item() == weight.codes[18, 16 + byte].item()
+        after = 512
+    if kind != "int8":
+        halves = panel[after:].view(torch.float16)
+        assert halves[PANEL * block + row] == weight.scales[18, block]
+    if minimum:
+        assert weight.mins is not None
+        assert halves[2 * PANEL + PANEL * block + row] == weight.mins[18, block]
+
+
+@pytest.mark.parametrize(("kind", "minimum"), KINDS)
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (2, 3, 96)])
+def test_torch_reads_panels_as_it_reads_rows(kind: str, minimum: bool, shape) -> None:
+    weight, x = weight_of(kind, minimum, 50), torch.randn(shape)
+    linear = packed_linear(Panels.of(weight, Arena()), torch.ones(50))
+    wanted = packed_linear(weight, torch.ones(50))(x)
+    assert linear(x).shape == wanted.shape and torch.allclose(linear(x), wanted, atol=1e-4)
+    residual = torch.randn(wanted.shape)
+    assert torch.allclose(linear.add_to(residual, x), residual + wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "minimum"), KINDS)
+def test_a_table_in_panels_is_looked_up(kind: str, minimum: bool) -> None:
+    weight, tokens = weight_of(kind, minimum, 50), torch.tensor([[49, 0], [16, 49]])
+    assert torch.equal(look_up(Panels.of(weight, Arena()), tokens), dense(weight)[tokens])
+
+
+def test_an_arena_begins_every_matrix_at_a_cache_line() -> None:
+    arena = Arena()
+    rooms = [arena.room(size) for size in (1, 65, 64, 1 << 27, 7)]
+    assert [len(room) for room in rooms] == [1, 65, 64, 1 << 27, 7]
+    assert all(room.data_ptr() % 64 == 0 for room in rooms)
+    assert arena.bytes == 64 + 128 + 64 + (1 << 27) + 64
+    for number, room in enumerate(rooms):
+        room.fill_(number)
+    assert all(bool((room == number).all()) for number, room in enumerate(rooms))
+
+
+def test_bytes_are_those_that_are_held() -> None:
+    weight = random_weight("q4_1", True, rows=32, columns=64)
+    assert Panels.of(weight, Arena()).bytes == weight.bytes
+    floats = torch.randn(32, 64)
+    assert Panels.of(floats, Arena()).bytes == floats.nbytes

@@ -11,18 +11,16 @@ tokens per second and peak memory, and their ratios.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from parts.models import Models
+from parts.report import options, write
 
 
 @dataclass(frozen=True)
@@ -122,13 +120,11 @@ def _load(engine: str, path: str):  # type: ignore[no-untyped-def]
 
 def main() -> None:
     """Runs every case for both engines in turn and writes a dated file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, threads=2)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", default=None)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--out", default=None)
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
@@ -136,14 +132,14 @@ def main() -> None:
         case = Case(**order["case"])
         print(json.dumps(measure(order["engine"], case, order["path"], args.threads, args.repeats)))
         return
-    folder = args.model or str(_float32_folder())
+    folder = args.model or str(Models.default().float32())
     rows = []
     chosen = [case for case in (QUICK if args.quick else CASES) if args.only in case.name]
     for case in chosen:
         pair = {e: _child(e, case, folder, args) for e in ("everystep", "transformers")}
         rows.append({"case": case.name, **pair})
         _print_row(case, pair)
-    _write(rows, args)
+    write("decode", args, {"rows": rows}, packages=("transformers",))
 
 
 def _child(engine: str, case: Case, path: str, args: argparse.Namespace) -> dict[str, float]:
@@ -167,47 +163,6 @@ def _print_row(case: Case, pair: dict[str, dict[str, float]]) -> None:
         f"{ours['peak_mib']:6.0f} vs {peer['peak_mib']:6.0f} MiB",
         flush=True,
     )
-
-
-def _float32_folder() -> Path:
-    """The default model as float32 safetensors, which both engines read; made once."""
-    import torch
-    from safetensors.torch import save_file
-
-    import everystep
-    from everystep.files.sources import Settings
-
-    folder = Settings.from_environment().cache / "bench" / "smollm2-135m-instruct-float32"
-    if not (folder / "model.safetensors").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        model = everystep.load_model("smollm2-135m-instruct", dtype=torch.float32)
-        (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def _write(rows: list[dict[str, object]], args: argparse.Namespace) -> None:
-    import torch
-    import transformers
-
-    import everystep
-
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "versions": {
-            "everystep": everystep.__version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "settings": {"threads": args.threads, "repeats": args.repeats, "dtype": "float32"},
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / (args.out or f"{result['date']}-decode.json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
 
 
 if __name__ == "__main__":

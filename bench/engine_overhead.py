@@ -10,21 +10,16 @@ over steps in which every sequence feeds one token, in microseconds, less the ex
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from parts.report import options, write
 
-import everystep
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
@@ -33,7 +28,6 @@ from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.types import Prompt, Request, StepOutput, Work
 
-RESULTS = Path(__file__).parent / "results"
 PROMPT = 16
 WARM_UP = 20
 END = 0
@@ -129,10 +123,8 @@ def _request(kind: Kind, index: int, steps: int) -> Request:
 
 def main() -> None:
     """Measures every case and writes a dated file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, threads=1)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []
@@ -146,24 +138,7 @@ def main() -> None:
                 f"batch {b}: {m:8.1f} us" for b, m in zip(BATCHES, medians, strict=True)
             )
             print(f"{vocab_size:6,} {kind.name:22} {cells}  {more:6.1f} us more per request")
-    _write(rows, args)
-
-
-def _write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "versions": {
-            "everystep": everystep.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "settings": {"steps": args.steps, "threads": args.threads},
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / (args.out or f"{result['date']}-engine-overhead.json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
+    write("engine-overhead", args, {"rows": rows})
 
 
 if __name__ == "__main__":

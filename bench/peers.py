@@ -1,173 +1,234 @@
-"""How fast is greedy decoding on the same file, beside llama.cpp, and how near the memory's limit?
+"""How fast is greedy decoding beside every peer, and how near the memory's limit?
 
-    scripts/bench peers --llama PYTHON [--formats F32,Q8_0,Q4_1,Q4_0] [--cases 1x32,8x32]
+    scripts/bench peers [--formats F32,Q8_0,Q4_1,Q4_0] [--engines llama.cpp,...] [--peers FOLDER]
 
-The default model as shipped (Q4_1), and copies of it in F32, Q8_0 and Q4_0. Each engine has a
-process of its own and they take turns; every run generates `TOKENS` tokens per row from random ids,
-and the medians of `--repeats` runs are printed with their ratio. `--llama`: a Python that has
-llama-cpp-python. The memory's speed is that of a sum over 1 GiB, measured in the same run.
+The default model as shipped (Q4_1), copies of the file in F32, Q8_0 and Q4_0, and for peers that
+read no GGUF what their converters make of its float32 values; READERS says who stands for which
+format. Peers are installed into environments of their own under `--peers`. Each engine has a
+process, and they take turns on the same random ids, other ones in every run, so that no cache of
+prefixes helps. A file per format in bench/results/ has every run's seconds to the first token and
+from there on, the peak memory, and the memory's speed, a sum over 1 GiB in the same run.
+`--busy`: a few cases once more with another process that never rests.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from parts.gguf_copy import write_copy
+from parts.clock import bandwidth
+from parts.environments import PEERS, Unavailable, default_folder, python_of
+from parts.models import Models
+from parts.processes import EngineProcess
+from parts.report import options, write
 
-from everystep.files.sources import DEFAULT_MODEL, resolve_source
+OURS = "everystep"
+SCRIPTS = {
+    OURS: "everystep_engine.py",
+    "llama.cpp": "llama_cpp_engine.py",
+    "onnxruntime-genai": "onnxruntime_engine.py",
+    "ctranslate2": "ctranslate2_engine.py",
+    "openvino-genai": "openvino_engine.py",
+    "transformers": "transformers_engine.py",
+}
+REST = 0.1  # seconds after an answer, in which threads that still spin fall asleep
 
-HERE = Path(__file__).parent
-TOKENS = 48
-SHIPPED = "Q4_1"
+
+@dataclass(frozen=True)
+class Reader:
+    """An engine that stands for a format, and what it reads of it."""
+
+    format: str
+    engine: str
+    reads: str
+    model: Callable[[Models], Path]
+    ragged: bool = True
 
 
-def serve(path: str, threads: int) -> None:
-    """Answers lines on standard input as `parts/llama_speed.py` does, with this library."""
-    import everystep as es
+def _gguf(format: str, *engines: str) -> Iterator[Reader]:
+    for engine in engines:
+        yield Reader(format, engine, f"the {format} file", lambda models: models.gguf(format))
 
-    torch.set_num_threads(threads)
-    dtype = torch.float32 if Path(path).stem == "F32" else None
-    model = es.load_model(path, dtype=dtype)
-    model.generation_config.eos_token_id = None
+
+READERS = (
+    *_gguf("F32", OURS, "llama.cpp"),
+    # Its attention takes no padding on the left: such rows get other tokens than alone.
+    Reader(
+        "F32", "onnxruntime-genai", "its own fp32", lambda models: models.onnx("fp32"), ragged=False
+    ),
+    Reader("F32", "ctranslate2", "its own float32", lambda models: models.ctranslate2("float32")),
+    Reader("F32", "openvino-genai", "an F16 file", lambda models: models.gguf("F16")),
+    Reader("F32", "transformers", "float32 safetensors", lambda models: models.float32()),
+    *_gguf("Q8_0", OURS, "llama.cpp", "openvino-genai"),
+    Reader("Q8_0", "ctranslate2", "its own int8", lambda models: models.ctranslate2("int8")),
+    *_gguf("Q4_1", OURS, "llama.cpp", "openvino-genai"),
+    *_gguf("Q4_0", OURS, "llama.cpp", "openvino-genai"),
+    Reader(
+        "Q4_0",
+        "onnxruntime-genai",
+        "its own int4",
+        lambda models: models.onnx("int4"),
+        ragged=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`shortest` to `longest`: the lengths of prompts; `tokens`: new ones per row."""
+
+    batch: int
+    shortest: int
+    longest: int
+    tokens: int
+
+    @property
+    def prompt(self) -> str:
+        """One length, or the shortest and the longest."""
+        ragged = self.shortest < self.longest
+        return f"{self.shortest}-{self.longest}" if ragged else str(self.longest)
+
+    def prompts(self, run: int) -> list[list[int]]:
+        """Random ids that no other run has; lengths from the shortest to the longest, evenly."""
+        generator = torch.Generator().manual_seed(1000 * run + self.batch + self.longest)
+        lengths = torch.linspace(self.shortest, self.longest, self.batch).long().tolist()
+        return [torch.randint(100, 40_000, (n,), generator=generator).tolist() for n in lengths]
+
+
+CASES = (
+    Case(1, 32, 32, 64),
+    Case(8, 32, 32, 48),
+    Case(32, 32, 32, 32),
+    Case(1, 512, 512, 48),
+    Case(8, 8, 200, 32),
+    Case(32, 8, 200, 16),
+)
+BUSY_CASES = (Case(1, 32, 32, 64), Case(8, 32, 32, 32))
+BUSY_ENGINES = (OURS, "llama.cpp")
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A reader whose process runs."""
+
+    reader: Reader
+    process: EngineProcess
+
+
+def start(reader: Reader, models: Models, threads: int) -> Contender:
+    """Installs, converts and loads what the reader needs; Unavailable if that cannot be."""
+    if reader.engine == OURS:
+        python = sys.executable
+    else:
+        python = str(python_of(PEERS[reader.engine], models.folder))
+    model = reader.model(models)
+    return Contender(reader, EngineProcess(python, SCRIPTS[reader.engine], model, threads))
+
+
+def measure(contenders: list[Contender], case: Case, repeats: int) -> list[dict[str, Any]]:
+    """A row per engine; they take turns, and a short run of each comes first."""
+    runs: dict[str, list[dict[str, float]]] = {one.reader.engine: [] for one in contenders}
+    for run in range(repeats + 1):
+        prompts, tokens = case.prompts(run), case.tokens if run else WARM_UP_TOKENS
+        for one in contenders:
+            runs[one.reader.engine].append(one.process.ask(prompts, tokens))
+            time.sleep(REST)
+    return [_row(one, case, runs[one.reader.engine][1:]) for one in contenders]
+
+
+def _row(one: Contender, case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
+    first = statistics.median(run["first"] for run in runs)
+    rest = statistics.median(run["rest"] for run in runs)
+    row = {
+        "format": one.reader.format,
+        "engine": one.reader.engine,
+        "reads": one.reader.reads,
+        "batch": case.batch,
+        "prompt": case.prompt,
+        "tokens": case.tokens,
+        "first_s": first,
+        "tokens_per_s": case.batch * (case.tokens - 1) / rest,
+        "peak_mib": runs[-1]["peak_mib"],
+        "firsts_s": [run["first"] for run in runs],
+        "rests_s": [run["rest"] for run in runs],
+    }
     print(
-        json.dumps({"weights": sum(model.weight_bytes.values()), "on": model.runs_on}), flush=True
+        f"{one.reader.format:5} {case.batch:3} x {case.prompt:6} {one.reader.engine:18}"
+        f"{row['tokens_per_s']:9.1f} tokens/s   first {first * 1e3:8.1f} ms"
+        f"   peak {row['peak_mib']:6.0f} MiB",
+        flush=True,
     )
-    for line in sys.stdin:
-        asked = json.loads(line)
-        ids = torch.tensor(asked["prompts"])
-        out = model.generate(
-            ids,
-            max_new_tokens=asked["tokens"],
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-        )
-        assert out.sequences.shape[1] == ids.shape[1] + asked["tokens"]
-        times = {"first": out.timings["prompt_seconds"], "rest": out.timings["decode_seconds"]}
-        print(json.dumps(times), flush=True)
+    return row
 
 
-class Engine:
-    """A process that answers questions."""
-
-    def __init__(self, line: list[str]) -> None:
-        self._process = subprocess.Popen(
-            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def read(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def ask(self, question: dict[str, object]) -> dict[str, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """Another process keeps a core busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
-def bandwidth() -> float:
-    """Bytes per second of a sum over 1 GiB."""
-    values = torch.ones(1 << 28)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        values.sum()
-        times.append(time.perf_counter() - begin)
-    return values.nbytes / statistics.median(times)
+def measure_format(format: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Every case of a format, and a line for each engine that could not take part."""
+    models, rows, contenders, absent = Models(args.peers), [], [], []
+    for reader in READERS:
+        if reader.format == format and reader.engine in args.engines.split(","):
+            try:
+                contenders.append(start(reader, models, args.threads))
+            except Unavailable as cause:
+                absent.append({"engine": reader.engine, "cause": str(cause)})
+                print(f"{format:5} {reader.engine}: {cause}", flush=True)
+    speed = bandwidth()
+    try:
+        for case in CASES[: args.cases]:
+            fit = [one for one in contenders if one.reader.ragged or case.shortest == case.longest]
+            rows += measure(fit, case, args.repeats)
+        busy = _measure_busy(contenders, args.repeats) if args.busy else []
+    finally:
+        for one in contenders:
+            one.process.close()
+    about = {one.reader.engine: one.process.about for one in contenders}
+    print(f"memory: {speed / 1e9:.1f} GB/s")
+    return {"bytes_per_s": speed, "about": about, "rows": rows, "busy": busy, "absent": absent}
 
 
-def measure(
-    args: argparse.Namespace, kind: str, path: Path, speed: float
-) -> list[dict[str, object]]:
-    """All cases of one format, engines in turn."""
-    ours = Engine([sys.executable, __file__, "--serve", str(path), "--threads", str(args.threads)])
-    about = ours.read()
-    script = str(HERE / "parts" / "llama_speed.py")
-    theirs = Engine([args.llama, script, str(path), str(args.threads)]) if args.llama else None
-    rows = []
-    for case in args.cases.split(","):
-        batch, length = map(int, case.split("x"))
-        prompts = torch.randint(100, 40000, (batch, length)).tolist()
-        question = {"prompts": prompts, "tokens": TOKENS}
-        found: dict[str, list[dict[str, float]]] = {"everystep": [], "llama.cpp": []}
-        for _ in range(args.repeats + 1):
-            found["everystep"].append(ours.ask(question))
-            if theirs is not None:
-                found["llama.cpp"].append(theirs.ask(question))
-        row: dict[str, object] = {"format": kind, "batch": batch, "prompt": length}
-        for name, runs in found.items():
-            if runs:
-                counted = runs[1:]
-                rest = statistics.median(run["rest"] for run in counted)
-                row[f"{name} tokens/s"] = batch * (TOKENS - 1) / rest
-                row[f"{name} first"] = statistics.median(run["first"] for run in counted)
-        if batch == 1:
-            row["share of limit"] = row["everystep tokens/s"] * about["weights"] / speed  # type: ignore[operator]
-        if theirs is not None:
-            row["ratio"] = row["everystep tokens/s"] / row["llama.cpp tokens/s"]  # type: ignore[operator]
-        print(
-            {key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()}, flush=True
-        )
-        rows.append(row)
-    ours.close()
-    if theirs is not None:
-        theirs.close()
-    return rows
+def _measure_busy(contenders: list[Contender], repeats: int) -> list[dict[str, Any]]:
+    print("with a busy neighbour:")
+    chosen = [one for one in contenders if one.reader.engine in BUSY_ENGINES]
+    with neighbour():
+        return [row for case in BUSY_CASES for row in measure(chosen, case, repeats)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--llama", metavar="PYTHON")
+    """Measures the formats one after another and writes a file for each."""
+    parser = options(__doc__, threads=2)
     parser.add_argument("--formats", default="F32,Q8_0,Q4_1,Q4_0")
-    parser.add_argument("--cases", default="1x32,8x32,32x32,1x512")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--engines", default=",".join(SCRIPTS))
+    parser.add_argument("--peers", type=Path, default=default_folder(), metavar="FOLDER")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", default="peers")
-    parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--busy", action="store_true")
     args = parser.parse_args()
-    if args.serve:
-        serve(args.serve, args.threads)
-        return
     torch.set_num_threads(args.threads)
-    shipped, speed, rows = resolve_source(DEFAULT_MODEL), bandwidth(), []
-    print(f"memory: {speed / 1e9:.1f} GB/s")
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in args.formats.split(","):
-            copy = Path(folder) / f"{kind}.gguf"
-            path = shipped if kind == SHIPPED else write_copy(shipped, copy, kind)
-            rows += measure(args, kind, path, speed)
-    today = datetime.date.today().isoformat()
-    about = {
-        "date": today,
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": args.threads,
-        "torch": version("torch"),
-        "memory bytes/s": speed,
-        "tokens": TOKENS,
-        "repeats": args.repeats,
-        "rows": rows,
+    versions = {
+        pin.split("==")[0]: pin.split("==")[1] for peer in PEERS.values() for pin in peer.pins
     }
-    target = HERE / "results" / f"{today}-{args.out}.json"
-    target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {target}")
+    for format in args.formats.split(","):
+        write(f"peers-{format}", args, measure_format(format, args), versions=versions)
 
 
 if __name__ == "__main__":

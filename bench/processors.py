@@ -12,19 +12,13 @@ times faster ours is.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from parts.clock import Calls, medians
+from parts.report import options, write
 from torch import Tensor
 from transformers.generation import logits_process as reference
 
@@ -32,7 +26,6 @@ import everystep
 from everystep.processors.pipeline import apply
 from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
 
-RESULTS = Path(__file__).parent / "results"
 VOCABULARY, LENGTH, WARM_UP = 150_000, 4_000, 3
 EOS = [2, 7]
 WORDS = [[11, 12], [13], [14, 15, 16], [17, 18]]
@@ -92,6 +85,11 @@ class Steps:
                 memory.rewind(LENGTH - 1)
         return Rows(self.table, self.sequences, np.full(len(self.ids), LENGTH))
 
+    def calls(self, scores: Tensor, count: int) -> Calls:
+        """The processor on scores that belong to the step, as often as asked."""
+        for _ in range(count):
+            yield partial(apply, self.rows(), scores.clone(), owned=True)
+
 
 def measure(
     name: str, arguments: tuple[Any, ...], ids: np.ndarray, runs: int
@@ -100,19 +98,10 @@ def measure(
     ours = Steps(ids, getattr(everystep, name)(*arguments))
     theirs = getattr(reference, name)(*arguments)
     scores, rectangle = torch.randn(len(ids), VOCABULARY), torch.from_numpy(ids)
-    mine: list[float] = []
-    other: list[float] = []
-    for _ in range(WARM_UP + runs):
-        rows, owned = ours.rows(), scores.clone()
-        mine.append(_timed(lambda rows=rows, owned=owned: apply(rows, owned, owned=True)))
-        other.append(_timed(lambda: theirs(rectangle, scores)))
-    return statistics.median(mine[WARM_UP:]), statistics.median(other[WARM_UP:])
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
+    calls = ours.calls(scores, WARM_UP + runs)
+    others = [partial(theirs, rectangle, scores)] * (WARM_UP + runs)
+    mine, other = medians(calls, others, warm_up=WARM_UP)
+    return mine * 1e6, other * 1e6
 
 
 def drawn_ids(rows: int) -> np.ndarray:
@@ -123,12 +112,10 @@ def drawn_ids(rows: int) -> np.ndarray:
 
 def main() -> None:
     """Measures every class and writes a dated file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, threads=1)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="")
-    parser.add_argument("--out", default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -140,7 +127,8 @@ def main() -> None:
                 continue
             ours, theirs = measure(name, arguments, ids, args.runs)
             rows.append(_row(name, batch, ours, theirs))
-    _write(rows, args)
+    size = {"vocabulary": VOCABULARY, "length": LENGTH}
+    write("processors", args, {**size, "rows": rows}, packages=("transformers",))
 
 
 def _row(name: str, batch: int, ours: float, theirs: float) -> dict[str, Any]:
@@ -151,29 +139,6 @@ def _row(name: str, batch: int, ours: float, theirs: float) -> dict[str, Any]:
         flush=True,
     )
     return {"batch": batch, "class": name, "ours_us": ours, "reference_us": theirs, "ratio": ratio}
-
-
-def _write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "versions": {
-            "everystep": everystep.__version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "settings": {
-            "vocabulary": VOCABULARY,
-            "length": LENGTH,
-            "runs": args.runs,
-            "threads": args.threads,
-        },
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / (args.out or f"{result['date']}-processors.json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -1,36 +1,34 @@
 """What do quantised weights lose, beside float32 and beside llama.cpp on the same files?
 
-    scripts/bench quality [--every N] [--formats int8,Q4_1,...] [--llama PYTHON] [--out NAME]
+    scripts/bench quality [--every N] [--formats int8,Q4_1,...] [--llama] [--out NAME]
 
 A text of 62,140 tokens (bench/data) is read in windows of 512 with a stride of 384; the positions
 that a window adds are scored, so each has at least 128 tokens before it. Printed and written to
 bench/results/: per format perplexity, mean Kullback-Leibler divergence from float32 in nats, and
 how often the most probable token is float32's. float32 is the shipped Q4_1 file dequantised; int8,
-int4, Q8_0 and Q4_0 are rounded from it. `--llama`: a Python that has llama-cpp-python.
+int4, Q8_0 and Q4_0 are rounded from it. `--llama` installs llama.cpp where `peers` does.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from parts.gguf_copy import write_copy
+from parts.environments import PEERS, python_of
+from parts.models import SHIPPED, Models
+from parts.report import options, write
 from torch import Tensor
 
 from everystep.files.gguf import read_gguf
-from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import Model, build_gguf_model, build_model, named_weights
 from everystep.text import Tokenizer
 
@@ -126,28 +124,29 @@ def rounded(base: Model, format: Any) -> Model:
     return build_model(base.config.to_dict(), Held(dict(named_weights(base))), quantize=format)
 
 
-def engines(args: argparse.Namespace, shipped: Path, folder: Path) -> dict[str, Engine]:
+def engines(args: argparse.Namespace, models: Models, folder: Path) -> dict[str, Engine]:
     """Every engine by name, float32 first."""
-    base = build_gguf_model(read_gguf(shipped), dtype=torch.float32)
+    base = build_gguf_model(read_gguf(models.gguf(SHIPPED)), dtype=torch.float32)
     found = {"float32": engine_of(base)}
     for name in args.formats.split(","):
         if name not in FILES:
             found[name] = engine_of(rounded(base, name))
             continue
-        copy = folder / f"{name}.gguf"
-        path = shipped if name == "Q4_1" else write_copy(shipped, copy, name)
+        path = models.gguf(name)
         found[name] = engine_of(build_gguf_model(read_gguf(path)))
         if args.llama:
-            found[f"llama.cpp {name}"] = llama_engine(args.llama, path, args.threads, folder)
+            python = str(python_of(PEERS["llama.cpp"], models.folder))
+            found[f"llama.cpp {name}"] = llama_engine(python, path, args.threads, folder)
     return found
 
 
-def measure(args: argparse.Namespace, shipped: Path, folder: Path) -> dict[str, dict[str, float]]:
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
     """Figures by engine; every engine reads a window before the next window is read."""
     text = (HERE / "data" / "opticks.txt").read_text(encoding="utf-8")
-    tokenizer = Tokenizer.from_gguf(read_gguf(shipped).metadata)
+    models = Models.default()
+    tokenizer = Tokenizer.from_gguf(read_gguf(models.gguf(SHIPPED)).metadata)
     ids = list(tokenizer(text)["input_ids"])
-    every = engines(args, shipped, folder)
+    every = engines(args, models, folder)
     tallies = {name: Tally() for name in every}
     for index, (window, scored) in enumerate(windows(ids)):
         if index % args.every:
@@ -163,29 +162,17 @@ def measure(args: argparse.Namespace, shipped: Path, folder: Path) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Reads the text with every engine and writes a dated file."""
+    parser = options(__doc__, threads=torch.get_num_threads())
     parser.add_argument("--every", type=int, default=1, help="read only every Nth window")
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--llama", metavar="PYTHON")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", default="quality")
+    parser.add_argument("--llama", action="store_true", help="beside llama.cpp on the same files")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(args, resolve_source(DEFAULT_MODEL), Path(folder))
-    today = datetime.date.today().isoformat()
-    about = {
-        "date": today,
-        "machine": platform.processor() or platform.machine(),
-        "torch": version("torch"),
-        "window": WINDOW,
-        "stride": STRIDE,
-        "every": args.every,
-        "figures": figures,
-    }
-    target = HERE / "results" / f"{today}-{args.out}.json"
-    target.write_text(json.dumps(about, indent=2) + "\n")
-    print(target.read_text())
+        figures = measure(args, Path(folder))
+    print(json.dumps(figures, indent=1))
+    write("quality", args, {"window": WINDOW, "stride": STRIDE, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """What stop strings cost beside the reference: to set up, and per step, at two vocabularies.
 
-Run: python bench/stops.py
+scripts/bench stops [--out NAME]
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 
 import tokenizers
 import torch
 import transformers
+from parts.clock import medians, seconds
+from parts.report import options, write
 from tokenizers import decoders, models
 
 from everystep.stops.base import Candidates
@@ -44,42 +43,41 @@ def rectangles(size: int) -> list[torch.Tensor]:
 
 def ours(tokenizer: Tokenizer) -> tuple[float, float, float]:
     """As `theirs`, per step of the engine, which has its candidates already."""
-    start = time.perf_counter()
+    made = seconds(lambda: StopStrings(tuple(STRINGS), Spelling.of(tokenizer)))
     stop = StopStrings(tuple(STRINGS), Spelling.of(tokenizer))
-    made = time.perf_counter() - start
     steps = [Candidates.of_rows(ids.numpy()) for ids in rectangles(len(tokenizer))]
-    calls = [partial(stop, step) for step in steps]
-    return made, mean_seconds(calls), mean_seconds(calls)
+    return made, *_new_and_known([partial(stop, step) for step in steps])
 
 
 def theirs(tokenizer: Tokenizer) -> tuple[float, float, float]:
     """Seconds to set up, per step when ids are new, and per step when they were seen before."""
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
-    start = time.perf_counter()
+    made = seconds(lambda: transformers.StopStringCriteria(fast, STRINGS))
     criterion = transformers.StopStringCriteria(fast, STRINGS)
-    made = time.perf_counter() - start
     steps = rectangles(len(tokenizer))
-    calls = [partial(criterion, ids, None) for ids in steps]
-    return made, mean_seconds(calls), mean_seconds(calls)
+    return made, *_new_and_known([partial(criterion, ids, None) for ids in steps])
 
 
-def mean_seconds(calls: list[Callable[[], Any]]) -> float:
-    """How long one of the calls takes; the first is not counted."""
-    calls[0]()
-    start = time.perf_counter()
-    for call in calls[1:]:
-        call()
-    return (time.perf_counter() - start) / (len(calls) - 1)
+def _new_and_known(calls: list[partial[object]]) -> tuple[float, float]:
+    (new,), (known,) = medians(calls), medians(calls)
+    return new, known
 
 
 def main() -> None:
-    """One line per vocabulary and library."""
+    """A line per vocabulary and library, and a dated file."""
+    args = options(__doc__, threads=1).parse_args()
+    torch.set_num_threads(args.threads)
     print(f"{len(STRINGS)} strings, {ROWS} rows of {LENGTH} ids, milliseconds")
-    print(f"{'vocabulary':>10}  {'library':10}  {'set up':>9}  {'new ids':>9}  {'known ids':>9}")
+    rows = []
     for size in (49_152, 150_000):
-        for name, measure in (("everystep", ours), ("reference", theirs)):
-            figures = [f"{one * 1e3:>9.3f}" for one in measure(vocabulary(size))]
-            print(f"{size:>10,}  {name:10}  {'  '.join(figures)}")
+        for name, measure in (("everystep", ours), ("transformers", theirs)):
+            figures = dict(
+                zip(("set up", "new ids", "known ids"), measure(vocabulary(size)), strict=True)
+            )
+            cells = "  ".join(f"{kind} {one * 1e3:9.3f}" for kind, one in figures.items())
+            print(f"{size:>10,}  {name:12}  {cells}")
+            rows.append({"vocabulary": size, "library": name, "seconds": figures})
+    write("stops", args, {"rows": rows}, packages=("transformers",))
 
 
 if __name__ == "__main__":

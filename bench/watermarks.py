@@ -1,18 +1,20 @@
 """What a watermark costs per step, beside the reference's: batch 32, a vocabulary of 150,000.
 
-    python bench/watermarks.py
+    scripts/bench watermarks [--out NAME]
 
 Ids are new in every step, so that no green list is met again ("worst"), or drawn by Zipf's law.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from parts.clock import Calls, medians
+from parts.report import options, write
 from torch import Tensor
 
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
@@ -26,16 +28,11 @@ SYNTHID = {
 }  # fmt: skip
 
 
-def seconds(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> float:
-    """The best time of a step, each with ids and scores that were not seen before."""
-    processor(ids[:, :5], torch.randn(ROWS, VOCABULARY))
-    best = float("inf")
-    for step in range(6, 6 + STEPS):
+def steps(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> Calls:
+    """Calls of a step, each with ids and scores that were not seen before."""
+    for step in range(5, 6 + STEPS):
         scores = torch.randn(ROWS, VOCABULARY)  # other candidates, which nobody remembers
-        begin = time.perf_counter()
-        processor(ids[:, :step], scores)
-        best = min(best, time.perf_counter() - begin)
-    return best
+        yield partial(processor, ids[:, :step], scores)
 
 
 def pairs() -> dict[str, tuple[Any, Any, Tensor]]:
@@ -61,11 +58,15 @@ def pairs() -> dict[str, tuple[Any, Any, Tensor]]:
 
 
 def main() -> None:
-    """Prints a line per watermark."""
-    torch.set_num_threads(1)
+    """Prints a line per watermark and writes a dated file."""
+    args = options(__doc__, threads=1).parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
     for name, (ours, theirs, ids) in pairs().items():
-        own, other = seconds(ours, ids), seconds(theirs, ids)
+        own, other = medians(steps(ours, ids), steps(theirs, ids))
         print(f"{name:20} {own * 1e3:8.1f} ms   {other * 1e3:8.1f} ms   {other / own:5.1f} x")
+        rows.append({"watermark": name, "ours_s": own, "reference_s": other})
+    write("watermarks", args, {"rows": rows}, packages=("transformers",))
 
 
 if __name__ == "__main__":

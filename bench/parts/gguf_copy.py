@@ -14,7 +14,8 @@ import numpy as np
 
 from everystep.files.gguf import GgufFile, read_gguf
 
-_CODES = {"F32": 0, "Q4_0": 2, "Q8_0": 8}
+_CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
+_PLAIN = {"F32": np.float32, "F16": np.float16}
 _ALIGNMENT = 32
 
 
@@ -36,8 +37,8 @@ def write_copy(source: Path, target: Path, kind: str) -> Path:
 
 def encode(kind: str, values: np.ndarray) -> bytes:
     """The stored bytes of float32 values whose rows are whole blocks."""
-    if kind == "F32":
-        return values.astype(np.float32).tobytes()
+    if kind in _PLAIN:
+        return values.astype(_PLAIN[kind]).tobytes()
     blocks = values.reshape(-1, 32).astype(np.float32)
     return (_q8_0 if kind == "Q8_0" else _q4_0)(blocks).tobytes()
 

@@ -1,0 +1,32 @@
+"""Seconds of calls, taken in turn so that what disturbs the machine disturbs all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+Calls = Iterable[Callable[[], object]]
+"""Calls to be timed; what an iterator does to make one ready is not counted."""
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def medians(*series: Calls, warm_up: int = 1) -> list[float]:
+    """Per series the median of its calls; the first `warm_up` of each are not counted."""
+    taken = [[seconds(call) for call in turn] for turn in zip(*series, strict=True)]
+    return [statistics.median(column) for column in zip(*taken[warm_up:], strict=True)]
+
+
+def bandwidth() -> float:
+    """Bytes per second of a sum over 1 GiB, on the threads that torch has."""
+    values = torch.ones(1 << 28)
+    (median,) = medians([values.sum] * 8, warm_up=3)
+    return values.nbytes / median

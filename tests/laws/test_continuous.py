@@ -8,7 +8,6 @@ beside neighbours that are cancelled. Tokens, reasons, scores and logprobs are c
 from __future__ import annotations
 
 import random
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import everystep as es
 from everystep.api.arguments import EXTRA
 from everystep.api.generate import prepare
 from everystep.api.prompts import encode
@@ -33,10 +33,15 @@ from everystep.types import FinishReason, Request
 from tests.laws.calls import MODELS, Call, calls
 from tests.parity.models import subject
 
+# What many prompts cannot be asked for, or only in a rectangle.
+ALONE = ("negative_prompt_ids", "min_length")
+PER_ROW = ("temperature", "repetition_penalty", "top_p")
 TOGETHER = 4
 PER_BLOCK = 80
 DEFAULT_BLOCKS = 3
 ALL_BLOCKS = 25
+# Random settings are at times such that one of two has no effect.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BLOCKS = [
     *range(DEFAULT_BLOCKS),
     *(pytest.param(block, marks=pytest.mark.slow) for block in range(DEFAULT_BLOCKS, ALL_BLOCKS)),
@@ -262,17 +267,34 @@ def _note(mixture: Mixture, tally: Counter[str]) -> None:
 def test_continuous_equals_offline(block: int, record_property: Callable[[str, Any], None]) -> None:
     tally: Counter[str] = Counter()
     problems = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(block * PER_BLOCK // TOGETHER, (block + 1) * PER_BLOCK // TOGETHER):
-            problems += judged(number, tally)
+    for number in range(block * PER_BLOCK // TOGETHER, (block + 1) * PER_BLOCK // TOGETHER):
+        problems += judged(number, tally)
     record_property("continuous", dict(tally))
     assert not problems, "\n\n".join(problems)
     assert {name: tally[name] for name, floor in FLOORS.items() if tally[name] < floor} == {}
     assert tally["refused"] <= PER_BLOCK // 20
 
 
+def of_texts(call: Call) -> dict[str, Any]:
+    """What of the call can be asked for many prompts: nothing of one rectangle, or of one row."""
+    settings = {n: v for n, v in call.draw.settings.items() if n not in ALONE}
+    return {n: v for n, v in settings.items() if n not in PER_ROW or not isinstance(v, list)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_many_prompts_equal_calls(model: str) -> None:
+    for call in calls(model, 50_000, 8):
+        prompts, settings = [list(ids) for ids in call.draw.prompts], of_texts(call)
+        spelled = call.own["tokenizer"]
+        seeds = list(range(len(prompts)))
+        many = es.generate(subject(model), spelled, prompts, seed=seeds, **settings)
+        for prompt, seed, found in zip(prompts, seeds, many, strict=True):
+            given = {"tokenizer": spelled, "seed": seed, **settings}
+            alone = subject(model).generate(torch.tensor([prompt]), **given)
+            listed = found if isinstance(found, list) else [found]
+            assert [list(one.tokens) for one in listed] == alone.new_tokens, call
+
+
 def test_draws_that_depend_on_neighbours_are_found() -> None:
-    with MUTANTS["order-dependent draw"].applied(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with MUTANTS["order-dependent draw"].applied():
         assert any(judged(number, Counter()) for number in range(3))

@@ -197,18 +197,23 @@ def read_draws(seed: int | Sequence[int] | None, batch: int) -> tuple[Draws, ...
     """(B,) where each row's randomness comes from: the global generator without a seed."""
     if seed is None:
         return (SharedDraws(),) * batch
-    seeds = [seed] * batch if isinstance(seed, int) else list(seed)
-    wrong = [s for s in seeds if isinstance(s, bool) or not isinstance(s, int)]
-    if len(seeds) != batch or wrong:
-        raise RequestError(
-            message(
-                "seed does not fit the call",
-                wanted=f"an integer, or {batch} of them",
-                got=repr(seed),
-                do="Pass one seed, or one per row of the prompt",
-            )
+    return tuple(map(SeededDraws, read_seeds(seed, batch)))
+
+
+def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
+    """(rows,) the seed of each, where one is given for all or one for each; RequestError if not."""
+    several = isinstance(seed, Sequence) and not isinstance(seed, str)
+    seeds = tuple(seed) if several else (seed,) * rows
+    if len(seeds) == rows and all(type(one) is int for one in seeds):
+        return seeds
+    raise RequestError(
+        message(
+            "seed does not fit the call",
+            wanted=f"an integer, or {rows} of them",
+            got=repr(seed),
+            do="Pass one seed, or one per row of the prompt or prompt of the list",
         )
-    return tuple(SeededDraws(s) for s in seeds)
+    )
 
 
 def read_logprobs(name: str, value: object, vocabulary: int) -> None:

@@ -60,7 +60,7 @@ class Session:
     """One engine for many prompts of one model and one set of options.
 
     `seed`: the draws of every prompt depend on it and on nothing around the prompt; without it a
-    fresh one is taken from torch's global generator.
+    fresh one is taken from torch's global generator. Several are one per prompt, in their order.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Session:
         model: LanguageModel,
         tokenizer: Tokenizer | None,
         options: dict[str, Any],
-        seed: int | None = None,
+        seed: int | tuple[int, ...] | None = None,
     ) -> None:
         refuse_unknown(options, (*CONFIG_FIELDS, *_OPTIONS))
         self._model = model
@@ -81,7 +81,7 @@ class Session:
         for notice in self._effective.notices:
             warnings.warn(notice, stacklevel=4)
         self._tokens = read_tokens(self._effective, model.vocab_size)
-        self._seed = int(torch.randint(2**62, ()).item()) if seed is None else _seed(seed)
+        self._seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
         width = max(self._effective.num_beams or 1, self._effective.num_return_sequences or 1)
         rows = max(_ROWS, width * (2 if self._effective.guidance_scale else 1))
         executor = model.executor(quantization=row_quantization(self._effective, model))
@@ -99,8 +99,8 @@ class Session:
             return np.array(ids, dtype=np.int64)
         return np.array(list(prompt), dtype=np.int64)
 
-    def call(self, prompt: PromptLike) -> Call:
-        """Everything resolved for one prompt."""
+    def call(self, prompt: PromptLike, index: int) -> Call:
+        """Everything resolved for the prompt at an index of the session."""
         ids = self.ids(prompt)
         vocabulary = self._model.vocab_size
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= vocabulary:
@@ -129,7 +129,7 @@ class Session:
             processors=callables("logits_processor", self._user["logits_processor"]),
             criteria=self._user["stopping_criteria"],
             tokenizer=self._tokenizer,
-            seed=self._seed,
+            seed=self._seed[index] if isinstance(self._seed, tuple) else self._seed,
             logprobs=self._user["logprobs"],
             prompt_logprobs=self._user["prompt_logprobs"],
         )
@@ -149,10 +149,10 @@ class Session:
         choose = continue_by_one(self._model)
         return healed(choose, inputs, self._tokenizer, self._tokens.fill)
 
-    def submit(self, prompt: PromptLike, request_id: str) -> Group:
-        """The prompt waits for its turn."""
-        (request,) = self.call(prompt).requests(lingers=False)
-        return self.engine.submit(replace(request, request_id=request_id))
+    def submit(self, prompt: PromptLike, index: int) -> Group:
+        """The prompt waits for its turn; the id of its request is its index in the session."""
+        (request,) = self.call(prompt, index).requests(lingers=False)
+        return self.engine.submit(replace(request, request_id=str(index)))
 
     def step(self) -> list[Event]:
         """One step of the engine."""
@@ -234,7 +234,7 @@ def run_all(
             except StopIteration:
                 more = False
                 break
-            inside[index] = session.submit(prompt, str(index))
+            inside[index] = session.submit(prompt, index)
         if inside:
             session.step()
         for index in [i for i, group in inside.items() if not group.live]:
@@ -262,7 +262,7 @@ class Stream:
         self._wording = Wording(tokenizer)
         self._beam_events = beam_events
         self._events: list[Event | BeamEvent] = []
-        self.groups = [session.submit(prompt, str(i)) for i, prompt in enumerate(prompts)]
+        self.groups = [session.submit(prompt, i) for i, prompt in enumerate(prompts)]
         for group in self.groups:
             if (trim := session.trim(group)) is not None:
                 self._wording.trim(group.request.request_id, *trim)
@@ -304,16 +304,3 @@ class Stream:
 
     def _beamed(self) -> list[Group]:
         return [g for g in self.groups if g.live and g.opened and not g.request.strategy.streams]
-
-
-def _seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise RequestError(
-            message(
-                "seed must be one integer here",
-                wanted="an integer",
-                got=repr(seed),
-                do="Pass seed=7, say",
-            )
-        )
-    return seed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from everystep.api.model import LanguageModel
-from everystep.api.resolve import require_output_object
+from everystep.api.resolve import read_seeds, require_output_object
 from everystep.api.session import (
     Generated,
     Messages,
@@ -27,7 +27,7 @@ def generate(
     tokenizer: Tokenizer | None = None,
     prompts: PromptLike | Iterable[PromptLike] | None = None,
     *,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     progress: bool = False,
     **options: Any,
 ) -> Any:
@@ -35,7 +35,9 @@ def generate(
 
     A prompt is a text, a list of ids, or a list of messages (which goes through the chat template).
     One prompt gives a text; several give a list of texts in their order, from the continuous
-    scheduler, with no more than a few dozen in memory at once. With `num_return_sequences` above 1
+    scheduler, with no more than a few dozen in memory at once. `seed`: one integer, or one per
+    prompt of a list; a prompt's tokens do not depend on the others. With `num_return_sequences`
+    above 1
     each prompt gives a list; with `return_dict_in_generate=True` each text is a `Generated`.
     Without prompts this is `model.generate(**options)`.
     """
@@ -43,9 +45,9 @@ def generate(
         return model.generate(seed=seed, tokenizer=tokenizer, **options)
     returned = options.get("return_dict_in_generate")
     require_output_object(options.get("logprobs"), options.get("prompt_logprobs"), returned)
-    session = Session(model, tokenizer, options, seed)
     single = is_one(prompts)
     many: Iterable[PromptLike] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
+    session = Session(model, tokenizer, options, _seeds(seed, many))
     results: dict[int, Any] = {}
     with _bar(progress, many) as advance:
 
@@ -64,18 +66,19 @@ def stream(
     tokenizer: Tokenizer | None,
     prompts: PromptLike | Sequence[PromptLike],
     *,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     beam_events: bool = False,
     **options: Any,
 ) -> Stream:
     """The events of a text, of messages, or of a list of either, token by token.
 
-    `beam_events`: the live beams of every step are shown too, as `BeamEvent`.
+    `seed`: one integer, or one per prompt. `beam_events`: the live beams of every step are shown
+    too, as `BeamEvent`.
     """
     many = [prompts] if is_one(prompts) else list(prompts)
     if not many:
         raise RequestError(message("there is no prompt to stream", do="Pass at least one"))
-    session = Session(model, tokenizer, options, seed)
+    session = Session(model, tokenizer, options, _seeds(seed, many))
     return Stream(session, tokenizer, many, beam_events=beam_events)  # type: ignore[arg-type]
 
 
@@ -91,6 +94,22 @@ def chat(
     if "max_length" not in options:
         options.setdefault("max_new_tokens", 512)
     return str(generate(model, tokenizer, messages, seed=seed, **options))
+
+
+def _seeds(seed: Any, prompts: Iterable[Any]) -> int | tuple[int, ...] | None:
+    """One seed for all prompts, one for each of them, or none."""
+    if seed is None or type(seed) is int:
+        return seed
+    if not isinstance(prompts, Sized):
+        raise RequestError(
+            message(
+                "prompts that come one by one cannot have a seed each",
+                wanted="one integer, or prompts in a list",
+                got=f"seed={seed!r}",
+                do="Pass list(prompts), or one seed",
+            )
+        )
+    return read_seeds(seed, len(prompts))
 
 
 def _shape(generated: list[Generated], options: dict[str, Any], tokenizer: Any) -> Any:

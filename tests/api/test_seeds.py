@@ -1,0 +1,72 @@
+"""One seed for all prompts, or one for each: what is drawn belongs to the prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.errors import RequestError
+from everystep.testing.models import tiny_llama
+
+PROMPTS: list[list[int]] = [[5, 6, 7], [8, 9], [5, 6, 7]]
+DRAWN: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return tiny_llama()
+
+
+def alone(model: LanguageModel, prompt: list[int], seed: int, **options: Any) -> list[list[int]]:
+    ids = model.generate(torch.tensor([prompt]), seed=seed, **DRAWN, **options)
+    return [row[len(prompt) :] for row in ids.tolist()]
+
+
+def test_every_prompt_has_its_own(model: LanguageModel) -> None:
+    many = es.generate(model, None, PROMPTS, seed=[3, 4, 5], **DRAWN)
+    expected = [
+        alone(model, prompt, seed)[0] for prompt, seed in zip(PROMPTS, (3, 4, 5), strict=True)
+    ]
+    assert many == expected
+    assert many[0] != many[2]
+
+
+def test_one_is_everybodys(model: LanguageModel) -> None:
+    many = es.generate(model, None, PROMPTS, seed=3, **DRAWN)
+    assert many == [alone(model, prompt, 3)[0] for prompt in PROMPTS]
+    assert many[0] == many[2]
+
+
+def test_all_answers_to_a_prompt_follow_from_one(model: LanguageModel) -> None:
+    several = {"num_return_sequences": 2}
+    many = es.generate(model, None, PROMPTS, seed=(3, 4, 5), **DRAWN, **several)
+    assert many[1] == alone(model, PROMPTS[1], 4, **several)
+
+
+def test_a_list_of_one_seeds_one_prompt(model: LanguageModel) -> None:
+    assert es.generate(model, None, PROMPTS[0], seed=[3], **DRAWN) == alone(model, PROMPTS[0], 3)[0]
+
+
+def test_streams_have_them_too(model: LanguageModel) -> None:
+    stream = es.stream(model, None, PROMPTS, seed=[3, 4, 5], **DRAWN)
+    told: dict[str, list[int]] = {"0": [], "1": [], "2": []}
+    for event in stream:
+        told[event.request_id].append(event.token)
+    assert list(told.values()) == es.generate(model, None, PROMPTS, seed=[3, 4, 5], **DRAWN)
+
+
+@pytest.mark.parametrize("seed", [[3, 4], [3, 4, 5, 6], [], "abc", [1, 2, True], 1.5, [1, 2, None]])
+def test_what_does_not_fit_the_prompts_is_refused(model: LanguageModel, seed: Any) -> None:
+    for call in (es.generate, es.stream):
+        with pytest.raises(RequestError, match=r"seed does not fit.*3 of them"):
+            call(model, None, PROMPTS, seed=seed, **DRAWN)
+
+
+def test_prompts_that_come_one_by_one_cannot_have_one_each(model: LanguageModel) -> None:
+    with pytest.raises(RequestError, match=r"one by one.*list"):
+        es.generate(model, None, iter(PROMPTS), seed=[3, 4, 5], **DRAWN)
+    assert len(es.generate(model, None, iter(PROMPTS), seed=3, **DRAWN)) == 3

@@ -78,6 +78,20 @@ def test_a_set_that_the_processor_lacks_is_not_loaded(monkeypatch: pytest.Monkey
     library.status.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("machine", "names"),
+    [("x86_64", list(build.X86_SETS)), ("AMD64", list(build.X86_SETS))]
+    + [(other, ["plain"]) for other in ("aarch64", "arm64", "riscv64", "ppc64le")],
+)
+def test_a_machine_gets_the_sets_of_its_processors(
+    machine: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    assert list(build.instruction_sets()) == names
+    flags = build.command("c++", "plain", Path("made.so"))
+    assert not [flag for flag in flags if flag.startswith("-m")]
+
+
 def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")

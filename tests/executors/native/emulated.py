@@ -1,0 +1,271 @@
+"""The native library on another processor: compiled for aarch64 and run there or under emulation.
+
+The library is linked with `emulated.cpp` into a program that is told over pipes what to write, call
+and read. EmulatedLibrary stands where the loaded library would: it copies what a structure points
+to, and copies results back. How much each pointer reaches is listed in EXTENTS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import Array, Structure, c_int32, c_int64, c_void_p, sizeof
+from dataclasses import dataclass, replace
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everystep.executors.native import build
+from everystep.executors.native.library import (
+    _MIRRORED,
+    INTERFACE,
+    DecoderWeights,
+    GivenEmbeds,
+    LayerWeights,
+    LinearMap,
+    Matrix,
+    NormWeights,
+    RopeRows,
+    StepWork,
+)
+
+MACHINE = "aarch64"
+FETCHED = Path(sys.prefix) / MACHINE / "usr"  # by scripts/aarch64
+HERE = Path(__file__).parent
+
+
+def tool(name: str) -> str:
+    """The path of a program, fetched or installed; skips the test where it is missing."""
+    found = shutil.which(name) or shutil.which(FETCHED / "bin" / name)
+    if found is None:
+        pytest.skip(f"{name} is missing: run scripts/aarch64, or install it")
+    return found
+
+
+def build_program(target: Path) -> list[str]:
+    """Compiles the plain library into a program for aarch64; returns how it is started."""
+    native = platform.machine() == MACHINE
+    cxx = build.compiler() if native else tool("aarch64-linux-gnu-g++")
+    emulator = [] if native else [tool("qemu-aarch64-static")]
+    assert cxx is not None
+    libraries = os.pathsep.join(map(str, FETCHED.glob("lib/*-linux-gnu")))
+    subprocess.run(
+        [*program_command(cxx), "-o", str(target)],
+        check=True,
+        # The compiler's assembler and linker come with libraries of their own.
+        env={**os.environ, "LD_LIBRARY_PATH": libraries},
+    )
+    return [*emulator, str(target)]
+
+
+def program_command(cxx: str) -> list[str]:
+    """The library's own command for this processor, linked into a program instead."""
+    command = build.command(cxx, "plain", HERE / "emulated.cpp")
+    command[command.index("-shared")] = "-static"
+    command.remove("-o")
+    return [*command, f"-I{build.HERE / 'cpp'}"]
+
+
+# --- what pointers reach --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands around a structure: the decoder, the step if it is one's, a norm's length."""
+
+    model: DecoderWeights
+    work: StepWork | None = None
+    normed: int = 0
+
+    def inside(self, structure: Structure, name: str) -> Around:
+        """The same for a member of a structure."""
+        if isinstance(structure, StepWork):
+            return replace(self, work=structure)
+        own_heads = isinstance(structure, LayerWeights) and name in ("q", "k")
+        return replace(self, normed=self.model.head_dim if own_heads else self.model.width)
+
+
+def _numbers(kind: Any, address: int, count: int) -> list[int]:
+    return list((kind * count).from_address(address))
+
+
+def _of_feeds(work: Any, name: str) -> list[int]:
+    return _numbers(c_int64, getattr(work, name), work.feeds)
+
+
+def _rope_values(rope: RopeRows, around: Around) -> int:
+    work: Any = around.work
+    if rope.row:
+        rows = 1 + max(_numbers(c_int32, rope.row, work.tokens))
+    else:
+        rows = max(map(add, _of_feeds(work, "starts"), _of_feeds(work, "counts")))
+    return rows * rope.dim
+
+
+_NORM = {name: lambda _, around: 4 * around.normed for name in ("weight", "bias")}
+_FEEDS = {name: lambda work, _: 8 * work.feeds for name in ("rows", "starts", "counts", "wanted")}
+_COPIES = {name: lambda work, _: 4 * work.copies for name in ("copy_from", "copy_to")}
+RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
+    "logits": lambda work, around: 4 * sum(_of_feeds(work, "wanted")) * around.model.vocabulary,
+    "hidden": lambda work, around: 4 * work.tokens * around.model.width,
+}
+EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = {
+    Matrix: {"row_scales": lambda matrix, _: 4 * -(-matrix.rows // 16) * 16},
+    LinearMap: {"bias": lambda linear, _: 4 * sum(part.rows for part in linear.parts)},
+    NormWeights: _NORM,
+    RopeRows: {
+        **{name: lambda rope, around: 4 * _rope_values(rope, around) for name in ("cos", "sin")},
+        "row": lambda _, around: 4 * around.work.tokens,
+    },
+    GivenEmbeds: {"values": lambda given, around: 4 * given.count * around.model.width},
+    StepWork: {
+        "ids": lambda work, _: 8 * work.tokens,
+        "pages": lambda work, _: 4 * work.stride * (1 + max(_of_feeds(work, "rows"))),
+        **_FEEDS,
+        **_COPIES,
+        **RESULTS,
+    },
+}
+"""The bytes behind every pointer but `Matrix.data`, which the program itself knows."""
+
+
+# --- the library over there -----------------------------------------------------------------------
+
+
+class EmulatedLibrary:
+    """The functions of a loaded library that an executor calls, with its own addresses."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._taken: list[int] = []
+        self._models: dict[int, DecoderWeights] = {}
+        assert self._call("es_interface") == INTERFACE
+        sizes = (c_int64 * len(_MIRRORED))()
+        self._call("es_sizes", there := self._take(sizeof(sizes)))
+        assert self._read(there, sizeof(sizes)) == struct.pack("=7q", *map(sizeof, _MIRRORED))
+
+    def close(self) -> None:
+        """Ends the program, which has to be alive."""
+        assert self._process.poll() is None
+        with self._process as ending:
+            assert ending.stdin is not None
+            ending.stdin.close()
+            assert ending.wait(60) == 0
+
+    def es_open(self, model: DecoderWeights) -> int:
+        there = self._copied(model, Around(model))
+        runner = self._call("es_open", self._write(bytes(there)))
+        self._models[runner] = model
+        self._taken.clear()  # as long as the program runs
+        return runner
+
+    def es_reserve(self, runner: int, pages: int) -> int:
+        return self._call("es_reserve", runner, pages)
+
+    def es_run(self, runner: int, work: StepWork, threads: int) -> int:
+        with self._until_done():
+            around = Around(self._models[runner])
+            there = self._copied(work, around)
+            failed = self._call("es_run", runner, self._write(bytes(there)), threads)
+            for name, extent in RESULTS.items():
+                if address := getattr(work, name):
+                    size = extent(work, around)
+                    ctypes.memmove(address, self._read(getattr(there, name), size), size)
+            return failed
+
+    def es_export(self, runner: int, pages: int, length: int, out: int) -> None:
+        size = self._past_bytes(runner, length)
+        with self._until_done():
+            there = self._take(size)
+            self._call("es_export", runner, self._page_numbers(pages, length), length, there)
+            ctypes.memmove(out, self._read(there, size), size)
+
+    def es_import(self, runner: int, pages: int, length: int, values: int) -> None:
+        with self._until_done():
+            there = self._write(ctypes.string_at(values, self._past_bytes(runner, length)))
+            self._call("es_import", runner, self._page_numbers(pages, length), length, there)
+
+    def es_close(self, runner: int) -> None:
+        """Executors are collected whenever Python likes, perhaps after the program has ended."""
+        if self._process.poll() is None:
+            self._call("es_close", runner)
+
+    def _page_numbers(self, pages: int, length: int) -> int:
+        return self._write(ctypes.string_at(pages, 4 * -(-length // 16)))
+
+    def _past_bytes(self, runner: int, length: int) -> int:
+        model = self._models[runner]
+        return 4 * model.layers * 2 * model.kv_heads * length * model.head_dim
+
+    # --- structures -------------------------------------------------------------------------------
+
+    def _copied(self, structure: Any, around: Around) -> Any:
+        """The structure as it has to be there; what it points to is there already."""
+        made = type(structure).from_buffer_copy(structure)
+        for name, kind in structure._fields_:
+            value, inside = getattr(structure, name), around.inside(structure, name)
+            if kind is c_void_p and value:
+                size = self._extent(structure, name, around)
+                setattr(made, name, self._write(ctypes.string_at(value, size)))
+            elif isinstance(value, Structure):
+                setattr(made, name, self._copied(value, inside))
+            elif isinstance(value, Array):
+                setattr(made, name, type(value)(*(self._copied(one, inside) for one in value)))
+            elif isinstance(value, ctypes._Pointer):
+                # `layer` of a decoder has `layers`, `rope` and `embed` of a work likewise.
+                items = [
+                    self._copied(value[i], inside) for i in range(getattr(structure, f"{name}s"))
+                ]
+                setattr(made, name, ctypes.cast(self._write(b"".join(map(bytes, items))), kind))
+        return made
+
+    def _extent(self, structure: Any, name: str, around: Around) -> int:
+        if isinstance(structure, Matrix) and name == "data":
+            return self._call("matrix_bytes", structure.format, structure.rows, structure.columns)
+        return EXTENTS[type(structure)][name](structure, around)
+
+    # --- the pipes --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _until_done(self) -> Iterator[None]:
+        yield
+        while self._taken:
+            self._call("give_back", self._taken.pop())
+
+    def _take(self, size: int) -> int:
+        self._taken.append(self._call("take", max(size, 1)))
+        return self._taken[-1]
+
+    def _write(self, content: bytes) -> int:
+        there = self._take(len(content))
+        self._send(b"W", struct.pack("=2q", there, len(content)), content)
+        return there
+
+    def _read(self, address: int, size: int) -> bytes:
+        self._send(b"R", struct.pack("=2q", address, size))
+        return self._receive(size)
+
+    def _call(self, name: str, *given: int) -> int:
+        padded = (*given, *[0] * (4 - len(given)))
+        self._send(b"C", struct.pack("=16s4q", name.encode(), *padded))
+        return int(struct.unpack("=q", self._receive(8))[0])
+
+    def _send(self, *parts: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"".join(parts))
+        self._process.stdin.flush()
+
+    def _receive(self, size: int) -> bytes:
+        assert self._process.stdout is not None
+        found = self._process.stdout.read(size)
+        assert len(found) == size, f"the program ended with {self._process.wait()}"
+        return found

@@ -1,0 +1,118 @@
+"""The plain kernels on aarch64 give the bits that they give here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from everystep.executors.native import NativeExecutor, build, library
+from everystep.models import Model, build_gguf_model
+from everystep.types import StepOutput, Verb
+from tests.executors.models import SPECS, narrow_model, random_model
+from tests.executors.native.emulated import EmulatedLibrary, build_program
+from tests.executors.works import Wanderer, one_feed
+from tests.models.test_quantised import FILES, written
+
+pytestmark = pytest.mark.native
+# The error function is the C library's; libraries differ in its last bits.
+LIBRARY_FUNCTIONS = {"gelu": 1e-5}
+
+Open = Callable[[Model], NativeExecutor]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedLibrary]:
+    """The plain library for aarch64."""
+    running = EmulatedLibrary(build_program(tmp_path_factory.mktemp("aarch64") / "program"))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def open_there(emulated: EmulatedLibrary, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Executors on aarch64."""
+    return lambda model: opened(model, emulated, monkeypatch)
+
+
+@pytest.fixture
+def open_here(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Executors on this processor with the same kernels."""
+    plain = library.open_library(build.library_path("plain"))
+    return lambda model: opened(model, plain, monkeypatch)
+
+
+def opened(model: Model, loaded: object, monkeypatch: pytest.MonkeyPatch) -> NativeExecutor:
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "load", lambda: loaded)
+        return NativeExecutor(model)
+
+
+def outputs(found: StepOutput) -> Iterator[Tensor]:
+    yield found.logits
+    yield from found.columns.values()
+
+
+def compare(model: Model, here: NativeExecutor, there: NativeExecutor, allowed: float = 0) -> None:
+    """The same works on both, with rows of any history; numbers differ by `allowed` at most."""
+    wanderer, seen = Wanderer(model, np.random.default_rng(7), True, longest=60, most=20), 0
+    for _ in range(5):
+        work = wanderer.work()
+        for wanted, found in zip(outputs(here.run(work)), outputs(there.run(work)), strict=True):
+            assert torch.equal(found, wanted) or (found - wanted).abs().max() <= allowed
+            seen += wanted.numel()
+    assert seen and here.audit() == there.audit()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_specification_gives_the_same_bits(
+    name: str, open_here: Open, open_there: Open
+) -> None:
+    model = random_model(SPECS[name], dtype=torch.float32)
+    compare(model, open_here(model), open_there(model), LIBRARY_FUNCTIONS.get(name, 0))
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_rounded_weights_give_the_same_bits(
+    name: str, rounding: str, open_here: Open, open_there: Open
+) -> None:
+    model = narrow_model(name, rounding)
+    compare(model, open_here(model), open_there(model))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+def test_blocks_of_files_give_the_same_bits(
+    name: str, open_here: Open, open_there: Open, tmp_path: Path
+) -> None:
+    model = build_gguf_model(written(tmp_path, "llama", FILES[name]))
+    compare(model, open_here(model), open_there(model))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_there_give_the_same_bits(threads: int, open_here: Open, open_there: Open) -> None:
+    model, before = narrow_model("llama", "int4"), torch.get_num_threads()
+    here = open_here(model)
+    torch.set_num_threads(threads)
+    try:
+        compare(model, here, open_there(model))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_are_taken_over_between_processors(open_here: Open, open_there: Open) -> None:
+    model, tokens = random_model(SPECS["plain"], dtype=torch.float32), list(range(20))
+    here, there = open_here(model), open_there(model)
+    for executor in (here, there):
+        executor.run(one_feed(tokens, verbs=(Verb("allocate", 0),)))
+    past = here.export(0)
+    assert torch.equal(there.export(0).kv, past.kv)
+    follow = one_feed([7, 8], row=1, start=20, verbs=(Verb("allocate", 1),))
+    follow = replace(follow, pasts={1: past})
+    wanted = here.run(one_feed([7, 8], start=20)).logits
+    assert torch.equal(open_there(model).run(follow).logits, wanted)

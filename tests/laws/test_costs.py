@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
+from everystep.engine.readout import Guidance
 from everystep.engine.records import StepRecord
 from everystep.strategies import Beam, Greedy, Sample, Speculative
 from everystep.testing.drive import Run, hash_executor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import Mix, random_mix
-from everystep.types import FinishReason, Request, StepOutput, Work
+from everystep.types import FinishReason, Prompt, Request, StepOutput, Work
 
 SEEDS = range(40)
 
@@ -69,6 +71,31 @@ def test_beams_feed_a_prompt_once_and_then_a_token_each() -> None:
         per_step = len(prompts) * request.strategy.width
         expected = sum(p.length for p in prompts) + (steps - 1) * per_step
         assert executor.counts.tokens == expected
+
+
+@pytest.mark.parametrize("strategy", [Beam(4, max_new=9), Sample(4)])
+@pytest.mark.parametrize("guided", [False, True])
+def test_after_a_preemption_what_is_shared_is_fed_once(
+    strategy: Beam | Sample, guided: bool
+) -> None:
+    prompt = Prompt(ids=np.arange(200) % 11)
+    companions = (Prompt(ids=np.arange(100) % 11),) if guided else ()
+    readout = Guidance(1.5) if guided else None
+    request = Request(
+        "r", prompt, strategy, SeededDraws(0), (), companions=companions, readout=readout
+    )
+    one = Run(Engine(HashExecutor(11), Lockstep()))
+    group = one.engine.submit(request)
+    for _ in range(5):
+        one.engine.step()
+    before = one.engine.counts.fed
+    one.engine.preempt(group)
+    one.engine.step()
+    one.engine.step()
+    assert all(unit.row is not None for sequence in group.live for unit in sequence.units)
+    prompts = prompt.length + sum(companion.length for companion in companions)
+    own = 4 * 5 * (1 + len(companions))
+    assert prompts < one.engine.counts.fed - before <= prompts + own
 
 
 def test_speculation_takes_fewer_steps() -> None:

@@ -27,10 +27,11 @@ from everystep.engine.apply import (
     token_events,
 )
 from everystep.engine.batches import Scored, score
-from everystep.engine.feed import Fed, Grant, WorkBuilder, feed
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
 from everystep.engine.records import Capture, History, StepRecord
+from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
 from everystep.engine.settled import settled_events
 from everystep.errors import UnsupportedError, message
@@ -190,6 +191,8 @@ class Engine:
         return Sequence(request, line, prompt.length, prompt.start, companions=companions)
 
     def _feed(self, grants: list[Grant]) -> tuple[Fed, Work]:
+        for grant in grants:
+            regroup(grant.group, self.table, self.ledger)
         builder = WorkBuilder(self.table, self.ledger)
         fed = feed(grants, self._propose(grants), builder)
         wants = [grant.group.request.wants for grant in grants]
@@ -201,7 +204,7 @@ class Engine:
 
     def _propose(self, grants: list[Grant]) -> dict[int, np.ndarray]:
         """Drafts for the groups that will choose in this step, all of one kind at once."""
-        ready = [grant.group for grant in grants if grant.group.pending <= grant.tokens]
+        ready = [grant.group for grant in grants if chooses(grant, self.table)]
         drafts: dict[int, np.ndarray] = {}
         for groups in _kinds(ready):
             sequences = [sequence for group in groups for sequence in group.live]

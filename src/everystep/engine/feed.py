@@ -3,7 +3,7 @@
 There is no other rule. A group whose pending positions fit its grant feeds them all, with its
 drafts, and wants the logits of its choices; otherwise each of its rows feeds a chunk that leaves
 at least the last position for later, and wants nothing of them but, where the request asks, how
-likely the prompt is.
+likely the prompt is. Sequences that lost their rows feed what they share once (`regroup`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import PromptRows, prompt_rows
+from everystep.engine.regroup import debts, owed
 from everystep.types import (
     Companion,
     Group,
@@ -153,13 +154,20 @@ def _positions(prompt: Prompt, start: int, count: int) -> Tensor | None:
     return torch.cat([inside, beyond], dim=-1)
 
 
+def chooses(grant: Grant, table: TokenTable) -> bool:
+    """Whether the group feeds all that it has, and so makes its next choice."""
+    return grant.group.pending <= grant.tokens and not owed(grant.group, table)
+
+
 def feed(grants: list[Grant], drafts: dict[int, np.ndarray], builder: WorkBuilder) -> Fed:
     """Turns grants into feeds; afterwards every fed unit's `cached` says what it will hold."""
     fed = Fed(drafts=drafts)
     for grant in grants:
-        if grant.group.pending <= grant.tokens:
+        if chooses(grant, builder.table):
             fed.ready.append(grant.group)
             _feed_whole(grant.group, fed, builder)
+        elif owed(grant.group, builder.table):
+            _feed_shared(grant, fed, builder)
         else:
             _feed_chunk(grant, fed, builder)
     return fed
@@ -200,6 +208,16 @@ def _feed_chunk(grant: Grant, fed: Fed, builder: WorkBuilder) -> None:
                 builder.add(companion, companion.prompt, sequence, count, 0)
                 left -= count
                 fed.chunks += 1
+
+
+def _feed_shared(grant: Grant, fed: Fed, builder: WorkBuilder) -> None:
+    left, lead = grant.tokens, grant.group.live[0]
+    for unit, prompt, behind in debts(grant.group, builder.table):
+        count = min(left, behind)
+        if count > 0:
+            builder.add(unit, prompt, lead, count, 0)
+            left -= count
+            fed.chunks += 1
 
 
 def _rows_of_prompt(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from everystep.engine.apply import token_events
 from everystep.engine.logprobs import last_choices
+from everystep.engine.regroup import common_length
 from everystep.types import Event, Group, TokenTable
 
 
@@ -20,7 +19,7 @@ def settled_events(group: Group, table: TokenTable) -> list[Event]:
     first = request.prompt_visible + told
     tails = [table.data[s.line, first : s.visible - s.provisional] for s in live]
     tails += [hypothesis.tokens[told:] for hypothesis in done]
-    tokens = _common(tails)
+    tokens = tails[0][: common_length(tails)].tolist() if tails else []
     if not tokens:
         return []
     group.told += len(tokens)
@@ -30,14 +29,3 @@ def settled_events(group: Group, table: TokenTable) -> list[Event]:
         for index in range(request.strategy.returns)
         for event in token_events(request.request_id, index, tokens, told, None, known)
     ]
-
-
-def _common(tails: list[np.ndarray]) -> list[int]:
-    """What all tails begin with."""
-    length = min(map(len, tails), default=0)
-    if length == 0:
-        return []
-    block = np.stack([tail[:length] for tail in tails])
-    differ = (block != block[0]).any(axis=0)
-    agreed = int(differ.argmax()) if differ.any() else length
-    return [int(token) for token in block[0, :agreed]]

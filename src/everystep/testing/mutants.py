@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from everystep import draws
-from everystep.engine import apply, batches, engine, feed
+from everystep.engine import apply, batches, engine, feed, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.hash_model import Row
@@ -98,6 +98,11 @@ def _drop_keeps_the_count(sequence: Sequence, ledger: Ledger) -> None:
         if unit.row is not None:
             ledger.free(unit.row)
         unit.row = None
+
+
+@mutant("siblings share what differs", (regroup, "common_length"))
+def _shorter_tail_is_shared(tails: list[np.ndarray]) -> int:
+    return min(map(len, tails))
 
 
 @mutant("rejected drafts kept", (apply, "_agreement"))

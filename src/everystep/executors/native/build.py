@@ -32,7 +32,7 @@ X86_SETS: Mapping[str, tuple[str, ...]] = {
     "avx512vnni": (*_WIDE, "-mavx512vnni"),
     "avx512": _WIDE,
     "avx2": _X86,
-    # Without vector instructions of its own, -O3 compiles seven times as long for nothing.
+    # With -O3, GCC 12 compiles this set seven times as long on x86-64 and takes minutes on aarch64.
     "plain": ("-O2", "-Wno-psabi"),
 }
 """Instruction sets by name, best first, and what the compiler is told for each."""

@@ -33,10 +33,12 @@ def load(path: str, threads: int) -> tuple[Answer, dict[str, object]]:
         check_counts(out.new_tokens, prompts, tokens)
         return whole - rest, rest
 
+    config = model.config.to_dict()
     return answer, {
         "runs_on": model.runs_on,
         "weight_bytes": sum(model.weight_bytes.values()),
-        "position_bytes": position_bytes(model.config.to_dict()),
+        "position_bytes": position_bytes(config),
+        "config": config,
     }
 
 

@@ -53,6 +53,12 @@ def write(
     return path
 
 
+def latest(name: str) -> dict[str, Any] | None:
+    """The newest result that is called `name`, if there is one."""
+    found = sorted(RESULTS.glob(f"????-??-??-{name}.json"))
+    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+
+
 def processor() -> str:
     """The processor's name as the system gives it."""
     try:

@@ -1,0 +1,84 @@
+"""Results of `peers` as Markdown, as the README shows them: every case with its best peer.
+
+Knows the form of the results and nothing of how they came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Row = dict[str, Any]
+OURS = "everystep"
+ENGINES = (OURS, "llama.cpp", "openvino-genai", "onnxruntime-genai", "ctranslate2", "transformers")
+
+
+def limit(result: Row, row: Row) -> float:
+    """Tokens per second that the memory would allow one row: its speed over the bytes of a step."""
+    about = result["about"][OURS]
+    seen = int(row["prompt"]) + row["tokens"] / 2
+    return result["bytes_per_s"] / (about["weight_bytes"] + seen * about["position_bytes"])
+
+
+def by_case(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, str], dict[str, Row]]]:
+    """(batch, prompt) and its rows by engine, in the order in which they were measured."""
+    found: dict[tuple[int, str], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["batch"], row["prompt"]), {})[row["engine"]] = row
+    yield from found.items()
+
+
+def speed_table(results: dict[str, Row]) -> str:
+    """Decoded tokens per second of every engine; ours over those of the best peer of the same
+    precision, and over the limit."""
+    lines = [("file", "batch, prompt", *ENGINES, "of the best peer", "of the limit")]
+    for format, result in results.items():
+        for (batch, prompt), rows in by_case(result["rows"]):
+            cells = [_speed(rows.get(engine)) for engine in ENGINES]
+            share = ""
+            if batch == 1 and OURS in rows:
+                share = f"{rows[OURS]['tokens_per_s'] / limit(result, rows[OURS]):.0%}"
+            ratio = _over_best(rows, lambda row: row["tokens_per_s"])
+            lines.append((format, f"{batch}, {prompt}", *cells, ratio, share))
+    return _markdown(lines)
+
+
+def start_table(results: dict[str, Row]) -> str:
+    """Milliseconds to the first token after 32 tokens and of 512, and the peak memory so far."""
+    lines = [("file", "engine", "first token of 32", "prompt of 512", "peak memory")]
+    for format, result in results.items():
+        cases = dict(by_case(result["rows"]))
+        short, long = cases.get((1, "32"), {}), cases.get((1, "512"), {})
+        for engine in (engine for engine in ENGINES if engine in short):
+            rate = f"{512 / long[engine]['first_s']:.0f} tokens/s" if engine in long else ""
+            first, peak = short[engine]["first_s"] * 1e3, short[engine]["peak_mib"]
+            lines.append((format, engine, f"{first:.0f} ms", rate, f"{peak:.0f} MiB"))
+    return _markdown(lines)
+
+
+def busy_table(results: dict[str, Row]) -> str:
+    """Tokens per second with a busy neighbour, and what is kept of the speed without."""
+    lines = [("file", "batch, prompt", "engine", "alone", "beside a busy process", "kept")]
+    for format, result in results.items():
+        alone = dict(by_case(result["rows"]))
+        for case, rows in by_case(result["busy"]):
+            for engine, row in rows.items():
+                before, now = alone[case][engine]["tokens_per_s"], row["tokens_per_s"]
+                cells = f"{before:.0f}", f"{now:.0f}", f"{now / before:.0%}"
+                lines.append((format, f"{case[0]}, {case[1]}", engine, *cells))
+    return _markdown(lines)
+
+
+def _speed(row: Row | None) -> str:
+    return "" if row is None else f"{row['tokens_per_s']:.0f}"
+
+
+def _over_best(rows: dict[str, Row], value: Callable[[Row], float]) -> str:
+    peers = [value(row) for engine, row in rows.items() if engine != OURS and row["like"]]
+    return f"{value(rows[OURS]) / max(peers):.2f}" if peers and OURS in rows else ""
+
+
+def _markdown(lines: list[tuple[str, ...]]) -> str:
+    head, *body = lines
+    rule = ("---",) * len(head)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))

@@ -32,7 +32,14 @@ if TYPE_CHECKING:
         SlidingWindowCache,
         StaticCache,
     )
-    from everystep.config import GenerationConfig
+    from everystep.cache.layers import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
+    from everystep.config import (
+        CompileConfig,
+        GenerationConfig,
+        GenerationMode,
+        SynthIDTextWatermarkingConfig,
+        WatermarkingConfig,
+    )
     from everystep.draws import set_seed
     from everystep.errors import EverystepError
     from everystep.outputs import (
@@ -55,6 +62,12 @@ if TYPE_CHECKING:
     )
     from everystep.processors.base import LogitsProcessor, LogitsProcessorList
     from everystep.processors.bias import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+    from everystep.processors.detectors import (
+        SynthIDTextWatermarkDetector,
+        WatermarkDetector,
+        WatermarkDetectorOutput,
+        WeightedMeanDetector,
+    )
     from everystep.processors.diversity import HammingDiversityLogitsProcessor
     from everystep.processors.guidance import (
         ClassifierFreeGuidanceLogitsProcessor,
@@ -76,6 +89,7 @@ if TYPE_CHECKING:
         NoRepeatNGramLogitsProcessor,
         RepetitionPenaltyLogitsProcessor,
     )
+    from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
     from everystep.processors.warpers import (
         EpsilonLogitsWarper,
         EtaLogitsWarper,
@@ -87,6 +101,7 @@ if TYPE_CHECKING:
         TopPLogitsWarper,
         TypicalLogitsWarper,
     )
+    from everystep.processors.watermark import WatermarkLogitsProcessor
     from everystep.stops.criteria import (
         ConfidenceCriteria,
         EosTokenCriteria,
@@ -95,6 +110,7 @@ if TYPE_CHECKING:
         StoppingCriteria,
         StoppingCriteriaList,
         StopStringCriteria,
+        validate_stopping_criteria,
     )
     from everystep.streamers import (
         AsyncTextIteratorStreamer,
@@ -120,11 +136,13 @@ _HOME = {
     "BeamEvent": "streamers",
     "Cache": "cache.containers",
     "ClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
+    "CompileConfig": "config",
     "ConfidenceCriteria": "stops.criteria",
     "DiaClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
     "DiaEOSChannelFilterLogitsProcessor": "processors.audio",
     "DiaEOSDelayPatternLogitsProcessor": "processors.audio",
     "DynamicCache": "cache.containers",
+    "DynamicLayer": "cache.layers",
     "EncoderDecoderCache": "cache.containers",
     "EncoderNoRepeatNGramLogitsProcessor": "processors.repetition",
     "EncoderRepetitionPenaltyLogitsProcessor": "processors.repetition",
@@ -143,6 +161,7 @@ _HOME = {
     "GenerateEncoderDecoderOutput": "outputs",
     "Generated": "api.session",
     "GenerationConfig": "config",
+    "GenerationMode": "config",
     "HammingDiversityLogitsProcessor": "processors.diversity",
     "InfNanRemoveLogitsProcessor": "processors.allowed",
     "LanguageModel": "api.model",
@@ -165,12 +184,17 @@ _HOME = {
     "SequenceBiasLogitsProcessor": "processors.bias",
     "SlidingWindowCache": "cache.containers",
     "StaticCache": "cache.containers",
+    "StaticLayer": "cache.layers",
+    "StaticSlidingWindowLayer": "cache.layers",
     "StopStringCriteria": "stops.criteria",
     "StoppingCriteria": "stops.criteria",
     "StoppingCriteriaList": "stops.criteria",
     "Stream": "api.session",
     "SuppressTokensAtBeginLogitsProcessor": "processors.length",
     "SuppressTokensLogitsProcessor": "processors.length",
+    "SynthIDTextWatermarkDetector": "processors.detectors",
+    "SynthIDTextWatermarkLogitsProcessor": "processors.synthid",
+    "SynthIDTextWatermarkingConfig": "config",
     "TemperatureLogitsWarper": "processors.warpers",
     "TextIteratorStreamer": "streamers",
     "TextStreamer": "streamers",
@@ -180,6 +204,11 @@ _HOME = {
     "TopPLogitsWarper": "processors.warpers",
     "TypicalLogitsWarper": "processors.warpers",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
+    "WatermarkDetector": "processors.detectors",
+    "WatermarkDetectorOutput": "processors.detectors",
+    "WatermarkLogitsProcessor": "processors.watermark",
+    "WatermarkingConfig": "config",
+    "WeightedMeanDetector": "processors.detectors",
     "WhisperNoSpeechDetection": "processors.audio",
     "WhisperTimeStampLogitsProcessor": "processors.audio",
     "chat": "api.text",
@@ -188,6 +217,7 @@ _HOME = {
     "load_model": "api.load",
     "set_seed": "draws",
     "stream": "api.text",
+    "validate_stopping_criteria": "stops.criteria",
 }
 """Public name -> the module that defines it."""
 
@@ -204,11 +234,13 @@ __all__ = [
     "BeamEvent",
     "Cache",
     "ClassifierFreeGuidanceLogitsProcessor",
+    "CompileConfig",
     "ConfidenceCriteria",
     "DiaClassifierFreeGuidanceLogitsProcessor",
     "DiaEOSChannelFilterLogitsProcessor",
     "DiaEOSDelayPatternLogitsProcessor",
     "DynamicCache",
+    "DynamicLayer",
     "EncoderDecoderCache",
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
@@ -227,6 +259,7 @@ __all__ = [
     "GenerateEncoderDecoderOutput",
     "Generated",
     "GenerationConfig",
+    "GenerationMode",
     "HammingDiversityLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LanguageModel",
@@ -249,12 +282,17 @@ __all__ = [
     "SequenceBiasLogitsProcessor",
     "SlidingWindowCache",
     "StaticCache",
+    "StaticLayer",
+    "StaticSlidingWindowLayer",
     "StopStringCriteria",
     "StoppingCriteria",
     "StoppingCriteriaList",
     "Stream",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
+    "SynthIDTextWatermarkDetector",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkingConfig",
     "TemperatureLogitsWarper",
     "TextIteratorStreamer",
     "TextStreamer",
@@ -264,6 +302,11 @@ __all__ = [
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WatermarkDetector",
+    "WatermarkDetectorOutput",
+    "WatermarkLogitsProcessor",
+    "WatermarkingConfig",
+    "WeightedMeanDetector",
     "WhisperNoSpeechDetection",
     "WhisperTimeStampLogitsProcessor",
     "__version__",
@@ -273,12 +316,15 @@ __all__ = [
     "load_model",
     "set_seed",
     "stream",
+    "validate_stopping_criteria",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'everystep' has no attribute {name!r}")
+        from everystep.api.absent import refuse_name
+
+        refuse_name(name)
     value = getattr(importlib.import_module(f"everystep.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -4,6 +4,7 @@
     |- RequestError (ValueError)         a call asks for something impossible or contradictory
     |  |- UnknownArgumentError (TypeError)  a name nobody knows; the text proposes the nearest one
     |  `- UnsupportedError (NotImplementedError)  known, but this model or executor cannot do it
+    |- AbsentNameError (ImportError)     a name of the reference that is not here
     |- ModelClassError (TypeError)       the model given is not one that can generate
     |- FileError (ValueError)            a file is broken, truncated, unsafe or of an unknown kind
     |  |- MissingFileError (FileNotFoundError)
@@ -38,6 +39,10 @@ class UnknownArgumentError(RequestError, TypeError):
 
 class UnsupportedError(RequestError, NotImplementedError):
     """A known request that this model, cache or executor cannot fulfil."""
+
+
+class AbsentNameError(EverystepError, ImportError):
+    """A name of the reference that this library does not have."""
 
 
 class ModelClassError(EverystepError, TypeError):

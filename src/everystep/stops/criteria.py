@@ -166,6 +166,24 @@ class StoppingCriteriaList(list[Any]):
         return next(limits, None)
 
 
+def validate_stopping_criteria(
+    stopping_criteria: StoppingCriteriaList, max_length: int
+) -> StoppingCriteriaList:
+    """A list of the same criteria that ends rows with `max_length` ids if none of them limits it.
+
+    Warns where one of them has another limit. Source: validate_stopping_criteria.
+    """
+    limit = stopping_criteria.max_length
+    if limit is None:
+        return StoppingCriteriaList([*stopping_criteria, MaxLengthCriteria(max_length)])
+    if limit != max_length:
+        warnings.warn(
+            f"stopping_criteria ends rows at {limit} ids, whatever max_length={max_length} says.",
+            stacklevel=2,
+        )
+    return StoppingCriteriaList(stopping_criteria)
+
+
 _OWN = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
 
 

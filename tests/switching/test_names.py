@@ -1,0 +1,97 @@
+"""Every name that the reference exports for generation is here, or says why it is not."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+
+import pytest
+import transformers
+from transformers import generation
+
+import everystep as es
+from everystep.api.absent import ABSENT
+from everystep.errors import AbsentNameError
+
+HOMES = ("transformers.generation", "transformers.cache_utils")
+# What else a script that generates takes from there.
+FURTHER = {
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoTokenizer",
+    "BatchEncoding",
+    "BitsAndBytesConfig",
+    "LlamaForCausalLM",
+    "PreTrainedModel",
+    "PreTrainedTokenizer",
+    "PreTrainedTokenizerBase",
+    "PreTrainedTokenizerFast",
+    "pipeline",
+    "set_seed",
+}
+# Made by a tokenizer, not by scripts, with what the tokenizer's library knows of them.
+OTHER_SIGNATURE = {"BatchEncoding"}
+
+
+def exported() -> Iterator[str]:
+    """What the reference's top level has of generation and caches, and what `generation` has."""
+    for name in dir(transformers):
+        if (getattr(getattr(transformers, name, None), "__module__", None) or "").startswith(HOMES):
+            yield name
+    for name in dir(generation):
+        if name[0] != "_" and not isinstance(getattr(generation, name), types.ModuleType):
+            yield name
+
+
+EXPORTED = {*exported(), *FURTHER}
+SHARED = sorted(EXPORTED & set(es.__all__))
+
+
+def test_every_name_is_here_or_absent_for_a_reason() -> None:
+    assert len(EXPORTED) > 90
+    assert EXPORTED - set(es.__all__) == set(ABSENT)
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_an_absent_name_says_why_and_what_to_do(name: str) -> None:
+    why, do = ABSENT[name]
+    with pytest.raises(AbsentNameError) as caught:
+        getattr(es, name)
+    assert all(part in str(caught.value) for part in (name, why, do))
+
+
+def test_an_import_of_an_absent_name_fails_with_that_text() -> None:
+    with pytest.raises(ImportError, match="there are no pipelines"):
+        from everystep import pipeline  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_a_name_that_nobody_knows_is_no_attribute() -> None:
+    assert not hasattr(es, "GreedyGoblin")
+    with pytest.raises(ImportError, match="GreedyGoblin"):
+        from everystep import GreedyGoblin  # type: ignore[attr-defined]  # noqa: F401
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in OTHER_SIGNATURE])
+def test_arguments_have_the_references_names_and_order(name: str) -> None:
+    there = getattr(generation, name, None) or getattr(transformers, name)
+    own = parameters(getattr(es, name))
+    assert own[: len(parameters(there))] == parameters(there)
+
+
+def parameters(value: object) -> list[str]:
+    """The names of the parameters that have one."""
+    found = inspect.signature(value).parameters.values()  # type: ignore[arg-type]
+    anything = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in found if one.kind not in anything]
+
+
+def test_criteria_are_completed_by_a_limit() -> None:
+    free, limited = es.StoppingCriteriaList(), es.StoppingCriteriaList([es.MaxLengthCriteria(5)])
+    completed = es.validate_stopping_criteria(free, 7)
+    assert (free.max_length, completed.max_length) == (None, 7)
+    assert es.validate_stopping_criteria(limited, 5) == limited
+    with pytest.warns(UserWarning, match=r"5 ids.*max_length=7"):
+        assert es.validate_stopping_criteria(limited, 7).max_length == 5

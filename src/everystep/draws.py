@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.types import Sequence
+from everystep.types import Sequence, Shortlist, dense
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -65,9 +65,10 @@ def _mix_one(value: int) -> int:
     return value ^ (value >> 31)
 
 
-# Beyond this vocabulary, and where at most so many tokens are possible, only those are summed.
+# Beyond this vocabulary weights are summed in blocks first.
 _SMALL = 4096
-_FEW = 1024
+_BLOCK = 64
+_CACHED = 2**16  # weights that are made and summed at once, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,11 @@ class Draws(Protocol):
         """What `Places.seed` holds for the rows of a request with these draws."""
         ...
 
-    def choose(self, probabilities: Tensor, places: Places) -> Tensor:
-        """(R, V) probabilities -> (R,) one token per row, -1 where a row holds nan."""
+    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+        """(R, V) scores -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
+
+        A shortlist gives the same as the rows that it stands for.
+        """
         ...
 
     def choose_without_replacement(
@@ -122,24 +126,54 @@ def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
     return torch.where(probabilities[:, :1].isnan(), -1, drawn)
 
 
-def _likely(probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Probabilities (R, n) with their tokens, in order; without tokens where n is all of them.
+def weights(scores: np.ndarray) -> np.ndarray:
+    """(R, n) exp(score - highest); nan in a row without any finite score or with nan.
 
-    Zeros between them are left out where that leaves few, which changes no sum from left to right.
+    A token's weight does not depend on where it stands, as it may with torch's exp.
     """
-    rows, width = probabilities.shape
-    if width <= _SMALL or probabilities.device.type != "cpu":
-        return probabilities, None
-    row, token = torch.nonzero(probabilities, as_tuple=True)
-    counts = torch.bincount(row, minlength=rows)
-    most = max(1, int(counts.max()))
-    if most > _FEW:
-        return probabilities, None
-    place = torch.arange(len(row)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    likely = torch.zeros(rows, most, dtype=probabilities.dtype)
-    tokens = torch.zeros(rows, most, dtype=torch.int64)
-    likely[row, place], tokens[row, place] = probabilities[row, token], token
-    return likely, tokens
+    with np.errstate(invalid="ignore"):
+        powers: np.ndarray = scores - scores.max(axis=-1, keepdims=True)
+    return np.exp(powers, out=powers)
+
+
+def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
+    """(R, n) scores -> (R,) where numbers (R, 1) in (0, 1) fall among their summed weights."""
+    if scores.device.type != "cpu":
+        power = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
+        return _possible(_reached(power.cumsum(dim=-1), numbers.to(scores.device)), power)[:, 0]
+    array = scores.numpy()
+    if scores.shape[-1] <= _SMALL:
+        weight = weights(array)
+        cumulative = torch.from_numpy(weight.cumsum(axis=-1, dtype=np.float64))
+        return _possible(_reached(cumulative, numbers), torch.from_numpy(weight))[:, 0]
+    step = max(_CACHED // scores.shape[-1], 1)
+    parts = [slice(first, first + step) for first in range(0, len(array), step)]
+    drawn = [_reached_in_blocks(weights(array[part]), numbers.numpy()[part]) for part in parts]
+    return torch.from_numpy(np.concatenate(drawn))
+
+
+def _reached(cumulative: Tensor, numbers: Tensor) -> Tensor:
+    """(R, 1) the first place at which sums (R, n) exceed the given shares of the last one."""
+    total = cumulative[:, -1:].contiguous()
+    index = torch.searchsorted(cumulative, numbers * total, right=True)
+    # Rounding may reach the end: the last place that adds anything is the answer then.
+    return torch.minimum(index, torch.searchsorted(cumulative, total))
+
+
+def _reached_in_blocks(weight: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """(R,) as `_reached`, for weights (R, V): the block first, then the place in it; -1 for nan."""
+    begin = np.arange(0, weight.shape[1], _BLOCK)
+    sums = np.add.reduceat(weight, begin, axis=1, dtype=np.float64).cumsum(axis=1)
+    wanted, total = numbers * sums[:, -1:], sums[:, -1:]
+    block = np.minimum((sums <= wanted).sum(axis=1), (sums < total).sum(axis=1))
+    drawn = np.full(len(weight), -1)
+    for r in np.flatnonzero(~np.isnan(total[:, 0])):
+        first = begin[block[r]]
+        inside = weight[r, first : first + _BLOCK].cumsum(dtype=np.float64)
+        rest = wanted[r, 0] - (sums[r, block[r] - 1] if block[r] else 0.0)
+        place = np.searchsorted(inside, rest, side="right")
+        drawn[r] = first + min(place, np.searchsorted(inside, inside[-1]))
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -152,7 +186,9 @@ class SharedDraws:
 
     seed: ClassVar[int] = 0
 
-    def choose(self, probabilities: Tensor, places: Places) -> Tensor:
+    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+        # All tokens take part in the sum, in the order in which the reference adds them up.
+        probabilities = torch.softmax(dense(scores), dim=-1)
         chosen = (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
         return _possible(chosen[:, None], probabilities)[:, 0]
 
@@ -187,17 +223,14 @@ class SeededDraws:
 
     seed: int
 
-    def choose(self, probabilities: Tensor, places: Places) -> Tensor:
+    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""
-        likely, tokens = _likely(probabilities)
-        cumulative = likely.double().cumsum(dim=-1)
-        total = cumulative[:, -1:].contiguous()
-        threshold = self.uniform("choice", places).to(cumulative.device) * total
-        index = torch.searchsorted(cumulative, threshold, right=True)
-        # rounding may reach the end: the last token with any probability is the answer then
-        index = torch.minimum(index, torch.searchsorted(cumulative, total))
-        drawn = index if tokens is None else tokens.gather(1, index)
-        return _possible(drawn, probabilities)[:, 0]
+        numbers = self.uniform("choice", places)
+        if not isinstance(scores, Shortlist):
+            return _drawn(scores, numbers)
+        place = _drawn(scores.scores, numbers)[:, None]
+        token = scores.tokens.gather(1, place.clamp(min=0))
+        return torch.where(place < 0, -1, token)[:, 0]
 
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int

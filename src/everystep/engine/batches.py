@@ -12,21 +12,40 @@ from torch import Tensor
 from everystep.draws import fork_lineage
 from everystep.engine.feed import Fed
 from everystep.engine.records import History
-from everystep.processors.pipeline import apply as process
+from everystep.processors.pipeline import shortened
 from everystep.stops.base import Candidates
 from everystep.stops.check import check
 from everystep.strategies.base import Batch, Check, Drafts
-from everystep.types import FinishReason, Group, Rows, Sequence, StepOutput, TokenTable
+from everystep.types import (
+    FinishReason,
+    Group,
+    Rows,
+    Sequence,
+    Shortlist,
+    StepOutput,
+    TokenTable,
+    dense,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """A batch with its rows: who owns each, raw logits and processed scores, (R, V) float32."""
+    """A batch with its rows: who owns each, raw logits (R, V) float32, and what processors left."""
 
     batch: Batch
     row_sequence: np.ndarray
     logits: Tensor
-    scores: Tensor
+    processed: Tensor | Shortlist
+
+    @property
+    def scores(self) -> Tensor:
+        """(R, V) float32 processed scores."""
+        return dense(self.processed)
+
+    def pick(self) -> tuple[Tensor, ...]:
+        """What the strategy reduces the scores to."""
+        strategy = self.batch.groups[0].request.strategy
+        return strategy.pick(self.batch, self.processed if strategy.shortlists else self.scores)
 
 
 def score(
@@ -53,11 +72,12 @@ def score(
         mixed = request.readout.mix(logits, companions)
     if request.strategy.scores == "log_probs":
         mixed = torch.log_softmax(mixed, dim=-1)
+    scores: Tensor | Shortlist = mixed
     if any(group.request.processors for group in groups):
-        mixed = process(_rows(batch, owner, table), mixed, owned=mixed is not logits)
+        scores = shortened(_rows(batch, owner, table), mixed, owned=mixed is not logits)
     if read is not None:
-        read.show(mixed, drafted=len(owner) > len(batch))
-    return Scored(batch, owner, logits, mixed)
+        read.show(dense(scores), drafted=len(owner) > len(batch))
+    return Scored(batch, owner, logits, scores)
 
 
 def _gather(

@@ -223,9 +223,7 @@ class Engine:
 
     def _pick(self, scored: list[Scored]) -> list[tuple[np.ndarray, ...]]:
         """What every strategy needs on the host, in one transfer."""
-        picked = [
-            one.batch.groups[0].request.strategy.pick(one.batch, one.scores) for one in scored
-        ]
+        picked = [one.pick() for one in scored]
         self.counts.syncs += bool(picked)
         return [tuple(tensor.cpu().numpy() for tensor in tensors) for tensors in _together(picked)]
 

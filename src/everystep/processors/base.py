@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.processors.edits import Edit
-from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+from everystep.types import Prompt, Request, Rows, Sequence, Shortlist, TokenTable
 
 
 class Processor(Protocol):
@@ -58,6 +58,19 @@ class LogitsProcessor:
             return self.process(rows, scores)
         edit = self.edit(rows, scores)
         return scores if edit is None else edit.written(scores)
+
+    def shorten(
+        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+    ) -> Shortlist | None:
+        """(R, V) scores, to be divided by a temperature first -> what it leaves of them.
+
+        None where that is not known to be little.
+        """
+        return None
+
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """What it leaves of a shortlist; None if it has to see all tokens."""
+        return None
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""

@@ -2,7 +2,8 @@
 
 Rows of one request, and of requests that share a tuple of processors, run as one. Otherwise it goes
 slot by slot of the canonical order: equal processors in one call, and different ones that
-may differ per row as one instance. A tuple in another order runs by itself.
+may differ per row as one instance. A tuple in another order runs by itself. From the first
+processor on that leaves few tokens of wide rows, all others get a shortlist of those.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from everystep.processors.base import LogitsProcessor, Processor, reads_rows
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
 from everystep.processors.user import User
-from everystep.types import Rows
+from everystep.processors.warpers import TemperatureLogitsWarper
+from everystep.types import Rows, Shortlist, dense
 
 Processors = tuple[Processor, ...]
 _USER = RANK[User]
@@ -30,49 +32,89 @@ def apply(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
 
     The scores may be written to if they are `owned`; otherwise no argument is changed.
     """
+    return dense(shortened(rows, scores, owned=owned))
+
+
+def shortened(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor | Shortlist:
+    """As `apply`, but a shortlist where processors leave few tokens of wide rows."""
     canvas = _Canvas(rows, scores, owned and scores.is_contiguous())
     shared = rows.sequences[0].request.processors
-    for sequence in rows.sequences:
-        if sequence.request.processors is not shared:
-            _apply_mixed(canvas)
-            return canvas.scores
-    canvas.run_all(shared)
-    return canvas.scores
+    if all(sequence.request.processors is shared for sequence in rows.sequences):
+        canvas.run_all(shared)
+    else:
+        _apply_mixed(canvas)
+    return canvas.settled()
 
 
 @dataclass(slots=True)
 class _Canvas:
-    """The scores so far; `owned` says that they may be written to in place."""
+    """The scores so far; `owned` says that they may be written to in place.
+
+    `temperature`: what wide scores are still to be divided by; it waits for a processor that asks
+    it of few of them.
+    """
 
     rows: Rows
-    scores: Tensor
+    scores: Tensor | Shortlist
     owned: bool
+    temperature: TemperatureLogitsWarper | None = None
 
     def run_all(self, processors: Processors) -> None:
         """The processors, one after another, on all rows."""
         for processor in processors:
-            before = self.scores
-            if isinstance(processor, LogitsProcessor) and reads_rows(processor):
-                change = processor.overwrite if self.owned else processor.process
-                self.scores = change(self.rows, before)
-                self.owned |= self.scores is not before
+            if type(processor) not in RANK or not isinstance(processor, LogitsProcessor):
+                self._change(processor)
+            elif isinstance(self.scores, Shortlist):
+                self._take(processor.narrow(self.rows, self.scores), processor)
+            elif isinstance(processor, TemperatureLogitsWarper) and not self.temperature:
+                self.temperature = processor
             else:
-                self.scores = processor(self.rows, before)
-                # A caller may keep what his processor returned.
-                self.owned &= self.scores is before
+                divisor = self.temperature.temperature if self.temperature else 1.0
+                self._take(processor.shorten(self.scores, divisor), processor)
+
+    def _take(self, short: Shortlist | None, processor: LogitsProcessor) -> None:
+        """The processor has left a shortlist, or it has to run on whole rows."""
+        if short is None:
+            self._change(processor)
+        else:
+            self.scores, self.owned, self.temperature = short, True, None
+
+    def settled(self) -> Tensor | Shortlist:
+        """The scores, with nothing that waits."""
+        if self.temperature:
+            waiting, self.temperature = self.temperature, None
+            self._change(waiting)
+        return self.scores
+
+    def _whole(self) -> Tensor:
+        """(R, V) the scores, with nothing that waits."""
+        self.scores = dense(self.settled())
+        return self.scores
+
+    def _change(self, processor: Processor) -> None:
+        """The processor on whole rows."""
+        before = self._whole()
+        if isinstance(processor, LogitsProcessor) and reads_rows(processor):
+            change = processor.overwrite if self.owned else processor.process
+            self.scores = change(self.rows, before)
+            self.owned |= self.scores is not before
+        else:
+            self.scores = processor(self.rows, before)
+            # A caller may keep what his processor returned.
+            self.owned &= self.scores is before
 
     def run(self, processors: Processors, indices: list[int]) -> None:
         """The processors, one after another, on the given rows."""
         if len(indices) == len(self.rows) and indices == sorted(indices):
             self.run_all(processors)
             return
-        chosen = np.array(indices)
-        at = torch.from_numpy(chosen).to(self.scores.device)
-        part = _Canvas(self.rows.select(chosen), self.scores[at], owned=True)
+        scores, chosen = self._whole(), np.array(indices)
+        at = torch.from_numpy(chosen).to(scores.device)
+        part = _Canvas(self.rows.select(chosen), scores[at], owned=True)
         part.run_all(processors)
         if not self.owned:
-            self.scores, self.owned = self.scores.clone(), True
-        self.scores[at] = part.scores
+            self.scores, self.owned = scores.clone(), True
+        self._whole()[at] = dense(part.settled())
 
 
 @dataclass(slots=True)

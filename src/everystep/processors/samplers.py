@@ -6,7 +6,7 @@ Each names its source. All their numbers may be given per row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from everystep.draws import places_of
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.stacking import Counts, Numbers, admit, column, counts
 from everystep.processors.warpers import Filter
-from everystep.types import Rows
+from everystep.types import Rows, Shortlist
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,10 @@ class DynamicTemperature(LogitsProcessor):
         heat = middle - spread + 2 * spread * share ** column(self.exponent, scores)
         return torch.where(number > 1, scores / heat, scores)
 
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """The same tokens."""
+        return replace(short, scores=self.process(rows, short.scores))
+
 
 @dataclass(frozen=True)
 class Xtc(LogitsProcessor):
@@ -100,6 +104,10 @@ class Xtc(LogitsProcessor):
         """(R, V) -> (R, V)."""
         strikes = _numbers(rows).to(scores.device) < column(self.probability, scores)
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
+
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """The same tokens, of which some have no score any more."""
+        return replace(short, scores=self.process(rows, short.scores))
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool: what goes where it strikes."""

@@ -7,8 +7,9 @@ numbers may be given per row.
 from __future__ import annotations
 
 import math
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,9 @@ from everystep.config.kinds import (
     POSITIVE,
     integer,
 )
+from everystep.draws import weights
 from everystep.processors.base import LogitsProcessor
+from everystep.processors.best import Blocks, beyond_mass, is_wide, total_weight
 from everystep.processors.stacking import (
     Counts,
     Numbers,
@@ -29,11 +32,13 @@ from everystep.processors.stacking import (
     greatest,
     larger,
 )
-from everystep.types import Rows
+from everystep.types import Rows, Shortlist
 
-# Beyond this vocabulary a full sort is worth avoiding where few tokens are possible.
-_SMALL = 4096
-_FEW = 1024
+# Among so many of the best tokens most of the mass is looked for first, and found with some room.
+_LIKELY = 128
+_ROUNDING = 1e-9
+# By how much a threshold found in another way may lie too high.
+_ROOM = 1e-3
 _TOP_H_TOKENS = 100
 _AT_LEAST_ONE = integer(1)
 
@@ -53,6 +58,10 @@ class TemperatureLogitsWarper(LogitsProcessor):
         """(R, V) -> (R, V)."""
         return self._divide(scores, torch.empty_like(scores))
 
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """The same tokens."""
+        return replace(short, scores=self.process(rows, short.scores))
+
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> the same, changed."""
         return self._divide(scores, scores)
@@ -65,8 +74,16 @@ class TemperatureLogitsWarper(LogitsProcessor):
         return torch.div(scores, divisor, out=out)
 
 
+def _without(short: Shortlist, removed: Tensor) -> Shortlist:
+    """The list with -inf where `removed`, (R, n) bool, says so."""
+    return replace(short, scores=short.scores.masked_fill(removed, -math.inf))
+
+
 class Filter(LogitsProcessor):
-    """Base of the processors that put `filter_value` where `removed` says so."""
+    """Base of the processors that put `filter_value` where `removed` says so.
+
+    They look at scores and not at ids, so that a shortlist is a row like any other to them.
+    """
 
     filter_value: float
 
@@ -74,13 +91,33 @@ class Filter(LogitsProcessor):
         """(R, V) scores -> (R, V) bool."""
         raise NotImplementedError
 
+    def removed_of_many(self, scores: Tensor) -> Tensor:
+        """As `removed`, in a wide row or a shortlist of one: both must give the same."""
+        return self.removed(scores)
+
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
-        return scores.masked_fill(self.removed(scores), self.filter_value)
+        short = self.shorten(scores)
+        return self.overwrite(rows, scores.clone()) if short is None else short.dense()
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> the same, changed."""
-        return scores.masked_fill_(self.removed(scores), self.filter_value)
+        removed = self.removed_of_many if is_wide(scores) else self.removed
+        return scores.masked_fill_(removed(scores), self.filter_value)
+
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """The same tokens, of which some have no score any more."""
+        if self.filter_value != -math.inf:
+            return None
+        return _without(short, self.removed_of_many(short.scores))
+
+    def _blocks(
+        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+    ) -> Blocks | None:
+        """The scores by blocks, where looking for few of them is possible and allowed."""
+        if self.filter_value != -math.inf or not is_wide(scores):
+            return None
+        return Blocks.of(scores, temperature)
 
 
 @dataclass(frozen=True)
@@ -101,19 +138,21 @@ class TopKLogitsWarper(Filter):
         """(R, V) bool."""
         return scores < _kth_highest(scores, larger(self.top_k, self.min_tokens_to_keep))
 
-
-def _possible_in_order(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores in rising order and their tokens, (R, n) each: all that some row has not excluded."""
-    count = int(torch.count_nonzero(scores > -math.inf, dim=-1).max())
-    if count > _FEW:
-        return torch.sort(scores, descending=False)
-    best, tokens = torch.topk(scores, max(count, 1), dim=-1)
-    return best.flip(-1), tokens.flip(-1)
+    def shorten(
+        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+    ) -> Shortlist | None:
+        """The tokens that it keeps."""
+        blocks = self._blocks(scores, temperature)
+        wanted = larger(self.top_k, self.min_tokens_to_keep)
+        return None if blocks is None else blocks.first(wanted)
 
 
 @dataclass(frozen=True)
 class TopPLogitsWarper(Filter):
-    """Removes the lowest scores while their mass is at most 1 - top_p (Holtzman et al. 2020)."""
+    """Removes the lowest scores while their mass is at most 1 - top_p (Holtzman et al. 2020).
+
+    Which of equal scores go first is torch's choice in a narrow row; in a wide one lower ids do.
+    """
 
     top_p: Numbers
     filter_value: float = -math.inf
@@ -129,16 +168,45 @@ class TopPLogitsWarper(Filter):
         """(R, V) bool."""
         top_p = self.top_p
         spared = tuple(1 - p for p in top_p) if isinstance(top_p, tuple) else 1 - top_p
-        if scores.shape[-1] <= _SMALL:
-            ordered, tokens = torch.sort(scores, descending=False)
-            low = ordered.softmax(dim=-1).cumsum(dim=-1) <= column(spared, scores)
-        else:
-            ordered, tokens = _possible_in_order(scores)
-            # Summed one after another, so that tokens without mass change nothing if left out.
-            mass = (ordered - ordered[:, -1:]).exp_().cumsum(dim=-1)
-            low = mass <= column(spared, scores) * mass[:, -1:]
+        ordered, tokens = torch.sort(scores, descending=False)
+        low = ordered.softmax(dim=-1).cumsum(dim=-1) <= column(spared, scores)
         _spare(low, self.min_tokens_to_keep, best_last=True)
-        return torch.ones_like(scores, dtype=torch.bool).scatter_(1, tokens, low)
+        return low.scatter(1, tokens, low)
+
+    def removed_of_many(self, scores: Tensor) -> Tensor:
+        """(R, V) bool."""
+        keep = np.asarray(self.min_tokens_to_keep)[..., None]
+        return torch.from_numpy(beyond_mass(scores.numpy(), self._share, keep))
+
+    def shorten(
+        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+    ) -> Shortlist | None:
+        """The tokens that it keeps, where they are among the best few of every row."""
+        if temperature != 1.0:
+            scores = scores / column(temperature, scores)
+        blocks = self._blocks(scores)
+        wanted = larger(_LIKELY, self.min_tokens_to_keep)
+        if blocks is None or (short := blocks.first(wanted)) is None:
+            return None
+        listed = short.scores.numpy()
+        whole = total_weight(scores.numpy())
+        if not (total_weight(listed) > self._share * whole * (1 + _ROUNDING)).all():
+            return None
+        return self._cut(short, whole)
+
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """The same tokens, of which some have no score any more."""
+        return None if self.filter_value != -math.inf else self._cut(short, None)
+
+    def _cut(self, short: Shortlist, whole: np.ndarray | None) -> Shortlist:
+        keep = np.asarray(self.min_tokens_to_keep)[..., None]
+        removed = beyond_mass(short.scores.numpy(), self._share, keep, whole)
+        return _without(short, torch.from_numpy(removed))
+
+    @property
+    def _share(self) -> np.ndarray:
+        """top_p, of all rows or (R, 1)."""
+        return np.asarray(self.top_p, dtype=np.float64)[..., None]
 
 
 @dataclass(frozen=True)
@@ -184,12 +252,33 @@ class MinPLogitsWarper(Filter):
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
         p = torch.softmax(scores, dim=-1)
-        low = p < column(self.min_p, scores) * p.amax(dim=-1, keepdim=True)
+        return self._spared(p < column(self.min_p, scores) * p.amax(dim=-1, keepdim=True), p)
+
+    def removed_of_many(self, scores: Tensor) -> Tensor:
+        """(R, V) bool."""
+        p = torch.from_numpy(weights(scores.numpy()))
+        return self._spared(p < column(self.min_p, scores), p)
+
+    def shorten(
+        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+    ) -> Shortlist | None:
+        """The tokens that it keeps, where those are few."""
+        blocks = self._blocks(scores, temperature)
+        if blocks is None or self.min_tokens_to_keep != 1:
+            return None
+        best = blocks.highest.max(axis=1, keepdims=True).astype(np.float64)
+        with np.errstate(divide="ignore"):
+            lowest = best + np.log(np.asarray(self.min_p, dtype=np.float64)[..., None])
+        short = blocks.above(lowest - _ROOM * (1 + abs(best)))
+        return None if short is None else _without(short, self.removed_of_many(short.scores))
+
+    def _spared(self, low: Tensor, p: Tensor) -> Tensor:
+        """(R, V) bool: of what is low the likeliest are kept."""
         if self.min_tokens_to_keep == 1:
             return low  # the best one never is
-        most = min(greatest(self.min_tokens_to_keep), scores.shape[-1])
+        most = min(greatest(self.min_tokens_to_keep), p.shape[-1])
         best = torch.topk(p, most, dim=-1).indices
-        spared = torch.arange(most, device=scores.device) < counts(self.min_tokens_to_keep, scores)
+        spared = torch.arange(most, device=p.device) < counts(self.min_tokens_to_keep, p)
         return low.scatter(-1, best, low.gather(-1, best) & ~spared)
 
 
@@ -271,6 +360,10 @@ class LogitNormalization(LogitsProcessor):
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
         return scores.log_softmax(dim=-1)
+
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """The same tokens."""
+        return replace(short, scores=self.process(rows, short.scores))
 
 
 def _normalised(scores: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -99,6 +99,8 @@ class Strategy(Protocol):
     streams: bool
     """Whether chosen tokens may be shown at once; if not, those that all `rivals` share are."""
     scores: Literal["logits", "log_probs"]
+    shortlists: bool
+    """Whether `pick` also takes a shortlist of the scores."""
     needs: frozenset[str]
     """Abilities asked of the executor, e.g. "truncate", "columns"."""
 
@@ -115,7 +117,7 @@ class Strategy(Protocol):
         """Per sequence the ids to verify in this step beside the real ones; None: never any."""
         ...
 
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Any) -> tuple[Tensor, ...]:
         """(R, V) scores -> small tensors, all that `select` will get of them."""
         ...
 

@@ -41,6 +41,7 @@ class Beam:
     sampled: bool = False
     streams: ClassVar[bool] = False
     scores: ClassVar[Literal["logits", "log_probs"]] = "log_probs"
+    shortlists: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property

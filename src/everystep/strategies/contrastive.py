@@ -28,6 +28,7 @@ class Contrastive:
     returns: ClassVar[int] = 1
     streams: ClassVar[bool] = True
     scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
+    shortlists: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({"columns"})
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -81,6 +81,10 @@ class Speculative:
         return self.base.returns
 
     @property
+    def shortlists(self) -> bool:
+        return self.base.shortlists
+
+    @property
     def kind(self) -> Hashable:
         return ("speculative", self.base.kind)
 
@@ -97,7 +101,7 @@ class Speculative:
         drafter: Drafter = sequence.request.strategy.drafter
         return drafter.draft(table.data[sequence.line, : sequence.visible], room)
 
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Any) -> tuple[Tensor, ...]:
         return self.base.pick(batch, scores)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:

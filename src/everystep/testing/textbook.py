@@ -158,8 +158,7 @@ def sample(prefix: Prefix, index: int) -> Hypothesis:
     lineage = fork_lineage(0, 0, index) if index else 0
 
     def choose(scores: Tensor, tokens: list[int]) -> int:
-        probabilities = torch.softmax(scores[None], dim=-1)
-        return int(prefix.request.draws.choose(probabilities, prefix.places(tokens, lineage)))
+        return int(prefix.request.draws.choose(scores[None], prefix.places(tokens, lineage)))
 
     return follow(prefix, choose)
 

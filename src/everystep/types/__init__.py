@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.types.shortlist import Shortlist as Shortlist
+from everystep.types.shortlist import dense as dense
 from everystep.types.table import TokenTable as TokenTable
 
 FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.types import Sequence, Shortlist, dense
+from everystep.types import Sequence, Shortlist
+from everystep.types.shortlist import dense
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

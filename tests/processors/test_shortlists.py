@@ -14,7 +14,8 @@ from transformers.generation import logits_process as reference
 import everystep as es
 from everystep.draws import Places, SeededDraws
 from everystep.processors.pipeline import apply, shortened
-from everystep.types import Prompt, Request, Rows, Sequence, Shortlist, TokenTable, dense
+from everystep.types import Prompt, Request, Rows, Sequence, Shortlist, TokenTable
+from everystep.types.shortlist import dense
 
 ROWS = 5
 WIDTHS = (4097, 5000, 8192)

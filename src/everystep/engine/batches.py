@@ -24,8 +24,8 @@ from everystep.types import (
     Shortlist,
     StepOutput,
     TokenTable,
-    dense,
 )
+from everystep.types.shortlist import dense
 
 
 @dataclass(frozen=True, slots=True, eq=False)

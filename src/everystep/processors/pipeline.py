@@ -21,7 +21,8 @@ from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
 from everystep.processors.user import User
 from everystep.processors.warpers import TemperatureLogitsWarper
-from everystep.types import Rows, Shortlist, dense
+from everystep.types import Rows, Shortlist
+from everystep.types.shortlist import dense
 
 Processors = tuple[Processor, ...]
 _USER = RANK[User]

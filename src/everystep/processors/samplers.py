@@ -15,8 +15,8 @@ from torch import Tensor
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE, integer
 from everystep.draws import places_of
 from everystep.processors.base import LogitsProcessor
+from everystep.processors.filter import Filter
 from everystep.processors.stacking import Counts, Numbers, admit, column, counts
-from everystep.processors.warpers import Filter
 from everystep.types import Rows, Shortlist
 
 

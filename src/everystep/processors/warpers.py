@@ -22,7 +22,8 @@ from everystep.config.kinds import (
 )
 from everystep.draws import weights
 from everystep.processors.base import LogitsProcessor
-from everystep.processors.best import Blocks, beyond_mass, is_wide, total_weight
+from everystep.processors.best import beyond_mass, total_weight
+from everystep.processors.filter import Filter, without
 from everystep.processors.stacking import (
     Counts,
     Numbers,
@@ -72,52 +73,6 @@ class TemperatureLogitsWarper(LogitsProcessor):
             # There torch divides by a number by multiplying with its reciprocal.
             return torch.mul(scores, divisor.reciprocal(), out=out)
         return torch.div(scores, divisor, out=out)
-
-
-def _without(short: Shortlist, removed: Tensor) -> Shortlist:
-    """The list with -inf where `removed`, (R, n) bool, says so."""
-    return replace(short, scores=short.scores.masked_fill(removed, -math.inf))
-
-
-class Filter(LogitsProcessor):
-    """Base of the processors that put `filter_value` where `removed` says so.
-
-    They look at scores and not at ids, so that a shortlist is a row like any other to them.
-    """
-
-    filter_value: float
-
-    def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) scores -> (R, V) bool."""
-        raise NotImplementedError
-
-    def removed_of_many(self, scores: Tensor) -> Tensor:
-        """As `removed`, in a wide row or a shortlist of one: both must give the same."""
-        return self.removed(scores)
-
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
-        short = self.shorten(scores)
-        return self.overwrite(rows, scores.clone()) if short is None else short.dense()
-
-    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
-        removed = self.removed_of_many if is_wide(scores) else self.removed
-        return scores.masked_fill_(removed(scores), self.filter_value)
-
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens, of which some have no score any more."""
-        if self.filter_value != -math.inf:
-            return None
-        return _without(short, self.removed_of_many(short.scores))
-
-    def _blocks(
-        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
-    ) -> Blocks | None:
-        """The scores by blocks, where looking for few of them is possible and allowed."""
-        if self.filter_value != -math.inf or not is_wide(scores):
-            return None
-        return Blocks.of(scores, temperature)
 
 
 @dataclass(frozen=True)
@@ -201,7 +156,7 @@ class TopPLogitsWarper(Filter):
     def _cut(self, short: Shortlist, whole: np.ndarray | None) -> Shortlist:
         keep = np.asarray(self.min_tokens_to_keep)[..., None]
         removed = beyond_mass(short.scores.numpy(), self._share, keep, whole)
-        return _without(short, torch.from_numpy(removed))
+        return without(short, torch.from_numpy(removed))
 
     @property
     def _share(self) -> np.ndarray:
@@ -270,7 +225,7 @@ class MinPLogitsWarper(Filter):
         with np.errstate(divide="ignore"):
             lowest = best + np.log(np.asarray(self.min_p, dtype=np.float64)[..., None])
         short = blocks.above(lowest - _ROOM * (1 + abs(best)))
-        return None if short is None else _without(short, self.removed_of_many(short.scores))
+        return None if short is None else without(short, self.removed_of_many(short.scores))
 
     def _spared(self, low: Tensor, p: Tensor) -> Tensor:
         """(R, V) bool: of what is low the likeliest are kept."""

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from everystep.types.shortlist import Shortlist as Shortlist
-from everystep.types.shortlist import dense as dense
 from everystep.types.table import TokenTable as TokenTable
 
 FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]

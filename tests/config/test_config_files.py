@@ -129,6 +129,28 @@ def test_a_hub_repository_is_asked_for_its_file(
     assert (found.top_k, found.caller_set) == (7, frozenset())
 
 
+def test_overrides_that_no_field_has_are_returned_where_they_are_asked_for(tmp_path: Path) -> None:
+    GenerationConfig(top_k=7, do_sample=True).save_pretrained(tmp_path)
+    given = {"top_p": 0.5, "foo": False, "return_unused_kwargs": True}
+    theirs, _ = Theirs.from_pretrained(tmp_path, **given)
+    config, unused = GenerationConfig.from_pretrained(tmp_path, **given)
+    assert unused == {"foo": False}
+    assert (config.top_k, config.top_p) == (theirs.top_k, theirs.top_p) == (7, 0.5)
+    config, unused = GenerationConfig.from_dict({"top_k": 7}, **given)
+    assert (config.top_k, config.top_p, unused) == (7, 0.5, {"foo": False})
+    with pytest.raises(ValueError, match="foo"):
+        GenerationConfig.from_pretrained(tmp_path, foo=False)
+
+
+@pytest.mark.parametrize("wrong", [{"force_download": True}, {"proxies": {"https": "host:1"}}])
+def test_what_fetching_does_not_do_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    GenerationConfig(top_k=7, do_sample=True).save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match=next(iter(wrong))):
+        GenerationConfig.from_pretrained(tmp_path, **wrong)
+    harmless = dict.fromkeys(wrong, None)
+    assert GenerationConfig.from_pretrained(tmp_path, **harmless).top_k == 7
+
+
 def test_a_hub_repository_that_was_never_fetched_says_so() -> None:
     with pytest.raises(MissingFileError, match="org/model is not in the hub's cache"):
         GenerationConfig.from_pretrained("org/model", local_files_only=True)

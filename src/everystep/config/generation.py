@@ -18,7 +18,14 @@ from warnings import warn
 from everystep.config.fields import CALL_ONLY, FIELDS, META
 from everystep.config.modes import GenerationMode, generation_mode
 from everystep.config.rules import judge, refuse_impossible
-from everystep.errors import FormatError, RequestError, UnknownArgumentError, message, nearest
+from everystep.errors import (
+    FormatError,
+    RequestError,
+    UnknownArgumentError,
+    UnsupportedError,
+    message,
+    nearest,
+)
 from everystep.files.atomic import write_atomic
 from everystep.files.hub import HubAccess
 from everystep.files.sources import read_settings
@@ -191,14 +198,19 @@ class GenerationConfig:
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
         subfolder: str = "",
+        force_download: bool = False,
+        proxies: Mapping[str, str] | None = None,
+        return_unused_kwargs: bool = False,
         **overrides: Any,
-    ) -> GenerationConfig:
+    ) -> Any:
         """The configuration in a folder or hub repository, all of it inherited but the overrides.
 
-        MissingFileError if there is no such file, DownloadError if it could not be fetched,
-        FormatError if it is not a JSON object or a value cannot be. Names that no field has are
-        kept in `extra`.
+        With `return_unused_kwargs` a pair of it and the overrides that no field has, which are an
+        error otherwise. UnsupportedError for `force_download` and `proxies`, MissingFileError if
+        there is no such file, DownloadError if it could not be fetched, FormatError if it is not a
+        JSON object or a value cannot be. Names in the file that no field has are kept in `extra`.
         """
+        _refuse_fetching(force_download, proxies)
         name = str(config_file_name or CONFIG_NAME)
         values, path = read_settings(
             pretrained_model_name,
@@ -207,14 +219,24 @@ class GenerationConfig:
             access=HubAccess(revision, cache_dir, token),
         )
         config = cls.from_checkpoint(values, path)
+        unused = {k: v for k, v in overrides.items() if return_unused_kwargs and k not in FIELDS}
         for field, value in overrides.items():
-            setattr(config, field, value)
-        return config
+            if field not in unused:
+                setattr(config, field, value)
+        return (config, unused) if return_unused_kwargs else config
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], **overrides: Any) -> GenerationConfig:
-        """A configuration with the given values, which count as set by the caller."""
-        return cls(**{**config_dict, **overrides})
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **overrides: Any
+    ) -> Any:
+        """A configuration with the given values, which count as set by the caller.
+
+        With `return_unused_kwargs` a pair of it and the overrides that no field has.
+        """
+        unused = {k: v for k, v in overrides.items() if return_unused_kwargs and k not in FIELDS}
+        used = {k: v for k, v in overrides.items() if k not in unused}
+        config = cls(**{**config_dict, **used})
+        return (config, unused) if return_unused_kwargs else config
 
     @classmethod
     def from_checkpoint(
@@ -257,6 +279,16 @@ class GenerationConfig:
             setattr(config, name, value)
         config.__dict__["inherited"] = config.caller_set
         return config
+
+
+def _refuse_fetching(force_download: bool, proxies: object) -> None:
+    """Raises for what fetching does not do here."""
+    for name, value, do in (
+        ("force_download", force_download, "Delete the file from the hub's cache"),
+        ("proxies", proxies, "Set the environment variable HTTPS_PROXY"),
+    ):
+        if value:
+            raise UnsupportedError(message(f"{name} has no effect here", got=repr(value), do=do))
 
 
 def unknown_name(name: str, says: str) -> UnknownArgumentError:

@@ -253,3 +253,27 @@ def test_contrastive_search_needs_hidden_states_of_the_past() -> None:
     with pytest.raises((RequestError, UnsupportedError), match="hidden states"):
         whole = torch.cat([IDS, IDS], dim=1)
         run(MODELS["llama"][1], whole, past_key_values=_past(), penalty_alpha=0.5, top_k=4)
+
+
+def test_right_padded_prompts_leave_the_cache_of_left_padded_ones() -> None:
+    model = MODELS["windows"][1]
+    right = torch.tensor([[5, 9, 23, 41, 7, 80], [60, 2, 71, 15, 0, 0]])
+    left = run(model, PADDED_IDS, attention_mask=PADDED)
+    other = run(model, right, attention_mask=PADDED.flip(1))
+    assert torch.equal(other.sequences, left.sequences)
+    same(other.past_key_values, left.past_key_values)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_padding_of_a_cache_cannot_be_called_real(apart: bool) -> None:
+    model = MODELS["llama"][1]
+    first = run(model, PADDED_IDS, attention_mask=PADDED)
+    whole = torch.cat([first.sequences, MORE], dim=1)
+    given = whole[:, 10:] if apart else whole
+    with pytest.raises(RequestError, match="padding where the prompt has none in row 1"):
+        run(
+            model,
+            given,
+            attention_mask=torch.ones_like(whole),
+            past_key_values=first.past_key_values,
+        )

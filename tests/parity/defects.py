@@ -66,29 +66,38 @@ def _outside_as_zero(result: Any) -> Any:
 
 
 def _drafted_layers(draw: Draw) -> bool:
-    return draw.shape.mode == "lookup" and wants_layers(draw)
+    return draw.shape.looks_up and wants_layers(draw)
 
 
 def _drafted_stops(draw: Draw) -> bool:
-    return draw.shape.mode == "lookup" and bool(draw.criteria)
+    stops = bool(draw.criteria) or not {"stop_strings", "max_time"}.isdisjoint(draw.settings)
+    return draw.shape.looks_up and stops
 
 
 def _unbounded(draw: Draw) -> bool:
     given = {"max_new_tokens", "max_length"} & set(draw.settings)
-    return draw.embedded and not given
+    return draw.embedded and not draw.shape.encodes and not given
 
 
 def _bounded(draw: Draw) -> Draw:
-    context = CATALOGUE[draw.model].config["max_position_embeddings"]
-    return without(draw, max_new_tokens=min(20, context - draw.shape.width))
+    context = CATALOGUE[draw.model].context or draw.span + 20
+    return without(draw, max_new_tokens=min(20, context - draw.span))
 
 
 def _undrafted(draw: Draw) -> Draw:
     return without(draw, "prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
+def _drafted_again(draw: Draw) -> bool:
+    return draw.shape.looks_up and draw.earlier is not None and not draw.earlier.apart
+
+
 def _chunked_layers(draw: Draw) -> bool:
     return "prefill_chunk_size" in draw.settings and wants_layers(draw)
+
+
+def _chunked_decoder(draw: Draw) -> bool:
+    return draw.shape.encodes and "prefill_chunk_size" in draw.settings
 
 
 def _whole(draw: Draw) -> Draw:
@@ -114,6 +123,14 @@ def _write_copies(draw: Draw) -> Draw:
     return replace(draw, processors=tuple(names))
 
 
+def _guessed(draw: Draw) -> bool:
+    return draw.shape.encodes and draw.ragged and not draw.masked
+
+
+def _mask(draw: Draw) -> Draw:
+    return replace(draw, masked=True)
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Padding with the token 0 after beams", _filled_with_zero, _fill_outside, _outside_as_zero
@@ -124,4 +141,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("Layer outputs of chunked prompts", _chunked_layers, _whole),
     Defect("Negative prompts of several sequences", _guided_alike, _repeat_negative),
     Defect("Raw logits that a processor wrote into", _written, _write_copies),
+    Defect("Padding of an encoder without a mask", _guessed, _mask),
+    Defect("Chunked prompts of a decoder behind an encoder", _chunked_decoder, _whole),
+    Defect("Whole prompts with drafts behind a cache", _drafted_again, _undrafted),
 )

@@ -1,56 +1,40 @@
 """Random settings of `generate`, each a piece of data that its number alone determines.
 
-`OPTIONS` is the table to grow: a field of the configuration, how often it is set, for which draws
-it makes sense, and what it may be. A draw is consistent: no field that its mode would not read.
+A draw is consistent: it has no field that its mode would not read. Which fields there are is known
+to `options`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tests.parity.models import CATALOGUE
+from tests.parity.models import CATALOGUE, Tiny
+from tests.parity.options import MODES, OPTIONS, Mode, Option, Rng, Shape
 from tests.parity.parts import CRITERIA, PROCESSORS
-
-Mode = Literal["greedy", "sample", "beam", "beam_sample", "lookup"]
-MODES: Mapping[Mode, float] = {
-    "greedy": 0.24,
-    "sample": 0.26,
-    "beam": 0.2,
-    "beam_sample": 0.16,
-    "lookup": 0.14,
-}
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is known of a draw before its options are chosen. `width`: of the longest prompt."""
+class Earlier:
+    """A call before the draw's own, which goes on from its cache: it read the first `read` columns
+    of the prompts, was made to generate what follows them, and left `cached` columns in a cache of
+    the named kind. `apart`: the draw's own call is given the columns behind those alone."""
 
-    mode: Mode
-    vocabulary: int
-    batch: int
-    width: int
-    eos: tuple[int, ...]
-    beams: int
-
-    @property
-    def sampled(self) -> bool:
-        """Whether tokens are drawn."""
-        return self.mode in ("sample", "beam_sample")
-
-    @property
-    def beamed(self) -> bool:
-        """Whether there are beams."""
-        return self.beams > 1
+    read: int
+    cached: int
+    kind: Literal["dynamic", "static"]
+    apart: bool
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One call. `padding`: the side that this library gets; the reference always gets the left.
-    `masked`: whether the mask is passed. `as_config`: whether settings are passed as an object.
-    `embedded`: whether the prompts are passed as embeddings and nothing else."""
+    """One call. `padding`: the side that this library gets; the reference gets the left, but for
+    the prompts of an encoder. `masked`: whether the mask is passed. `as_config`: whether settings
+    are passed as an object. `embedded`: whether the prompts are passed as embeddings and nothing
+    else. `unsaid`: whether the prompts are begin tokens, and not passed at all. `begun`: ids that
+    the decoder behind an encoder begins with."""
 
     number: int
     model: str
@@ -65,124 +49,37 @@ class Draw:
     criteria: tuple[str, ...] = ()
     prefix: bool = False
     embedded: bool = False
+    unsaid: bool = False
+    begun: tuple[tuple[int, ...], ...] = ()
+    earlier: Earlier | None = None
 
     @property
     def seed(self) -> int:
         """What torch's generator is set to before either side runs."""
         return self.number
 
+    @property
+    def span(self) -> int:
+        """The length of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    @property
+    def ragged(self) -> bool:
+        """Whether prompts are padded."""
+        return len(set(map(len, self.prompts))) > 1
+
     def used(self) -> set[str]:
         """Everything that is away from its default, by name."""
-        own = {"logits_processor": self.processors, "stopping_criteria": self.criteria}
-        own |= {"prefix_allowed_tokens_fn": self.prefix, "inputs_embeds": self.embedded}
+        own: dict[str, Any] = {
+            "logits_processor": self.processors,
+            "stopping_criteria": self.criteria,
+            "prefix_allowed_tokens_fn": self.prefix,
+            "inputs_embeds": self.embedded,
+            "decoder_input_ids": self.begun,
+            "past_key_values": self.earlier,
+        }
         return {*self.settings, *(name for name, value in own.items() if value)}
 
-
-Rng = random.Random
-
-
-@dataclass(frozen=True)
-class Option:
-    """A field that is set in a share of the draws for which `when` holds."""
-
-    name: str
-    chance: float
-    value: Callable[[Rng, Shape], Any]
-    when: Callable[[Shape], bool] = field(default=lambda shape: True)
-
-
-def _sampled(shape: Shape) -> bool:
-    return shape.sampled
-
-
-def _beamed(shape: Shape) -> bool:
-    return shape.beamed
-
-
-def _ends(shape: Shape) -> bool:
-    return bool(shape.eos)
-
-
-def _single(shape: Shape) -> bool:
-    return shape.mode in ("greedy", "sample")
-
-
-def _token(rng: Rng, shape: Shape) -> int:
-    return rng.randrange(shape.vocabulary)
-
-
-def _tokens(rng: Rng, shape: Shape, most: int = 4) -> list[int]:
-    return rng.sample(range(shape.vocabulary), rng.randint(1, most))
-
-
-def _words(rng: Rng, shape: Shape) -> list[list[int]]:
-    """Distinct runs of one to three ids."""
-    words = {tuple(_tokens(rng, shape, 3)) for _ in range(rng.randint(1, 6))}
-    return [list(word) for word in sorted(words)]
-
-
-def _bias(rng: Rng, shape: Shape) -> Any:
-    values = [(word, rng.uniform(-5, 5)) for word in _words(rng, shape)]
-    if rng.random() < 0.5:
-        return [[word, value] for word, value in values]
-    return {tuple(word): value for word, value in values}
-
-
-def _close_to_one(rng: Rng, shape: Shape) -> float:
-    return rng.choice([0.5, 0.8, 1.1, 1.3, 2.0])
-
-
-def _watermark(rng: Rng, shape: Shape) -> dict[str, Any]:
-    """A green list, and sometimes one that rules nearly everything else out."""
-    return {
-        "greenlist_ratio": rng.choice([0.1, 0.25, 0.5, 0.9]),
-        "bias": rng.choice([0.5, 2.0, 50.0]),
-        "context_width": rng.choice([1, 1, 2]),
-    }
-
-
-def _negative(rng: Rng, shape: Shape) -> list[list[int]]:
-    """One prompt to guide away from per row, all of one length."""
-    length = rng.randint(1, 5)
-    return [[_token(rng, shape) for _ in range(length)] for _ in range(shape.batch)]
-
-
-def _decay(rng: Rng, shape: Shape) -> tuple[int, float]:
-    return rng.randint(0, 6), rng.choice([0.9, 1.05, 1.2, 1.5])
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("temperature", 0.45, lambda r, s: r.choice([0.05, 0.5, 0.8, 1.3, 2.0, 5.0]), _sampled),
-    Option("top_k", 0.4, lambda r, s: r.choice([0, 1, 3, 8, 20, s.vocabulary + 9]), _sampled),
-    Option("top_p", 0.35, lambda r, s: r.choice([0.01, 0.3, 0.7, 0.9, 0.99]), _sampled),
-    Option("min_p", 0.2, lambda r, s: r.choice([0.0, 0.01, 0.1, 0.5]), _sampled),
-    Option("typical_p", 0.2, lambda r, s: r.choice([0.1, 0.5, 0.9]), _sampled),
-    Option("epsilon_cutoff", 0.18, lambda r, s: r.choice([1e-4, 0.01, 0.2]), _sampled),
-    Option("eta_cutoff", 0.18, lambda r, s: r.choice([1e-4, 0.01, 0.2]), _sampled),
-    Option("top_h", 0.18, lambda r, s: r.choice([0.1, 0.4, 0.9, 1.0]), _sampled),
-    Option("repetition_penalty", 0.2, _close_to_one),
-    Option("encoder_repetition_penalty", 0.08, _close_to_one),
-    Option("no_repeat_ngram_size", 0.15, lambda r, s: r.randint(1, 4)),
-    Option("encoder_no_repeat_ngram_size", 0.08, lambda r, s: r.randint(1, 3)),
-    Option("bad_words_ids", 0.15, _words),
-    Option("sequence_bias", 0.15, _bias),
-    Option("suppress_tokens", 0.12, _tokens),
-    Option("begin_suppress_tokens", 0.12, _tokens),
-    Option("forced_bos_token_id", 0.08, _token),
-    Option("forced_eos_token_id", 0.1, lambda r, s: r.choice([_token(r, s), _tokens(r, s, 3)])),
-    Option("exponential_decay_length_penalty", 0.12, _decay, _ends),
-    Option("renormalize_logits", 0.15, lambda r, s: True),
-    Option("remove_invalid_values", 0.12, lambda r, s: True),
-    Option("watermarking_config", 0.08, _watermark),
-    Option("negative_prompt_ids", 0.7, _negative, _single),
-    Option("guidance_scale", 0.3, lambda r, s: r.choice([0.5, 1.5, 3.0]), _single),
-    Option("length_penalty", 0.5, lambda r, s: r.choice([-1.0, 0.0, 0.5, 2.0]), _beamed),
-    Option("early_stopping", 0.5, lambda r, s: r.choice([True, "never"]), _beamed),
-    Option("min_length", 0.1, lambda r, s: s.width + r.randint(-2, 10)),
-    Option("min_new_tokens", 0.12, lambda r, s: r.randint(1, 12)),
-    Option("prefill_chunk_size", 0.15, lambda r, s: r.randint(1, 5)),
-    Option("use_cache", 0.1, lambda r, s: False, lambda s: s.mode != "lookup"),
-)
 
 # What the reference cannot combine with embeddings, or gets wrong (docs/parity.md).
 NEED_IDS = (
@@ -199,39 +96,111 @@ def draw(number: int) -> Draw:
     """The draw of a number, always the same."""
     rng = random.Random(f"parity {number}")
     tiny = CATALOGUE[rng.choice(sorted(CATALOGUE))]
+    shape, lengths = _shape(rng, tiny)
+    pad = _pad(rng, shape)
+    ragged = len(set(lengths)) > 1
+    guessable = pad is not None and pad not in shape.eos
+    masked = rng.random() < 0.6 or (ragged and not guessable)
+    one = Draw(
+        number=number,
+        model=tiny.name,
+        shape=shape,
+        prompts=tuple(_prompt(rng, shape, length, pad) for length in lengths),
+        padding="right" if ragged and rng.random() < 0.3 else "left",
+        fill=_fill(rng, shape, pad, masked),
+        masked=masked,
+        as_config=rng.random() < 0.2,
+        settings=_special(shape, pad, rng),
+        processors=_some(rng, PROCESSORS, 0.15) if not shape.looks_up else (),
+        criteria=_some(rng, CRITERIA, 0.12) if shape.eos else (),
+        prefix=rng.random() < 0.08,
+    )
+    return _with_settings(rng, _decoded(rng, one) if tiny.encodes else _entered(rng, one), tiny)
+
+
+def _shape(rng: Rng, tiny: Tiny) -> tuple[Shape, list[int]]:
+    """A mode and what goes with it, and the lengths of the prompts."""
     mode = rng.choices(list(MODES), list(MODES.values()))[0]
     if tiny.alone and mode == "lookup":
         mode = "greedy"
     lengths = _lengths(rng, mode, tiny.alone)
     eos = _eos(rng, tiny.vocabulary)
     beams = rng.randint(2, 4) if mode.startswith("beam") else 1
-    shape = Shape(mode, tiny.vocabulary, len(lengths), max(lengths), eos, beams)
-    pad = _pad(rng, shape)
-    prompts = tuple(_prompt(rng, shape, length, pad) for length in lengths)
-    ragged = len(set(lengths)) > 1
-    guessable = pad is not None and pad not in eos
-    settings = _special(shape, pad, rng) | _mode(rng, shape) | _reach(rng, shape)
+    vocabulary, width = tiny.vocabulary, max(lengths)
+    return Shape(mode, vocabulary, len(lengths), width, eos, beams, tiny.encodes), lengths
+
+
+def _entered(rng: Rng, one: Draw) -> Draw:
+    """How the prompts of a decoder are passed: mostly as ids, whole and by themselves."""
+    way = rng.choices(["ids", "embedded", "unsaid", "earlier"], [0.66, 0.1, 0.07, 0.17])[0]
+    if way == "embedded" and not one.shape.looks_up:
+        return replace(one, embedded=True, prefix=False)
+    if way == "earlier" and min(map(len, one.prompts)) > 1 and not CATALOGUE[one.model].alone:
+        return _continuing(rng, one)
+    return _unsaid(rng, one) if way == "unsaid" else one
+
+
+def _unsaid(rng: Rng, one: Draw) -> Draw:
+    """A begin token stands for the prompt."""
+    bos = rng.choice([token for token in range(one.shape.vocabulary) if token != one.fill])
+    return replace(
+        one,
+        prompts=((bos,),),
+        padding="left",
+        masked=False,
+        unsaid=True,
+        shape=replace(one.shape, batch=1, width=1),
+        settings={**one.settings, "bos_token_id": bos},
+    )
+
+
+def _continuing(rng: Rng, one: Draw) -> Draw:
+    """An earlier call read something of every prompt, and left the last column uncached."""
+    width = one.shape.width
+    read = rng.randint(width - min(map(len, one.prompts)) + 1, width - 1)
+    cached = rng.randint(read, width - 1)
+    rigid = one.shape.looks_up or one.shape.beamed
+    kind = "dynamic" if rigid else rng.choice(["dynamic", "static"])
+    apart = rng.random() < 0.3
+    shape = replace(one.shape, width=width - cached) if apart else one.shape
+    earlier = Earlier(read, cached, kind, apart)
+    return replace(one, earlier=earlier, shape=shape, padding="left", masked=True)
+
+
+def _decoded(rng: Rng, one: Draw) -> Draw:
+    """What the decoder behind an encoder begins with: a start token, one per row, or more ids."""
+    batch, vocabulary = one.shape.batch, one.shape.vocabulary
+    starts = [rng.randrange(vocabulary) for _ in range(batch)]
+    name = "decoder_start_token_id" if rng.random() < 0.8 else "bos_token_id"
+    if name == "bos_token_id" or rng.random() < 0.7:
+        starts = [starts[0]] * batch
+    said: Any = starts if len(set(starts)) > 1 else starts[0]
+    begun: tuple[tuple[int, ...], ...] = ()
+    if rng.random() < 0.4:
+        length, started = rng.randint(1, 5), rng.random() < 0.5
+        begun = tuple(_started(rng, vocabulary, start, length, started) for start in starts)
+    own = any(row[0] == start for row, start in zip(begun, starts, strict=False))
+    return replace(
+        one,
+        begun=begun,
+        embedded=rng.random() < 0.1,
+        shape=replace(one.shape, width=len(begun[0]) + (not own) if begun else 1),
+        settings={**one.settings, name: said},
+    )
+
+
+def _started(rng: Rng, vocabulary: int, start: int, length: int, started: bool) -> tuple[int, ...]:
+    """Ids that a decoder begins with, its start token among them or not."""
+    first = start if started else rng.choice([t for t in range(vocabulary) if t != start])
+    return (first, *(rng.randrange(vocabulary) for _ in range(length - 1)))
+
+
+def _with_settings(rng: Rng, one: Draw, tiny: Tiny) -> Draw:
+    shape = one.shape
+    settings = {**one.settings, **_mode(rng, shape), **_reach(rng, shape)}
     settings |= {o.name: o.value(rng, shape) for o in OPTIONS if _takes(rng, o, shape)}
     settings |= _outputs(rng)
-    if tiny.alone:
-        settings.pop("guidance_scale", None)  # it would be another row
-    masked = rng.random() < 0.6 or (ragged and not guessable)
-    embedded = mode != "lookup" and rng.random() < 0.1
-    return Draw(
-        number=number,
-        model=tiny.name,
-        shape=shape,
-        prompts=prompts,
-        padding="right" if ragged and rng.random() < 0.3 else "left",
-        fill=_fill(rng, shape, pad, masked),
-        masked=masked,
-        as_config=rng.random() < 0.2,
-        settings=_consistent(settings, shape, embedded),
-        processors=_some(rng, PROCESSORS, 0.15) if mode != "lookup" else (),
-        criteria=_some(rng, CRITERIA, 0.12) if eos else (),
-        prefix=rng.random() < 0.08 and not embedded,
-        embedded=embedded,
-    )
+    return replace(one, settings=_consistent(settings, one, tiny))
 
 
 def _lengths(rng: Rng, mode: Mode, alone: bool) -> list[int]:
@@ -262,7 +231,7 @@ def _prompt(rng: Rng, shape: Shape, length: int, pad: int | None) -> tuple[int, 
 def _fill(rng: Rng, shape: Shape, pad: int | None, masked: bool) -> int:
     """What the prompts are padded with: under a mask, at times anything."""
     if masked and rng.random() < 0.2:
-        return _token(rng, shape)
+        return rng.randrange(shape.vocabulary)
     return pad if pad is not None else shape.eos[0] if shape.eos else 0
 
 
@@ -308,22 +277,36 @@ def _takes(rng: Rng, option: Option, shape: Shape) -> bool:
     return rng.random() < option.chance and option.when(shape)
 
 
-def _consistent(settings: dict[str, Any], shape: Shape, embedded: bool) -> dict[str, Any]:
-    """Without chunks where nothing is cached, and without a minimum beyond the maximum."""
-    if embedded:
-        for name in NEED_IDS:
-            settings.pop(name, None)
-    if "guidance_scale" not in settings:
-        settings.pop("negative_prompt_ids", None)
-    if settings.get("use_cache") is False:
-        settings.pop("prefill_chunk_size", None)
-    longest = settings.get("max_new_tokens", settings.get("max_length", 99) - shape.width)
-    for name, least in (("min_new_tokens", 0), ("min_length", shape.width)):
+def _consistent(settings: dict[str, Any], one: Draw, tiny: Tiny) -> dict[str, Any]:
+    """Without what would be read over, and without a minimum beyond the maximum."""
+    for name in _idle(settings, one, tiny):
+        settings.pop(name, None)
+    width = one.shape.width
+    longest = settings.get("max_new_tokens", settings.get("max_length", 99) - width)
+    for name, least in (("min_new_tokens", 0), ("min_length", width)):
         if name in settings:
-            settings[name] = min(settings[name], longest + least)
-    if settings.get("min_length", 1) < 0:
-        settings["min_length"] = 0
+            settings[name] = max(0, min(settings[name], longest + least))
     return settings
+
+
+def _idle(settings: Mapping[str, Any], one: Draw, tiny: Tiny) -> set[str]:
+    """The fields that something else rules out."""
+    idle: set[str] = set()
+    if one.embedded:
+        idle |= {*(NEED_IDS[:2] if tiny.encodes else NEED_IDS)}
+    if one.earlier is not None:
+        idle |= {"use_cache", "cache_implementation"}
+        idle |= {"repetition_penalty"} if one.earlier.apart else set()
+        idle |= {"num_return_sequences"} if one.earlier.kind == "static" else set()
+    if tiny.alone:
+        idle.add("guidance_scale")  # it would be another row
+    if settings.get("use_cache") is False and "use_cache" not in idle:
+        idle |= {"prefill_chunk_size", "cache_implementation"}
+    if "guidance_scale" in idle or "guidance_scale" not in settings:
+        idle.add("negative_prompt_ids")
+    if "cache_implementation" in idle or settings.get("cache_implementation") != "static":
+        idle.add("max_cache_len")
+    return idle
 
 
 def _some(rng: Rng, known: Mapping[str, Any], chance: float) -> tuple[str, ...]:

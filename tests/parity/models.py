@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from everystep.api.load import from_weights
 from everystep.nn.norm import Norm
@@ -75,6 +76,7 @@ def exact_norms() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaRMSNorm, "forward", theirs)
         patch.setattr(Qwen2RMSNorm, "forward", theirs)
+        patch.setattr(T5LayerNorm, "forward", theirs)
         patch.setattr(Norm, "__call__", own)
         yield
 
@@ -93,6 +95,21 @@ class Tiny:
     def vocabulary(self) -> int:
         """The width of its logits."""
         return int(self.config["vocab_size"])
+
+    @property
+    def encodes(self) -> bool:
+        """Whether an encoder reads the prompts."""
+        return self.config["model_type"] == "t5"
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence it was made for."""
+        return self.config.get("max_position_embeddings")
+
+    @property
+    def table(self) -> str:
+        """The name of the embeddings."""
+        return "shared.weight" if self.encodes else "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +136,21 @@ BASE: Mapping[str, Any] = {
     "pad_token_id": None,
 }
 
+T5: Mapping[str, Any] = {
+    "model_type": "t5",
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "decoder_start_token_id": None,
+}
+
 
 def _llama(name: str, vocabulary: int, alone: bool = False, **changes: Any) -> Tiny:
     config = {**BASE, "model_type": "llama", "vocab_size": vocabulary, **changes}
@@ -129,6 +161,10 @@ def _qwen2(name: str, vocabulary: int, **changes: Any) -> Tiny:
     return Tiny(
         f"qwen2-{name}", {**BASE, "model_type": "qwen2", "vocab_size": vocabulary, **changes}
     )
+
+
+def _t5(name: str, vocabulary: int, **changes: Any) -> Tiny:
+    return Tiny(f"t5-{name}", {**T5, "vocab_size": vocabulary, **changes})
 
 
 _LLAMA3 = {
@@ -178,6 +214,9 @@ CATALOGUE: Mapping[str, Tiny] = {
         _qwen2("grouped", 48),
         _qwen2("tied", 26, tie_word_embeddings=True, num_key_value_heads=1),
         _qwen2("window", 35, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        _t5("plain", 44),
+        _t5("gated", 36, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        _t5("one-layer", 27, num_layers=1, num_heads=2),
     )
 }
 
@@ -187,19 +226,25 @@ def pair(name: str) -> Pair:
     """The model of a name; its weights depend on the name alone."""
     tiny = CATALOGUE[name]
     known = transformers.CONFIG_MAPPING[tiny.config["model_type"]]
-    config = known.from_dict(dict(tiny.config), attn_implementation=EXACT)
+    # The reference's eager attention steps down to float32 in decoders alone.
+    attention = "eager" if tiny.encodes else EXACT
+    config = known.from_dict(dict(tiny.config), attn_implementation=attention)
+    auto = transformers.AutoModelForSeq2SeqLM if tiny.encodes else transformers.AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        reference = auto.from_config(config, dtype=torch.float64)
     reference.generation_config = transformers.GenerationConfig()
     _randomise(reference, tiny)
     return Pair(tiny, reference.eval(), reference.state_dict())
 
 
 def fresh_reference(name: str) -> Any:
-    """The reference's model with what earlier calls left in its rotary tables undone."""
+    """The reference's model with what earlier calls left undone: in its rotary tables, and of the
+    room that their static caches had."""
     model = pair(name).reference
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    vars(model).pop("_previous_max_cache_length", None)
+    if not CATALOGUE[name].encodes:
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model
 
 
@@ -215,10 +260,18 @@ def _randomise(model: Any, tiny: Tiny) -> None:
     """Weights of unit gain, and a head whose logits have the standard deviation `spread`."""
     generator = torch.Generator().manual_seed(sum(map(ord, tiny.name)))
     head = model.get_output_embeddings().weight
+    tied = tiny.encodes and tiny.config.get("tie_word_embeddings", True)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         if weight is head:
             weight.copy_(noise * tiny.spread / math.sqrt(weight.shape[1]))
+        elif name == "decoder.final_layer_norm.weight" and tied:
+            # A tied T5 divides by this root, and small embeddings keep it from repeating tokens.
+            weight.copy_(math.sqrt(weight.shape[0]) * (1 + 0.2 * noise))
+        elif name == "shared.weight":
+            weight.copy_(noise)
+        elif name.endswith("EncDecAttention.o.weight"):
+            weight.copy_(0.1 * noise)  # the encoder must not drown what the decoder said last
         elif name.endswith("norm.weight"):
             weight.copy_(1 + 0.2 * noise)
         elif weight.dim() == 1:

@@ -106,3 +106,8 @@ def allowed_tokens(vocabulary: int) -> Callable[[int, Tensor], list[int]]:
         return [token for token in range(vocabulary) if token % 2 == parity]
 
     return allowed
+
+
+def only(ids: Tensor) -> Callable[[int, Tensor], list[int]]:
+    """The next token of each prompt, (batch, width), and no other."""
+    return lambda batch, seen: [int(ids[batch, len(seen)])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from tests.parity.defects import without
 from tests.parity.draws import Draw, draw
@@ -18,7 +19,11 @@ FRAME = {
     "return_dict_in_generate",
     "eos_token_id",
     "pad_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
 }
+# Settings that may have a value per prompt.
+PER_ROW = {"negative_prompt_ids", "decoder_start_token_id"}
 
 
 def shrink(found: Draw, differs: Callable[[Draw], bool]) -> Draw:
@@ -40,16 +45,26 @@ def _smaller(one: Draw) -> Iterator[Draw]:
         yield from (replace(one, **{part: tuple(n for n in names if n != gone)}) for gone in names)
     if one.prefix:
         yield replace(one, prefix=False)
+    if one.earlier is not None:
+        whole = replace(one.shape, width=one.span)
+        yield replace(one, earlier=None, shape=whole)
     yield from (without(one, name) for name in one.settings if name not in FRAME)
     yield from (_without_prompt(one, row) for row in range(len(one.prompts)) if one.shape.batch > 1)
 
 
 def _without_prompt(one: Draw, row: int) -> Draw:
-    prompts = one.prompts[:row] + one.prompts[row + 1 :]
-    width = max(map(len, prompts))
-    return replace(
-        one, prompts=prompts, shape=replace(one.shape, batch=len(prompts), width=width), masked=True
-    )
+    """Whatever there is per row goes with it; the width of a decoder behind an encoder stays."""
+    gone = {name: _others(value, row) for name, value in one.settings.items() if name in PER_ROW}
+    smaller = replace(without(one, **gone), prompts=_others(one.prompts, row), masked=True)
+    longest = smaller.span - one.span
+    shape = replace(one.shape, batch=one.shape.batch - 1)
+    if not one.shape.encodes:
+        shape = replace(shape, width=shape.width + longest)
+    return replace(smaller, begun=_others(one.begun, row), shape=shape)
+
+
+def _others(rows: Any, row: int) -> Any:
+    return rows if isinstance(rows, int) else rows[:row] + rows[row + 1 :]
 
 
 def main(numbers: list[str]) -> None:

@@ -12,16 +12,18 @@ import torch
 import transformers
 from torch import Tensor
 
-from everystep.config import GenerationConfig
+from everystep import config as own
 from tests.parity.defects import met
-from tests.parity.draws import Draw
+from tests.parity.draws import Draw, Earlier
 from tests.parity.models import CATALOGUE, fresh_reference, pair, subject
-from tests.parity.parts import CRITERIA, PROCESSORS, allowed_tokens
+from tests.parity.parts import CRITERIA, PROCESSORS, allowed_tokens, only
 
 transformers.logging.set_verbosity(logging.CRITICAL)
 
 # Either side's way of saying no; anything else is a defect and is not caught.
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError, IndexError, KeyError)
+# What static caches of earlier calls have room for.
+ROOM = 80
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +52,12 @@ def plain_reference(draw: Draw) -> Outcome:
     """The reference on the left-padded prompts, as it is."""
 
     def call() -> Any:
-        given = arguments(draw, "left", transformers.GenerationConfig)
+        model = fresh_reference(draw.model)
+        # An encoder that is told of its padding takes it on either side.
+        padding = draw.padding if draw.shape.encodes else "left"
+        given = arguments(draw, padding, transformers, model)
         processors = transformers.LogitsProcessorList(given.pop("logits_processor"))
         criteria = transformers.StoppingCriteriaList(given.pop("stopping_criteria"))
-        model = fresh_reference(draw.model)
         return model.generate(logits_processor=processors, stopping_criteria=criteria, **given)
 
     return _run(call, draw.seed)
@@ -63,21 +67,25 @@ def ours(draw: Draw) -> Outcome:
     """This library on the same prompts, padded on the draw's side."""
 
     def call() -> Any:
-        return subject(draw.model).generate(**arguments(draw, draw.padding, GenerationConfig))
+        model = subject(draw.model)
+        return model.generate(**arguments(draw, draw.padding, own, model))
 
     return _run(call, draw.seed)
 
 
-def arguments(draw: Draw, padding: Literal["left", "right"], config: type) -> dict[str, Any]:
-    """The call's keyword arguments; objects of the caller are new ones each time."""
-    ids, mask = rectangle(draw, padding)
+def arguments(
+    draw: Draw, padding: Literal["left", "right"], library: Any, model: Any
+) -> dict[str, Any]:
+    """The call's keyword arguments; objects of the caller are new ones each time. `library`: where
+    the classes of configurations are."""
     settings = dict(draw.settings)
-    given: dict[str, Any] = {"attention_mask": mask} if draw.masked or draw.embedded else {}
-    given |= {"inputs_embeds": embeddings(draw, ids)} if draw.embedded else {"input_ids": ids}
+    given = _prompts(draw, padding, model)
     if (negative := settings.pop("negative_prompt_ids", None)) is not None:
         given["negative_prompt_ids"] = torch.tensor(negative)
         given["negative_prompt_attention_mask"] = torch.ones_like(given["negative_prompt_ids"])
-    given |= {"generation_config": config(**settings)} if draw.as_config else settings
+    given |= (
+        {"generation_config": library.GenerationConfig(**settings)} if draw.as_config else settings
+    )
     given["logits_processor"] = [PROCESSORS[name]() for name in draw.processors]
     given["stopping_criteria"] = [CRITERIA[name]() for name in draw.criteria]
     if draw.prefix:
@@ -85,13 +93,50 @@ def arguments(draw: Draw, padding: Literal["left", "right"], config: type) -> di
     return given
 
 
+def _prompts(draw: Draw, padding: Literal["left", "right"], model: Any) -> dict[str, Any]:
+    """What the model reads, as the draw says that it is passed."""
+    ids, mask = rectangle(draw, padding)
+    given: dict[str, Any] = {"attention_mask": mask} if draw.masked or draw.embedded else {}
+    if draw.begun:
+        given["decoder_input_ids"] = torch.tensor(draw.begun)
+    if draw.unsaid:
+        return given
+    if draw.embedded:
+        return given | {"inputs_embeds": embeddings(draw, ids)}
+    if (earlier := draw.earlier) is None:
+        return given | {"input_ids": ids}
+    given["past_key_values"] = _past(earlier, ids, mask, model, _copies(draw))
+    return given | {"input_ids": ids[:, earlier.cached :] if earlier.apart else ids}
+
+
+def _past(earlier: Earlier, ids: Tensor, mask: Tensor, model: Any, copies: int) -> Any:
+    """The cache of a call that read some columns of the prompts and generated further ones."""
+    static = {"cache_implementation": "static", "max_cache_len": ROOM}
+    result = model.generate(
+        input_ids=ids[:, : earlier.read],
+        attention_mask=mask[:, : earlier.read],
+        prefix_allowed_tokens_fn=only(ids),
+        max_new_tokens=earlier.cached - earlier.read + 1,
+        return_dict_in_generate=True,
+        **(static if earlier.kind == "static" else {}),
+    )
+    cache = result.past_key_values
+    if copies > 1:
+        cache.batch_repeat_interleave(copies)
+    return cache
+
+
+def _copies(draw: Draw) -> int:
+    """How many rows stand for a prompt."""
+    return max(int(draw.settings.get(name, 1)) for name in ("num_beams", "num_return_sequences"))
+
+
 def rectangle(draw: Draw, padding: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
     """Ids and mask of the prompts, (batch, width) each."""
-    width = draw.shape.width
-    ids = torch.full((len(draw.prompts), width), draw.fill)
+    ids = torch.full((len(draw.prompts), draw.span), draw.fill)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(draw.prompts):
-        first = width - len(prompt) if padding == "left" else 0
+        first = draw.span - len(prompt) if padding == "left" else 0
         ids[row, first : first + len(prompt)] = torch.tensor(prompt)
         mask[row, first : first + len(prompt)] = 1
     return ids, mask
@@ -99,7 +144,8 @@ def rectangle(draw: Draw, padding: Literal["left", "right"]) -> tuple[Tensor, Te
 
 def embeddings(draw: Draw, ids: Tensor) -> Tensor:
     """What the model itself would look up for these ids."""
-    table: Tensor = pair(draw.model).weights["model.embed_tokens.weight"]
+    known = pair(draw.model)
+    table: Tensor = known.weights[known.tiny.table]
     return table[ids]
 
 

@@ -16,9 +16,10 @@ import transformers
 
 import everystep as es
 from tests.parity.defects import DEFECTS
-from tests.parity.draws import Draw, Shape
+from tests.parity.draws import Draw, Earlier
 from tests.parity.judge import ROUNDED, UNFILLED, judge
 from tests.parity.models import pair, subject
+from tests.parity.options import Shape
 from tests.parity.sides import ours, plain_reference
 from tests.reading import ROOT
 
@@ -173,6 +174,45 @@ def test_embeddings_can_be_chunked() -> None:
     whole = replace(draw, settings={"max_new_tokens": 6})
     assert isinstance(plain_reference(draw).error, RuntimeError)
     assert torch.equal(ours(draw).result, plain_reference(whole).result)
+
+
+def _encoded(*prompts: tuple[int, ...], **settings: Any) -> Draw:
+    draw = _draw("greedy", *prompts, decoder_start_token_id=3, **settings)
+    return replace(draw, model="t5-plain", shape=replace(draw.shape, width=1, encodes=True))
+
+
+def test_an_encoder_does_not_read_padding() -> None:
+    draw = replace(_encoded((7, 8, 9, 10), (1, 30), pad_token_id=5), fill=5, masked=False)
+    told = plain_reference(replace(draw, masked=True)).result
+    assert torch.equal(ours(draw).result, told)
+    assert not torch.equal(plain_reference(draw).result, told)
+
+
+def test_a_decoder_prompt_in_chunks_sees_the_whole_encoder() -> None:
+    draw = _encoded((7, 8, 9, 10), (1, 30), prefill_chunk_size=2)
+    draw = replace(draw, begun=((3, 4, 5), (3, 6, 7)), shape=replace(draw.shape, width=3))
+    whole = replace(draw, settings={"max_new_tokens": 6, "decoder_start_token_id": 3})
+    assert torch.equal(ours(draw).result, plain_reference(whole).result)
+    assert isinstance(plain_reference(draw).error, RuntimeError)
+
+
+def test_drafts_behind_a_cache_read_nothing_twice() -> None:
+    flags = {"return_dict_in_generate": True, "output_logits": True}
+    draw = _draw("lookup", (19, 14, 19, 14, 19), prompt_lookup_num_tokens=3, **flags)
+    draw = replace(draw, earlier=Earlier(read=2, cached=3, kind="dynamic", apart=False))
+    mine, theirs = ours(draw).result, plain_reference(draw).result
+    plain = plain_reference(replace(draw, settings={"max_new_tokens": 6, **flags})).result
+    torch.testing.assert_close(mine.logits[0], plain.logits[0], rtol=0, atol=1e-8)
+    assert (theirs.logits[0] - plain.logits[0]).abs().max() > 1e-3
+    assert mine.past_key_values.get_seq_length() == 10
+    assert theirs.past_key_values.get_seq_length() == 13
+
+
+def test_attentions_over_a_static_cache_end_with_what_is_cached() -> None:
+    draw = _draw(cache_implementation="static", max_cache_len=30, **LAYERS)
+    assert plain_reference(draw).result.attentions[0][0].shape[3] == 30
+    assert ours(draw).result.attentions[0][0].shape[3] == 4
+    assert judge(draw).problems == ()
 
 
 # --- Beams that never end -------------------------------------------------------------------------

@@ -7,14 +7,17 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.parity.draws import MODES, OPTIONS, Draw, draw
+from tests.parity.draws import draw
 from tests.parity.models import CATALOGUE, pair
+from tests.parity.options import MODES, OPTIONS
 
 DRAWS = [draw(number) for number in range(3000)]
 SOME = ("max_new_tokens", "max_length", "num_return_sequences", "return_dict_in_generate")
 FLAGS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "inputs_embeds")
-SPECIAL = ("eos_token_id", "pad_token_id", "prompt_lookup_num_tokens", "max_matching_ngram_size")
+PASSED = ("past_key_values", "decoder_input_ids")
+SPECIAL = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
+LOOKUP = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
 def test_a_draw_is_determined_by_its_number() -> None:
@@ -22,7 +25,8 @@ def test_a_draw_is_determined_by_its_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(option.name for option in OPTIONS), *SOME, *FLAGS, *OBJECTS, *SPECIAL]
+    "name",
+    [*(option.name for option in OPTIONS), *SOME, *FLAGS, *OBJECTS, *PASSED, *SPECIAL, *LOOKUP],
 )
 def test_every_setting_is_used_in_a_twentieth_of_the_draws(name: str) -> None:
     assert sum(name in one.used() for one in DRAWS) >= 0.05 * len(DRAWS)
@@ -39,12 +43,11 @@ def test_every_model_is_drawn(model: str) -> None:
 
 
 def test_padding_stands_on_either_side_and_under_no_mask() -> None:
-    kinds = Counter((one.padding, one.masked) for one in DRAWS if _ragged(one))
+    kinds = Counter((one.padding, one.masked) for one in DRAWS if one.ragged)
     assert min(kinds[side, masked] for side in ("left", "right") for masked in (True, False)) > 50
 
 
-def _ragged(one: Draw) -> bool:
-    return len(set(map(len, one.prompts))) > 1
+DECODERS = [name for name, tiny in CATALOGUE.items() if not tiny.encodes]
 
 
 @pytest.mark.parametrize("model", CATALOGUE)
@@ -52,12 +55,13 @@ def test_a_model_chooses_different_tokens(model: str) -> None:
     """A model whose choice never varies would agree with any other."""
     vocabulary = CATALOGUE[model].vocabulary
     ids = torch.randint(vocabulary, (8, 8), generator=torch.Generator().manual_seed(1))
+    behind = {"decoder_input_ids": ids.flip(0)} if CATALOGUE[model].encodes else {}
     with torch.no_grad():
-        chosen = pair(model).reference(ids).logits.argmax(-1)
+        chosen = pair(model).reference(ids, **behind).logits.argmax(-1)
     assert len(chosen.unique()) >= vocabulary // 3
 
 
-@pytest.mark.parametrize("model", CATALOGUE)
+@pytest.mark.parametrize("model", DECODERS)
 def test_the_replaced_attention_is_the_references_own(model: str) -> None:
     reference = pair(model).reference
     ids, mask = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.long)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.draws import Draw, Shape
+from tests.parity.draws import Draw
 from tests.parity.judge import judge
+from tests.parity.options import Shape
 from tests.parity.parts import PROCESSORS
 from tests.parity.shrink import shrink
 from tests.parity.sides import Outcome, ours, plain_reference, reference

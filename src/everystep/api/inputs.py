@@ -48,11 +48,20 @@ class Inputs:
         return self.behind + self.prompt_width
 
     def places(self, row: int) -> np.ndarray:
-        """(length,) where the positions of a row's prompt stand in a rectangle of `total_width`."""
-        prompt = self.prompts[row]
-        first = (self.firsts or self.pads)[row]
-        own = self.behind + first + np.arange(prompt.length - prompt.before)
+        """(length,) where the positions of a row's prompt stand in a rectangle of `total_width`
+        that is padded on the left, as results are."""
+        prompt, margin = self.prompts[row], (self.margins or self.pads)[row]
+        own = self.behind + margin + np.arange(prompt.length - prompt.before)
         return np.concatenate([self.seen[row], own]) if self.seen else own
+
+    def passed(self, row: int) -> np.ndarray:
+        """(length,) where the positions of a row's prompt stand in what was passed."""
+        return self.firsts[row] + np.arange(self.prompts[row].length)
+
+    def rectangle(self, row: int) -> np.ndarray:
+        """(width,) a row's ids as they were passed, padding included; empty for embeddings only."""
+        table = self.visible(row, 0)
+        return np.roll(table, self.firsts[row] - self.pads[row])
 
     def visible(self, row: int, fill: int) -> np.ndarray:
         """(width,) a row's ids behind its padding: what was passed there, or `fill`."""

@@ -97,7 +97,25 @@ def continued(inputs: Inputs, cache: Cache | None, width: int) -> Inputs:
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     rows = range(inputs.batch)
     link = _behind if inputs.behind else _known
+    _require_held(inputs, kv[:, 0])
     return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
+
+
+def _require_held(inputs: Inputs, keys: Tensor) -> None:
+    """Raises if a prompt calls a position of (L, B, K, S, D) real where a call left padding."""
+    held = keys.any(dim=-1).any(dim=2).any(dim=0).cpu().numpy()
+    # What no row holds is padding of all, or was dropped by every window.
+    oldest = int(held.any(axis=0).argmax())
+    for row, places in enumerate(held):
+        own = inputs.seen[row] if inputs.seen else np.arange(inputs.margins[row], len(places))
+        lacking = own[(own >= oldest) & ~places[own]]
+        if len(lacking):
+            _refuse(
+                f"has padding where the prompt has none in row {row}",
+                "an attention_mask with padding on the left, as in the sequences of the result",
+                f"position {lacking[0]} called real",
+                "Pass those sequences and a mask of theirs",
+            )
 
 
 def require_possible(call: Call, cache: Cache | None, loop: object) -> None:
@@ -212,7 +230,7 @@ def _one_of_each(kv: Tensor, batch: int, width: int) -> Tensor:
 
 def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
     """The prompt says all positions, the first of them are cached in kv (L, 2, K, S, D)."""
-    prompt, first = inputs.prompts[row], inputs.firsts[row]
+    prompt, first = inputs.prompts[row], inputs.margins[row]
     count = max(0, kv.shape[3] - first)
     if count >= prompt.length:
         _refuse(

@@ -32,18 +32,14 @@ class Source:
     """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done.
 
     `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
-    positions.
+    positions; `ids`: (B,) the rows of that rectangle, empty where ids are not known.
     """
 
     prompts: tuple[Prompt, ...] = ()
     states: tuple[Tensor, ...] = ()
     places: tuple[np.ndarray, ...] = ()
     width: int = 0
-
-    @property
-    def ids(self) -> list[np.ndarray]:
-        """The ids of the prompts, empty where they are not known."""
-        return [prompt.ids for prompt in self.prompts if prompt.ids is not None]
+    ids: tuple[np.ndarray, ...] = ()
 
 
 def read_prompts(model: Host, given: Given, tokens: Tokens) -> tuple[Inputs, Source]:
@@ -200,8 +196,10 @@ def _read_source(model: Host, given: Given, tokens: Tokens) -> tuple[Source, int
         states, places = _read_states(given)
         return Source(states=states, places=places), len(states)
     read = _read_rectangle(model, given, tokens)
-    places = tuple(read.places(row) for row in range(read.batch))
-    return Source(read.prompts, (), places, read.prompt_width), read.batch
+    rows = range(read.batch)
+    places = tuple(map(read.passed, rows))
+    ids = tuple(map(read.rectangle, rows)) if read.width else ()
+    return Source(read.prompts, (), places, read.prompt_width, ids), read.batch
 
 
 def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:

@@ -55,7 +55,7 @@ def output(
         "logits": collector.logit_steps() if effective.output_logits else None,
     }
     layers = collector.layer_steps(pads) if effective.output_hidden_states else None
-    attentions = collector.attention_steps(pads) if effective.output_attentions else None
+    attentions = _attentions(call, collector) if effective.output_attentions else None
     if isinstance(call.strategy, Beam):
         fields["beam_indices"] = beam_indices(finished).to(device)
         scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
@@ -81,6 +81,12 @@ def output(
     fields["cross_attentions"] = across
     kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
     return kind(**fields)
+
+
+def _attentions(call: Call, collector: Collector) -> tuple[tuple[Tensor, ...], ...]:
+    inputs = call.inputs
+    empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
+    return collector.attention_steps(np.repeat(empty, call.strategy.width), inputs.behind)
 
 
 def beam_indices(finished: list[Finished]) -> Tensor:

@@ -71,12 +71,18 @@ class Collector:
         """Per step, per layer: (slots, T, E); whole rows are padded on the left by `pads`."""
         return self._capture_steps(lambda capture: capture.layers, _pad_layers, pads)
 
-    def attention_steps(self, pads: np.ndarray) -> tuple[tuple[Tensor, ...], ...]:
-        """Per step, per layer: (slots, H, T, S), empty key positions on the left as in `pads`.
+    def attention_steps(self, pads: np.ndarray, behind: int = 0) -> tuple[tuple[Tensor, ...], ...]:
+        """Per step, per layer: (slots, H, T, S), empty key positions on the left as in `pads`, of
+        which the first `behind` positions were never fed.
 
         Once the prompt is fed, layers that look at a window give the keys of that window alone.
         """
-        steps = self._capture_steps(lambda capture: capture.attentions, _pad_attentions, pads)
+
+        def place(attention: Tensor, pad: int, whole: bool) -> Tensor:
+            queries = pad - behind if whole else 0
+            return torch.nn.functional.pad(attention, (pad, 0, queries, 0))
+
+        steps = self._capture_steps(lambda capture: capture.attentions, place, pads)
         return tuple(tuple(map(_in_window, layers, self._windows(layers))) for layers in steps)
 
     def cross_steps(self, starts: np.ndarray, width: int) -> tuple[tuple[Tensor, ...], ...]:
@@ -124,10 +130,6 @@ def _steps(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
 
 def _pad_layers(layer: Tensor, pad: int, whole: bool) -> Tensor:
     return torch.nn.functional.pad(layer, (0, 0, pad if whole else 0, 0))
-
-
-def _pad_attentions(attention: Tensor, pad: int, whole: bool) -> Tensor:
-    return torch.nn.functional.pad(attention, (pad, 0, pad if whole else 0, 0))
 
 
 def _in_window(attention: Tensor, window: int | None) -> Tensor:

@@ -16,14 +16,17 @@ from typing import Any
 
 import tokenizers
 
-from everystep.config import GenerationConfig
+from everystep import config
 from everystep.text import Settings, Tokenizer
-from tests.parity.draws import Draw, Option, Rng, Shape, draw
-from tests.parity.models import CATALOGUE
+from tests.parity.draws import Draw, draw
+from tests.parity.models import CATALOGUE, subject
+from tests.parity.options import Option, Rng, Shape
 from tests.parity.sides import arguments
 
 # Rotary frequencies that follow the length are outside the laws (docs/laws.md).
 MODELS = tuple(sorted(tiny.name for tiny in CATALOGUE.values() if not tiny.alone))
+# What reads a clock, and caches of the call's own, which a schedule does not know.
+APART = {"max_time", "cache_implementation", "max_cache_len"}
 # These look at other rows, or count calls.
 ACROSS_ROWS = {"DependsOnRow", "Remembers", "StopsOnBest"}
 LETTERS = "abc"
@@ -59,18 +62,20 @@ class Call:
 
     def arguments(self) -> dict[str, Any]:
         """The keywords of the call; objects of the caller are new ones each time."""
-        return {**arguments(self.draw, self.draw.padding, GenerationConfig), **self.own}
+        model = subject(self.draw.model)
+        return {**arguments(self.draw, self.draw.padding, config, model), **self.own}
 
 
 def calls(model: str, first: int, number: int) -> tuple[Call, ...]:
     """`number` calls of one model, from the draws that come after the one of number `first`."""
-    drawn = (one for one in map(draw, count(first)) if one.model == model)
+    drawn = (one for one in map(draw, count(first)) if one.model == model and not one.earlier)
     return tuple(islice(map(_call, drawn), number))
 
 
 def _call(base: Draw) -> Call:
     rng = random.Random(f"calls {base.number}")
-    settings = _combined(rng, base.shape, dict(base.settings))
+    kept = {name: value for name, value in base.settings.items() if name not in APART}
+    settings = _combined(rng, base.shape, kept)
     settings |= {
         option.name: option.value(rng, base.shape)
         for option in MORE

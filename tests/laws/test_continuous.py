@@ -31,7 +31,7 @@ from everystep.testing.mutants import MUTANTS
 from everystep.testing.requests import Dice, random_schedule
 from everystep.types import FinishReason, Request
 from tests.laws.calls import MODELS, Call, calls
-from tests.parity.models import subject
+from tests.parity.models import CATALOGUE, subject
 
 # What many prompts cannot be asked for, or only in a rectangle.
 ALONE = ("negative_prompt_ids", "min_length")
@@ -281,7 +281,10 @@ def of_texts(call: Call) -> dict[str, Any]:
     return {n: v for n, v in settings.items() if n not in PER_ROW or not isinstance(v, list)}
 
 
-@pytest.mark.parametrize("model", MODELS)
+DECODERS = [name for name in MODELS if not CATALOGUE[name].encodes]
+
+
+@pytest.mark.parametrize("model", DECODERS)
 def test_many_prompts_equal_calls(model: str) -> None:
     for call in calls(model, 50_000, 8):
         prompts, settings = [list(ids) for ids in call.draw.prompts], of_texts(call)

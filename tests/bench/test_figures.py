@@ -1,0 +1,71 @@
+"""What the benchmarks make of measured seconds: ratios, the memory's limit, cliffs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.reading import ROOT
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its scripts find their parts as they do when they are run."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    yield
+
+
+@pytest.fixture
+def tables(bench: None) -> ModuleType:
+    return import_module("parts.tables")
+
+
+@pytest.fixture
+def lengths(bench: None) -> ModuleType:
+    return import_module("lengths")
+
+
+def row(engine: str, speed: float, *, like: bool = True) -> dict[str, Any]:
+    case = {"batch": 1, "prompt": "32", "tokens": 64, "first_s": 0.5, "peak_mib": 100.0}
+    return {"engine": engine, "tokens_per_s": speed, "like": like, **case}
+
+
+def result(*rows: dict[str, Any]) -> dict[str, Any]:
+    about = {"everystep": {"weight_bytes": 36, "position_bytes": 1}}
+    return {"rows": list(rows), "busy": [], "about": about, "bytes_per_s": 20_000.0}
+
+
+def test_a_peer_of_another_precision_is_shown_and_not_counted(tables: ModuleType) -> None:
+    found = result(
+        row("everystep", 100), row("llama.cpp", 80), row("openvino-genai", 900, like=False)
+    )
+    line = tables.speed_table({"F32": found}).splitlines()[-1]
+    assert "| 100 | 80 | 900 |" in line
+    assert "| 1.25 | 50% |" in line  # 20,000 bytes a second over 36 + 32 + 64 / 2 bytes a token
+
+
+def test_the_first_token_becomes_a_rate_where_the_prompt_is_long(tables: ModuleType) -> None:
+    long = {**row("everystep", 90), "prompt": "512"}
+    lines = tables.start_table({"F32": result(row("everystep", 100), long)}).splitlines()
+    assert lines[-1] == "| F32 | everystep | 500 ms | 1024 tokens/s | 100 MiB |"
+
+
+def test_what_a_busy_neighbour_leaves(tables: ModuleType) -> None:
+    found = {**result(row("everystep", 100)), "busy": [row("everystep", 60)]}
+    assert tables.busy_table({"F32": found}).splitlines()[-1].endswith("| 100 | 60 | 60% |")
+
+
+def test_a_cliff_is_a_rise_over_the_model_and_not_over_the_neighbour(lengths: ModuleType) -> None:
+    point = lengths.Point
+    points = [
+        point("prompt", 8, 8, seconds=1.0, bytes=1.0, operations=1.0),
+        point("prompt", 64, 64, seconds=8.0, bytes=1.0, operations=64.0),  # at the best rate
+        point("prompt", 128, 128, seconds=32.0, bytes=1.0, operations=128.0),
+    ]
+    rows = lengths.modelled(points, bytes_per_s=1.0)
+    (cliff,) = lengths.cliffs(rows)
+    assert (cliff["at"], cliff["factor"]) == (128, 2.0)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("step.cpp", "crew.cpp")
+SOURCES = ("interface.cpp", "step.cpp", "step_attention.cpp", "crew.cpp")
 
 # Explicit fused operations only: a compiler that fuses where it likes would round one token and
 # many tokens differently.

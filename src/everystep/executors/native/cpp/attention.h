@@ -2,15 +2,19 @@
 //
 // A page holds 16 positions of a row, from a multiple of 16 on. Per layer and key head it has the
 // keys with positions side by side, (dim, 16), so that a lane is a key and no sum crosses lanes, then
-// the values, (16, dim in whole vectors). Keys are added up in the order of their positions,
-// whatever is fed together, so a result depends on the row's own keys and on nothing else.
+// the values, (16, dim in whole vectors). Four pages are a span, from a multiple of 64 on: what a
+// query sees of each span is found by itself, and spans are joined in their order. So spans may be
+// given to different threads, and a result depends on the row's own keys and on nothing else.
 #pragma once
+
+#include <algorithm>
 
 #include "simd.h"
 
 namespace everystep {
 
 constexpr int64_t kPagePositions = simd::kLanes;
+constexpr int64_t kSpanPages = 4, kSpan = kSpanPages * kPagePositions;
 constexpr int kMostQueries = 8;
 
 inline int64_t whole_vectors(int64_t n) { return (n + simd::kLanes - 1) / simd::kLanes * simd::kLanes; }
@@ -43,27 +47,61 @@ inline void write_position(const Keys& to, int64_t position, const float* key, c
 }
 
 // Query i sees the positions [first[i], last[i]]; queries are scaled and `whole_vectors(dim)` apart.
+// `fetch`: the keys and values are in no cache yet.
 struct Queries {
     int count;
-    float* values;
+    const float* values;
     int64_t first[kMostQueries], last[kMostQueries];
     float softcap;
+    bool fetch;
+
+    int64_t first_seen() const { return *std::min_element(first, first + count); }
+    int64_t last_seen() const { return *std::max_element(last, last + count); }
 };
 
-template <int Q>
-inline void page_scores(const float* keys, int64_t dim, const float* queries, int64_t apart,
-                        float* scores, int64_t stride) {
+// What a query has seen: a sum of values with weights e^(score - highest), and the sum of weights.
+// It lies in memory as the values in whole vectors, then the two numbers.
+struct Seen {
+    float* at;
+    int64_t width;
+
+    static int64_t size(int64_t width) { return width + simd::kLanes; }
+    float& highest() const { return at[width]; }
+    float& total() const { return at[width + 1]; }
+};
+
+// Scores of P pages of keys, one after another.
+template <int Q, int P>
+inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, float* scores) {
     using namespace simd;
-    Floats acc[Q];
+    const int64_t dim = keys.shape.dim, apart = whole_vectors(dim);
+    const float* from[P];
+    Floats acc[Q][P];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) {
+        from[p] = keys.keys(page + p);
 #pragma GCC unroll 8
-    for (int i = 0; i < Q; ++i) acc[i] = splat(0.0f);
+        for (int i = 0; i < Q; ++i) acc[i][p] = splat(0.0f);
+    }
     for (int64_t d = 0; d < dim; ++d) {
-        const Floats key = load(keys + d * kPagePositions);
+        Floats key[P];
+#pragma GCC unroll 2
+        for (int p = 0; p < P; ++p) {
+            key[p] = load(from[p] + d * kPagePositions);
+            // Values lie behind the keys.
+            if (queries.fetch) __builtin_prefetch(from[p] + (dim + d) * kPagePositions);
+        }
 #pragma GCC unroll 8
-        for (int i = 0; i < Q; ++i) acc[i] = fma(key, splat(queries[i * apart + d]), acc[i]);
+        for (int i = 0; i < Q; ++i) {
+            const Floats query = splat(queries.values[i * apart + d]);
+#pragma GCC unroll 2
+            for (int p = 0; p < P; ++p) acc[i][p] = fma(key[p], query, acc[i][p]);
+        }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < Q; ++i) store(scores + i * stride, acc[i]);
+    for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 2
+        for (int p = 0; p < P; ++p) store(scores + i * kSpan + p * kPagePositions, acc[i][p]);
 }
 
 inline simd::Floats seen_only(simd::Floats scores, int64_t page, int64_t first, int64_t last) {
@@ -79,35 +117,35 @@ inline simd::Floats seen_only(simd::Floats scores, int64_t page, int64_t first, 
     return where_less(lane, splat(float(low)), never, late);
 }
 
-// Scores become weights that sum to the returned number; those of unseen positions are zeros.
-inline float weigh(float* scores, int64_t first_page, int64_t last_page, const Queries& queries, int i) {
+// Scores become weights; those of unseen positions are zeros.
+inline void weigh(float* scores, int64_t first_page, int64_t pages, const Queries& queries, int i,
+                  Seen seen) {
     using namespace simd;
     Floats highest = splat(-__builtin_inff());
-    for (int64_t page = first_page; page <= last_page; ++page) {
-        float* at = scores + (page - first_page) * kPagePositions;
-        Floats s = load(at);
+    for (int64_t page = 0; page < pages; ++page) {
+        Floats s = load(scores + page * kPagePositions);
         if (queries.softcap != 0)
             s = mul(tanh(div(s, splat(queries.softcap))), splat(queries.softcap));
-        s = seen_only(s, page, queries.first[i], queries.last[i]);
-        store(at, s);
+        s = seen_only(s, first_page + page, queries.first[i], queries.last[i]);
+        store(scores + page * kPagePositions, s);
         highest = max(highest, s);
     }
-    const Floats top = splat(largest(highest));
+    const float most = largest(highest);
+    seen.highest() = most;
+    const Floats top = splat(most == -__builtin_inff() ? 0.0f : most);
     Floats total = splat(0.0f);
-    for (int64_t page = first_page; page <= last_page; ++page) {
-        float* at = scores + (page - first_page) * kPagePositions;
-        const Floats weight = exp(sub(load(at), top));
-        store(at, weight);
+    for (int64_t page = 0; page < pages; ++page) {
+        const Floats weight = exp(sub(load(scores + page * kPagePositions), top));
+        store(scores + page * kPagePositions, weight);
         total = add(total, weight);
     }
-    return sum(total);
+    seen.total() = sum(total);
 }
 
 // Adds up `V` vectors of the values, from `column` on, for Q queries.
 template <int Q, int V>
 inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int64_t column,
-                        const float* weights, int64_t stride, const float* shares, float* out,
-                        int64_t apart) {
+                        const float* weights, Seen seen) {
     using namespace simd;
     const int64_t width = whole_vectors(keys.shape.dim);
     Floats acc[Q][V];
@@ -118,15 +156,14 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
     for (int64_t page = first_page; page <= last / kPagePositions; ++page) {
         const float* values = keys.values(page) + column;
         const float* w = weights + (page - first_page) * kPagePositions;
-        const int64_t left = last - page * kPagePositions + 1;
-        const int64_t count = left < kPagePositions ? left : kPagePositions;
+        const int64_t count = std::min(last - page * kPagePositions + 1, kPagePositions);
         for (int64_t j = 0; j < count; ++j) {
             Floats value[V];
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) value[v] = load(values + j * width + v * kLanes);
 #pragma GCC unroll 8
             for (int i = 0; i < Q; ++i) {
-                const Floats share = splat(w[i * stride + j]);
+                const Floats share = splat(w[i * kSpan + j]);
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) acc[i][v] = fma(value[v], share, acc[i][v]);
             }
@@ -134,46 +171,69 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
     }
     for (int i = 0; i < Q; ++i)
         for (int v = 0; v < V; ++v)
-            store(out + i * apart + column + v * kLanes, mul(acc[i][v], splat(shares[i])));
+            store(seen.at + i * Seen::size(width) + column + v * kLanes, acc[i][v]);
 }
 
-// Replaces the queries by what they see. `scratch`: room for Q rows of whole pages.
+// What Q queries see from page `first` to position `last` of one span; `seen` is that of the first
+// query, the others follow.
 template <int Q>
-inline void attend_tile(const Keys& keys, Queries& queries, float* scratch) {
-    const int64_t width = whole_vectors(keys.shape.dim);
-    int64_t first = queries.first[0], last = queries.last[0];
-    for (int i = 1; i < Q; ++i) {
-        if (queries.first[i] < first) first = queries.first[i];
-        if (queries.last[i] > last) last = queries.last[i];
-    }
-    const int64_t first_page = first / kPagePositions, last_page = last / kPagePositions;
-    const int64_t stride = (last_page - first_page + 1) * kPagePositions;
-    for (int64_t page = first_page; page <= last_page; ++page)
-        page_scores<Q>(keys.keys(page), keys.shape.dim, queries.values, width,
-                       scratch + (page - first_page) * kPagePositions, stride);
-    float shares[Q];
+inline void attend_tile(const Keys& keys, const Queries& queries, int64_t first, int64_t last,
+                        Seen seen) {
+    alignas(64) float scores[Q * kSpan];
+    const int64_t pages = last / kPagePositions - first + 1;
+    // Few queries leave room for two pages at once, whose sums do not wait for each other.
+    constexpr int kPages = Q <= 4 ? 2 : 1;
+    int64_t page = 0;
+    for (; page + kPages <= pages; page += kPages)
+        page_scores<Q, kPages>(keys, first + page, queries, scores + page * kPagePositions);
+    for (; page < pages; ++page)
+        page_scores<Q, 1>(keys, first + page, queries, scores + page * kPagePositions);
+    const int64_t width = seen.width;
     for (int i = 0; i < Q; ++i)
-        shares[i] = 1.0f / weigh(scratch + i * stride, first_page, last_page, queries, i);
+        weigh(scores + i * kSpan, first, pages, queries, i, {seen.at + i * Seen::size(width), width});
     constexpr int kVectors = Q <= 6 ? 4 : 2;
     int64_t column = 0;
     for (; column + kVectors * simd::kLanes <= width; column += kVectors * simd::kLanes)
-        mix_columns<Q, kVectors>(keys, first_page, last, column, scratch, stride, shares,
-                                 queries.values, width);
+        mix_columns<Q, kVectors>(keys, first, last, column, scores, seen);
     for (; column < width; column += simd::kLanes)
-        mix_columns<Q, 1>(keys, first_page, last, column, scratch, stride, shares, queries.values, width);
+        mix_columns<Q, 1>(keys, first, last, column, scores, seen);
 }
 
-inline void attend(const Keys& keys, Queries& queries, float* scratch) {
+inline void attend(const Keys& keys, const Queries& queries, int64_t span, Seen seen) {
+    const int64_t first = std::max(span * kSpanPages, queries.first_seen() / kPagePositions);
+    const int64_t last = std::min(span * kSpan + kSpan - 1, queries.last_seen());
     switch (queries.count) {
-        case 1: return attend_tile<1>(keys, queries, scratch);
-        case 2: return attend_tile<2>(keys, queries, scratch);
-        case 3: return attend_tile<3>(keys, queries, scratch);
-        case 4: return attend_tile<4>(keys, queries, scratch);
-        case 5: return attend_tile<5>(keys, queries, scratch);
-        case 6: return attend_tile<6>(keys, queries, scratch);
-        case 7: return attend_tile<7>(keys, queries, scratch);
-        default: return attend_tile<8>(keys, queries, scratch);
+        case 1: return attend_tile<1>(keys, queries, first, last, seen);
+        case 2: return attend_tile<2>(keys, queries, first, last, seen);
+        case 3: return attend_tile<3>(keys, queries, first, last, seen);
+        case 4: return attend_tile<4>(keys, queries, first, last, seen);
+        case 5: return attend_tile<5>(keys, queries, first, last, seen);
+        case 6: return attend_tile<6>(keys, queries, first, last, seen);
+        case 7: return attend_tile<7>(keys, queries, first, last, seen);
+        default: return attend_tile<8>(keys, queries, first, last, seen);
     }
+}
+
+// `to` has seen what both have seen, `from` later positions than `to`.
+inline void join(Seen to, Seen from) {
+    using namespace simd;
+    // The order of the comparison lets a NaN through.
+    const float top = to.highest() > from.highest() ? to.highest() : from.highest();
+    const Floats kept = exp(splat(to.highest() - top)), added = exp(splat(from.highest() - top));
+    for (int64_t at = 0; at < to.width; at += kLanes)
+        store(to.at + at, fma(load(from.at + at), added, mul(load(to.at + at), kept)));
+    float both[kLanes];
+    store(both, fma(splat(from.total()), added, mul(splat(to.total()), kept)));
+    to.highest() = top;
+    to.total() = both[0];
+}
+
+// Joins what one query has seen of its spans, which lie `apart` from `seen` on, and writes the mean of
+// the values.
+inline void conclude(Seen seen, int64_t spans, int64_t apart, int64_t dim, float* out) {
+    for (int64_t span = 1; span < spans; ++span) join(seen, {seen.at + span * apart, seen.width});
+    const float share = 1.0f / seen.total();
+    for (int64_t d = 0; d < dim; ++d) out[d] = seen.at[d] * share;
 }
 
 }  // namespace everystep

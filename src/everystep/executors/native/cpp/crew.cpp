@@ -76,15 +76,16 @@ void Crew::serve(int index) {
     }
 }
 
-void Crew::meet(Member& member) {
+void Crew::release(Member& member) {
     const uint32_t phase = member.phase++;
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-        arrived_.store(0, std::memory_order_relaxed);
-        // Everybody has left the phase before this one, whose counter is next but two.
-        next_[(phase + 2) % kCounters].value.store(0, std::memory_order_relaxed);
-        finished_phases_.store(phase + 1, std::memory_order_release);
-        return;
-    }
+    arrived_.store(0, std::memory_order_relaxed);
+    // Everybody has left the phase before this one, whose counter is next but two.
+    next_[(phase + 2) % kCounters].value.store(0, std::memory_order_relaxed);
+    finished_phases_.store(phase + 1, std::memory_order_release);
+}
+
+void Crew::wait(Member& member) {
+    const uint32_t phase = member.phase++;
     wait_for([&] { return finished_phases_.load(std::memory_order_acquire) != phase; });
 }
 

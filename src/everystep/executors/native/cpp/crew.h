@@ -38,13 +38,25 @@ class Crew {
     // member returns when all of it is.
     template <class Job>
     void share(Member& member, int64_t items, int64_t chunk, Job work) {
+        share(member, items, chunk, work, [] {});
+    }
+
+    // The same; then the last member to arrive calls `then`, before anybody returns. What is too
+    // little to be shared saves everybody a meeting in this way.
+    template <class Job, class Then>
+    void share(Member& member, int64_t items, int64_t chunk, Job work, Then then) {
         std::atomic<int64_t>& next = next_[member.phase % kCounters].value;
         for (;;) {
             const int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
             if (begin >= items) break;
             work(begin, begin + chunk < items ? begin + chunk : items);
         }
-        meet(member);
+        if (is_last()) {
+            then();
+            release(member);
+        } else {
+            wait(member);
+        }
     }
 
   private:
@@ -53,7 +65,9 @@ class Crew {
         std::atomic<int64_t> value{0};
     };
 
-    void meet(Member& member);
+    bool is_last() { return arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_; }
+    void release(Member& member);
+    void wait(Member& member);
     void serve(int index);
 
     const int size_;

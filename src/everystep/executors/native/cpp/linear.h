@@ -35,13 +35,20 @@ inline void quantise_block(const float* x, int64_t count, int8_t* codes, float* 
     *sum = simd::sum(add(first, second));
 }
 
+inline void quantise_block_of(const Inputs& in, int64_t row, int64_t block) {
+    const int64_t at = row * in.blocks + block, first = block * kBlock;
+    quantise_block(in.values + row * in.columns + first, std::min(in.columns - first, kBlock),
+                   in.codes + at * kBlock, in.scales + at, in.sums + at);
+}
+
 inline void quantise_row(const Inputs& in, int64_t row) {
-    const float* x = in.values + row * in.columns;
-    for (int64_t b = 0; b < in.blocks; ++b) {
-        const int64_t at = row * in.blocks + b;
-        quantise_block(x + b * kBlock, std::min(in.columns - b * kBlock, kBlock),
-                       in.codes + at * kBlock, in.scales + at, in.sums + at);
-    }
+    for (int64_t block = 0; block < in.blocks; ++block) quantise_block_of(in, row, block);
+}
+
+inline bool reads_codes(const Linear& linear) {
+    return std::any_of(linear.parts, linear.parts + linear.count, [](const Matrix& part) {
+        return static_cast<Format>(part.format) != Format::kFloat;
+    });
 }
 
 template <bool kFourBits>
@@ -94,12 +101,13 @@ inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const I
     const int32_t* in_sums = in.sums + row * blocks;
     Floats acc[M];
     for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
-    // What one row waits for is memory: while a panel is read, the next one is fetched.
+    // Few rows wait for memory: while the first of them read a panel, the next one is fetched.
+    const bool ahead = row == 0;
     constexpr int64_t kBlockBytes = (Kind::kFourBits ? 256 : 512) + (Kind::kRowScales ? 0 : 32) +
                                     (Kind::kMins ? 32 : 0);
     const uint8_t* next = panel + (blocks * kBlockBytes + 63) / 64 * 64;
     for (int64_t b = 0; b < blocks; ++b) {
-        if (M <= 2)
+        if (ahead)
             for (int64_t at = 0; at < kBlockBytes; at += 64) __builtin_prefetch(next + b * kBlockBytes + at);
         Ints dots[M];
 #pragma GCC unroll 16
@@ -131,7 +139,9 @@ inline void tile_of_floats(const uint8_t* panel, const Inputs& in, int64_t row, 
     Floats acc[M];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    constexpr int64_t kAhead = 32;
     for (int64_t k = 0; k < in.columns; ++k) {
+        if (row == 0) __builtin_prefetch(w + (k + kAhead) * kPanel);
         const Floats column = load(w + k * kPanel);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) acc[m] = fma(column, splat(x[m * in.columns + k]), acc[m]);

@@ -18,9 +18,26 @@ int64_t chunk_of(int64_t panels, int64_t rows, int members) {
     return std::max<int64_t>(1, (panels + chunks - 1) / chunks);
 }
 
-bool reads_codes(const Linear& linear) {
-    return std::any_of(linear.parts, linear.parts + linear.count, [](const Matrix& part) {
-        return static_cast<Format>(part.format) != Format::kFloat;
+int64_t panels_in(const Linear& linear) {
+    int64_t panels = 0;
+    for (int64_t i = 0; i < linear.count; ++i) panels += panels_of(linear.parts[i].rows);
+    return panels;
+}
+
+// Calls `use(row, column, values, count)` with 16 outputs of every row, bias included.
+template <class Use>
+void multiply_panel(const Linear& linear, int64_t panel, const Inputs& in, int64_t rows, Use use) {
+    int64_t column = panel * kPanel;
+    const Matrix* w = linear.parts;
+    for (; panel >= panels_of(w->rows); ++w) {
+        column += w->rows - panels_of(w->rows) * kPanel;
+        panel -= panels_of(w->rows);
+    }
+    const int count = int(std::min(kPanel, w->rows - panel * kPanel));
+    const simd::Floats bias = linear.bias ? read(linear.bias + column, count) : simd::splat(0.0f);
+    multiply(*w, panel, in, rows, [&](int64_t row, int tile, const simd::Floats* out) {
+        for (int m = 0; m < tile; ++m)
+            use(row + m, column, linear.bias ? simd::add(out[m], bias) : out[m], count);
     });
 }
 
@@ -86,13 +103,8 @@ void Runner::list_wanted(const Work& work) {
     }
 }
 
-int64_t Runner::group_tiles() const {
-    const int64_t group = model_.heads / model_.kv_heads;
-    return (group + kMostQueries - 1) / kMostQueries;
-}
-
 Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
-    Part part{work, begin, std::min(begin + kMostTokens, work.tokens), {}, {}, {}, 0, 0};
+    Part part{work, begin, std::min(begin + kMostTokens, work.tokens), 1, false, {}, {}, {}, 0, 0};
     const int64_t group = model_.heads / model_.kv_heads;
     // Six queries keep all their sums in registers; a larger group is split.
     const int64_t together = std::max<int64_t>(1, 6 / group);
@@ -108,6 +120,10 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
             part.tiles.push_back({work.rows[feed], token - part.begin, std::min(together, to - token),
                                   work.starts[feed] + token - offset});
     }
+    for (const Tile& tile : part.tiles)
+        part.spans = std::max(part.spans, (tile.position + tile.count - 1) / kSpan + 1);
+    part.spread = part.spans > 1 && int64_t(part.tiles.size()) == part.tokens() &&
+                  items(part) < 4 * crew_->size();
     const auto place = [&](int64_t token) {
         return std::lower_bound(wanted_.begin(), wanted_.end(), token) - wanted_.begin();
     };
@@ -117,12 +133,10 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
 }
 
 void Runner::run_part(const Part& part) {
-    int64_t longest = 0;
-    for (const Tile& tile : part.tiles) longest = std::max(longest, tile.position + tile.count);
-    const int64_t room = kMostQueries * (whole_vectors(longest) + whole_vectors(model_.head_dim)) +
-                         model_.head_dim;
+    const int64_t room = part.spans * seen_size() + kMostQueries * whole_vectors(model_.head_dim);
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
+    if (part.spread) spread_.resize(items(part) * part.spans * seen_size());
     crew_->run([&](Member& member) {
         embed(member, part);
         for (int64_t index = 0; index < model_.layers; ++index) run_layer(member, part, index);
@@ -132,178 +146,121 @@ void Runner::run_part(const Part& part) {
 
 void Runner::embed(Member& member, const Part& part) {
     crew_->share(member, part.tokens(), 1, [&](int64_t token, int64_t) {
-        float* to = hidden_.data() + token * model_.width;
-        const int64_t id = part.work.ids[part.begin + token];
-        if (id >= 0) {
-            read_row(model_.embedding, id, to);
-            if (model_.embed_scale != 0)
-                for (int64_t i = 0; i < model_.width; ++i) to[i] *= model_.embed_scale;
-            return;
-        }
-        for (int64_t i = 0; i < part.work.embeds; ++i) {
-            const Embeds& given = part.work.embed[i];
-            const int64_t at = part.begin + token - given.offset;
-            if (at >= 0 && at < given.count)
-                std::copy_n(given.values + at * model_.width, model_.width, to);
-        }
+        embed_token(part, token);
+        before_attention(token, 0);
     });
+}
+
+void Runner::embed_token(const Part& part, int64_t token) {
+    float* to = hidden_.data() + token * model_.width;
+    const int64_t id = part.work.ids[part.begin + token];
+    if (id >= 0) {
+        read_row(model_.embedding, id, to);
+        if (model_.embed_scale != 0)
+            for (int64_t i = 0; i < model_.width; ++i) to[i] *= model_.embed_scale;
+        return;
+    }
+    for (int64_t i = 0; i < part.work.embeds; ++i) {
+        const Embeds& given = part.work.embed[i];
+        const int64_t at = part.begin + token - given.offset;
+        if (at >= 0 && at < given.count)
+            std::copy_n(given.values + at * model_.width, model_.width, to);
+    }
+}
+
+void Runner::norm_row(int64_t row, const Norm& norm, bool coded) {
+    normalise(static_cast<NormKind>(model_.norm_kind), hidden_.data() + row * model_.width,
+              model_.width, model_.eps, norm, normed_.row(row));
+    if (coded) quantise_row(normed_.inputs(), row);
+}
+
+void Runner::before_attention(int64_t row, int64_t index) {
+    if (index == model_.layers) return;
+    const Layer& layer = layers_[index];
+    // Without a norm of its own the MLP reads what attention reads.
+    const bool coded = reads_codes(layer.qkv) || (!layer.mlp.weight && mlp_reads_codes(layer));
+    norm_row(row, layer.attention, coded);
+}
+
+void Runner::before_mlp(int64_t row, int64_t index) {
+    const Layer& layer = layers_[index];
+    if (layer.mlp.weight) norm_row(row, layer.mlp, mlp_reads_codes(layer));
 }
 
 void Runner::run_layer(Member& member, const Part& part, int64_t index) {
-    attention_block(member, part, index);
-    mlp_block(member, part, index);
-}
-
-void Runner::attention_block(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
-    const int64_t rows = part.tokens();
+    const int64_t rows = part.tokens(), panels = panels_in(layer.qkv);
     const int64_t width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
-    // Without a norm of its own the MLP reads what attention reads.
-    const bool coded = reads_codes(layer.qkv) || (!layer.mlp.weight && mlp_reads_codes(layer));
-    norm_and_code(member, rows, layer.attention, normed_, coded);
-    product(member, layer.qkv, normed_.inputs(), rows,
-            [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                write(qkv_.data() + row * width + column, x, count);
-            });
-    crew_->share(member, rows, 1, [&](int64_t token, int64_t) { place(part, index, token); });
-    const int64_t heads = model_.kv_heads * group_tiles();
-    crew_->share(member, int64_t(part.tiles.size()) * heads, 1, [&](int64_t item, int64_t) {
-        const int64_t head = item % heads;
-        attend_one(part, index, part.tiles[item / heads], head / group_tiles(), head % group_tiles(),
-                   scratch_[member.index].data());
-    });
-    code(member, rows, mixed_, layer.out);
-    add_output(member, rows, layer.out, mixed_, layer.attention_post);
+    share_then(
+        member, panels, chunk_of(panels, rows, crew_->size()), rows,
+        [&](int64_t begin, int64_t end) {
+            for (int64_t panel = begin; panel < end; ++panel)
+                multiply_panel(layer.qkv, panel, normed_.inputs(), rows,
+                               [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                                   write(qkv_.data() + row * width + column, x, count);
+                               });
+        },
+        [&](int64_t row) { place(part, index, row); });
+    attend_all(member, part, index);
+    add_output(member, rows, layer.out, mixed_, layer.attention_post,
+               [&](int64_t row) { before_mlp(row, index); });
+    expand(member, part, index);
+    add_output(member, rows, layer.down, inner_, layer.mlp_post,
+               [&](int64_t row) { before_attention(row, index + 1); });
 }
 
-void Runner::mlp_block(Member& member, const Part& part, int64_t index) {
+// The products of the inputs to an MLP's last one. An item is a block of its codes.
+void Runner::expand(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
-    const int64_t rows = part.tokens();
-    if (layer.mlp.weight)
-        norm_and_code(member, rows, layer.mlp, normed_, mlp_reads_codes(layer));
     const Activation kind = static_cast<Activation>(model_.activation);
-    const bool gated = layer.gate.count > 0;
+    const int64_t rows = part.tokens(), blocks = blocks_of(model_.inner);
+    const bool gated = layer.gate.count > 0, coded = reads_codes(layer.down);
     const Inputs& in = normed_.inputs();
-    const Linear& first = gated ? layer.gate : layer.up;
-    product(member, first, in, rows, [&](int64_t row, int64_t column, simd::Floats x, int count) {
+    const auto activated = [&](int64_t row, int64_t column, simd::Floats x, int count) {
         write(inner_.row(row) + column, activate(kind, x), count);
-    });
-    if (gated)
-        product(member, layer.up, in, rows, [&](int64_t row, int64_t column, simd::Floats x, int count) {
-            float* at = inner_.row(row) + column;
-            write(at, simd::mul(read(at, count), x), count);
-        });
-    code(member, rows, inner_, layer.down);
-    add_output(member, rows, layer.down, inner_, layer.mlp_post);
-}
-
-void Runner::norm_and_code(Member& member, int64_t rows, const Norm& norm, InputBuffer& to,
-                           bool coded) {
-    crew_->share(member, rows, 1, [&](int64_t row, int64_t) {
-        normalise(static_cast<NormKind>(model_.norm_kind), hidden_.data() + row * model_.width,
-                  model_.width, model_.eps, norm, to.row(row));
-        if (coded) quantise_row(to.inputs(), row);
-    });
-}
-
-void Runner::code(Member& member, int64_t rows, InputBuffer& of, const Linear& linear) {
-    if (!reads_codes(linear)) return;
-    crew_->share(member, rows, 1, [&](int64_t row, int64_t) { quantise_row(of.inputs(), row); });
-}
-
-void Runner::add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
-                        const Norm& post) {
-    float* to = post.weight ? added_.data() : hidden_.data();
-    product(member, linear, in.inputs(), rows,
-            [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                float* at = to + row * model_.width + column;
-                write(at, post.weight ? x : simd::add(read(at, count), x), count);
-            });
-    if (!post.weight) return;
-    crew_->share(member, rows, 1, [&](int64_t row, int64_t) {
-        float* added = added_.data() + row * model_.width;
-        normalise(static_cast<NormKind>(model_.norm_kind), added, model_.width, model_.eps, post, added);
-        add_to(hidden_.data() + row * model_.width, added, model_.width);
-    });
-}
-
-// Calls `use(row, column, values, count)` with every 16 outputs of every row, bias included.
-template <class Use>
-void Runner::product(Member& member, const Linear& linear, const Inputs& in, int64_t rows, Use use) {
-    int64_t panels = 0;
-    for (int64_t i = 0; i < linear.count; ++i) panels += panels_of(linear.parts[i].rows);
-    crew_->share(member, panels, chunk_of(panels, rows, crew_->size()), [&](int64_t begin, int64_t end) {
-        int64_t before = 0, outputs = 0;
-        for (int64_t i = 0; i < linear.count; ++i) {
-            const Matrix& w = linear.parts[i];
-            const int64_t last = std::min(end - before, panels_of(w.rows));
-            for (int64_t panel = std::max<int64_t>(0, begin - before); panel < last; ++panel) {
-                const int64_t column = outputs + panel * kPanel;
-                const int count = int(std::min(kPanel, w.rows - panel * kPanel));
-                const simd::Floats bias =
-                    linear.bias ? read(linear.bias + column, count) : simd::splat(0.0f);
-                multiply(w, panel, in, rows, [&](int64_t row, int tile, const simd::Floats* out) {
-                    for (int m = 0; m < tile; ++m)
-                        use(row + m, column, linear.bias ? simd::add(out[m], bias) : out[m], count);
-                });
-            }
-            before += panels_of(w.rows);
-            outputs += w.rows;
+    };
+    const auto times = [&](int64_t row, int64_t column, simd::Floats x, int count) {
+        float* at = inner_.row(row) + column;
+        write(at, simd::mul(read(at, count), x), count);
+    };
+    const auto one_block = [&](int64_t block) {
+        const int64_t first = 2 * block, end = std::min(first + 2, panels_of(model_.inner));
+        for (int64_t panel = first; panel < end; ++panel) {
+            multiply_panel(gated ? layer.gate : layer.up, panel, in, rows, activated);
+            if (gated) multiply_panel(layer.up, panel, in, rows, times);
         }
+        if (!coded) return;
+        for (int64_t row = 0; row < rows; ++row) quantise_block_of(inner_.inputs(), row, block);
+    };
+    const int64_t chunk = chunk_of(blocks, rows, crew_->size());
+    crew_->share(member, blocks, chunk, [&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; ++block) one_block(block);
     });
 }
 
-// Turns a token's queries and keys, and writes its keys and values into their page.
-void Runner::place(const Part& part, int64_t index, int64_t token) {
-    const Layer& layer = layers_[index];
-    const int64_t dim = model_.head_dim, turning = model_.heads + model_.kv_heads;
-    float* qkv = qkv_.data() + token * (turning + model_.kv_heads) * dim;
-    for (int64_t head = 0; head < turning; ++head) {
-        float* at = qkv + head * dim;
-        const Norm& norm = head < model_.heads ? layer.q : layer.k;
-        if (norm.weight)
-            normalise(static_cast<NormKind>(model_.norm_kind), at, dim, model_.eps, norm, at);
-        if (layer.rope < 0) continue;
-        const Rope& rope = part.work.rope[layer.rope];
-        const int64_t row =
-            rope.row ? rope.row[part.begin + token] : part.position_of[token];
-        float swapped[1024];
-        rotate(at, rope.dim, rope.cos + row * rope.dim, rope.sin + row * rope.dim, swapped);
-    }
-    const int32_t* numbers = part.work.pages + part.row_of[token] * part.work.stride;
-    for (int64_t head = 0; head < model_.kv_heads; ++head) {
-        const int64_t offset = index * shape_.layer() + head * shape_.head();
-        write_position({pages_.data(), numbers, offset, shape_}, part.position_of[token],
-                       qkv + (model_.heads + head) * dim, qkv + (turning + head) * dim);
-    }
-}
-
-void Runner::attend_one(const Part& part, int64_t index, const Tile& tile, int64_t head,
-                        int64_t group_tile, float* scratch) {
-    const int64_t dim = model_.head_dim, apart = whole_vectors(dim);
-    const int64_t group = model_.heads / model_.kv_heads;
-    const int64_t first = group_tile * kMostQueries;
-    const int64_t heads = std::min<int64_t>(kMostQueries, group - first);
-    const int64_t stride = (model_.heads + 2 * model_.kv_heads) * dim;
-    Queries queries;
-    queries.count = int(tile.count * heads);
-    queries.values = scratch;
-    queries.softcap = model_.softcap;
-    const int64_t window = layers_[index].window;
-    for (int64_t i = 0; i < queries.count; ++i) {
-        const int64_t token = i / heads, position = tile.position + token;
-        const float* q =
-            qkv_.data() + (tile.token + token) * stride + (head * group + first + i % heads) * dim;
-        for (int64_t d = 0; d < dim; ++d) scratch[i * apart + d] = q[d] * model_.scale;
-        queries.last[i] = position;
-        queries.first[i] = window ? std::max<int64_t>(0, position - window + 1) : 0;
-    }
-    const int32_t* numbers = part.work.pages + tile.row * part.work.stride;
-    const int64_t offset = index * shape_.layer() + head * shape_.head();
-    attend({pages_.data(), numbers, offset, shape_}, queries, scratch + kMostQueries * apart);
-    for (int64_t i = 0; i < queries.count; ++i)
-        std::copy_n(scratch + i * apart, dim,
-                    mixed_.row(tile.token + i / heads) + (head * group + first + i % heads) * dim);
+template <class Then>
+void Runner::add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
+                        const Norm& post, Then each_row) {
+    float* to = post.weight ? added_.data() : hidden_.data();
+    const int64_t panels = panels_in(linear), width = model_.width;
+    share_then(
+        member, panels, chunk_of(panels, rows, crew_->size()), rows,
+        [&](int64_t begin, int64_t end) {
+            for (int64_t panel = begin; panel < end; ++panel)
+                multiply_panel(linear, panel, in.inputs(), rows,
+                               [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                                   float* at = to + row * width + column;
+                                   write(at, post.weight ? x : simd::add(read(at, count), x), count);
+                               });
+        },
+        [&](int64_t row) {
+            if (post.weight) {
+                float* added = added_.data() + row * width;
+                normalise(static_cast<NormKind>(model_.norm_kind), added, width, model_.eps, post, added);
+                add_to(hidden_.data() + row * width, added, width);
+            }
+            each_row(row);
+        });
 }
 
 void Runner::finish(Member& member, const Part& part) {
@@ -324,92 +281,16 @@ void Runner::finish(Member& member, const Part& part) {
         if (coded) quantise_row(last_.inputs(), row);
     });
     const float cap = model_.final_softcap;
-    product(member, model_.head, last_.inputs(), rows, [&](int64_t row, int64_t column, simd::Floats x, int count) {
+    const int64_t panels = panels_in(model_.head);
+    const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
         using namespace simd;
         if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
         write(work.logits + (part.wanted_begin + row) * model_.vocabulary + column, x, count);
+    };
+    crew_->share(member, panels, chunk_of(panels, rows, crew_->size()), [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel)
+            multiply_panel(model_.head, panel, last_.inputs(), rows, use);
     });
 }
 
-template <class Use>
-void Runner::each_cached(const int32_t* numbers, int64_t length, Use use) const {
-    const int64_t dim = shape_.dim, width = whole_vectors(dim), plane = length * dim;
-    for (int64_t layer = 0; layer < model_.layers; ++layer)
-        for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-            const int64_t offset = layer * shape_.layer() + head * shape_.head();
-            const int64_t first = (layer * 2 * shape_.kv_heads + head) * plane;
-            for (int64_t position = 0; position < length; ++position) {
-                float* page = pages_.data()[numbers[position / kPagePositions]] + offset;
-                const int64_t lane = position % kPagePositions;
-                for (int64_t d = 0; d < dim; ++d) {
-                    const int64_t place = first + position * dim + d;
-                    use(place, page + d * kPagePositions + lane);
-                    use(place + shape_.kv_heads * plane, page + shape_.keys() + lane * width + d);
-                }
-            }
-        }
-}
-
 }  // namespace everystep
-
-using namespace everystep;
-
-extern "C" {
-
-int32_t es_interface() { return 3; }
-
-// Sizes of the structures, so that their mirror in Python can be checked.
-void es_sizes(int64_t* out) {
-    out[0] = sizeof(Matrix);
-    out[1] = sizeof(Linear);
-    out[2] = sizeof(Layer);
-    out[3] = sizeof(Model);
-    out[4] = sizeof(Rope);
-    out[5] = sizeof(Embeds);
-    out[6] = sizeof(Work);
-}
-
-void* es_open(const Model* model) {
-    try {
-        return new Runner(*model);
-    } catch (const std::bad_alloc&) {
-        return nullptr;
-    }
-}
-
-void es_close(void* runner) { delete static_cast<Runner*>(runner); }
-
-// 0, or 1 without the memory for it.
-int32_t es_reserve(void* runner, int64_t pages) {
-    try {
-        static_cast<Runner*>(runner)->pages().reserve(pages);
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-}
-
-// What a row with the given pages holds, as (layers, 2, kv_heads, length, head_dim).
-void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
-    static_cast<Runner*>(runner)->each_cached(
-        pages, length, [&](int64_t place, const float* held) { out[place] = *held; });
-}
-
-// The opposite: fills the pages of a row.
-void es_import(void* runner, const int32_t* pages, int64_t length, const float* values) {
-    static_cast<Runner*>(runner)->each_cached(
-        pages, length, [&](int64_t place, float* held) { *held = values[place]; });
-}
-
-// 0, 1 without the memory for it, or 2 where an id is beyond the vocabulary.
-int32_t es_run(void* runner, const Work* work, int32_t threads) {
-    try {
-        static_cast<Runner*>(runner)->run(*work, threads);
-        return 0;
-    } catch (const std::out_of_range&) {
-        return 2;
-    } catch (const std::exception&) {
-        return 1;
-    }
-}
-}

@@ -62,17 +62,24 @@ class Runner {
     void each_cached(const int32_t* numbers, int64_t length, Use use) const;
 
   private:
-    static constexpr int64_t kMostTokens = 256;
+    static constexpr int64_t kMostTokens = 256, kFewRows = 2;
 
-    // A part of a work that fits into the buffers: tokens [begin, end).
+    // A part of a work that fits into the buffers: tokens [begin, end). `spread`: there are so few
+    // queries that their `spans` are shared among members.
     struct Part {
         const Work& work;
-        int64_t begin, end;
+        int64_t begin, end, spans;
+        bool spread;
         std::vector<Tile> tiles;
         std::vector<int64_t> row_of;       // per token
         std::vector<int64_t> position_of;  // per token
         int64_t wanted_begin, wanted_end;
         int64_t tokens() const { return end - begin; }
+    };
+    // `heads` query heads from `first` on, which read one key head.
+    struct Item {
+        const Tile& tile;
+        int64_t head, first, heads;
     };
     using Member = Crew::Member;
 
@@ -80,20 +87,30 @@ class Runner {
     Part make_part(const Work& work, int64_t begin) const;
     void run_part(const Part& part);
     void embed(Member& member, const Part& part);
+    void embed_token(const Part& part, int64_t token);
     void run_layer(Member& member, const Part& part, int64_t index);
-    void attention_block(Member& member, const Part& part, int64_t index);
-    void mlp_block(Member& member, const Part& part, int64_t index);
     void finish(Member& member, const Part& part);
     void place(const Part& part, int64_t layer, int64_t token);
-    void attend_one(const Part& part, int64_t layer, const Tile& tile, int64_t head, int64_t group,
-                    float* scratch);
-    void norm_and_code(Member& member, int64_t rows, const Norm& norm, InputBuffer& to, bool coded);
-    void code(Member& member, int64_t rows, InputBuffer& of, const Linear& linear);
+    void attend_all(Member& member, const Part& part, int64_t layer);
+    Item item_of(const Part& part, int64_t number) const;
+    Queries queries_of(const Item& item, int64_t layer, float* scaled) const;
+    Keys keys_of(const Part& part, int64_t row, int64_t layer, int64_t head) const;
+    void attend_spans(const Part& part, int64_t layer, const Item& item, int64_t from, int64_t to,
+                      float* seen, float* scaled) const;
+    void conclude_item(int64_t layer, const Item& item, float* seen);
+    void expand(Member& member, const Part& part, int64_t layer);
+    void norm_row(int64_t row, const Norm& norm, bool coded);
+    void before_attention(int64_t row, int64_t layer);
+    void before_mlp(int64_t row, int64_t layer);
+    template <class Then>
     void add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
-                    const Norm& post);
-    template <class Use>
-    void product(Member& member, const Linear& linear, const Inputs& in, int64_t rows, Use use);
+                    const Norm& post, Then each_row);
+    template <class Work, class Then>
+    void share_then(Member& member, int64_t items, int64_t chunk, int64_t rows, Work work,
+                    Then each_row);
     int64_t group_tiles() const;
+    int64_t items(const Part& part) const;
+    int64_t seen_size() const { return kMostQueries * Seen::size(whole_vectors(model_.head_dim)); }
 
     const Model model_;
     const std::vector<Layer> layers_;
@@ -103,7 +120,42 @@ class Runner {
     std::vector<float> hidden_, qkv_, added_;
     std::vector<int64_t> wanted_;  // places among the tokens of a work, increasing
     InputBuffer normed_, mixed_, inner_, last_;
+    std::vector<float> spread_;
     std::vector<std::vector<float>> scratch_;
 };
+
+// Work that is shared, then what is done to whole rows of its results: by all members, or, where rows
+// are few, by the last that arrives.
+template <class Work, class Then>
+void Runner::share_then(Member& member, int64_t items, int64_t chunk, int64_t rows, Work work,
+                        Then each_row) {
+    if (rows > kFewRows) {
+        crew_->share(member, items, chunk, work);
+        crew_->share(member, rows, 1, [&](int64_t row, int64_t) { each_row(row); });
+        return;
+    }
+    crew_->share(member, items, chunk, work, [&] {
+        for (int64_t row = 0; row < rows; ++row) each_row(row);
+    });
+}
+
+template <class Use>
+void Runner::each_cached(const int32_t* numbers, int64_t length, Use use) const {
+    const int64_t dim = shape_.dim, width = whole_vectors(dim), plane = length * dim;
+    for (int64_t layer = 0; layer < model_.layers; ++layer)
+        for (int64_t head = 0; head < shape_.kv_heads; ++head) {
+            const int64_t offset = layer * shape_.layer() + head * shape_.head();
+            const int64_t first = (layer * 2 * shape_.kv_heads + head) * plane;
+            for (int64_t position = 0; position < length; ++position) {
+                float* page = pages_.data()[numbers[position / kPagePositions]] + offset;
+                const int64_t lane = position % kPagePositions;
+                for (int64_t d = 0; d < dim; ++d) {
+                    const int64_t place = first + position * dim + d;
+                    use(place, page + d * kPagePositions + lane);
+                    use(place + shape_.kv_heads * plane, page + shape_.keys() + lane * width + d);
+                }
+            }
+        }
+}
 
 }  // namespace everystep

@@ -1,0 +1,134 @@
+"""How long is the native call of a step, apart from Python, and how near to the memory's limit?
+
+    scripts/bench native_step [--formats Q8_0,Q4_1,Q4_0] [--cases 1x32,1x512,8x32,32x32]
+
+The default model as shipped (Q4_1), and copies of it in other formats. Each case feeds one token per
+row to rows that hold so many positions; the median over `--steps` steps is that of the compiled
+function alone. The limit is the bytes of weights, keys and values that a step reads, at the speed
+of a sum over 1 GiB. `--prompt` feeds one row so many tokens at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from parts.gguf_copy import write_copy
+from parts.memory import bandwidth
+
+import everystep as es
+from everystep.executors.native import NativeExecutor
+from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from everystep.models import Model, weight_bytes
+from everystep.types import Verb, Work
+
+SHIPPED = "Q4_1"
+NONE = np.zeros(0, np.int64)
+FREED = Work((Verb("free", 0),), NONE, NONE, NONE, NONE, NONE)
+
+
+class Timed:
+    """The library, with a clock around its step."""
+
+    def __init__(self, library: object) -> None:
+        self._library = library
+        self.seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._library, name)
+
+    def es_run(self, *arguments: object) -> int:
+        begin = time.perf_counter()
+        failed: int = self._library.es_run(*arguments)  # type: ignore[attr-defined]
+        self.seconds.append(time.perf_counter() - begin)
+        return failed
+
+
+def feed(rows: int, start: int, count: int) -> Work:
+    """The same number of random tokens for every row; rows begin to exist at position 0."""
+    each = np.ones(rows, np.int64)
+    verbs = () if start else tuple(Verb("allocate", row) for row in range(rows))
+    tokens = np.random.default_rng(start).integers(100, 40000, rows * count)
+    return Work(verbs, np.arange(rows), start * each, count * each, each, tokens)
+
+
+def step_seconds(model: Model, rows: int, held: int, steps: int) -> tuple[float, float]:
+    """Medians of the native call and of all of `run`, in seconds."""
+    executor = NativeExecutor(model)
+    executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
+    executor.run(feed(rows, 0, held))
+    timed.seconds.clear()
+    whole = []
+    for step in range(steps):
+        work = feed(rows, held + step, 1)
+        begin = time.perf_counter()
+        executor.run(work)
+        whole.append(time.perf_counter() - begin)
+    return statistics.median(timed.seconds), statistics.median(whole)
+
+
+def prompt_seconds(model: Model, count: int) -> float:
+    """The native call that reads a prompt."""
+    executor = NativeExecutor(model)
+    executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
+    for _ in range(5):
+        executor.run(feed(1, 0, count))
+        executor.run(FREED)
+    return statistics.median(timed.seconds)
+
+
+def read_bytes(model: Model, rows: int, held: int) -> int:
+    """Weights once, and keys and values of every row in float32."""
+    spec = model.network.spec
+    attention = spec.attention
+    position = 2 * len(spec.layers) * attention.kv_heads * attention.head_dim * 4
+    return sum(weight_bytes(model).values()) + rows * held * position
+
+
+def report(kind: str, path: Path, args: argparse.Namespace, speed: float) -> None:
+    model = es.load_model(path, dtype=torch.float32 if kind == "F32" else None).core
+    for case in filter(None, args.cases.split(",")):
+        rows, held = map(int, case.split("x"))
+        native, whole = step_seconds(model, rows, held, args.steps)
+        limit = read_bytes(model, rows, held + args.steps // 2) / speed
+        print(
+            f"{kind:5} {case:>7}: native {native * 1e3:7.3f} ms, run {whole * 1e3:7.3f} ms, "
+            f"limit {limit * 1e3:6.3f} ms, share {limit / native:.2f}, "
+            f"{rows / native:7.1f} tokens/s",
+            flush=True,
+        )
+    if args.prompt:
+        seconds = prompt_seconds(model, args.prompt)
+        print(
+            f"{kind:5} prompt {args.prompt}: {seconds * 1e3:.1f} ms, {args.prompt / seconds:.0f} "
+            "tokens/s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--formats", default="Q8_0,Q4_1,Q4_0")
+    parser.add_argument("--cases", default="1x32,1x512,8x32,32x32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--folder", help="where copies of the model are kept")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    shipped, speed = resolve_source(DEFAULT_MODEL), bandwidth()
+    print(f"memory: {speed / 1e9:.1f} GB/s")
+    folder = Path(args.folder or tempfile.mkdtemp())
+    for kind in args.formats.split(","):
+        copy = folder / f"{kind}.gguf"
+        if kind != SHIPPED and not copy.exists():
+            write_copy(shipped, copy, kind)
+        report(kind, shipped if kind == SHIPPED else copy, args, speed)
+
+
+if __name__ == "__main__":
+    main()

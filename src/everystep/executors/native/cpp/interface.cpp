@@ -1,0 +1,67 @@
+// What the library is to its users: plain functions on plain data.
+#include <new>
+#include <stdexcept>
+
+#include "step.h"
+
+using namespace everystep;
+
+extern "C" {
+
+int32_t es_interface() { return 3; }
+
+// Sizes of the structures, so that their mirror in Python can be checked.
+void es_sizes(int64_t* out) {
+    out[0] = sizeof(Matrix);
+    out[1] = sizeof(Linear);
+    out[2] = sizeof(Layer);
+    out[3] = sizeof(Model);
+    out[4] = sizeof(Rope);
+    out[5] = sizeof(Embeds);
+    out[6] = sizeof(Work);
+}
+
+void* es_open(const Model* model) {
+    try {
+        return new Runner(*model);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
+void es_close(void* runner) { delete static_cast<Runner*>(runner); }
+
+// 0, or 1 without the memory for it.
+int32_t es_reserve(void* runner, int64_t pages) {
+    try {
+        static_cast<Runner*>(runner)->pages().reserve(pages);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+// What a row with the given pages holds, as (layers, 2, kv_heads, length, head_dim).
+void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
+    static_cast<Runner*>(runner)->each_cached(
+        pages, length, [&](int64_t place, const float* held) { out[place] = *held; });
+}
+
+// The opposite: fills the pages of a row.
+void es_import(void* runner, const int32_t* pages, int64_t length, const float* values) {
+    static_cast<Runner*>(runner)->each_cached(
+        pages, length, [&](int64_t place, float* held) { *held = values[place]; });
+}
+
+// 0, 1 without the memory for it, or 2 where an id is beyond the vocabulary.
+int32_t es_run(void* runner, const Work* work, int32_t threads) {
+    try {
+        static_cast<Runner*>(runner)->run(*work, threads);
+        return 0;
+    } catch (const std::out_of_range&) {
+        return 2;
+    } catch (const std::exception&) {
+        return 1;
+    }
+}
+}

@@ -1,0 +1,132 @@
+// The phase of a step in which queries meet keys: who attends to what, and in which order it is joined.
+#include <algorithm>
+
+#include "rows.h"
+#include "step.h"
+
+namespace everystep {
+
+int64_t Runner::group_tiles() const {
+    const int64_t group = model_.heads / model_.kv_heads;
+    return (group + kMostQueries - 1) / kMostQueries;
+}
+
+int64_t Runner::items(const Part& part) const {
+    return int64_t(part.tiles.size()) * model_.kv_heads * group_tiles();
+}
+
+// Turns a token's queries and keys, and writes its keys and values into their page.
+void Runner::place(const Part& part, int64_t index, int64_t token) {
+    const Layer& layer = layers_[index];
+    const int64_t dim = model_.head_dim, turning = model_.heads + model_.kv_heads;
+    float* qkv = qkv_.data() + token * (turning + model_.kv_heads) * dim;
+    for (int64_t head = 0; head < turning; ++head) {
+        float* at = qkv + head * dim;
+        const Norm& norm = head < model_.heads ? layer.q : layer.k;
+        if (norm.weight)
+            normalise(static_cast<NormKind>(model_.norm_kind), at, dim, model_.eps, norm, at);
+        if (layer.rope < 0) continue;
+        const Rope& rope = part.work.rope[layer.rope];
+        const int64_t row =
+            rope.row ? rope.row[part.begin + token] : part.position_of[token];
+        float swapped[1024];
+        rotate(at, rope.dim, rope.cos + row * rope.dim, rope.sin + row * rope.dim, swapped);
+    }
+    const int32_t* numbers = part.work.pages + part.row_of[token] * part.work.stride;
+    for (int64_t head = 0; head < model_.kv_heads; ++head) {
+        const int64_t offset = index * shape_.layer() + head * shape_.head();
+        write_position({pages_.data(), numbers, offset, shape_}, part.position_of[token],
+                       qkv + (model_.heads + head) * dim, qkv + (turning + head) * dim);
+    }
+}
+
+// An item is a tile and a few query heads of one key head.
+Runner::Item Runner::item_of(const Part& part, int64_t number) const {
+    const int64_t group = model_.heads / model_.kv_heads, tiles = group_tiles();
+    const int64_t head = number / tiles % model_.kv_heads, first = number % tiles * kMostQueries;
+    return {part.tiles[number / (tiles * model_.kv_heads)], head, head * group + first,
+            std::min<int64_t>(kMostQueries, group - first)};
+}
+
+Queries Runner::queries_of(const Item& item, int64_t index, float* scaled) const {
+    const int64_t dim = model_.head_dim, apart = whole_vectors(dim);
+    const int64_t stride = (model_.heads + 2 * model_.kv_heads) * dim;
+    const int64_t window = layers_[index].window;
+    Queries queries;
+    queries.count = int(item.tile.count * item.heads);
+    queries.values = scaled;
+    queries.softcap = model_.softcap;
+    queries.fetch = item.tile.count == 1;
+    for (int64_t i = 0; i < queries.count; ++i) {
+        const int64_t token = i / item.heads, position = item.tile.position + token;
+        const float* q =
+            qkv_.data() + (item.tile.token + token) * stride + (item.first + i % item.heads) * dim;
+        for (int64_t d = 0; d < dim; ++d) scaled[i * apart + d] = q[d] * model_.scale;
+        queries.last[i] = position;
+        queries.first[i] = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    }
+    return queries;
+}
+
+Keys Runner::keys_of(const Part& part, int64_t row, int64_t index, int64_t head) const {
+    const int32_t* numbers = part.work.pages + row * part.work.stride;
+    return {pages_.data(), numbers, index * shape_.layer() + head * shape_.head(), shape_};
+}
+
+// Writes what queries see of the spans [from, to) of their row to `seen`, span after span.
+void Runner::attend_spans(const Part& part, int64_t index, const Item& item, int64_t from, int64_t to,
+                          float* seen, float* scaled) const {
+    const Queries queries = queries_of(item, index, scaled);
+    const Keys keys = keys_of(part, item.tile.row, index, item.head);
+    from = std::max(from, queries.first_seen() / kSpan);
+    to = std::min(to, queries.last_seen() / kSpan + 1);
+    for (int64_t span = from; span < to; ++span)
+        attend(keys, queries, span, {seen + span * seen_size(), whole_vectors(model_.head_dim)});
+}
+
+void Runner::conclude_item(int64_t index, const Item& item, float* seen) {
+    const int64_t dim = model_.head_dim, width = whole_vectors(dim), window = layers_[index].window;
+    for (int64_t i = 0; i < item.tile.count * item.heads; ++i) {
+        const int64_t token = i / item.heads, last = item.tile.position + token;
+        const int64_t first = window ? std::max<int64_t>(0, last - window + 1) / kSpan : 0;
+        conclude({seen + first * seen_size() + i * Seen::size(width), width}, last / kSpan - first + 1,
+                 seen_size(), dim,
+                 mixed_.row(item.tile.token + token) + (item.first + i % item.heads) * dim);
+    }
+}
+
+void Runner::attend_all(Member& member, const Part& part, int64_t index) {
+    const int64_t items = this->items(part), rows = part.tokens();
+    const bool coded = reads_codes(layers_[index].out);
+    const auto code = [&](int64_t row) {
+        if (coded) quantise_row(mixed_.inputs(), row);
+    };
+    float* own = scratch_[member.index].data();
+    float* scaled = own + part.spans * seen_size();
+    if (!part.spread) {
+        const auto whole = [&](int64_t number, int64_t) {
+            const Item item = item_of(part, number);
+            attend_spans(part, index, item, 0, part.spans, own, scaled);
+            conclude_item(index, item, own);
+        };
+        if (coded) return share_then(member, items, 1, rows, whole, code);
+        return crew_->share(member, items, 1, whole);
+    }
+    const auto seen_by = [&](int64_t number) {
+        return spread_.data() + number * part.spans * seen_size();
+    };
+    share_then(
+        member, items * part.spans, 1, rows,
+        [&](int64_t at, int64_t) {
+            const int64_t number = at / part.spans, span = at % part.spans;
+            attend_spans(part, index, item_of(part, number), span, span + 1, seen_by(number), scaled);
+        },
+        // Where spans are spread, every row is a tile.
+        [&](int64_t row) {
+            for (int64_t number = row * items / rows; number < (row + 1) * items / rows; ++number)
+                conclude_item(index, item_of(part, number), seen_by(number));
+            code(row);
+        });
+}
+
+}  // namespace everystep

@@ -162,6 +162,20 @@ def test_no_bit_depends_on_the_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("name", ["plain", "window", "capped scores"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_bit_depends_on_who_attends_to_which_span(name: str, threads: int) -> None:
+    model, tokens = model_of(name), np.random.default_rng(1).integers(0, 40, 205).tolist()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        # Single tokens share the spans of their row among threads; a prompt's queries do not.
+        found = alone(model, tokens, [60, *[1] * 10, 115, *[1] * 20])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, alone(model, tokens, [205]))
+
+
 # --- pages ------------------------------------------------------------------------------------
 
 

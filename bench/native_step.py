@@ -2,8 +2,8 @@
 
     scripts/bench native_step [--formats Q8_0,Q4_1,Q4_0] [--cases 1x32,1x512,8x32,32x32]
 
-The default model as shipped (Q4_1), and copies of it in other formats. Each case feeds one token per
-row to rows that hold so many positions; the median over `--steps` steps is that of the compiled
+The default model in several formats. Each case feeds one token per row to rows that hold so many
+positions; the median over `--steps` steps is that of the compiled
 function alone. The limit is the bytes of weights, keys and values that a step reads, at the speed
 of a sum over 1 GiB. `--prompt` feeds one row so many tokens at once.
 """
@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from parts.gguf_copy import write_copy
-from parts.memory import bandwidth
+from parts.clock import bandwidth
+from parts.models import Models
+from parts.report import options, write
 
 import everystep as es
 from everystep.executors.native import NativeExecutor
-from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import Model, weight_bytes
 from everystep.types import Verb, Work
 
-SHIPPED = "Q4_1"
 NONE = np.zeros(0, np.int64)
 FREED = Work((Verb("free", 0),), NONE, NONE, NONE, NONE, NONE)
 
@@ -72,14 +70,14 @@ def step_seconds(model: Model, rows: int, held: int, steps: int) -> tuple[float,
     return statistics.median(timed.seconds), statistics.median(whole)
 
 
-def prompt_seconds(model: Model, count: int) -> float:
-    """The native call that reads a prompt."""
+def prompt_ms(model: Model, count: int) -> float:
+    """The median of the native calls that read a prompt, in milliseconds."""
     executor = NativeExecutor(model)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     for _ in range(5):
         executor.run(feed(1, 0, count))
         executor.run(FREED)
-    return statistics.median(timed.seconds)
+    return 1e3 * statistics.median(timed.seconds)
 
 
 def read_bytes(model: Model, rows: int, held: int) -> int:
@@ -90,44 +88,37 @@ def read_bytes(model: Model, rows: int, held: int) -> int:
     return sum(weight_bytes(model).values()) + rows * held * position
 
 
-def report(kind: str, path: Path, args: argparse.Namespace, speed: float) -> None:
-    model = es.load_model(path, dtype=torch.float32 if kind == "F32" else None).core
+def measure(kind: str, args: argparse.Namespace, speed: float) -> Iterator[dict[str, object]]:
+    """All cases of one format, times in milliseconds."""
+    dtype = torch.float32 if kind == "F32" else None
+    model = es.load_model(Models.default().gguf(kind), dtype=dtype).core
     for case in filter(None, args.cases.split(",")):
         rows, held = map(int, case.split("x"))
         native, whole = step_seconds(model, rows, held, args.steps)
         limit = read_bytes(model, rows, held + args.steps // 2) / speed
-        print(
-            f"{kind:5} {case:>7}: native {native * 1e3:7.3f} ms, run {whole * 1e3:7.3f} ms, "
-            f"limit {limit * 1e3:6.3f} ms, share {limit / native:.2f}, "
-            f"{rows / native:7.1f} tokens/s",
-            flush=True,
-        )
+        found = {"native": native * 1e3, "run": whole * 1e3, "limit": limit * 1e3}
+        yield {"format": kind, "rows": rows, "held": held, **found, "share": limit / native}
     if args.prompt:
-        seconds = prompt_seconds(model, args.prompt)
-        print(
-            f"{kind:5} prompt {args.prompt}: {seconds * 1e3:.1f} ms, {args.prompt / seconds:.0f} "
-            "tokens/s"
-        )
+        yield {"format": kind, "prompt": args.prompt, "native": prompt_ms(model, args.prompt)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = options(__doc__, threads=2)
     parser.add_argument("--formats", default="Q8_0,Q4_1,Q4_0")
     parser.add_argument("--cases", default="1x32,1x512,8x32,32x32")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--folder", help="where copies of the model are kept")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    shipped, speed = resolve_source(DEFAULT_MODEL), bandwidth()
+    speed, rows = bandwidth(), []
     print(f"memory: {speed / 1e9:.1f} GB/s")
-    folder = Path(args.folder or tempfile.mkdtemp())
     for kind in args.formats.split(","):
-        copy = folder / f"{kind}.gguf"
-        if kind != SHIPPED and not copy.exists():
-            write_copy(shipped, copy, kind)
-        report(kind, shipped if kind == SHIPPED else copy, args, speed)
+        for row in measure(kind, args, speed):
+            print(
+                {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True
+            )
+            rows.append(row)
+    print(f"written to {write('native-step', args, {'memory bytes/s': speed, 'rows': rows})}")
 
 
 if __name__ == "__main__":

@@ -147,13 +147,11 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """-inf at the ids that would complete one."""
         grams = self._grams()
-        ids, before = rows.ids().numpy(), self.encoder_ngram_size - 1
-        following = [
-            grams[g].following(tuple(ids[r, max(n - before, 0) : n].tolist()))
-            for r, (n, g) in enumerate(
-                zip(rows.lengths, _owners(len(rows), len(grams)), strict=True)
-            )
-        ]
+        ids, before = rows.table.data, self.encoder_ngram_size - 1
+        ends = zip(rows.sequences, rows.lengths.tolist(), strict=True)
+        tails = [ids[one.line, max(n - before, 0) : n].tolist() for one, n in ends]
+        owners = _owners(len(rows), len(grams)).tolist()
+        following = [grams[g].following(tuple(tail)) for g, tail in zip(owners, tails, strict=True)]
         return _banned_each(scores, following)
 
     def _grams(self) -> list[NGrams]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from everystep.draws import fork_lineage
 from everystep.engine.feed import Fed
+from everystep.engine.readout import best_scores, log_probs
 from everystep.engine.records import History
 from everystep.processors.pipeline import shortened
 from everystep.stops.base import Candidates
 from everystep.stops.check import check
 from everystep.strategies.base import Batch, Check, Drafts
 from everystep.types import (
+    Best,
     FinishReason,
     Group,
     Rows,
@@ -30,12 +33,16 @@ from everystep.types.shortlist import dense
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """A batch with its rows: who owns each, raw logits (R, V) float32, and what processors left."""
+    """A batch with its rows: who owns each, raw logits (R, V) float32, and what processors left.
+
+    `best`: what a strategy is told in their place where that is enough; then they are (0, V).
+    """
 
     batch: Batch
     row_sequence: np.ndarray
     logits: Tensor
     processed: Tensor | Shortlist
+    best: Best | None = None
 
     @property
     def scores(self) -> Tensor:
@@ -47,6 +54,13 @@ class Scored:
         strategy = self.batch.groups[0].request.strategy
         return strategy.pick(self.batch, self.processed if strategy.shortlists else self.scores)
 
+    def pick_best(self, best: Best) -> tuple[np.ndarray, ...]:
+        """The same of the best scores."""
+        picked: tuple[np.ndarray, ...] = self.batch.groups[0].request.strategy.pick_best(
+            self.batch, best
+        )
+        return picked
+
 
 def score(
     groups: list[Group],
@@ -55,23 +69,29 @@ def score(
     table: TokenTable,
     submitted: int,
     history: History,
+    enough: int,
 ) -> Scored:
     """Groups of one kind -> their batch, with the scores that its strategy asks for.
 
     `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
-    scores become part of the `history` if its criteria want to read it.
+    scores become part of the `history` if its criteria want to read it. `enough`: how many of the
+    best of each row are all that the groups read, or 0.
     """
     read = history if groups[0].request.wants.history else None
     batch, source_rows = _gather(groups, fed, output, table, submitted, read)
     owner = np.repeat(np.arange(len(batch)), batch.row_count)
-    logits = _take(output.logits, source_rows[0])
     request = groups[0].request
+    if enough:
+        told = cast(Best, output.best).select(source_rows[0], enough)
+        none, logs = output.logits[:0], request.strategy.scores == "log_probs"
+        return Scored(batch, owner, none, none, best_scores(told, log_probs=logs))
+    logits = _take(output.logits, source_rows[0])
     mixed = logits
     if request.readout is not None:
         companions = [_take(output.logits, rows) for rows in source_rows[1:]]
         mixed = request.readout.mix(logits, companions)
     if request.strategy.scores == "log_probs":
-        mixed = torch.log_softmax(mixed, dim=-1)
+        mixed = log_probs(mixed, None if mixed is not logits else _totals(output, source_rows[0]))
     scores: Tensor | Shortlist = mixed
     if any(group.request.processors for group in groups):
         scores = shortened(_rows(batch, owner, table), mixed, owned=mixed is not logits)
@@ -179,6 +199,11 @@ def _take(logits: Tensor, rows: np.ndarray) -> Tensor:
     else:
         chosen = logits[torch.from_numpy(rows).to(logits.device)]
     return chosen.to(torch.float32)
+
+
+def _totals(output: StepOutput, rows: np.ndarray) -> Tensor | None:
+    """(R,) of the given rows of logits, where the executor told them."""
+    return None if output.totals is None else output.totals[torch.from_numpy(rows)]
 
 
 def _rows(batch: Batch, owner: np.ndarray, table: TokenTable) -> Rows:

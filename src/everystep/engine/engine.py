@@ -30,6 +30,7 @@ from everystep.engine.batches import Scored, score
 from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
+from everystep.engine.readout import enough
 from everystep.engine.records import Capture, History, StepRecord
 from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
@@ -88,6 +89,8 @@ class Engine:
         self.table = TokenTable()
         self.ledger = Ledger()
         self.counts = Counts()
+        # Observers are shown whole rows.
+        self._tells_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
         self._history = History()
 
@@ -129,14 +132,29 @@ class Engine:
         self._count(work, fed)
         for asked in fed.prompt_rows:
             note_prompt(asked, output.logits)
-        scored = [
-            score(groups, fed, output, self.table, self._submitted, self._history)
-            for groups in _kinds(fed.ready)
-        ]
+        scored = [self._score(groups, fed, output) for groups in self._kinds(fed.ready)]
         events: list[Event] = []
         for one, picked in zip(scored, self._pick(scored), strict=True):
             events += self._choose(one, picked, fed, output, work)
         return events + self._retire(fed.ready)
+
+    def _score(self, groups: list[Group], fed: Fed, output: StepOutput) -> Scored:
+        count = self._enough(groups[0])
+        return score(groups, fed, output, self.table, self._submitted, self._history, count)
+
+    def _kinds(self, groups: list[Group]) -> list[list[Group]]:
+        """Groups that select together: equal in kind of strategy, source of draws and readout."""
+        kinds: dict[object, list[Group]] = {}
+        for group in groups:
+            request = group.request
+            draws, count = type(request.draws), self._enough(group)
+            key = (request.strategy.kind, draws, request.readout, count)
+            kinds.setdefault(key, []).append(group)
+        return list(kinds.values())
+
+    def _enough(self, group: Group) -> int:
+        """How many of the best logits of a row the group is told in place of whole rows, or 0."""
+        return enough(group.request) if self._tells_best else 0
 
     def _let_go(self) -> None:
         """Frees what a broken step may have left: rows by the executor's own account."""
@@ -165,9 +183,7 @@ class Engine:
     def flush(self) -> None:
         """The executor has heard of every fork, truncation and free."""
         if self.ledger.verbs:
-            self.executor.run(
-                WorkBuilder(self.table, self.ledger).work(layers=False, attentions=False)
-            )
+            self.executor.run(self._builder().work())
 
     def _require_abilities(self, request: Request) -> None:
         missing = request.needs - self.executor.abilities
@@ -193,20 +209,24 @@ class Engine:
     def _feed(self, grants: list[Grant]) -> tuple[Fed, Work]:
         for grant in grants:
             regroup(grant.group, self.table, self.ledger)
-        builder = WorkBuilder(self.table, self.ledger)
+        builder = self._builder()
         fed = feed(grants, self._propose(grants), builder)
-        wants = [grant.group.request.wants for grant in grants]
+        requests = [grant.group.request for grant in grants]
         work = builder.work(
-            layers=any(want.layers for want in wants),
-            attentions=any(want.attentions for want in wants),
+            layers=any(request.wants.layers for request in requests),
+            attentions=any(request.wants.attentions for request in requests),
+            totals=any(request.strategy.scores == "log_probs" for request in requests),
         )
         return fed, work
+
+    def _builder(self) -> WorkBuilder:
+        return WorkBuilder(self.table, self.ledger, self._enough)
 
     def _propose(self, grants: list[Grant]) -> dict[int, np.ndarray]:
         """Drafts for the groups that will choose in this step, all of one kind at once."""
         ready = [grant.group for grant in grants if chooses(grant, self.table)]
         drafts: dict[int, np.ndarray] = {}
-        for groups in _kinds(ready):
+        for groups in self._kinds(ready):
             sequences = [sequence for group in groups for sequence in group.live]
             proposed = groups[0].request.strategy.propose(sequences, self.table)
             for sequence, draft in zip(sequences, proposed or (), strict=False):
@@ -222,10 +242,11 @@ class Engine:
         self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
 
     def _pick(self, scored: list[Scored]) -> list[tuple[np.ndarray, ...]]:
-        """What every strategy needs on the host, in one transfer."""
-        picked = [one.pick() for one in scored]
+        """What every strategy needs on the host, in one transfer; the best scores are there."""
+        picked = [one.pick() for one in scored if one.best is None]
         self.counts.syncs += bool(picked)
-        return [tuple(tensor.cpu().numpy() for tensor in tensors) for tensors in _together(picked)]
+        arrived = iter(_together(picked))
+        return [next(arrived) if one.best is None else one.pick_best(one.best) for one in scored]
 
     def _choose(
         self,
@@ -309,27 +330,17 @@ class Engine:
         return events
 
 
-def _kinds(groups: list[Group]) -> list[list[Group]]:
-    """Groups that select together: equal kind of strategy, source of draws and readout."""
-    kinds: dict[object, list[Group]] = {}
-    for group in groups:
-        request = group.request
-        key = (request.strategy.kind, type(request.draws), request.readout)
-        kinds.setdefault(key, []).append(group)
-    return list(kinds.values())
-
-
-def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """The same tensors on the host: on an accelerator they travel as one block of bytes."""
+def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:
+    """The same tensors on the host: from an accelerator they travel as one block of bytes."""
     flat = [tensor for tensors in picked for tensor in tensors]
     if not flat or flat[0].device.type == "cpu":
-        return picked
+        return [tuple(tensor.cpu().numpy() for tensor in tensors) for tensors in picked]
     block = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in flat]).cpu()
     host, start = [], 0
     for tensor in flat:
         end = start + tensor.numel() * tensor.element_size()
         # a copy aligns the bytes for the wider type
-        host.append(block[start:end].clone().view(tensor.dtype).reshape(tensor.shape))
+        host.append(block[start:end].clone().view(tensor.dtype).reshape(tensor.shape).numpy())
         start = end
     arrived = iter(host)
     return [tuple(next(arrived) for _ in tensors) for tensors in picked]

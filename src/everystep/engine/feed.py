@@ -8,6 +8,7 @@ likely the prompt is. Sequences that lost their rows feed what they share once (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,7 @@ from everystep.types import (
     companion_length,
 )
 
+Enough = Callable[[Group], int]
 _NO_DRAFT = np.empty(0, dtype=np.int64)
 
 
@@ -42,8 +44,9 @@ class Grant:
 class Fed:
     """What a step feeds: the groups that will choose, their drafts, and where logits come out.
 
-    `first_row[id(unit)]`: the first row of logits of a sequence or companion. `feed_of[id(unit)]`:
-    the index of its feed. `prompt_rows`: further rows, which say how likely prompts are.
+    `first_row[id(unit)]`: the first row of logits, or of the best of them, of a sequence or
+    companion. `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: further rows, which say
+    how likely prompts are.
     """
 
     ready: list[Group] = field(default_factory=list)
@@ -60,10 +63,14 @@ class Fed:
 
 @dataclass(slots=True)
 class WorkBuilder:
-    """Collects feeds as parallel lists."""
+    """Collects feeds as parallel lists.
+
+    `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
+    """
 
     table: TokenTable
     ledger: Ledger
+    enough: Enough
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -71,11 +78,19 @@ class WorkBuilder:
     tokens: list[np.ndarray] = field(default_factory=list)
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
     positions: list[Tensor | None] = field(default_factory=list)
+    best: list[int] = field(default_factory=list)
     fed: int = 0
     wanted: int = 0
+    wanted_best: int = 0
 
     def add(
-        self, unit: Sequence | Companion, prompt: Prompt, source: Sequence, count: int, logits: int
+        self,
+        unit: Sequence | Companion,
+        prompt: Prompt,
+        source: Sequence,
+        count: int,
+        logits: int,
+        best: int = 0,
     ) -> None:
         """Feeds `count` positions of a sequence or companion from where its cache ends."""
         if unit.row is None:
@@ -88,8 +103,12 @@ class WorkBuilder:
         self.logits.append(logits)
         self.tokens.append(self._inputs(prompt, source, start, count))
         self.positions.append(_positions(prompt, start, count))
+        self.best.append(best)
         self.fed += count
-        self.wanted += logits
+        if best:
+            self.wanted_best += logits
+        else:
+            self.wanted += logits
         unit.cached = start + count
 
     def _inputs(self, prompt: Prompt, source: Sequence, start: int, count: int) -> np.ndarray:
@@ -112,7 +131,7 @@ class WorkBuilder:
             head = prompt.ids[given]  # type: ignore[index]
         return np.concatenate([head, line[prompt.length + generated : end + generated]])
 
-    def work(self, *, layers: bool, attentions: bool) -> Work:
+    def work(self, *, layers: bool = False, attentions: bool = False, totals: bool = False) -> Work:
         """The finished work; the ledger's news go with it."""
         news = self.ledger.drain()
         return Work(
@@ -129,6 +148,8 @@ class WorkBuilder:
             pasts=news.pasts,
             layers=layers,
             attentions=attentions,
+            best=np.array(self.best, dtype=np.int64) if self.wanted_best else None,
+            totals=totals,
         )
 
     def _all_positions(self) -> Tensor | None:
@@ -174,6 +195,7 @@ def feed(grants: list[Grant], drafts: dict[int, np.ndarray], builder: WorkBuilde
 
 
 def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder) -> None:
+    best = builder.enough(group)
     for sequence in group.live:
         draft = fed.draft(sequence)
         wanted = 1 + len(draft)
@@ -183,11 +205,13 @@ def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder) -> None:
             builder.table.data[sequence.line, visible : visible + len(draft)] = draft
         count = sequence.length - sequence.cached + len(draft)
         before = _rows_of_prompt(group, sequence, count, fed, builder)
-        _note(fed, sequence, builder, before)
-        builder.add(sequence, sequence.request.prompt, sequence, count, before + wanted)
+        fed.first_row[id(sequence)] = builder.wanted_best if best else builder.wanted + before
+        fed.feed_of[id(sequence)] = len(builder.rows)
+        builder.add(sequence, sequence.request.prompt, sequence, count, before + wanted, best)
         for companion in sequence.companions:
             behind = companion_length(sequence, companion) - companion.cached
-            _note(fed, companion, builder)
+            fed.first_row[id(companion)] = builder.wanted
+            fed.feed_of[id(companion)] = len(builder.rows)
             builder.add(companion, companion.prompt, sequence, behind + len(draft), wanted)
 
 
@@ -229,8 +253,3 @@ def _rows_of_prompt(
         return 0
     fed.prompt_rows.append(asked)
     return asked.last - asked.first
-
-
-def _note(fed: Fed, unit: Sequence | Companion, builder: WorkBuilder, before: int = 0) -> None:
-    fed.first_row[id(unit)] = builder.wanted + before
-    fed.feed_of[id(unit)] = len(builder.rows)

@@ -1,12 +1,16 @@
-"""Readout: how the logits of a sequence and of its companions become one distribution."""
+"""Readout: what is read of a step's logits, and how those of companions become one distribution."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from everystep.processors.guidance import guided
+from everystep.types import MOST_BEST, Best, Request
 
 
 @dataclass(frozen=True)
@@ -21,3 +25,31 @@ class Guidance:
     def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
         """(R, V) logits of the sequences and of their one companion -> (R, V)."""
         return guided(logits, companions[0], self.scale)
+
+
+def enough(request: Request) -> int:
+    """How many of the best logits of a row decide everything that the request asks of it; 0 where
+    the whole row is read."""
+    wants = request.wants
+    if request.processors or request.readout is not None or wants.history:
+        return 0
+    if wants.logprobs is not None or wants.prompt_logprobs is not None:
+        return 0
+    count: int = getattr(request.strategy, "enough", 0)
+    return count if count <= MOST_BEST else 0
+
+
+def log_probs(scores: Tensor, totals: Tensor | None) -> Tensor:
+    """(R, V) logits -> log-probabilities, with the (R,) totals where an executor told them.
+
+    Subtracting these is what is done to the best of a row too, so that both are the same bits.
+    """
+    return torch.log_softmax(scores, dim=-1) if totals is None else scores - totals[:, None]
+
+
+def best_scores(best: Best, *, log_probs: bool) -> Best:
+    """The best logits of rows, as the log-probabilities that a strategy asks for."""
+    if not log_probs:
+        return best
+    totals = cast(np.ndarray, best.totals)
+    return Best(best.values - totals[:, None], best.tokens)

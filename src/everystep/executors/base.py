@@ -19,8 +19,8 @@ class Executor(Protocol):
     vocab_size: int
     device: torch.device
     abilities: frozenset[str]
-    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder" and
-    "past"."""
+    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder", "past"
+    and "best", which is to tell the best logits of a row without the others."""
     max_rows: int | None
     """How many rows it can hold at once; None: as many as memory allows."""
     host_threads: int | None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everystep.draws import Draws, Places, places_of
 from everystep.errors import RequestError, message
-from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence, TokenTable
 
 Drafts = list[np.ndarray]
 Check = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]]
@@ -90,7 +90,10 @@ def require_drawn(chosen: np.ndarray) -> None:
 
 
 class Strategy(Protocol):
-    """Frozen; two strategies of equal `kind` select together."""
+    """Frozen; two strategies of equal `kind` select together.
+
+    One that a few of the best scores are enough for may say so; see `FromBest`.
+    """
 
     width: int
     """Sequences per request from the first choice on."""
@@ -135,4 +138,15 @@ class Strategy(Protocol):
 
     def finish(self, group: Group) -> list[Finished]:
         """The group's result, best first where there is an order."""
+        ...
+
+
+class FromBest(Strategy, Protocol):
+    """A strategy that need not see whole rows where nothing else reads them either."""
+
+    enough: int
+    """How many of the best scores of a row decide, or 0 for all of them."""
+
+    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
+        """What `pick` would have given of the whole rows, from at least `enough` of each."""
         ...

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everystep.draws import Places
 from everystep.strategies.base import MAX_SEED, Batch, Drafts, require_drawn
-from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence, TokenTable
 
 _NEVER = -1.0e9
 _NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
@@ -53,6 +53,11 @@ class Beam:
         """How many candidates of a request are looked at."""
         return max(2, 1 + self.eos_count) * self.width
 
+    @property
+    def enough(self) -> int:
+        """All ranked candidates may come from one beam; draws look at every token."""
+        return 0 if self.sampled else self.ranked
+
     def horizon(self, length: int) -> int:
         """The length at which a running beam of `length` tokens is judged."""
         late = self.early_stopping == "never" and self.length_penalty > 0.0
@@ -77,6 +82,16 @@ class Beam:
             torch.softmax(total, dim=-1), places, self.ranked
         )
         return total.gather(1, drawn.clamp(min=0)), drawn
+
+    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
+        """The same of the best scores of each beam; of equals the earlier beam's better one."""
+        count = len(batch.groups)
+        running = np.array([s.score for s in batch.sequences], dtype=np.float32)
+        total = (best.values + running[:, None]).reshape(count, -1)  # (G, W * k)
+        beam = np.arange(len(batch))[:, None] % self.width
+        flat = (beam * batch.vocabulary + best.tokens).reshape(count, -1)
+        order = np.argsort(-total, axis=1, kind="stable")[:, : self.ranked]
+        return np.take_along_axis(total, order, axis=1), np.take_along_axis(flat, order, axis=1)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         """Candidates that end are banked, the best others go on; all groups at once."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everystep.strategies.base import Batch, Drafts, require_drawn
-from everystep.types import Children, Finished, Group, Sequence, Shortlist, TokenTable
+from everystep.types import Best, Children, Finished, Group, Sequence, Shortlist, TokenTable
 
 
 def continue_each(batch: Batch, tokens: np.ndarray, counts: np.ndarray) -> Children:
@@ -39,6 +39,7 @@ class Greedy:
 
     width: ClassVar[int] = 1
     returns: ClassVar[int] = 1
+    enough: ClassVar[int] = 1
     streams: ClassVar[bool] = True
     scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
     shortlists: ClassVar[bool] = False
@@ -59,6 +60,10 @@ class Greedy:
         if scores.device.type == "cpu":  # there numpy is ten times as fast
             return (torch.from_numpy(scores.numpy().argmax(axis=-1)),)
         return (scores.argmax(dim=-1),)
+
+    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
+        """(R,) the choice of every row."""
+        return (best.tokens[:, 0],)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         return continue_each(batch, picked[0][batch.first_row, None], np.ones(len(batch), int))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 from torch import Tensor
 
 from everystep.strategies.base import Batch, Drafts
 from everystep.strategies.single import Greedy, Sample, continue_each
-from everystep.types import Children, Finished, Group, Sequence, TokenTable
+from everystep.types import Best, Children, Finished, Group, Sequence, TokenTable
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -85,6 +85,10 @@ class Speculative:
         return self.base.shortlists
 
     @property
+    def enough(self) -> int:
+        return self.base.enough if isinstance(self.base, Greedy) else 0
+
+    @property
     def kind(self) -> Hashable:
         return ("speculative", self.base.kind)
 
@@ -103,6 +107,9 @@ class Speculative:
 
     def pick(self, batch: Batch, scores: Any) -> tuple[Tensor, ...]:
         return self.base.pick(batch, scores)
+
+    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
+        return cast(Greedy, self.base).pick_best(batch, best)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         """A draft stands while it equals the choice before it; then follows one choice more."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,12 @@ from torch import Tensor
 
 from everystep.types.shortlist import Shortlist as Shortlist
 from everystep.types.table import TokenTable as TokenTable
+from everystep.types.work import MOST_BEST as MOST_BEST
+from everystep.types.work import Best as Best
+from everystep.types.work import Past as Past
+from everystep.types.work import StepOutput as StepOutput
+from everystep.types.work import Verb as Verb
+from everystep.types.work import Work as Work
 
 FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]
 
@@ -36,20 +42,6 @@ class FinishReason:
 
     kind: FinishKind
     matched: Any = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Past:
-    """What a row holds, outside of any row: keys and values of its first `length` positions.
-
-    `kv`: (L, 2, K, n, D), the last n of them in full precision. `packed`: what stands before, in
-    the form of the cache that keeps it. `across`: (L, 2, K, S, D) of the encoder states, or None.
-    """
-
-    length: int
-    kv: Tensor
-    packed: tuple[Any, ...] = ()
-    across: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,59 +263,6 @@ class Group:
     def finished(self) -> bool:
         """Whether no sequence has a choice left to make."""
         return self.settled or all(sequence.finish is not None for sequence in self.live)
-
-
-class Verb(NamedTuple):
-    """One change of cache rows: allocate, fork (row from value), truncate (to value) or free."""
-
-    kind: Literal["allocate", "fork", "truncate", "free"]
-    row: int
-    value: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """All that an executor gets for one step.
-
-    `verbs` happened, in this order, since the last step. Then F feeds, as parallel arrays:
-    feed f runs `counts[f]` inputs in row `rows[f]` from position `starts[f]` on and wants the
-    logits of its last `logits[f]` positions. `tokens`: (N,) ids of all feeds one after another,
-    -1 where `embeds` ((offset into N, (n, E) tensor), ...) gives the input. `positions`: (..., N)
-    position ids, or None where they equal the row positions. `encoders`, `columns` and `pasts` hold
-    for rows allocated by this work: encoder states per row; rows that keep hidden-state columns;
-    what a row holds from the start.
-    """
-
-    verbs: tuple[Verb, ...]
-    rows: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    logits: np.ndarray
-    tokens: np.ndarray
-    embeds: tuple[tuple[int, Tensor], ...] = ()
-    positions: Tensor | None = None
-    encoders: Mapping[int, Tensor] = field(default_factory=dict)
-    columns: frozenset[int] = frozenset()
-    pasts: Mapping[int, Past] = field(default_factory=dict)
-    layers: bool = False
-    attentions: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutput:
-    """What a work produced.
-
-    `logits`: (R, V), R = sum of the wanted counts, in feed order, float32 or wider.
-    `columns`: row -> (cached positions, E) last hidden states of rows that keep columns.
-    `layers`: one (N, E) tensor per layer, embeddings first, or None.
-    `attentions`, `cross_attentions`: per feed a tuple of (H, counts, S) tensors, or None.
-    """
-
-    logits: Tensor
-    columns: Mapping[int, Tensor] = field(default_factory=dict)
-    layers: tuple[Tensor, ...] | None = None
-    attentions: tuple[tuple[Tensor, ...], ...] | None = None
-    cross_attentions: tuple[tuple[Tensor, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from everystep.executors.native.program import described_obstacles, model_obstac
 from everystep.executors.positions import check_positions, row_lengths, row_positions
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
-from everystep.types import Past, StepOutput, Work
+from everystep.types import Best, Past, StepOutput, Work
 
 _LEAST_TABLE = 512
 
@@ -49,7 +49,7 @@ class NativeExecutor:
     device = torch.device("cpu")
     max_rows: int | None = None
     host_threads: int | None = 1
-    abilities = frozenset({"truncate", "embeds", "positions", "columns", "past"})
+    abilities = frozenset({"truncate", "embeds", "positions", "columns", "past", "best"})
 
     def __init__(self, model: Model) -> None:
         reasons = obstacles(model)
@@ -71,12 +71,14 @@ class NativeExecutor:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
         check_positions(work)
         self._apply(work)
-        logits = torch.empty(int(work.logits.sum()), self.vocab_size)
+        told = _Told.of(work, self.vocab_size)
         if len(work.rows):
             hidden = self._hidden_room(work)
-            self._step(work, logits, hidden)
+            self._step(work, told, hidden)
             self._extend_columns(work, hidden)
-        return StepOutput(logits, columns=dict(self._columns))
+        return StepOutput(
+            told.logits, columns=dict(self._columns), best=told.best, totals=told.totals
+        )
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -150,12 +152,13 @@ class NativeExecutor:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def _step(self, work: Work, logits: Tensor, hidden: Tensor | None) -> None:
+    def _step(self, work: Work, told: _Told, hidden: Tensor | None) -> None:
         copied = self._grow(work)
         pages = self.rows.table
-        fields = (work.tokens, work.rows, work.starts, work.counts, work.logits)
+        fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, told.wanted)
         numbers = np.concatenate(fields, dtype=np.int64)
-        ids, rows, starts, counts, wanted = _addresses(numbers, map(len, fields))
+        ids, rows, starts, counts, wanted, most = _addresses(numbers, map(len, fields))
+        best = told.best
         ropes = [table.rows(work) for table in self._tables]
         embeds = [values.float().contiguous() for _, values in work.embeds]
         given = zip(work.embeds, embeds, strict=True)
@@ -177,7 +180,13 @@ class NativeExecutor:
                 embed=(GivenEmbeds * len(embeds))(
                     *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
                 ),
-                logits=logits.data_ptr(),
+                best=most,
+                most=0 if best is None else best.values.shape[1],
+                logits=told.logits.data_ptr(),
+                totals=None if told.totals is None else told.totals.data_ptr(),
+                best_values=None if best is None else best.values.ctypes.data,
+                best_tokens=None if best is None else best.tokens.ctypes.data,
+                best_totals=None if best is None else _address(best.totals),
                 hidden=None if hidden is None else hidden.data_ptr(),
                 copies=0 if copied is None else copied.shape[1],
                 copy_from=None if copied is None else copied[0].ctypes.data,
@@ -186,6 +195,37 @@ class NativeExecutor:
             self._threads,
         )
         _check(failed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Told:
+    """Room for what a work is told of its wanted positions; `wanted`: (F,) as `Work.best`."""
+
+    wanted: np.ndarray
+    logits: Tensor
+    totals: Tensor | None
+    best: Best | None
+
+    @classmethod
+    def of(cls, work: Work, vocab_size: int) -> _Told:
+        """Room for all that the work wants."""
+        if work.best is None:
+            whole, wanted, best = int(work.logits.sum()), np.zeros_like(work.logits), None
+        else:
+            wanted = np.minimum(work.best, vocab_size)
+            rows = int(work.logits[wanted > 0].sum())
+            whole, best = int(work.logits.sum()) - rows, _best(work, rows, int(wanted.max()))
+        totals = torch.empty(whole) if work.totals else None
+        return cls(wanted, torch.empty(whole, vocab_size), totals, best)
+
+
+def _best(work: Work, rows: int, most: int) -> Best:
+    totals = np.empty(rows, np.float32) if work.totals else None
+    return Best(np.empty((rows, most), np.float32), np.empty((rows, most), np.int64), totals)
+
+
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
 
 
 def _addresses(numbers: np.ndarray, lengths: Iterable[int]) -> list[int]:

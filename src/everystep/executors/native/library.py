@@ -16,7 +16,7 @@ from everystep.errors import UnsupportedError, message
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import Settings
 
-INTERFACE = 3
+INTERFACE = 5
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -99,7 +99,10 @@ class StepWork(Structure):
         ("stride", c_int64),
         ("rope", POINTER(RopeRows)),
         ("embed", POINTER(GivenEmbeds)),
-        *((name, c_void_p) for name in ("logits", "hidden")),
+        ("best", c_void_p),
+        ("most", c_int64),
+        *((name, c_void_p) for name in ("logits", "totals")),
+        *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals", "hidden")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
     )

@@ -8,7 +8,7 @@ using namespace everystep;
 
 extern "C" {
 
-int32_t es_interface() { return 3; }
+int32_t es_interface() { return 5; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {

@@ -70,13 +70,19 @@ struct Work {
     const int64_t* rows;    // (feeds,)
     const int64_t* starts;  // (feeds,)
     const int64_t* counts;  // (feeds,)
-    const int64_t* wanted;  // (feeds,) how many of the last positions give logits
+    const int64_t* wanted;  // (feeds,) of how many of the last positions to tell logits
     const int32_t* pages;   // (all rows, stride)
     int64_t stride;
     const Rope* rope;
     const Embeds* embed;
-    float* logits;  // (all wanted, vocabulary)
-    float* hidden;  // (tokens, width) after the last norm, or null
+    const int64_t* best;    // (feeds,) how many of their best logits, or 0 for all
+    int64_t most;           // the largest of `best`
+    float* logits;          // (positions that tell all, vocabulary)
+    float* totals;          // (positions that tell all,) logarithms of sums of exponentials, or null
+    float* best_values;     // (positions that tell the best, most), best first
+    int64_t* best_tokens;   // likewise
+    float* best_totals;     // (positions that tell the best,), or null
+    float* hidden;          // (tokens, width) after the last norm, or null
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;

@@ -96,10 +96,23 @@ void Runner::run(const Work& work, int threads) {
 
 void Runner::list_wanted(const Work& work) {
     wanted_.clear();
-    int64_t end = 0;
+    int64_t end = 0, whole = 0, best = 0;
     for (int64_t feed = 0; feed < work.feeds; ++feed) {
         end += work.counts[feed];
-        for (int64_t i = work.wanted[feed]; i > 0; --i) wanted_.push_back(end - i);
+        for (int64_t i = work.wanted[feed]; i > 0; --i) {
+            Wanted one{end - i, work.best[feed], nullptr, nullptr, nullptr, nullptr};
+            if (one.best == 0) {
+                one.logits = work.logits + whole * model_.vocabulary;
+                if (work.totals) one.total = work.totals + whole;
+                ++whole;
+            } else {
+                one.values = work.best_values + best * work.most;
+                one.tokens = work.best_tokens + best * work.most;
+                if (work.best_totals) one.total = work.best_totals + best;
+                ++best;
+            }
+            wanted_.push_back(one);
+        }
     }
 }
 
@@ -125,7 +138,8 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
     part.spread = part.spans > 1 && int64_t(part.tiles.size()) == part.tokens() &&
                   items(part) < 4 * crew_->size();
     const auto place = [&](int64_t token) {
-        return std::lower_bound(wanted_.begin(), wanted_.end(), token) - wanted_.begin();
+        const auto before = [](const Wanted& one, int64_t at) { return one.token < at; };
+        return std::lower_bound(wanted_.begin(), wanted_.end(), token, before) - wanted_.begin();
     };
     part.wanted_begin = place(part.begin);
     part.wanted_end = place(part.end);
@@ -137,6 +151,8 @@ void Runner::run_part(const Part& part) {
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
     if (part.spread) spread_.resize(items(part) * part.spans * seen_size());
+    head_.start(wanted_.data() + part.wanted_begin, part.wanted_end - part.wanted_begin,
+                model_.vocabulary, crew_->size());
     crew_->run([&](Member& member) {
         embed(member, part);
         for (int64_t index = 0; index < model_.layers; ++index) run_layer(member, part, index);
@@ -275,22 +291,28 @@ void Runner::finish(Member& member, const Part& part) {
     if (rows == 0) return;
     const bool coded = reads_codes(model_.head);
     crew_->share(member, rows, 1, [&](int64_t row, int64_t) {
-        const int64_t token = wanted_[part.wanted_begin + row] - part.begin;
+        const int64_t token = wanted_[part.wanted_begin + row].token - part.begin;
         normalise(kind, hidden_.data() + token * model_.width, model_.width, model_.eps, model_.norm,
                   last_.row(row));
         if (coded) quantise_row(last_.inputs(), row);
     });
     const float cap = model_.final_softcap;
-    const int64_t panels = panels_in(model_.head);
-    const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
-        using namespace simd;
-        if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
-        write(work.logits + (part.wanted_begin + row) * model_.vocabulary + column, x, count);
-    };
-    crew_->share(member, panels, chunk_of(panels, rows, crew_->size()), [&](int64_t begin, int64_t end) {
-        for (int64_t panel = begin; panel < end; ++panel)
-            multiply_panel(model_.head, panel, last_.inputs(), rows, use);
+    constexpr int64_t kPanels = Head::kColumns / kPanel;
+    const int64_t panels = panels_in(model_.head), groups = head_.groups();
+    crew_->share(member, groups, chunk_of(groups, rows, crew_->size()), [&](int64_t begin, int64_t end) {
+        for (int64_t group = begin; group < end; ++group) {
+            const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                using namespace simd;
+                if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
+                write(head_.place(member.index, row, group) + column - group * Head::kColumns, x, count);
+            };
+            const int64_t last = std::min(panels, (group + 1) * kPanels);
+            for (int64_t panel = group * kPanels; panel < last; ++panel)
+                multiply_panel(model_.head, panel, last_.inputs(), rows, use);
+            head_.digest(member.index, group);
+        }
     });
+    crew_->share(member, rows, 1, [&](int64_t row, int64_t) { head_.tell(row); });
 }
 
 }  // namespace everystep

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "crew.h"
+#include "head.h"
 #include "linear.h"
 #include "model.h"
 
@@ -118,7 +119,8 @@ class Runner {
     Pages pages_;
     std::unique_ptr<Crew> crew_;
     std::vector<float> hidden_, qkv_, added_;
-    std::vector<int64_t> wanted_;  // places among the tokens of a work, increasing
+    std::vector<Wanted> wanted_;  // in the order of tokens
+    Head head_;
     InputBuffer normed_, mixed_, inner_, last_;
     std::vector<float> spread_;
     std::vector<std::vector<float>> scratch_;

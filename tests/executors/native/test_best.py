@@ -1,0 +1,86 @@
+"""The best logits of a row and their totals, as the native executor's head tells them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from everystep.executors.native import NativeExecutor
+from everystep.models import Model
+from everystep.types import MOST_BEST, Best, StepOutput, Verb, Work
+from tests.executors.models import PLAIN, random_model
+
+pytestmark = pytest.mark.native
+WIDE = 1_300  # two whole groups of columns and a part of one
+COUNTS = np.array([3, 1, 5, 2, 4])
+
+
+@cache
+def wide_model(width: int = WIDE) -> Model:
+    return random_model(replace(PLAIN, vocab_size=width, tied=False), dtype=torch.float32)
+
+
+def told(best: list[int], model: Model, threads: int = 2) -> StepOutput:
+    """Five feeds of random ids, each of which wants so many of the best at every position."""
+    rows, before = np.arange(len(COUNTS)), torch.get_num_threads()
+    tokens = np.random.default_rng(3).integers(0, 40, COUNTS.sum())
+    verbs = tuple(Verb("allocate", row) for row in rows.tolist())
+    torch.set_num_threads(threads)
+    try:
+        work = Work(verbs, rows, 0 * rows, COUNTS, COUNTS, tokens)
+        return NativeExecutor(model).run(replace(work, best=np.array(best), totals=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_best_of(logits: torch.Tensor, best: Best, count: int) -> None:
+    values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
+    assert np.array_equal(best.values[:, :count], values[:, :count].numpy(), equal_nan=True)
+    assert np.array_equal(best.tokens[:, :count], tokens[:, :count].numpy())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [1, 8, MOST_BEST])
+@pytest.mark.parametrize("width", [40, WIDE])
+def test_the_best_are_those_of_the_whole_row(width: int, count: int, threads: int) -> None:
+    model = wide_model(width)
+    whole = told([0] * len(COUNTS), model)
+    found = told([count] * len(COUNTS), model, threads)
+    assert found.best is not None and found.best.totals is not None and whole.totals is not None
+    assert found.logits.shape == (0, width)
+    assert_best_of(whole.logits, found.best, min(count, width))
+    assert np.array_equal(found.best.totals, whole.totals.numpy())
+    torch.testing.assert_close(whole.totals, torch.logsumexp(whole.logits, dim=-1))
+
+
+def test_feeds_that_want_the_best_stand_beside_feeds_that_want_all() -> None:
+    model, wants = wide_model(), [0, 2, 0, 9, 1]
+    whole, found = told([0] * len(COUNTS), model), told(wants, model)
+    most = np.repeat(wants, COUNTS)
+    assert found.best is not None
+    assert torch.equal(found.logits, whole.logits[torch.from_numpy(most == 0)])
+    rows = np.flatnonzero(most)
+    for r, row in enumerate(rows.tolist()):
+        one = found.best.select(np.array([r]), int(most[row]))
+        assert_best_of(whole.logits[row : row + 1], one, int(most[row]))
+
+
+def test_equals_go_by_their_ids_and_a_nan_is_the_highest() -> None:
+    spec = replace(PLAIN, vocab_size=WIDE, tied=True)
+    model = random_model(spec, dtype=torch.float32)
+    head = model.network.head.weight
+    with torch.no_grad():
+        head[650:] = head[:650].clone()
+    best = told([4] * len(COUNTS), model).best
+    assert best is not None
+    pairs = best.tokens.reshape(-1, 2)
+    assert (pairs[:, 1] - pairs[:, 0] == 650).all()
+    with torch.no_grad():
+        head[[45, 900, 1_299]] = torch.nan
+    best = told([4] * len(COUNTS), model).best
+    assert best is not None
+    assert (best.tokens[:, :3] == [45, 900, 1_299]).all() and np.isnan(best.values[:, :3]).all()

@@ -1,0 +1,98 @@
+"""The laws hold where an executor tells the best of a row instead of all of it, and greedy choices
+and beams then cost no row of logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from everystep.engine import Engine, Lockstep
+from everystep.executors.base import Executor
+from everystep.strategies import Beam, Greedy
+from everystep.testing.drive import Run, hash_executor, run_together
+from everystep.testing.hash_model import ABILITIES, HashExecutor
+from everystep.testing.laws import Laws
+from everystep.testing.requests import EMBED_DIM, Mix, random_mix
+from everystep.types import Best, Request, StepOutput, Work
+
+
+class BestExecutor(HashExecutor):
+    """The hash model, which tells the best where they are wanted, and counts whole rows."""
+
+    def __init__(self, vocab_size: int, max_rows: int | None = None) -> None:
+        abilities = ABILITIES | {"best"}
+        super().__init__(vocab_size, EMBED_DIM, max_rows=max_rows, abilities=abilities)
+        self.whole = self.told = 0
+
+    def run(self, work: Work) -> StepOutput:
+        output = super().run(work)
+        wanted = np.zeros_like(work.logits) if work.best is None else work.best
+        most = torch.from_numpy(np.repeat(wanted, work.logits))
+        # Row by row, so that no sum depends on how many rows there are.
+        totals = torch.tensor([float(torch.logsumexp(row, 0)) for row in output.logits])
+        rows = output.logits[most > 0]
+        values, tokens = torch.sort(rows, dim=-1, descending=True, stable=True)
+        count = min(int(wanted.max(initial=0)), self.vocab_size)
+        self.whole += len(most) - len(rows)
+        self.told += len(rows)
+        return replace(
+            output,
+            logits=output.logits[most == 0],
+            totals=totals[most == 0],
+            best=Best(
+                values[:, :count].numpy(), tokens[:, :count].numpy(), totals[most > 0].numpy()
+            ),
+        )
+
+
+def telling(mix: Mix, max_rows: int | None) -> Executor:
+    return BestExecutor(mix.vocab_size, max_rows)
+
+
+def reads_best(request: Request) -> bool:
+    """A plain request whose strategy ranks a few scores."""
+    plain = not request.processors and request.readout is None
+    few = isinstance(request.strategy, Greedy) or (
+        isinstance(request.strategy, Beam) and not request.strategy.sampled
+    )
+    return plain and few
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_the_laws_hold(first: int) -> None:
+    laws = Laws(telling)
+    for seed in range(first, first + 50):
+        laws.check(random_mix(seed))
+    assert laws.coverage.beams and laws.coverage.speculation and laws.coverage.forks
+
+
+def test_no_whole_row_is_told_where_the_best_are_enough() -> None:
+    seen = set()
+    for seed in range(120):
+        mix = random_mix(seed)
+        for request in filter(reads_best, mix.requests):
+            executor = BestExecutor(mix.vocab_size)
+            ours = run_together([request], executor).results
+            assert executor.whole == 0 and executor.told > 0
+            seen.add(type(request.strategy))
+            if isinstance(request.strategy, Greedy):
+                assert ours == run_together([request], hash_executor(mix)).results
+    assert seen == {Greedy, Beam}
+
+
+def test_whole_rows_are_told_to_whoever_watches() -> None:
+    for seed in range(60):
+        mix = random_mix(seed)
+        requests = [request for request in mix.requests if reads_best(request)]
+        if not requests:
+            continue
+        executor, shown = BestExecutor(mix.vocab_size), []
+        run = Run(Engine(executor, Lockstep(), [lambda record: shown.append(record.scores.shape)]))
+        for request in requests:
+            run.submit(request)
+        results = run.finish().results
+        assert executor.told == 0 and all(shape[1] == mix.vocab_size for shape in shown)
+        assert results == run_together(requests, BestExecutor(mix.vocab_size)).results

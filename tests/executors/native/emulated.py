@@ -112,10 +112,24 @@ def _rope_values(rope: RopeRows, around: Around) -> int:
 
 
 _NORM = {name: lambda _, around: 4 * around.normed for name in ("weight", "bias")}
-_FEEDS = {name: lambda work, _: 8 * work.feeds for name in ("rows", "starts", "counts", "wanted")}
+
+
+def _told(work: Any, best: bool) -> int:
+    """How many positions are told the best of their logits, or all of them."""
+    pairs = zip(_of_feeds(work, "wanted"), _of_feeds(work, "best"), strict=True)
+    return sum(wanted for wanted, most in pairs if (most > 0) == best)
+
+
+_FEEDS = {
+    name: lambda work, _: 8 * work.feeds for name in ("rows", "starts", "counts", "wanted", "best")
+}
 _COPIES = {name: lambda work, _: 4 * work.copies for name in ("copy_from", "copy_to")}
 RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
-    "logits": lambda work, around: 4 * sum(_of_feeds(work, "wanted")) * around.model.vocabulary,
+    "logits": lambda work, around: 4 * _told(work, False) * around.model.vocabulary,
+    "totals": lambda work, _: 4 * _told(work, False),
+    "best_values": lambda work, _: 4 * _told(work, True) * work.most,
+    "best_tokens": lambda work, _: 8 * _told(work, True) * work.most,
+    "best_totals": lambda work, _: 4 * _told(work, True),
     "hidden": lambda work, around: 4 * work.tokens * around.model.width,
 }
 EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = {

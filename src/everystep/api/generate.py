@@ -172,7 +172,7 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
     # and without a cache nothing of an earlier chunk would be left.
     whole = collector.captures or not cached
-    lockstep = Lockstep(chunk=None if whole else _chunk(call))
+    lockstep = Lockstep(chunk=None if whole else _chunk(call), shares=cached)
     needs = frozenset().union(*(request.needs for request in requests))
     executor = model.executor(needs, call.quantization)
     engine = Engine(executor, lockstep, observers, early=delivery is not None)

@@ -208,7 +208,8 @@ class Engine:
 
     def _feed(self, grants: list[Grant]) -> tuple[Fed, Work]:
         for grant in grants:
-            regroup(grant.group, self.table, self.ledger)
+            if grant.shares:
+                regroup(grant.group, self.table, self.ledger)
         builder = self._builder()
         fed = feed(grants, self._propose(grants), builder)
         requests = [grant.group.request for grant in grants]

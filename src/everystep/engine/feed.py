@@ -34,10 +34,19 @@ _NO_DRAFT = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A group that may feed up to `tokens` positions in this step."""
+    """A group that may feed up to `tokens` positions in this step.
+
+    `shares`: whether sequences that lost their rows first feed what they share, in a step of its
+    own.
+    """
 
     group: Group
     tokens: int
+    shares: bool = True
+
+    def owes(self, table: TokenTable) -> bool:
+        """Whether this step feeds what sequences share, and nothing else of the group."""
+        return self.shares and owed(self.group, table) > 0
 
 
 @dataclass(slots=True)
@@ -177,7 +186,7 @@ def _positions(prompt: Prompt, start: int, count: int) -> Tensor | None:
 
 def chooses(grant: Grant, table: TokenTable) -> bool:
     """Whether the group feeds all that it has, and so makes its next choice."""
-    return grant.group.pending <= grant.tokens and not owed(grant.group, table)
+    return grant.group.pending <= grant.tokens and not grant.owes(table)
 
 
 def feed(grants: list[Grant], drafts: dict[int, np.ndarray], builder: WorkBuilder) -> Fed:
@@ -187,7 +196,7 @@ def feed(grants: list[Grant], drafts: dict[int, np.ndarray], builder: WorkBuilde
         if chooses(grant, builder.table):
             fed.ready.append(grant.group)
             _feed_whole(grant.group, fed, builder)
-        elif owed(grant.group, builder.table):
+        elif grant.owes(builder.table):
             _feed_shared(grant, fed, builder)
         else:
             _feed_chunk(grant, fed, builder)

@@ -46,10 +46,12 @@ _UNLIMITED = 2**62
 class Lockstep:
     """All groups together, in order; no group chooses before every prompt is fed.
 
-    `chunk`: the most positions a row feeds at once while it is behind, or None.
+    `chunk`: the most positions a row feeds at once while it is behind, or None. `shares`: whether
+    rows outlive a step; where they do not, what sequences share cannot be fed before the rest.
     """
 
     chunk: int | None = None
+    shares: bool = True
     groups: list[Group] = field(default_factory=list)
 
     def submit(self, group: Group) -> None:
@@ -60,10 +62,10 @@ class Lockstep:
 
     def plan(self, preempt: Preempt) -> list[Grant]:
         if self.chunk is None:
-            return [Grant(group, _UNLIMITED) for group in self.groups]
+            return [Grant(group, _UNLIMITED, self.shares) for group in self.groups]
         limits = {id(group): self.chunk * _units(group) for group in self.groups}
         behind = [group for group in self.groups if group.pending > limits[id(group)]]
-        return [Grant(group, limits[id(group)]) for group in behind or self.groups]
+        return [Grant(group, limits[id(group)], self.shares) for group in behind or self.groups]
 
 
 @dataclass

@@ -28,9 +28,11 @@ from parts.models import SHIPPED, Models
 from parts.report import options, write
 from torch import Tensor
 
+from everystep.executors.native import NativeExecutor
 from everystep.files.gguf import read_gguf
 from everystep.models import Model, build_gguf_model, build_model, named_weights
 from everystep.text import Tokenizer
+from everystep.types import Verb, Work
 
 HERE = Path(__file__).parent
 WINDOW, STRIDE = 512, 384
@@ -92,13 +94,23 @@ def windows(ids: list[int]) -> Iterator[tuple[list[int], int]]:
 
 
 def engine_of(model: Model) -> Engine:
-    """Ours, on torch operators."""
+    """Ours, on the native executor: one row, fed at once."""
+    executor = NativeExecutor(model)
 
     def logits(ids: list[int]) -> Tensor:
-        with torch.inference_mode():
-            return model.forward(torch.tensor([ids]))[0]
+        row, start, count = np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(ids)])
+        verbs = (Verb("allocate", 0),)
+        found = executor.run(Work(verbs, row, start, count, count, np.array(ids)))
+        nothing = np.zeros(0, np.int64)
+        executor.run(Work((Verb("free", 0),), *(nothing,) * 5))
+        return found.logits
 
     return logits
+
+
+def ours(path: Path, dtype: torch.dtype | None = None) -> Model:
+    """The model of a file as the native executor reads it; floats where a type is given."""
+    return build_gguf_model(read_gguf(path), dtype=dtype, in_panels=lambda spec: True)
 
 
 def llama_engine(python: str, model: Path, threads: int, folder: Path) -> Engine:
@@ -121,19 +133,24 @@ def llama_engine(python: str, model: Path, threads: int, folder: Path) -> Engine
 
 def rounded(base: Model, format: Any) -> Model:
     """The float32 model in int8 or int4."""
-    return build_model(base.config.to_dict(), Held(dict(named_weights(base))), quantize=format)
+    return build_model(
+        base.config.to_dict(),
+        Held(dict(named_weights(base))),
+        quantize=format,
+        in_panels=lambda spec: True,
+    )
 
 
 def engines(args: argparse.Namespace, models: Models, folder: Path) -> dict[str, Engine]:
     """Every engine by name, float32 first."""
-    base = build_gguf_model(read_gguf(models.gguf(SHIPPED)), dtype=torch.float32)
+    base = ours(models.gguf(SHIPPED), torch.float32)
     found = {"float32": engine_of(base)}
     for name in args.formats.split(","):
         if name not in FILES:
             found[name] = engine_of(rounded(base, name))
             continue
         path = models.gguf(name)
-        found[name] = engine_of(build_gguf_model(read_gguf(path)))
+        found[name] = engine_of(ours(path))
         if args.llama:
             python = str(python_of(PEERS["llama.cpp"], models.folder))
             found[f"llama.cpp {name}"] = llama_engine(python, path, args.threads, folder)

@@ -29,23 +29,24 @@ BLOCKS = 3
 MIXES = 10
 
 
-def for_decoder(mix: Mix) -> Mix:
-    """The mix with prompts that a decoder of WIDTH can read."""
-    return replace(mix, requests=tuple(_readable(request, mix.seed) for request in mix.requests))
+def for_decoder(mix: Mix, width: int = WIDTH) -> Mix:
+    """The mix with prompts that a decoder of this width can read."""
+    requests = (_readable(request, mix.seed, width) for request in mix.requests)
+    return replace(mix, requests=tuple(requests))
 
 
-def _readable(request: Request, seed: int) -> Request:
+def _readable(request: Request, seed: int, width: int) -> Request:
     return replace(
         request,
-        prompt=_flat(request.prompt, seed),
-        companions=tuple(_flat(prompt, seed) for prompt in request.companions),
+        prompt=_flat(request.prompt, seed, width),
+        companions=tuple(_flat(prompt, seed, width) for prompt in request.companions),
     )
 
 
-def _flat(prompt: Prompt, seed: int) -> Prompt:
+def _flat(prompt: Prompt, seed: int, width: int) -> Prompt:
     embeds, positions = prompt.embeds, prompt.positions
     if embeds is not None:
-        drawn = np.random.default_rng(seed).standard_normal((prompt.length, WIDTH))
+        drawn = np.random.default_rng(seed).standard_normal((prompt.length, width))
         embeds = torch.from_numpy(drawn)
     if positions is not None:
         positions = positions.reshape(-1, prompt.length)[0]

@@ -38,6 +38,7 @@ def chat(
     stop: o.Stop = None,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
+    quantize: o.Quantize = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
 ) -> None:
@@ -56,7 +57,8 @@ def chat(
         stop_strings=stop or None,
     )
     decoding.check()
-    choice = o.ModelChoice(model, dtype, device, offline or context.obj.offline)
+    offline = offline or context.obj.offline
+    choice = o.ModelChoice(model, dtype, device, offline, quantize)
     partner = _partner(choice, decoding, seed)
     act = _talk if is_dialogue() else _recite
     act(partner, Conversation(system))

@@ -78,6 +78,7 @@ def generate(
     ] = False,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
+    quantize: o.Quantize = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
 ) -> None:
@@ -102,7 +103,8 @@ def generate(
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
     decoding.check()
     question = Question(read_prompt(prompt, file), system, raw)
-    choice = o.ModelChoice(model, dtype, device, offline or context.obj.offline)
+    offline = offline or context.obj.offline
+    choice = o.ModelChoice(model, dtype, device, offline, quantize)
     _answer(choice, question, decoding, seed, form)
 
 

@@ -103,7 +103,7 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
         return es.load(
             choice.source,
             dtype=_torch_dtype(choice),
-            quantize=choice.quantize,
+            quantize="auto" if choice.quantize is None else choice.quantize.value,
             device=choice.device,
             offline=choice.offline,
             progress=progress,

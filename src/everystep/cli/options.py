@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +30,13 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Rounding(StrEnum):
+    """What the weights of a model of floats can be rounded to."""
+
+    int8 = "int8"
+    int4 = "int4"
+
+
 @dataclass(frozen=True)
 class Globals:
     """What stands before the name of a command."""
@@ -39,16 +46,13 @@ class Globals:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model is loaded, and how.
-
-    Codes are made floats unless asked for: torch operators compute faster with those (docs/log.md).
-    """
+    """Which model is loaded, and how."""
 
     source: str = DEFAULT_MODEL
     dtype: Dtype | None = None
     device: str = "cpu"
     offline: bool = False
-    quantize: Literal["auto", "int8", "int4"] | None = "auto"
+    quantize: Rounding | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,10 @@ Model = Annotated[
 DtypeOption = Annotated[
     Dtype | None,
     _model("--dtype", metavar="DTYPE", help=f"{', '.join(Dtype)}; else what the file says."),
+]
+Quantize = Annotated[
+    Rounding | None,
+    _model("--quantize", metavar="FORMAT", help="Round floats to int8 or int4; else as they are."),
 ]
 Device = Annotated[
     str,

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from everystep.cli.loading import Watched
-from everystep.cli.options import Offline
+from everystep.cli.options import Offline, Rounding
 from everystep.cli.terminal import write_line
-
-
-class Format(StrEnum):
-    """What weights are rounded to."""
-
-    int8 = "int8"
-    int4 = "int4"
 
 
 def quantize(
@@ -27,8 +19,8 @@ def quantize(
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")],
     format: Annotated[
-        Format, typer.Option("--format", metavar="FORMAT", help="int8 or int4.")
-    ] = Format.int8,
+        Rounding, typer.Option("--format", metavar="FORMAT", help="int8 or int4.")
+    ] = Rounding.int8,
     offline: Offline = False,
 ) -> None:
     """Write SOURCE with its weights in 8 or 4 bits to the new folder TARGET, and print where it is.

@@ -127,6 +127,10 @@ def _guessed(draw: Draw) -> bool:
     return draw.shape.encodes and draw.ragged and not draw.masked
 
 
+def _begins_padded(draw: Draw) -> bool:
+    return draw.unsaid and draw.settings.get("pad_token_id") == draw.settings["bos_token_id"]
+
+
 def _mask(draw: Draw) -> Draw:
     return replace(draw, masked=True)
 
@@ -142,6 +146,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("Negative prompts of several sequences", _guided_alike, _repeat_negative),
     Defect("Raw logits that a processor wrote into", _written, _write_copies),
     Defect("Padding of an encoder without a mask", _guessed, _mask),
+    Defect("A begin token that is the pad token", _begins_padded, _mask),
     Defect("Chunked prompts of a decoder behind an encoder", _chunked_decoder, _whole),
     Defect("Whole prompts with drafts behind a cache", _drafted_again, _undrafted),
 )

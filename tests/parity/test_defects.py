@@ -188,6 +188,14 @@ def test_an_encoder_does_not_read_padding() -> None:
     assert not torch.equal(plain_reference(draw).result, told)
 
 
+def test_a_begin_token_is_read_also_where_it_is_the_pad_token() -> None:
+    draw = _draw("greedy", (7,), bos_token_id=7, pad_token_id=7, max_new_tokens=12)
+    draw = replace(draw, unsaid=True, masked=False)
+    told = plain_reference(replace(draw, masked=True)).result
+    assert torch.equal(ours(draw).result, told)
+    assert not torch.equal(plain_reference(draw).result, told)
+
+
 def test_a_decoder_prompt_in_chunks_sees_the_whole_encoder() -> None:
     draw = _encoded((7, 8, 9, 10), (1, 30), prefill_chunk_size=2)
     draw = replace(draw, begun=((3, 4, 5), (3, 6, 7)), shape=replace(draw.shape, width=3))

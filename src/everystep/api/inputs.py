@@ -92,7 +92,8 @@ def read_inputs(
     `width`: that of the model's embeddings.
     """
     if input_ids is None and inputs_embeds is None:
-        input_ids, name = _start(bos, attention_mask), "bos_token_id"
+        # A begin token that is the pad token too was not passed as padding.
+        input_ids, name, pad = _start(bos, attention_mask), "bos_token_id", None
     ids = None if input_ids is None else _checked_ids(input_ids, vocabulary, name)
     embeds = None if inputs_embeds is None else _checked_embeds(inputs_embeds, ids, width)
     shape = tuple(ids.shape) if ids is not None else tuple(embeds.shape[:2])  # type: ignore[union-attr]

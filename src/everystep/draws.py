@@ -127,6 +127,11 @@ def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
     return torch.where(probabilities[:, :1].isnan(), -1, drawn)
 
 
+def on_host(scores: Tensor) -> bool:
+    """Whether numpy may read the scores: nobody has to wait for them."""
+    return scores.device.type == "cpu"
+
+
 def weights(scores: np.ndarray) -> np.ndarray:
     """(R, n) exp(score - highest); nan in a row without any finite score or with nan.
 
@@ -139,7 +144,7 @@ def weights(scores: np.ndarray) -> np.ndarray:
 
 def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     """(R, n) scores -> (R,) where numbers (R, 1) in (0, 1) fall among their summed weights."""
-    if scores.device.type != "cpu":
+    if not on_host(scores):
         power = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
         return _possible(_reached(power.cumsum(dim=-1), numbers.to(scores.device)), power)[:, 0]
     array = scores.numpy()

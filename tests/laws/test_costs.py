@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from everystep import draws
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.engine.readout import Guidance
 from everystep.engine.records import StepRecord
-from everystep.strategies import Beam, Greedy, Sample, Speculative
+from everystep.processors import best
+from everystep.strategies import Beam, Greedy, Sample, Speculative, single
 from everystep.testing.drive import Run, hash_executor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import Mix, random_mix
@@ -176,8 +178,10 @@ class DeviceExecutor(HashExecutor):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_step_waits_for_the_device_once(seed: int) -> None:
+def test_a_step_waits_for_the_device_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait but the transfer of what was picked would be one too many."""
+    for module in (draws, best, single):
+        monkeypatch.setattr(module, "on_host", lambda scores: not isinstance(scores, OnDevice))
     mix = random_mix(seed)
     OnDevice.waits = []
     steps = run(mix.requests, DeviceExecutor(mix.vocab_size)).engine.counts

@@ -15,7 +15,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from everystep.draws import weights
+from everystep.draws import on_host, weights
 from everystep.processors.stacking import Counts, Numbers
 from everystep.types import Shortlist
 
@@ -26,7 +26,7 @@ _MOST = 1024  # tokens of one row; longer lists are worth no more than whole row
 
 def is_wide(scores: Tensor) -> bool:
     """Whether looking for few of the tokens is worth while, and possible."""
-    fits = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64)
+    fits = on_host(scores) and scores.dtype in (torch.float32, torch.float64)
     return fits and scores.shape[-1] > _NARROW
 
 

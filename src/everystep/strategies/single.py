@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.draws import on_host
 from everystep.strategies.base import Batch, Drafts, require_drawn
 from everystep.types import Best, Children, Finished, Group, Sequence, Shortlist, TokenTable
 
@@ -57,7 +58,7 @@ class Greedy:
 
     def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
         """(R,) the choice of every row."""
-        if scores.device.type == "cpu":  # there numpy is ten times as fast
+        if on_host(scores):  # there numpy is ten times as fast
             return (torch.from_numpy(scores.numpy().argmax(axis=-1)),)
         return (scores.argmax(dim=-1),)
 

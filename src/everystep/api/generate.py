@@ -63,9 +63,11 @@ def generate(
         if call.effective.token_healing:
             call = with_cache(_heal(model, call), model, source, None)
         call = encode(call, model, source)
-        if loop is not None:
+        if loop is None:
+            out = _run(model, call, delivery, source)
+    if loop is not None:
+        with torch.no_grad():
             return run_loop(model, call, user, own)
-        out = _run(model, call, delivery, source)
     if isinstance(out, Output) and tokenizer is not None:
         out.text = [tokenizer.decode(ids, skip_special_tokens=True) for ids in out.new_tokens or ()]
     return out
@@ -179,12 +181,12 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     groups = [engine.submit(request) for request in requests]
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)
-    # What callers get they may change in place, so it must not be made in inference mode.
+    # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with torch.inference_mode(False), torch.no_grad():
         past = leave(call, groups, source.places)
-    if not asked:
-        return rectangle.sequences(call, groups, model.device)
-    out = rectangle.output(call, groups, collector, model.device)
+        if not asked:
+            return rectangle.sequences(call, groups, model.device)
+        out = rectangle.output(call, groups, collector, model.device)
     out.past_key_values = past
     out.timings = timings
     return out

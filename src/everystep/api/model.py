@@ -129,7 +129,10 @@ class LanguageModel:
         return self._core.network.embed
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every weight under its checkpoint name."""
+        """Every weight under its checkpoint name.
+
+        Those that lie row by row are views of the model's memory, so change clones of them.
+        """
         return dict(named_weights(self._core))
 
     @property

@@ -116,7 +116,10 @@ def encode(call: Call, model: Host, source: Source) -> Call:
     inputs = replace(call.inputs, prompts=_with_states(call.inputs.prompts, states))
     user = replace(call.user, negative=_with_states(call.user.negative, states))
     told = [one for one in heard if one is not None]
-    return replace(call, inputs=inputs, user=user, encoder=_shown(call.wants, source, told))
+    # This goes to the caller, see `generate`.
+    with torch.inference_mode(False), torch.no_grad():
+        shown = _shown(call.wants, source, told)
+    return replace(call, inputs=inputs, user=user, encoder=shown)
 
 
 def _shown(wants: Wants, source: Source, heard: list[Heard]) -> Encoder:

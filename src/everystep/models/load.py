@@ -147,7 +147,8 @@ class _Held:
 
 
 def _network(family: Family, spec: Any, source: Source, storage: Storage, kept: Kept) -> Network:
-    with torch.inference_mode():
+    # Whoever takes these weights out may train them, which tensors of inference mode cannot be.
+    with torch.inference_mode(False), torch.no_grad():
         return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
 
 

@@ -51,13 +51,6 @@ def test_a_template_of_its_own_counts_more(folder: Path) -> None:
     assert open_folder(folder).chat_template == "new ✓"
 
 
-def test_further_files_are_read_on_request(folder: Path) -> None:
-    write_json(folder / "special_tokens_map.json", {"bos_token": "<s>"})
-    opened = open_folder(folder)
-    assert opened.read_json("special_tokens_map.json") == {"bos_token": "<s>"}
-    assert opened.read_json("added_tokens.json") is None
-
-
 def test_weights_are_opened_on_request(folder: Path) -> None:
     assert "embed.weight" in open_folder(folder).weights()
 

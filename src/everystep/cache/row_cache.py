@@ -1,12 +1,11 @@
 """The cache as an executor sees it: the four verbs, and a context per step.
 
-Row numbers are chosen by the engine. There is no search for known prefixes yet: `match` answers 0
-for every prompt, which is always right and never fast.
+Row numbers are chosen by the engine. What the network computes is not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -108,10 +107,6 @@ class RowCache:
     def free(self, row: int) -> None:
         """The row is gone, and with it every segment that no other row refers to."""
         self._rows.free(row)
-
-    def match(self, tokens: Sequence[int]) -> int:
-        """How many of the first tokens are held by some row: 0, as nobody looks."""
-        return 0
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""

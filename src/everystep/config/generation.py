@@ -17,7 +17,7 @@ from warnings import warn
 
 from everystep.config.fields import CALL_ONLY, FIELDS, META
 from everystep.config.modes import GenerationMode, generation_mode
-from everystep.config.rules import judge, refuse_impossible
+from everystep.config.rules import EXTRA_OUTPUTS, judge, refuse_impossible
 from everystep.errors import (
     FormatError,
     RequestError,
@@ -32,7 +32,6 @@ from everystep.files.sources import read_settings
 
 CONFIG_NAME = "generation_config.json"
 _OWN = frozenset({"inherited", "extra"})
-_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 # Where a model's config keeps what its decoder alone is told.
 _INNER_CONFIGS = ("decoder", "generator", "text_config")
 
@@ -268,7 +267,7 @@ class GenerationConfig:
         values = {**_usable(_as_mapping(inner)), **_usable(outer)}
         if outer.get("force_bos_token_to_be_generated") and "bos_token_id" in values:
             values["forced_bos_token_id"] = values["bos_token_id"]
-        if any(values.get(name) for name in _EXTRA_OUTPUTS):
+        if any(values.get(name) for name in EXTRA_OUTPUTS):
             values["return_dict_in_generate"] = True
         return cls._inheriting({**values, "_from_model_config": True})
 

@@ -80,15 +80,6 @@ def one_of(*names: Any) -> Kind:
     return Kind(wanted, lambda v: any(type(v) is type(name) and v == name for name in names))
 
 
-def either(first: Kind, second: Kind) -> Kind:
-    """What one of two kinds accepts."""
-    return Kind(
-        f"{first.wanted} or {second.wanted}",
-        lambda value: first.accepts(value) or second.accepts(value),
-        lambda value: (first if first.accepts(value) else second).stored(value),
-    )
-
-
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 NUMBER = number("a number", lambda _: True)
 POSITIVE = number("a number above 0", lambda value: value > 0)

@@ -30,7 +30,8 @@ from everystep.config.sampling_rules import SAMPLING
 from everystep.errors import RequestError
 
 _ONLY_BEAMS = {"early_stopping": False, "length_penalty": 1.0}
-_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+"""Fields that ask for more than ids."""
 
 _EACH_BEAM = tuple(
     Rule(
@@ -218,7 +219,7 @@ _OUTPUTS = tuple(
         f"{name} has no effect where a tensor is returned",
         f"Set return_dict_in_generate=True, or leave {name} out",
     )
-    for name in _EXTRA_OUTPUTS
+    for name in EXTRA_OUTPUTS
 )
 
 

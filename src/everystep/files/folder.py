@@ -42,10 +42,6 @@ class ModelFolder:
         """The template that is used when none is named."""
         return self.chat_templates.get("default")
 
-    def read_json(self, name: str) -> dict[str, object] | None:
-        """The JSON object in a further file of the folder, None without one; FormatError if bad."""
-        return _read_json(self.path / name)
-
     def weights(self) -> Weights:
         """Opens the folder's weights, with the errors of `open_weights`."""
         return open_weights(self.path)

@@ -5,7 +5,7 @@ A family is one file with a `FAMILY`; it is imported when a model of it is built
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -36,11 +36,6 @@ class Family:
     assemble: Callable[[Any, Filled], Network]
     tensors: Callable[[Any], Iterator[tuple[str, Matrix]]]
     unused: Callable[[Any, str], bool]
-
-
-def known_families() -> Iterable[str]:
-    """Every `model_type` that can be built."""
-    return _MODULES.keys()
 
 
 def find_family(model_type: object) -> Family:

@@ -18,16 +18,14 @@ _FEW_QUERIES = 16
 
 @dataclass(frozen=True)
 class Rule:
-    """How a layer attends: the factor on scores, the cap on them, the window, a learned bias.
+    """How a layer attends: the factor on scores, the cap on them, the window.
 
-    `window`: key j is seen from position i iff i - window < j <= i. `bias`: whether a table of
-    relative biases is added.
+    `window`: key j is seen from position i iff i - window < j <= i.
     """
 
     scale: float
     softcap: float | None = None
     window: int | None = None
-    bias: bool = False
 
 
 def fold_heads(q: Tensor, kv_heads: int) -> Tensor:

@@ -245,7 +245,6 @@ class Group:
     settled: bool = False
     told: int = 0
     pasts: tuple[Past, ...] = ()
-    error: BaseException | None = None
 
     @property
     def pending(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -20,13 +20,11 @@ MOST_BEST = 64
 class Past:
     """What a row holds, outside of any row: keys and values of its first `length` positions.
 
-    `kv`: (L, 2, K, n, D), the last n of them in full precision. `packed`: what stands before, in
-    the form of the cache that keeps it. `across`: (L, 2, K, S, D) of the encoder states, or None.
+    `kv`: (L, 2, K, length, D). `across`: (L, 2, K, S, D) of the encoder states, or None.
     """
 
     length: int
     kv: Tensor
-    packed: tuple[Any, ...] = ()
     across: Tensor | None = None
 
 

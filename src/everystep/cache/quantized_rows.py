@@ -24,7 +24,7 @@ from everystep.cache.affine import (
     encode_keys,
     encode_values,
 )
-from everystep.cache.row_cache import perform
+from everystep.cache.row_cache import fed_rows, perform
 from everystep.errors import InvariantError, message
 from everystep.nn.attention import Rule, additive, attend, fold_heads, unfold_heads
 from everystep.nn.network import KvShape
@@ -117,13 +117,7 @@ class QuantizedRowCache:
         Afterwards every fed row has the length it will have when the step is over.
         """
         feeds = []
-        numbers = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
-        for number, start, count in numbers:
-            row = self[number]
-            if row.length != start:
-                raise InvariantError(
-                    message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
-                )
+        for row, start, count in fed_rows(work, self.__getitem__):
             self._pack(row)
             room = row.tail.new_empty(*row.tail.shape[:3], count, row.tail.shape[4])
             row.tail = torch.cat([row.tail, room], dim=3)

@@ -5,8 +5,8 @@ Row numbers are chosen by the engine. What the network computes is not known her
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,30 @@ def perform(rows: Verbs, work: Work) -> None:
             rows.truncate(verb.row, verb.value)
         else:
             rows.free(verb.row)
+
+
+class Held(Protocol):
+    """A row, as far as a feed asks."""
+
+    @property
+    def length(self) -> int:
+        """How many positions are cached."""
+        ...
+
+
+FedRow = TypeVar("FedRow", bound=Held)
+
+
+def fed_rows(work: Work, row_of: Callable[[int], FedRow]) -> Iterator[tuple[FedRow, int, int]]:
+    """Each fed row with the start and count of its feed; InvariantError if it ends elsewhere."""
+    numbers = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
+    for number, start, count in numbers:
+        row = row_of(number)
+        if row.length != start:
+            raise InvariantError(
+                message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
+            )
+        yield row, start, count
 
 
 class RowCache:
@@ -127,13 +151,8 @@ class RowCache:
         Afterwards every fed row has the length it will have when the step is over.
         """
         feeds = []
-        numbers = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
-        for index, (number, start, count) in enumerate(numbers):
-            row = self._rows[number]
-            if row.length != start:
-                raise InvariantError(
-                    message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
-                )
+        fed = fed_rows(work, self._rows.__getitem__)
+        for index, (row, start, count) in enumerate(fed):
             row.tail += count
             feeds.append(Feed(index, row, row.slot, start, count))
         self._rows.make_room(feed.row for feed in feeds)

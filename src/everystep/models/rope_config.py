@@ -93,7 +93,9 @@ def _dynamic(outer: Fields, inner: Fields, dim: int) -> Scaling:
 def _trained(outer: Fields, inner: Fields) -> int:
     if outer.has(_TRAINED):
         return outer.integer(_TRAINED)
-    return inner.integer(_TRAINED) if inner.has(_TRAINED) else outer.integer("max_position_embeddings")
+    return (
+        inner.integer(_TRAINED) if inner.has(_TRAINED) else outer.integer("max_position_embeddings")
+    )
 
 
 def _stretch(outer: Fields, inner: Fields, trained: int) -> float:

@@ -6,7 +6,8 @@ and copy without sharing anything that changes; a fork or a truncation keeps the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 
@@ -149,19 +150,22 @@ class NGrams:
 
 def occurrences(rows: Rows, r: int, start: int) -> Occurrences:
     """What row r's sequence remembers of the ids of its prefix from `start` on."""
-    memo, key = rows.sequences[r].memo, f"occurrences from {start}"
-    if key not in memo:
-        memo[key] = Occurrences(start)
-    memory: Occurrences = memo[key]
-    memory.read(rows.table.data[rows.sequences[r].line], int(rows.lengths[r]))
-    return memory
+    return _read(rows, r, f"occurrences from {start}", lambda: Occurrences(start))
 
 
 def ngrams(rows: Rows, r: int, size: int) -> NGrams:
     """What row r's sequence remembers of the n-grams of its prefix."""
-    memo, key = rows.sequences[r].memo, f"{size}-grams"
-    if key not in memo:
-        memo[key] = NGrams(size)
-    memory: NGrams = memo[key]
-    memory.read(rows.table.data[rows.sequences[r].line], int(rows.lengths[r]))
+    return _read(rows, r, f"{size}-grams", lambda: NGrams(size))
+
+
+M = TypeVar("M", Occurrences, NGrams)
+
+
+def _read(rows: Rows, r: int, key: str, make: Callable[[], M]) -> M:
+    """The memory of row r's sequence under a key, which has read all of the prefix."""
+    sequence = rows.sequences[r]
+    if key not in sequence.memo:
+        sequence.memo[key] = make()
+    memory: M = sequence.memo[key]
+    memory.read(rows.table.data[sequence.line], int(rows.lengths[r]))
     return memory

@@ -31,9 +31,8 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 # (importer, imported) of one level, each with its reason.
 LISTED: dict[tuple[str, str], str] = {
-    ("types", "errors"): "a noun refuses what contradicts itself",
     ("config", "files"): "a configuration is read from a folder or from the hub",
-    ("executors", "models"): "the numpy executor reads a decoder's specification and weights",
+    ("executors", "models"): "an executor runs a model: it reads specification and weights",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.
 # Compiles the kernels while the package is installed: a program, though it lies beside them.
@@ -191,6 +190,12 @@ def test_every_folder_is_a_package() -> None:
 
 def test_imports_go_downward() -> None:
     assert upward_arrows(sources()) == []
+
+
+def test_every_listed_pair_is_needed() -> None:
+    arrows = inner_imports(sources())
+    pairs = {(package_of(module_of(path)), package_of(target)) for path, _, target in arrows}
+    assert {*LISTED} <= pairs
 
 
 def test_no_modules_import_each_other() -> None:

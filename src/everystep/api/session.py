@@ -246,8 +246,8 @@ class Stream:
 
     Iterating drives the engine; nothing runs between two events. Tokens of beams come when every
     possible result begins with them; with `beam_events` a `BeamEvent` per request and step shows
-    the live beams behind them. `cancel()` ends every prompt
-    with the tokens it has (their last events say so), `close()` ends them silently.
+    the live beams behind them. `cancel()` ends every prompt with the tokens it has (their last
+    events say so), `close()` ends them silently.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ def generate(
     One prompt gives a text; several give a list of texts in their order, from the continuous
     scheduler, with no more than a few dozen in memory at once. `seed`: one integer, or one per
     prompt of a list; a prompt's tokens do not depend on the others. With `num_return_sequences`
-    above 1
-    each prompt gives a list; with `return_dict_in_generate=True` each text is a `Generated`.
+    above 1 each prompt gives a list; with `return_dict_in_generate=True` each text is a
+    `Generated`.
     Without prompts this is `model.generate(**options)`.
     """
     if prompts is None:

@@ -32,6 +32,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 # (importer, imported) of one level, each with its reason.
 LISTED: dict[tuple[str, str], str] = {
     ("config", "files"): "a configuration is read from a folder or from the hub",
+    ("text", "files"): "a tokenizer is written file by file, each whole or not at all",
     ("executors", "models"): "an executor runs a model: it reads specification and weights",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.

@@ -9,7 +9,6 @@ the folder is run.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from everystep.errors import FormatError, MissingFileError, message
+from everystep.files.atomic import write_atomic
 from everystep.text.native import native_call
 from everystep.text.settings import NO_LIMIT, Settings, SpecialTokens, checked_side, token_text
 
@@ -196,12 +196,6 @@ def _json_text(value: object) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Writes beside the target first, so that an interruption leaves the old file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, text.encode())
     return path

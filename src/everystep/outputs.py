@@ -47,7 +47,8 @@ class Output(Mapping[str, Any]):
     of `sequences` are prompt. `finish_reasons`: one per sequence. `logprobs`: one per sequence, of
     its new tokens, if `logprobs=k` asked for them. `prompt_logprobs`: one per prompt, of its tokens
     after the first, if `prompt_logprobs=k` asked for them. `effective_config`: the values that
-    held, with their sources. `timings`: seconds by name. `speculation`: what drafts achieved.
+    held, with their sources. `timings`: seconds by name. `speculation`: tokens drafted and
+    accepted, where drafts were made.
     """
 
     text: list[str] | None = None

@@ -13,6 +13,8 @@ import transformers.generation as reference
 from everystep import outputs
 from everystep.api.load import from_weights
 from everystep.errors import RequestError
+from everystep.streamers import BaseStreamer
+from everystep.testing.models import tiny_llama
 from everystep.types import FinishReason
 from tests.outputs.test_transition_scores import tiny_t5
 
@@ -112,6 +114,26 @@ def test_it_is_shown_by_shapes() -> None:
         "finish_reasons=[FinishReason(kind='length', matched=None)], sequences=<(1, 3) int64>, "
         "scores=<2 of <(1, 5) float32>>, hidden_states=<1 of <1 of <(1, 1, 2) float32>>>)"
     )
+
+
+def test_speculation_tells_what_drafts_achieved() -> None:
+    class Counting(BaseStreamer):
+        puts = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts += 1
+
+        def end(self) -> None:
+            pass
+
+    streamer = Counting()
+    settings = {"max_new_tokens": 40, "return_dict_in_generate": True, "eos_token_id": None}
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    out = tiny_llama().generate(ids, prompt_lookup_num_tokens=3, streamer=streamer, **settings)
+    steps = streamer.puts - 1  # the prompt is put too
+    assert out.speculation["accepted"] == 40 - steps > 0
+    assert out.speculation["drafted"] >= out.speculation["accepted"]
+    assert tiny_llama().generate(ids, **settings).speculation is None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

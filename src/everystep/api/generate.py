@@ -189,6 +189,9 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
         out = rectangle.output(call, groups, collector, model.device)
     out.past_key_values = past
     out.timings = timings
+    if "truncate" in call.strategy.needs:
+        counts = engine.counts
+        out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
     return out
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tests.parity.text import spellings
+
 Mode = Literal["greedy", "sample", "beam", "beam_sample", "lookup"]
 MODES: Mapping[Mode, float] = {
     "greedy": 0.24,
@@ -116,6 +118,16 @@ def _watermark(rng: Rng, shape: Shape) -> dict[str, Any]:
     }
 
 
+def _stop_strings(rng: Rng, shape: Shape) -> str | list[str]:
+    """Parts of what two tokens spell, so that they may begin in one and end in another."""
+    found = []
+    for _ in range(rng.randint(1, 3)):
+        text = "".join(rng.choices(spellings(shape.vocabulary), k=2))
+        start = rng.randrange(len(text))
+        found.append(text[start : start + rng.randint(1, 3)])
+    return found[0] if rng.random() < 0.4 else found
+
+
 def _cache(rng: Rng, shape: Shape) -> str:
     """Drafts need a cache that can be truncated."""
     return "dynamic" if shape.looks_up else rng.choice(["dynamic", "static", "static", "static"])
@@ -164,5 +176,6 @@ OPTIONS: tuple[Option, ...] = (
     Option("use_cache", 0.1, lambda r, s: False, _undrafted),
     Option("cache_implementation", 0.3, _cache),
     Option("max_cache_len", 0.5, lambda r, s: r.choice([1, 40, 70])),
+    Option("stop_strings", 0.12, _stop_strings, _ends),
     Option("max_time", 0.1, lambda r, s: r.choice([0.0, 1000.0, 1000.0])),
 )

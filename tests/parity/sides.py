@@ -15,8 +15,9 @@ from torch import Tensor
 from everystep import config as own
 from tests.parity.defects import met
 from tests.parity.draws import Draw, Earlier
-from tests.parity.models import CATALOGUE, fresh_reference, pair, subject
+from tests.parity.models import fresh_reference, pair, subject
 from tests.parity.parts import CRITERIA, PROCESSORS, allowed_tokens, only
+from tests.parity.text import own_tokenizer, their_tokenizer
 
 transformers.logging.set_verbosity(logging.CRITICAL)
 
@@ -24,6 +25,8 @@ transformers.logging.set_verbosity(logging.CRITICAL)
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError, IndexError, KeyError)
 # What static caches of earlier calls have room for.
 ROOM = 80
+# What is read as text.
+SPELLED = {"stop_strings"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +92,10 @@ def arguments(
     given["logits_processor"] = [PROCESSORS[name]() for name in draw.processors]
     given["stopping_criteria"] = [CRITERIA[name]() for name in draw.criteria]
     if draw.prefix:
-        given["prefix_allowed_tokens_fn"] = allowed_tokens(CATALOGUE[draw.model].vocabulary)
+        given["prefix_allowed_tokens_fn"] = allowed_tokens(draw.shape.vocabulary)
+    if not SPELLED.isdisjoint(settings):
+        tokenizer = own_tokenizer if library is own else their_tokenizer
+        given["tokenizer"] = tokenizer(draw.shape.vocabulary)
     return given
 
 

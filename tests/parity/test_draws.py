@@ -10,6 +10,7 @@ import torch
 from tests.parity.draws import draw
 from tests.parity.models import CATALOGUE, pair
 from tests.parity.options import MODES, OPTIONS
+from tests.parity.text import own_tokenizer, spellings, their_tokenizer
 
 DRAWS = [draw(number) for number in range(3000)]
 SOME = ("max_new_tokens", "max_length", "num_return_sequences", "return_dict_in_generate")
@@ -45,6 +46,15 @@ def test_every_model_is_drawn(model: str) -> None:
 def test_padding_stands_on_either_side_and_under_no_mask() -> None:
     kinds = Counter((one.padding, one.masked) for one in DRAWS if one.ragged)
     assert min(kinds[side, masked] for side in ("left", "right") for masked in (True, False)) > 50
+
+
+@pytest.mark.parametrize("size", sorted({tiny.vocabulary for tiny in CATALOGUE.values()}))
+def test_both_tokenizers_have_the_models_tokens_and_agree(size: int) -> None:
+    mine, theirs = own_tokenizer(size), their_tokenizer(size)
+    assert sorted(mine.get_vocab().values()) == list(range(size))
+    text = "".join(spellings(size))
+    assert mine.encode(text) == theirs.encode(text)
+    assert mine.decode(range(size)) == theirs.decode(range(size))
 
 
 DECODERS = [name for name, tiny in CATALOGUE.items() if not tiny.encodes]

@@ -110,11 +110,34 @@ def _close_to_one(rng: Rng, shape: Shape) -> float:
 
 
 def _watermark(rng: Rng, shape: Shape) -> dict[str, Any]:
-    """A green list, and sometimes one that rules nearly everything else out."""
+    """SynthID where the reference knows its rows, or a green list."""
+    if not (shape.beamed or shape.looks_up) and rng.random() < 0.5:
+        return _synthid(rng)
+    return _green_list(rng, shape)
+
+
+def _green_list(rng: Rng, shape: Shape) -> dict[str, Any]:
+    """Sometimes one that rules nearly everything else out. The reference hashes the best 40 tokens
+    with themselves, and one of them at least has to be green."""
+    hashed = shape.vocabulary >= 40 and rng.random() < 0.5
     return {
-        "greenlist_ratio": rng.choice([0.1, 0.25, 0.5, 0.9]),
+        "greenlist_ratio": rng.choice([0.5, 0.9] if hashed else [0.1, 0.25, 0.5, 0.9]),
         "bias": rng.choice([0.5, 2.0, 50.0]),
         "context_width": rng.choice([1, 1, 2]),
+        "seeding_scheme": "selfhash" if hashed else "lefthash",
+    }
+
+
+def _synthid(rng: Rng) -> dict[str, Any]:
+    """Few keys or many, and contexts and tables so small that they repeat."""
+    return {
+        "ngram_len": rng.randint(2, 5),
+        "keys": [rng.randrange(1000) for _ in range(rng.choice([1, 3, 12]))],
+        "context_history_size": rng.choice([1, 4, 1024]),
+        "sampling_table_seed": rng.randrange(9),
+        "sampling_table_size": rng.choice([7, 2**8, 2**16]),
+        "skip_first_ngram_calls": rng.random() < 0.3,
+        "debug_mode": rng.random() < 0.1,
     }
 
 
@@ -165,7 +188,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("exponential_decay_length_penalty", 0.12, _decay, _ends),
     Option("renormalize_logits", 0.15, lambda r, s: True),
     Option("remove_invalid_values", 0.12, lambda r, s: True),
-    Option("watermarking_config", 0.08, _watermark),
+    Option("watermarking_config", 0.15, _watermark),
     Option("negative_prompt_ids", 0.7, _negative, _single),
     Option("guidance_scale", 0.3, lambda r, s: r.choice([0.5, 1.5, 3.0]), _single),
     Option("length_penalty", 0.5, lambda r, s: r.choice([-1.0, 0.0, 0.5, 2.0]), _beamed),

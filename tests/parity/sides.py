@@ -82,6 +82,8 @@ def arguments(
     """The call's keyword arguments; objects of the caller are new ones each time. `library`: where
     the classes of configurations are."""
     settings = dict(draw.settings)
+    if "keys" in (mark := settings.get("watermarking_config", {})):
+        settings["watermarking_config"] = library.SynthIDTextWatermarkingConfig(**mark)
     given = _prompts(draw, padding, model)
     if (negative := settings.pop("negative_prompt_ids", None)) is not None:
         given["negative_prompt_ids"] = torch.tensor(negative)

@@ -342,13 +342,6 @@ def test_all_sequences_of_a_prompt_are_guided_away_from_its_negative_prompt() ->
     assert judge(draw).ran
 
 
-def test_self_hashed_green_lists_take_a_vocabulary_of_fewer_than_forty_tokens() -> None:
-    draw = _draw("greedy", watermarking_config={"seeding_scheme": "selfhash", "bias": 5.0})
-    draw = replace(draw, model="llama-grouped-tied")
-    assert isinstance(plain_reference(draw).error, IndexError)
-    assert ours(draw).result.shape == (1, 10)
-
-
 def test_a_length_of_the_callers_may_be_beyond_the_configurations_under_beams() -> None:
     model, found = subject("llama-plain"), []
     given = {"num_beams": 2, "early_stopping": "never", "length_penalty": 0.7}

@@ -4,8 +4,9 @@
 
 Every class runs on the same scores of a vocabulary of 150,000 and prefixes of 4,000 ids, as in a
 long generation: one id is new since the last call. Ids are drawn as words of a text are,
-the r-th most frequent one in proportion to 1 / r. Ours runs as the engine runs it, on scores that
-belong to the step, with whatever it remembers of the sequences; the reference's gets the rectangle.
+the r-th most frequent one in proportion to 1 / r. Both run as their `generate` calls them: ours in
+the pipeline, on scores that belong to the step, with whatever it remembers of the sequences, and a
+shortlist is an answer; the reference's in its list of processors, on the rectangle of ids.
 The calls alternate. Printed and written to bench/results/: medians in microseconds, and how many
 times faster ours is.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 import everystep
-from everystep.processors.pipeline import apply
+from everystep.processors.pipeline import shortened
 from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
 
 VOCABULARY, LENGTH, WARM_UP = 150_000, 4_000, 3
@@ -88,7 +89,7 @@ class Steps:
     def calls(self, scores: Tensor, count: int) -> Calls:
         """The processor on scores that belong to the step, as often as asked."""
         for _ in range(count):
-            yield partial(apply, self.rows(), scores.clone(), owned=True)
+            yield partial(shortened, self.rows(), scores.clone(), owned=True)
 
 
 def measure(
@@ -96,7 +97,7 @@ def measure(
 ) -> tuple[float, float]:
     """Median microseconds of ours and of the reference's."""
     ours = Steps(ids, getattr(everystep, name)(*arguments))
-    theirs = getattr(reference, name)(*arguments)
+    theirs = reference.LogitsProcessorList([getattr(reference, name)(*arguments)])
     scores, rectangle = torch.randn(len(ids), VOCABULARY), torch.from_numpy(ids)
     calls = ours.calls(scores, WARM_UP + runs)
     others = [partial(theirs, rectangle, scores)] * (WARM_UP + runs)

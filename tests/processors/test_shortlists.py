@@ -30,6 +30,12 @@ CHAINS = (
     (es.TemperatureLogitsWarper(1.3), es.TopPLogitsWarper((0.1, 0.5, 0.9, 0.0, 1.0))),
     (es.TopPLogitsWarper(0.9, min_tokens_to_keep=3), es.MinPLogitsWarper(0.2)),
     (es.TemperatureLogitsWarper(0.8), es.MinPLogitsWarper(0.1)),
+    (
+        es.ForcedEOSTokenLogitsProcessor(3, [9, 4, 9_000, 9]),
+        es.TemperatureLogitsWarper(0.8),
+        es.TopKLogitsWarper(1),
+        es.LogitNormalization(),
+    ),
 )
 KINDS = ("spread", "flat", "ties", "few", "none", "nan", "huge")
 
@@ -94,6 +100,20 @@ def test_a_shortlist_stands_for_the_rows(width: int, chain: int, kind: str) -> N
 @pytest.mark.parametrize("chain", range(4))
 def test_top_k_leaves_a_shortlist(chain: int) -> None:
     assert isinstance(shortened(rows_of(CHAINS[chain]), drawn("spread", 8192)), Shortlist)
+
+
+def test_forced_tokens_are_a_shortlist_of_themselves() -> None:
+    scores = drawn("nan", 8192)
+    begins = rows_of((es.ForcedBOSTokenLogitsProcessor(7),))
+    begins.lengths[:] = 1
+    short = shortened(begins, scores)
+    assert isinstance(short, Shortlist)
+    expected = reference.ForcedBOSTokenLogitsProcessor(7)(torch.ones(ROWS, 1), scores)
+    assert torch.equal(dense(short), expected)
+    begins.lengths[2] = 2
+    mixed = shortened(begins, scores)
+    assert isinstance(mixed, torch.Tensor)
+    assert torch.equal(mixed[2], scores[2])
 
 
 def test_the_owned_scores_of_rows_that_are_shortened_stay_as_they_are_needed() -> None:

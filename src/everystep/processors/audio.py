@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import POSITIVE, integer, is_integer
+from everystep.draws import on_host
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.stacking import admit, admit_ids, require
 from everystep.types import Rows
@@ -157,17 +158,20 @@ class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
+        return self.overwrite(rows, scores.clone())
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> the same, changed."""
         first = self.semantic_vocab_size
         middle = first + self.codebook_size
         opens = (rows.lengths - self.input_start_len) % 2 == 0
-        result = torch.full_like(scores, -math.inf)
-        for which, part in ((opens, slice(first, middle)), (~opens, slice(middle, None))):
+        scores[:, :first] = -math.inf
+        for which, closed in ((opens, slice(middle, None)), (~opens, slice(first, middle))):
             if which.all():
-                result[:, part] = scores[:, part]
-            else:
-                chosen = torch.from_numpy(which).to(scores.device)
-                result[chosen, part] = scores[chosen, part]
-        return result
+                scores[:, closed] = -math.inf
+            elif which.any():
+                scores[torch.from_numpy(which).to(scores.device), closed] = -math.inf
+        return scores
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,8 @@ class BarkEosPrioritizerLogitsProcessor(LogitsProcessor):
             return scores
         ends = torch.tensor(self.eos_token_id, device=scores.device)
         likely = scores.float().softmax(dim=-1)[:, ends] > self.min_eos_p
+        if on_host(scores) and not likely.any():
+            return scores
         only = torch.full_like(scores, -math.inf).index_copy(1, ends, scores[:, ends])
         return torch.where(likely.any(dim=1, keepdim=True), only, scores)
 

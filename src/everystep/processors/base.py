@@ -60,7 +60,7 @@ class LogitsProcessor:
         return scores if edit is None else edit.written(scores)
 
     def shorten(
-        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
     ) -> Shortlist | None:
         """(R, V) scores, to be divided by a temperature first -> what it leaves of them.
 

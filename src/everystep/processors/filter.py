@@ -35,7 +35,7 @@ class Filter(LogitsProcessor):
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
-        short = self.shorten(scores)
+        short = self.shorten(rows, scores)
         return self.overwrite(rows, scores.clone()) if short is None else short.dense()
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:

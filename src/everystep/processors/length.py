@@ -15,9 +15,10 @@ from torch import Tensor
 
 from everystep.config.kinds import DECAY, integer, is_integer, plain
 from everystep.processors.base import LogitsProcessor
+from everystep.processors.best import is_wide
 from everystep.processors.edits import Edit, banned_in, places
 from everystep.processors.stacking import Counts, admit, admit_ids, require
-from everystep.types import Rows
+from everystep.types import Rows, Shortlist
 
 COUNT = integer(0)
 
@@ -77,6 +78,12 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         """(R, V) -> the same, changed."""
         return _only(scores, rows.lengths == 1, (self.bos_token_id,), owned=True)
 
+    def shorten(
+        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+    ) -> Shortlist | None:
+        """The one token, where all rows begin."""
+        return _forced(scores, rows.lengths == 1, (self.bos_token_id,))
+
 
 @dataclass(frozen=True)
 class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
@@ -96,6 +103,12 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> the same, changed."""
         return _only(scores, rows.lengths == self.max_length - 1, self.eos_token_id, owned=True)
+
+    def shorten(
+        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+    ) -> Shortlist | None:
+        """The end tokens, where all rows are at the last place."""
+        return _forced(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
 
 
 @dataclass(frozen=True)
@@ -191,6 +204,20 @@ def _only(
         result.index_fill_(0, torch.from_numpy(np.flatnonzero(which)).to(scores.device), -math.inf)
     edit = banned_in(result, which, tokens)
     return result if edit is None else Edit(edit.index, 0.0).written(result)
+
+
+def _forced(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Shortlist | None:
+    """As `_only`, as a shortlist, where it holds in every row of wide scores."""
+    if not which.all() or not is_wide(scores):
+        return None
+    ids = [token for token in sorted(set(tokens)) if 0 <= token < scores.shape[-1]]
+    if not ids:
+        return None
+    return Shortlist(
+        torch.tensor(ids).repeat(len(scores), 1),
+        scores.new_zeros(len(scores), len(ids)),
+        scores.shape[-1],
+    )
 
 
 def _generated(rows: Rows, prompt_length: int | None) -> np.ndarray:

@@ -71,7 +71,7 @@ class _Canvas:
                 self.temperature = processor
             else:
                 divisor = self.temperature.temperature if self.temperature else 1.0
-                self._take(processor.shorten(self.scores, divisor), processor)
+                self._take(processor.shorten(self.rows, self.scores, divisor), processor)
 
     def _take(self, short: Shortlist | None, processor: LogitsProcessor) -> None:
         """The processor has left a shortlist, or it has to run on whole rows."""

@@ -94,7 +94,7 @@ class TopKLogitsWarper(Filter):
         return scores < _kth_highest(scores, larger(self.top_k, self.min_tokens_to_keep))
 
     def shorten(
-        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
     ) -> Shortlist | None:
         """The tokens that it keeps."""
         blocks = self._blocks(scores, temperature)
@@ -134,7 +134,7 @@ class TopPLogitsWarper(Filter):
         return torch.from_numpy(beyond_mass(scores.numpy(), self._share, keep))
 
     def shorten(
-        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
     ) -> Shortlist | None:
         """The tokens that it keeps, where they are among the best few of every row."""
         if temperature != 1.0:
@@ -215,7 +215,7 @@ class MinPLogitsWarper(Filter):
         return self._spared(p < column(self.min_p, scores), p)
 
     def shorten(
-        self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
+        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
     ) -> Shortlist | None:
         """The tokens that it keeps, where those are few."""
         blocks = self._blocks(scores, temperature)

@@ -33,6 +33,7 @@ class StopStrings:
     _endings: dict[int, tuple[Ending, ...]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _spelled: tuple[tuple[str, bytes], ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.strings or not all(self.strings):
@@ -43,6 +44,8 @@ class StopStrings:
                 do="Leave empty strings out",
             )
             raise RequestError(text)
+        spelled = tuple((string, string.encode()) for string in self.strings)
+        object.__setattr__(self, "_spelled", spelled)
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
         ends = np.zeros(len(candidates), dtype=bool)
@@ -64,7 +67,7 @@ class StopStrings:
     def _endings_in(self, token: int) -> tuple[Ending, ...]:
         known = self._endings.get(token)
         if known is None:
-            known = tuple(_endings(self.spelling(token), self.strings))
+            known = tuple(_endings(self.spelling(token), self._spelled))
             self._endings[token] = known
         return known
 
@@ -79,10 +82,11 @@ class StopStrings:
             count *= 2
 
 
-def _endings(piece: bytes, strings: tuple[str, ...]) -> Iterator[Ending]:
-    """Where strings may end in a token's bytes, the first end first, then in the given order."""
-    spelled = [(string, string.encode()) for string in strings]
-    spelled = [one for one in spelled if piece[:1] in one[1] or one[1] in piece]
+def _endings(piece: bytes, strings: tuple[tuple[str, bytes], ...]) -> Iterator[Ending]:
+    """Where strings, each with its bytes, may end in a token's, the first end first, then in the
+    given order."""
+    begin = piece[:1]
+    spelled = [one for one in strings if begin in one[1] or one[1] in piece]
     if not spelled:
         return
     for end in range(1, len(piece) + 1):

@@ -2,7 +2,8 @@
 
     scripts/bench watermarks [--out NAME]
 
-Ids are new in every step, so that no green list is met again ("worst"), or drawn by Zipf's law.
+Ids are new in every step, so that no green list is met again ("worst"), or drawn by Zipf's law
+after a text of 6,000 ids of the same law, whose lists may be remembered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from everystep.processors.watermark import WatermarkLogitsProcessor
 
-ROWS, VOCABULARY, STEPS = 32, 150_000, 3
+ROWS, VOCABULARY, STEPS, TEXT = 32, 150_000, 3, 6_000
 KEYS = [654, 400, 836, 123, 340, 443, 597, 160, 57]
 SYNTHID = {
     "ngram_len": 5, "keys": KEYS, "sampling_table_size": 2**16, "sampling_table_seed": 0,
@@ -35,15 +36,20 @@ def steps(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> Calls:
         yield partial(processor, ids[:, :step], scores)
 
 
+def zipf_ids(count: int) -> Tensor:
+    """Ids of which the r-th most frequent comes in proportion to 1 / r."""
+    return (VOCABULARY ** torch.rand(count, dtype=torch.float64)).long() - 1
+
+
 def pairs() -> dict[str, tuple[Any, Any, Tensor]]:
     """Name -> ours, the reference's, and the ids."""
     worst = torch.randperm(VOCABULARY)[: ROWS * 12].reshape(ROWS, 12)
-    zipf = (torch.rand(ROWS, 12) * 8).exp().long()  # ranks of which each decade is as likely
+    zipf = zipf_ids(ROWS * 12).reshape(ROWS, 12)
     green = {"vocab_size": VOCABULARY, "device": "cpu"}
     own = {**green, "seeding_scheme": "selfhash"}
     ours, theirs = WatermarkLogitsProcessor, transformers.WatermarkLogitsProcessor
     warm = ours(**green)
-    for token in range(3000):
+    for token in zipf_ids(TEXT).tolist():
         warm._bits(token)
     return {
         "lefthash, worst": (ours(**green), theirs(**green), worst),

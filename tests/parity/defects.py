@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.parity.draws import Draw
-from tests.parity.models import CATALOGUE
+from tests.parity.models import CATALOGUE, pair
+from tests.parity.text import their_tokenizer
 
 # An id that no tiny model can generate.
 OUTSIDE = 10_000
@@ -135,6 +137,17 @@ def _mask(draw: Draw) -> Draw:
     return replace(draw, masked=True)
 
 
+def _read_unhealed(draw: Draw) -> bool:
+    reads = {"encoder_repetition_penalty", "encoder_no_repeat_ngram_size"}
+    return "token_healing" in draw.settings and not reads.isdisjoint(draw.settings)
+
+
+def _heal_first(draw: Draw) -> Draw:
+    ids, tokenizer = torch.tensor(draw.prompts), their_tokenizer(draw.shape.vocabulary)
+    healed = pair(draw.model).reference.heal_tokens(ids, tokenizer)
+    return replace(without(draw, "token_healing"), prompts=tuple(map(tuple, healed.tolist())))
+
+
 DEFECTS: tuple[Defect, ...] = (
     Defect(
         "Padding with the token 0 after beams", _filled_with_zero, _fill_outside, _outside_as_zero
@@ -149,4 +162,5 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("A begin token that is the pad token", _begins_padded, _mask),
     Defect("Chunked prompts of a decoder behind an encoder", _chunked_decoder, _whole),
     Defect("Whole prompts with drafts behind a cache", _drafted_again, _undrafted),
+    Defect("Penalties on what was healed away", _read_unhealed, _heal_first),
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from tests.parity.models import CATALOGUE, Tiny
 from tests.parity.options import MODES, OPTIONS, Mode, Option, Rng, Shape
 from tests.parity.parts import CRITERIA, PROCESSORS
+from tests.parity.text import LETTERS, own_tokenizer
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,31 @@ def _shape(rng: Rng, tiny: Tiny) -> tuple[Shape, list[int]]:
 
 def _entered(rng: Rng, one: Draw) -> Draw:
     """How the prompts of a decoder are passed: mostly as ids, whole and by themselves."""
-    way = rng.choices(["ids", "embedded", "unsaid", "earlier"], [0.66, 0.1, 0.07, 0.17])[0]
+    ways = {"ids": 0.57, "embedded": 0.1, "unsaid": 0.07, "earlier": 0.17, "healed": 0.09}
+    way = rng.choices(list(ways), list(ways.values()))[0]
     if way == "embedded" and not one.shape.looks_up:
         return replace(one, embedded=True, prefix=False)
     if way == "earlier" and min(map(len, one.prompts)) > 1 and not CATALOGUE[one.model].alone:
         return _continuing(rng, one)
+    if way == "healed":
+        return _healed(rng, one)
     return _unsaid(rng, one) if way == "unsaid" else one
+
+
+def _healed(rng: Rng, one: Draw) -> Draw:
+    """Prompts of one length that are what the tokenizer makes of their text."""
+    length = max(one.span, 2)
+    tokenizer = own_tokenizer(one.shape.vocabulary)
+    # The first tokens of a text are the tokens of what they spell.
+    texts = ("".join(rng.choices(LETTERS, k=4 * length)) for _ in one.prompts)
+    return replace(
+        one,
+        prompts=tuple(tuple(tokenizer.encode(text)[:length]) for text in texts),
+        padding="left",
+        masked=True,
+        shape=replace(one.shape, width=length),
+        settings={**one.settings, "token_healing": True},
+    )
 
 
 def _unsaid(rng: Rng, one: Draw) -> Draw:

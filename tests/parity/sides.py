@@ -26,7 +26,7 @@ REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError, IndexError
 # What static caches of earlier calls have room for.
 ROOM = 80
 # What is read as text.
-SPELLED = {"stop_strings"}
+SPELLED = {"stop_strings", "token_healing"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from tests.parity.judge import ROUNDED, UNFILLED, judge
 from tests.parity.models import pair, subject
 from tests.parity.options import Shape
 from tests.parity.sides import ours, plain_reference
+from tests.parity.text import own_tokenizer
 from tests.reading import ROOT
 
 PAGE = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
@@ -121,6 +122,19 @@ def test_a_repetition_penalty_counts_every_new_token_after_padded_embeddings() -
     expected = plain_reference(alone).result[0]
     assert torch.equal(ours(draw).result[1], expected)
     assert not torch.equal(plain_reference(draw).result[1], expected)
+
+
+def test_penalties_read_a_prompt_as_it_was_healed() -> None:
+    penalty, found = {"encoder_repetition_penalty": 0.2, "encoder_no_repeat_ngram_size": 1}, []
+    for text in ("ab", "klo", "pgj", "cane", "hedge"):
+        prompt = tuple(own_tokenizer(40).encode(text))
+        draw = _draw("greedy", prompt, token_healing=True, max_new_tokens=1)
+        healed = tuple(plain_reference(draw).result[0, :-1].tolist())
+        alone = plain_reference(_draw("greedy", healed, max_new_tokens=4, **penalty)).result
+        draw = _draw("greedy", prompt, token_healing=True, max_new_tokens=4, **penalty)
+        assert torch.equal(ours(draw).result, alone)
+        found.append(torch.equal(plain_reference(draw).result, alone))
+    assert not all(found)
 
 
 def test_guidance_follows_its_beams() -> None:

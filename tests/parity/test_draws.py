@@ -18,6 +18,7 @@ FLAGS = ("output_scores", "output_logits", "output_attentions", "output_hidden_s
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "inputs_embeds")
 PASSED = ("past_key_values", "decoder_input_ids")
 SPECIAL = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
+HEALED = ("token_healing",)
 LOOKUP = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
@@ -27,7 +28,16 @@ def test_a_draw_is_determined_by_its_number() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*(option.name for option in OPTIONS), *SOME, *FLAGS, *OBJECTS, *PASSED, *SPECIAL, *LOOKUP],
+    [
+        *(option.name for option in OPTIONS),
+        *SOME,
+        *FLAGS,
+        *OBJECTS,
+        *PASSED,
+        *SPECIAL,
+        *LOOKUP,
+        *HEALED,
+    ],
 )
 def test_every_setting_is_used_in_a_twentieth_of_the_draws(name: str) -> None:
     assert sum(name in one.used() for one in DRAWS) >= 0.05 * len(DRAWS)
@@ -55,6 +65,15 @@ def test_both_tokenizers_have_the_models_tokens_and_agree(size: int) -> None:
     text = "".join(spellings(size))
     assert mine.encode(text) == theirs.encode(text)
     assert mine.decode(range(size)) == theirs.decode(range(size))
+
+
+def test_prompts_that_are_healed_are_what_their_text_encodes_to() -> None:
+    healed = [one for one in DRAWS if "token_healing" in one.used()]
+    for one in healed:
+        tokenizer = own_tokenizer(one.shape.vocabulary)
+        for prompt in one.prompts:
+            assert tuple(tokenizer.encode(tokenizer.decode(prompt))) == prompt
+        assert len({*map(len, one.prompts)}) == 1
 
 
 DECODERS = [name for name, tiny in CATALOGUE.items() if not tiny.encodes]

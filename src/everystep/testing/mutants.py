@@ -152,22 +152,17 @@ def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
     return lineage
 
 
-_true_process = pipeline.apply
-
-
-@mutant("normalising after processors", (batches, "process"))
-def _normalise_late(rows: Rows, scores: Tensor) -> Tensor:
-    scores = _true_process(rows, scores)
+@mutant("normalising after processors", (batches, "shortened"))
+def _normalise_late(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
+    scores = pipeline.apply(rows, scores)
     if rows.sequences[0].request.strategy.scores == "log_probs":
         scores = scores.log_softmax(dim=-1)
     return scores
 
 
 @mutant("processors of a neighbour", (pipeline, "_apply_mixed"))
-def _first_row_speaks_for_all(rows: Rows, scores: Tensor) -> Tensor:
-    for processor in rows.sequences[0].request.processors:
-        scores = processor(rows, scores)
-    return scores
+def _first_row_speaks_for_all(canvas: pipeline._Canvas) -> None:
+    canvas.run_all(canvas.rows.sequences[0].request.processors)
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -50,11 +50,9 @@ class Call:
 
     @property
     def width(self) -> int:
-        """How many hypotheses of a row are followed at once."""
-        settings = self.draw.settings
-        if self.kind == "contrastive":
-            return int(settings["top_k"])
-        return self.draw.shape.beams if self.draw.shape.beamed else settings.get(RETURNS, 1)
+        """How many rows of scores a prompt has."""
+        shape = self.draw.shape
+        return shape.beams if shape.beamed else self.draw.settings.get(RETURNS, 1)
 
     def used(self) -> set[str]:
         """Everything that is away from its default, by name."""

@@ -152,7 +152,7 @@ class Mixture:
         group = self.run.groups[f"{name} {row}"]
         call, done = self.calls[name], group.request.strategy.finish(group)
         first = group.rank * self.collector.width
-        slots = range(first, first + group.request.strategy.width)
+        slots = range(first, first + group.request.strategy.kept_rows)
         asked = "logprobs" in call.own
         return Answer(
             tokens=[one.tokens.tolist() for one in done],

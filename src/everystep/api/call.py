@@ -165,9 +165,10 @@ class Call:
     @property
     def _one_history(self) -> bool:
         """Whether criteria read scores and all rows take the same steps: drafts of several are
-        not accepted alike."""
+        not accepted alike, and of candidates it is known a step later which row they came from."""
         alike = "truncate" not in self.strategy.needs or self.inputs.batch == 1
-        return bool(self.user.criteria) and alike
+        settled = self.strategy.kept_rows == self.strategy.width
+        return bool(self.user.criteria) and alike and settled
 
     @property
     def keeps_cache(self) -> bool:

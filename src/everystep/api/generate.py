@@ -162,8 +162,8 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     asked = bool(call.effective.return_dict_in_generate)
     requests = call.requests(lingers=call.lingers)
     collector = Collector(
-        slots=call.inputs.batch * call.strategy.width,
-        width=call.strategy.width,
+        slots=call.inputs.batch * call.strategy.kept_rows,
+        width=call.strategy.kept_rows,
         scores=asked and bool(call.effective.output_scores),
         logits=asked and bool(call.effective.output_logits),
         captures=call.wants.layers or call.wants.attentions,

@@ -48,15 +48,18 @@ def output(
     """The output object of the reference for this kind of model and strategy, with our extras."""
     finished = results(groups)
     effective = call.effective
-    pads = np.repeat(np.array(call.inputs.margins or call.inputs.pads), call.strategy.width)
+    beams = isinstance(call.strategy, Beam)
+    # Rows that have ended wait for the last one, and where drafts stand it may catch up on them.
+    steps = slice(None if beams else max(len(done.tokens) for done in finished))
+    pads = np.repeat(np.array(call.inputs.margins or call.inputs.pads), call.strategy.kept_rows)
     fields: dict[str, Any] = {
         "sequences": sequences(call, groups, device),
-        "scores": collector.score_steps() if effective.output_scores else None,
-        "logits": collector.logit_steps() if effective.output_logits else None,
+        "scores": collector.score_steps()[steps] if effective.output_scores else None,
+        "logits": collector.logit_steps()[steps] if effective.output_logits else None,
     }
-    layers = collector.layer_steps(pads) if effective.output_hidden_states else None
-    attentions = _attentions(call, collector) if effective.output_attentions else None
-    if isinstance(call.strategy, Beam):
+    layers = collector.layer_steps(pads)[steps] if effective.output_hidden_states else None
+    attentions = _attentions(call, collector)[steps] if effective.output_attentions else None
+    if beams:
         fields["beam_indices"] = beam_indices(finished).to(device)
         scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
         fields["sequences_scores"] = scores.to(device) if effective.output_scores else None
@@ -68,7 +71,6 @@ def output(
         fields["prompt_logprobs"] = [prompt_logprobs(group) for group in groups]
     fields["prompt_length"] = call.inputs.prompt_width
     fields["effective_config"] = effective
-    beams = isinstance(call.strategy, Beam)
     if call.encoder is None:
         fields |= {"hidden_states": layers, "attentions": attentions}
         plain = GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput
@@ -76,9 +78,10 @@ def output(
     fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions}
     fields["encoder_hidden_states"] = call.encoder.layers
     fields["encoder_attentions"] = call.encoder.attentions
-    starts = np.repeat(np.array(call.encoder.starts), call.strategy.width)
-    across = collector.cross_steps(starts, call.encoder.width) if attentions is not None else None
-    fields["cross_attentions"] = across
+    starts = np.repeat(np.array(call.encoder.starts), call.strategy.kept_rows)
+    if attentions is not None:
+        across = collector.cross_steps(starts, call.encoder.width)
+        fields["cross_attentions"] = across[steps]
     kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
     return kind(**fields)
 
@@ -86,7 +89,7 @@ def output(
 def _attentions(call: Call, collector: Collector) -> tuple[tuple[Tensor, ...], ...]:
     inputs = call.inputs
     empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
-    return collector.attention_steps(np.repeat(empty, call.strategy.width), inputs.behind)
+    return collector.attention_steps(np.repeat(empty, call.strategy.kept_rows), inputs.behind)
 
 
 def beam_indices(finished: list[Finished]) -> Tensor:

@@ -20,7 +20,7 @@ def compute_transition_scores(
     beam_indices: Tensor | None = None,
     normalize_logits: bool = False,
 ) -> Tensor:
-    """The score that each generated token had when it was chosen, (B, T), 0 after a beam's end.
+    """The score that each generated token had when it was chosen, (B, T), 0 after its end.
 
     `sequences`: (B, length) ids. `scores`: per step (R, V). `beam_indices`: (B, steps), the row of
     `scores` behind each token, -1 after the end; without it row r belongs to sequence r.
@@ -42,10 +42,11 @@ def compute_transition_scores(
     rows, used = rows[:, :length], used[:, :length]
     tokens = sequences[:, sequences.shape[1] - length :]
     stacked = torch.stack(tuple(scores[:length]))  # (T, R, V)
+    over = stacked.amax(dim=-1).isneginf()  # (T, R): where a row had already ended
     if normalize_logits:
         stacked = torch.log_softmax(stacked, dim=-1)
-    chosen = stacked[torch.arange(length, device=rows.device), rows.clamp(min=0), tokens]
-    return chosen.masked_fill(~used, 0.0)
+    place = torch.arange(length, device=rows.device), rows.clamp(min=0)
+    return stacked[(*place, tokens)].masked_fill(~used | over[place], 0.0)
 
 
 def _rows(sequences: Tensor, scores: Sequence[Tensor], beam_indices: Tensor | None) -> Tensor:

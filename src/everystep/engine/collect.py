@@ -1,13 +1,15 @@
 """The collector: step records of a lockstep call, as the rectangle that callers expect.
 
 It watches; the engine does not know it. A slot is a row of the call's rectangle: rank * width +
-index of the sequence at that step.
+the row of the request that the sequence has at that step. Where a strategy feeds more sequences
+than it keeps rows of, only those are kept that a token was chosen from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from everystep.engine.records import Capture, StepRecord
 class Collector:
     """Keeps, per slot and in order, what each generated token was chosen from.
 
-    `slots`: rows of the rectangle; `width`: sequences per request; `windows`: per layer, how far
+    `slots`: rows of the rectangle; `width`: rows per request; `windows`: per layer, how far
     back it looks, None for all the way.
     """
 
@@ -46,10 +48,9 @@ class Collector:
     def __call__(self, record: StepRecord) -> None:
         """Rows of drafts that were not accepted are left out."""
         bounds = np.searchsorted(record.row_sequence, np.arange(len(record.sequences) + 1))
-        accepted = _accepted(record)
-        for s, sequence in enumerate(record.sequences):
-            group = record.groups[record.group_of[s]]
-            slot = group.rank * self.width + sequence.index
+        accepted, kept = _accepted(record), _kept_rows(record)
+        for s in np.flatnonzero(kept >= 0).tolist():
+            slot = record.groups[record.group_of[s]].rank * self.width + int(kept[s])
             first, read = int(bounds[s]), int(bounds[s + 1] - bounds[s])
             rows = range(first, first + accepted[s])
             if self.scores:
@@ -104,13 +105,25 @@ class Collector:
         pads: np.ndarray,
     ) -> tuple[tuple[Tensor, ...], ...]:
         steps = []
-        for taken in zip(*self.kept_captures, strict=False):
+        for taken in zip_longest(*self.kept_captures):
             padded = [
-                [pad(layer, int(n), capture.start == 0) for layer in part(capture) or ()]
+                capture and [pad(one, int(n), capture.start == 0) for one in part(capture) or ()]
                 for capture, n in zip(taken, pads, strict=True)
             ]
-            steps.append(tuple(torch.stack(layers) for layers in zip(*padded, strict=True)))
+            steps.append(tuple(map(torch.stack, zip(*_filled(padded), strict=True))))
         return tuple(steps)
+
+
+def _kept_rows(record: StepRecord) -> np.ndarray:
+    """(S,) which of its request's rows each sequence is kept in, -1 for none."""
+    strategy = record.groups[0].request.strategy
+    if strategy.kept_rows == strategy.width:
+        return np.array([sequence.index for sequence in record.sequences], dtype=np.int64)
+    chosen_from = np.unique(record.children.parent[record.children.counts > 0])
+    group = record.group_of[chosen_from]
+    kept = np.full(len(record.sequences), -1, dtype=np.int64)
+    kept[chosen_from] = np.arange(len(group)) - np.searchsorted(group, group)
+    return kept
 
 
 def _accepted(record: StepRecord) -> np.ndarray:
@@ -126,6 +139,12 @@ def _steps(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
     for rows in kept:
         rows += [torch.full_like(rows[0], -torch.inf)] * (longest - len(rows))
     return tuple(torch.stack(rows) for rows in zip(*kept, strict=True))
+
+
+def _filled(rows: list[list[Tensor] | None]) -> list[list[Tensor]]:
+    """A slot that needed fewer steps than others is 0 from there on."""
+    model = next(row for row in rows if row is not None)
+    return [[torch.zeros_like(one) for one in model] if row is None else row for row in rows]
 
 
 def _pad_layers(layer: Tensor, pad: int, whole: bool) -> Tensor:

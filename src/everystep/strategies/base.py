@@ -99,6 +99,9 @@ class Strategy(Protocol):
     """Sequences per request from the first choice on."""
     returns: int
     """Sequences in a request's result; while it streams, those of rank < returns."""
+    kept_rows: int
+    """Rows per request in the scores and layers of a step that callers get: all `width` sequences,
+    or, where that is less, those that a token was chosen from."""
     streams: bool
     """Whether chosen tokens may be shown at once; if not, those that all `rivals` share are."""
     scores: Literal["logits", "log_probs"]

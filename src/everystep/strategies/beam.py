@@ -45,6 +45,10 @@ class Beam:
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
+    def kept_rows(self) -> int:
+        return self.width
+
+    @property
     def kind(self) -> Hashable:
         return ("beam", self.width, self.eos_count, self.sampled)
 

@@ -26,6 +26,7 @@ class Contrastive:
     top_k: int
     alpha: float
     returns: ClassVar[int] = 1
+    kept_rows: ClassVar[int] = 1
     streams: ClassVar[bool] = True
     scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
     shortlists: ClassVar[bool] = False

@@ -41,6 +41,7 @@ class Greedy:
     width: ClassVar[int] = 1
     returns: ClassVar[int] = 1
     enough: ClassVar[int] = 1
+    kept_rows: ClassVar[int] = 1
     streams: ClassVar[bool] = True
     scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
     shortlists: ClassVar[bool] = False
@@ -88,6 +89,10 @@ class Sample:
 
     @property
     def returns(self) -> int:
+        return self.width
+
+    @property
+    def kept_rows(self) -> int:
         return self.width
 
     @property

@@ -81,6 +81,10 @@ class Speculative:
         return self.base.returns
 
     @property
+    def kept_rows(self) -> int:
+        return self.base.kept_rows
+
+    @property
     def shortlists(self) -> bool:
         return self.base.shortlists
 

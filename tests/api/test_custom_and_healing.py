@@ -133,6 +133,93 @@ def test_a_loop_may_feed_the_streamer(model: LanguageModel) -> None:
     assert said == [IDS.tolist(), "end"]
 
 
+def cached_loop(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    past_key_values: Any,
+    use_cache: bool,
+    **inputs: Any,
+) -> Tensor:
+    """A plain loop that feeds each position once, as people write it for the reference."""
+    mask = torch.ones_like(input_ids)
+    mask = mask if inputs["attention_mask"] is None else inputs["attention_mask"]
+    going = torch.ones(len(input_ids), dtype=torch.bool)
+    fed = input_ids[:, past_key_values.get_seq_length() :]
+    while going.any():
+        places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fed.shape[1] :]
+        out = model(
+            input_ids=fed, attention_mask=mask, position_ids=places,
+            past_key_values=past_key_values, use_cache=use_cache,
+        )  # fmt: skip
+        scores = logits_processor(input_ids, out.logits[:, -1].float())
+        chosen = torch.where(going, scores.argmax(-1), generation_config._pad_token_tensor)
+        fed = chosen[:, None]
+        input_ids = torch.cat([input_ids, fed], dim=-1)
+        mask = torch.cat([mask, torch.ones_like(fed)], dim=-1)
+        going = going & ~stopping_criteria(input_ids, None)
+    return input_ids
+
+
+CACHES: list[dict[str, Any]] = [
+    {},
+    {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    {"cache_implementation": "static"},
+]
+
+
+@pytest.mark.parametrize("settings", CACHES)
+def test_a_loop_with_a_cache_gives_the_same_in_the_reference(settings: dict[str, Any]) -> None:
+    both = pair(NAME)
+    given = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 8, "eos_token_id": 2}
+    given |= {"pad_token_id": 3, "repetition_penalty": 1.5, **settings}
+    theirs, ours = both.reference, subject(NAME)
+    found = ours.generate(**given, custom_generate=cached_loop)
+    assert torch.equal(found, theirs.generate(**given, custom_generate=cached_loop))
+    assert torch.equal(found, ours.generate(**given))
+
+
+def test_a_loop_goes_on_from_a_cache(model: LanguageModel) -> None:
+    given: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 6, "pad_token_id": 3}
+    whole = model.generate(IDS, **given, custom_generate=cached_loop)
+    cache, places = es.DynamicCache(), (MASK.cumsum(-1) - 1).clamp(min=0)[:, :3]
+    model(IDS[:, :3], MASK[:, :3], places, past_key_values=cache)
+    again = model.generate(IDS, **given, past_key_values=cache, custom_generate=cached_loop)
+    assert torch.equal(again, whole)
+    assert cache.get_seq_length() == whole.shape[1] - 1
+    # The cache is the caller's and may be changed in place.
+    model(input_ids=whole[:, -1:], past_key_values=cache)[0].mul_(2)
+
+
+def test_new_ids_behind_a_cache_come_with_the_mask_of_all(model: LanguageModel) -> None:
+    seen: dict[str, Any] = {}
+    cache = es.DynamicCache()
+    model(input_ids=IDS, attention_mask=MASK, past_key_values=cache)
+    mask = torch.cat([MASK, torch.ones(2, 1, dtype=torch.int64)], dim=1)
+    model.generate(
+        IDS[:, :1],
+        attention_mask=mask,
+        position_ids=torch.tensor([[4], [3]]),
+        past_key_values=cache,
+        custom_generate=lambda model, input_ids, **rest: seen.update(rest, ids=input_ids),
+    )
+    assert torch.equal(seen["ids"], IDS[:, :1]) and torch.equal(seen["attention_mask"], mask)
+    assert seen["past_key_values"] is cache and seen["position_ids"].tolist() == [[4], [3]]
+
+
+def test_without_a_cache_a_loop_gets_none(model: LanguageModel) -> None:
+    seen: dict[str, Any] = {}
+    model.generate(
+        IDS,
+        attention_mask=MASK,
+        use_cache=False,
+        custom_generate=lambda model, input_ids, **rest: seen.update(rest),
+    )
+    assert seen["use_cache"] is False and "past_key_values" not in seen
+
+
 # --- healing --------------------------------------------------------------------------------------
 
 TEXTS = ["I was i", "The a", "it  ", "th"]

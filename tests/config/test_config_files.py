@@ -132,9 +132,10 @@ def test_a_hub_repository_is_asked_for_its_file(
 def test_overrides_that_no_field_has_are_returned_where_they_are_asked_for(tmp_path: Path) -> None:
     GenerationConfig(top_k=7, do_sample=True).save_pretrained(tmp_path)
     given = {"top_p": 0.5, "foo": False, "return_unused_kwargs": True}
-    theirs, _ = Theirs.from_pretrained(tmp_path, **given)
+    theirs, left = Theirs.from_pretrained(tmp_path, **given)
+    assert (left, theirs.foo) == ({}, False)  # a field of the configuration, as in its constructor
     config, unused = GenerationConfig.from_pretrained(tmp_path, **given)
-    assert unused == {"foo": False}
+    assert unused == {"foo": False} and not hasattr(config, "foo")
     assert (config.top_k, config.top_p) == (theirs.top_k, theirs.top_p) == (7, 0.5)
     config, unused = GenerationConfig.from_dict({"top_k": 7}, **given)
     assert (config.top_k, config.top_p, unused) == (7, 0.5, {"foo": False})

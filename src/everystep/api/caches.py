@@ -45,10 +45,17 @@ def with_cache(call: Call, model: Host, source: Source, passed: Cache | None) ->
         return replace(call, past=passed, quantization=how)
     if call.effective.use_cache is False:
         return call
-    chosen = _chosen(call, model, source)
+    chosen = _new_cache(call, model, source)
     require_abilities(call, chosen, f"cache_implementation={_kind(call.effective)!r}")
     kept = chosen if call.effective.return_dict_in_generate else None
     return replace(call, past=kept, quantization=row_quantization(call.effective, model))
+
+
+def loop_cache(call: Call, model: Host, source: Source) -> Cache | None:
+    """The cache that a decoding loop of the caller's fills; None for one that goes without."""
+    if call.past is not None or call.effective.use_cache is False:
+        return call.past
+    return _new_cache(call, model, source)
 
 
 def row_quantization(effective: Effective, model: Host) -> Quantization | None:
@@ -91,7 +98,7 @@ def _kind(effective: Effective) -> str:
     return "dynamic"
 
 
-def _chosen(call: Call, model: Host, source: Source) -> Cache:
+def _new_cache(call: Call, model: Host, source: Source) -> Cache:
     """An empty cache of the kind that the configuration names."""
     kind, layers = _kind(call.effective), model.kv_shape.layers
     windows = list(model.windows) or [None] * layers

@@ -6,7 +6,10 @@ The loop has the reference's contract. It is called as
 
 after everything about the call was checked, and what it returns is returned. `input_ids` (R, T) is
 padded on the left and has a row for every beam or returned sequence. Both callables take
-`(input_ids, scores)`. Keywords that only the loop names are passed on to it.
+`(input_ids, scores)`. `inputs` holds `attention_mask` (R, T), `use_cache` and, unless that is
+False, `past_key_values`: the cache that was passed, or an empty one of the chosen kind. The loop
+decides what it feeds to `model(...)`, which adds to that cache. Keywords that only the loop names
+are passed on to it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.api.arguments import MODEL_INPUTS
 from everystep.api.call import Call
+from everystep.cache.containers import Cache
 from everystep.config import GenerationConfig
 from everystep.errors import UnsupportedError, message
 from everystep.processors.pipeline import apply
@@ -52,12 +57,14 @@ def require_loop(value: Any) -> Loop | None:
 def take_own(loop: Loop, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes out of `kwargs` what the loop names and no other loop has, and returns it."""
     named = list(inspect.signature(loop).parameters)[2:]
-    known = {*_STANDARD, *_OFFERED, "attention_mask", "inputs_embeds", "position_ids"}
+    known = {*_STANDARD, *_OFFERED, *MODEL_INPUTS}
     return {name: kwargs.pop(name) for name in named if name in kwargs and name not in known}
 
 
-def run_loop(model: Any, call: Call, user: dict[str, Any], own: dict[str, Any]) -> Any:
-    """What the caller's loop makes of the call."""
+def run_loop(
+    model: Any, call: Call, cache: Cache | None, user: dict[str, Any], own: dict[str, Any]
+) -> Any:
+    """What the caller's loop makes of the call; it fills `cache`, if there is one."""
     loop: Loop = user["custom_generate"]
     refuse_unseen(call)
     requests = call.requests(lingers=False)
@@ -75,6 +82,7 @@ def run_loop(model: Any, call: Call, user: dict[str, Any], own: dict[str, Any]) 
         stopping_criteria=by_hand(call.stops),
         generation_config=_config(call),
         **_inputs(call, width),
+        **_cached(cache),
         **offered,
         **own,
     )
@@ -124,18 +132,18 @@ def _ids(call: Call, width: int) -> Tensor:
 def _inputs(call: Call, width: int) -> dict[str, Tensor]:
     """The mask, and embeddings and positions if they were given, padded on the left."""
     inputs = call.inputs
-    gaps = [inputs.prompt_width - prompt.length for prompt in inputs.prompts]
-    masks = [
-        F.pad(torch.ones(p.length), (gap, 0)) for p, gap in zip(inputs.prompts, gaps, strict=True)
-    ]
-    found = {"attention_mask": torch.stack(masks).long()}
+    gaps = [inputs.prompt_width - (p.length - p.before) for p in inputs.prompts]
+    mask = torch.zeros(inputs.batch, inputs.total_width, dtype=torch.int64)
+    for row in range(inputs.batch):
+        mask[row, inputs.places(row)] = 1
+    found = {"attention_mask": mask}
     embeds = [
         F.pad(p.embeds, (0, 0, gap, 0))
         for p, gap in zip(inputs.prompts, gaps, strict=True)
         if p.embeds is not None
     ]
     places = [
-        F.pad(p.positions, (gap, 0))
+        F.pad(p.positions[..., p.before :], (gap, 0))
         for p, gap in zip(inputs.prompts, gaps, strict=True)
         if p.positions is not None
     ]
@@ -145,6 +153,11 @@ def _inputs(call: Call, width: int) -> dict[str, Tensor]:
     if places:
         found["position_ids"] = torch.stack(places, dim=-2).repeat_interleave(width, dim=-2)
     return found
+
+
+def _cached(cache: Cache | None) -> dict[str, Any]:
+    """How a loop tells the model what to keep."""
+    return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
 
 
 def _config(call: Call) -> GenerationConfig:

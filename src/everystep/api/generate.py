@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everystep.api import rectangle
 from everystep.api.arguments import callables, require, require_one, split
-from everystep.api.caches import with_cache
+from everystep.api.caches import loop_cache, with_cache
 from everystep.api.call import Call, Host, UserParts, resolve
 from everystep.api.custom import run_loop, take_own
 from everystep.api.healing import Continue, check_healing, healed
@@ -67,7 +67,7 @@ def generate(
             out = _run(model, call, delivery, source)
     if loop is not None:
         with torch.no_grad():
-            return run_loop(model, call, user, own)
+            return run_loop(model, call, loop_cache(call, model, source), user, own)
     if isinstance(out, Output) and tokenizer is not None:
         out.text = [tokenizer.decode(ids, skip_special_tokens=True) for ids in out.new_tokens or ()]
     return out

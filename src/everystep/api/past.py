@@ -122,11 +122,11 @@ def require_possible(call: Call, cache: Cache | None, loop: object) -> None:
     """Raises if a call needs more than a past that was passed can give; `loop`: the caller's."""
     if cache is None:
         return
-    if loop is not None or call.effective.token_healing:
-        name = "token_healing" if loop is None else "custom_generate"
-        _refuse(f"does not go with {name}", "one of the two", "both", f"Leave {name} out")
+    if call.effective.token_healing:
+        do = "Leave token_healing out"
+        _refuse("does not go with token_healing", "one of the two", "both", do)
     require_abilities(call, cache, "past_key_values")
-    if "columns" in call.strategy.needs:
+    if loop is None and "columns" in call.strategy.needs:
         _refuse("lacks hidden states", "none, for penalty_alpha", type(cache).__name__, None)
     if call.user.prompt_logprobs is not None:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both", None)

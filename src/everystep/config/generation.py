@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 from warnings import warn
 
 from everystep.config.fields import CALL_ONLY, FIELDS, META
@@ -186,6 +186,42 @@ class GenerationConfig:
         folder.mkdir(parents=True, exist_ok=True)
         self.to_json_file(folder / (config_file_name or CONFIG_NAME))
 
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name: str | os.PathLike[str],
+        config_file_name: str | os.PathLike[str] | None = None,
+        *,
+        local_files_only: bool = False,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
+        force_download: bool = False,
+        proxies: Mapping[str, str] | None = None,
+        return_unused_kwargs: Literal[False] = False,
+        **overrides: Any,
+    ) -> GenerationConfig: ...
+
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name: str | os.PathLike[str],
+        config_file_name: str | os.PathLike[str] | None = None,
+        *,
+        local_files_only: bool = False,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
+        force_download: bool = False,
+        proxies: Mapping[str, str] | None = None,
+        return_unused_kwargs: Literal[True],
+        **overrides: Any,
+    ) -> tuple[GenerationConfig, dict[str, Any]]: ...
+
     @classmethod
     def from_pretrained(
         cls,
@@ -201,7 +237,7 @@ class GenerationConfig:
         proxies: Mapping[str, str] | None = None,
         return_unused_kwargs: bool = False,
         **overrides: Any,
-    ) -> Any:
+    ) -> GenerationConfig | tuple[GenerationConfig, dict[str, Any]]:
         """The configuration in a folder or hub repository, all of it inherited but the overrides.
 
         With `return_unused_kwargs` a pair of it and the overrides that no field has, which are an
@@ -224,10 +260,25 @@ class GenerationConfig:
                 setattr(config, field, value)
         return (config, unused) if return_unused_kwargs else config
 
+    @overload
+    @classmethod
+    def from_dict(
+        cls,
+        config_dict: Mapping[str, Any],
+        return_unused_kwargs: Literal[False] = False,
+        **overrides: Any,
+    ) -> GenerationConfig: ...
+
+    @overload
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: Literal[True], **overrides: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]: ...
+
     @classmethod
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **overrides: Any
-    ) -> Any:
+    ) -> GenerationConfig | tuple[GenerationConfig, dict[str, Any]]:
         """A configuration with the given values, which count as set by the caller.
 
         With `return_unused_kwargs` a pair of it and the overrides that no field has.

@@ -107,7 +107,9 @@ class Collector:
         steps = []
         for taken in zip_longest(*self.kept_captures):
             padded = [
-                capture and [pad(one, int(n), capture.start == 0) for one in part(capture) or ()]
+                None
+                if capture is None
+                else [pad(one, int(n), capture.start == 0) for one in part(capture) or ()]
                 for capture, n in zip(taken, pads, strict=True)
             ]
             steps.append(tuple(map(torch.stack, zip(*_filled(padded), strict=True))))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError, UnsupportedError, message
 
 Side = Literal["left", "right"]
 Columns = dict[str, list[list[Any]]]
@@ -31,10 +31,37 @@ FILL: dict[str, Any] = {
 
 
 class BatchEncoding(MutableMapping[str, Any]):
-    """The columns of an encoded batch: a mapping that also answers to attributes and `**`."""
+    """The columns of an encoded batch: a mapping that also answers to attributes and `**`.
 
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data = dict(data)
+    `tensor_type`: "pt" or "np" makes tensors or arrays of what is none yet, with one dimension more
+    in front if `prepend_batch_axis`. `n_sequences`: how many texts a row was made of, if known.
+    `encoding` is refused: which token came from which word is told by `return_offsets_mapping`.
+    Source: `BatchEncoding`.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any] | None = None,
+        encoding: None = None,
+        tensor_type: str | None = None,
+        prepend_batch_axis: bool = False,
+        n_sequences: int | None = None,
+    ) -> None:
+        if encoding is not None:
+            raise UnsupportedError(
+                message(
+                    "encoding is of the tokenizers library, whose maps are not kept here",
+                    got=type(encoding).__name__,
+                    do="Leave it out, and call the tokenizer with return_offsets_mapping=True",
+                )
+            )
+        self.n_sequences = n_sequences
+        self.data = dict(data or {})
+        if tensor_type is not None:
+            self.data = {
+                name: _as_tensor(name, [value] if prepend_batch_axis else value, tensor_type)
+                for name, value in self.data.items()
+            }
 
     def __getitem__(self, name: str) -> Any:
         return self.data[name]
@@ -158,10 +185,34 @@ def _shorten_longest(excess: int, lengths: list[int]) -> list[int]:
     return [lengths[0] - first, lengths[1] - second]
 
 
+def _require_kind(argument: str, kind: str) -> None:
+    if kind not in ("pt", "np"):
+        raise RequestError(message(f"{argument} is unknown", wanted="'pt' or 'np'", got=kind))
+
+
+def _as_tensor(name: str, value: Any, kind: str) -> Any:
+    """The column as a tensor ("pt") or array ("np") of the type that its numbers have."""
+    _require_kind("tensor_type", kind)
+    if isinstance(value, torch.Tensor if kind == "pt" else np.ndarray):
+        return value
+    try:
+        empty = np.size(value) == 0
+        if kind == "np":
+            return np.array(value, dtype=np.int64 if empty else None)
+        return torch.tensor(value, dtype=torch.int64 if empty else None)
+    except (ValueError, TypeError) as error:
+        raise RequestError(
+            message(
+                f"{name} does not fit into one tensor",
+                wanted="rows of equal lengths",
+                do="Call the tokenizer with padding=True",
+            )
+        ) from error
+
+
 def as_tensors(columns: Columns, kind: str) -> dict[str, Any]:
     """The columns as int64 tensors ("pt") or arrays ("np") of shape (rows, length, ...)."""
-    if kind not in ("pt", "np"):
-        raise RequestError(message("return_tensors is unknown", wanted="'pt' or 'np'", got=kind))
+    _require_kind("return_tensors", kind)
     lengths = {len(row) for row in columns["input_ids"]}
     if len(lengths) > 1:
         raise RequestError(

@@ -25,8 +25,9 @@ from tests.parity.sides import arguments
 
 # Rotary frequencies that follow the length are outside the laws (docs/laws.md).
 MODELS = tuple(sorted(tiny.name for tiny in CATALOGUE.values() if not tiny.alone))
-# What reads a clock, and caches of the call's own, which a schedule does not know.
-APART = {"max_time", "cache_implementation", "max_cache_len"}
+# What reads a clock, what changes a prompt before it is a request, and caches of the call's own,
+# which a schedule does not know.
+APART = {"max_time", "token_healing", "cache_implementation", "max_cache_len"}
 # These look at other rows, or count calls.
 ACROSS_ROWS = {"DependsOnRow", "Remembers", "StopsOnBest"}
 LETTERS = "abc"

@@ -116,7 +116,13 @@ def draw(number: int) -> Draw:
         criteria=_some(rng, CRITERIA, 0.12) if shape.eos else (),
         prefix=rng.random() < 0.08,
     )
-    return _with_settings(rng, _decoded(rng, one) if tiny.encodes else _entered(rng, one), tiny)
+    found = _with_settings(rng, _decoded(rng, one) if tiny.encodes else _entered(rng, one), tiny)
+    return _spelled_apart(found) if "stop_strings" in found.settings else found
+
+
+def _spelled_apart(draw: Draw) -> Draw:
+    """Padding that no stop string can begin in: see "Stop strings that begin in padding"."""
+    return replace(draw, fill=draw.shape.vocabulary - 1, masked=True)
 
 
 def _shape(rng: Rng, tiny: Tiny) -> tuple[Shape, list[int]]:

@@ -64,11 +64,12 @@ class Candidates:
         return np.concatenate([head, self.new[candidate, : self.counts[candidate]]])
 
     def tail(self, candidate: int, count: int) -> list[int]:
-        """The last `count` visible ids of one candidate, or all if there are fewer."""
+        """The last `count` visible ids of one candidate that are no padding before its prompt, or
+        all if there are fewer."""
         parent = self.parents[candidate]
         new = self.new[candidate, : self.counts[candidate]]
         end = parent.visible - parent.provisional
-        start = max(end + len(new) - count, 0)
+        start = max(end + len(new) - count, parent.request.pad_prefix)
         head = self.table.data[parent.line, min(start, end) : end]
         return [*head.tolist(), *new.tolist()][-count:]
 

@@ -22,6 +22,8 @@ from tests.parity.sides import Outcome, Side, ours, reference
 ROUNDING = 1e-5
 UNFILLED = "Beams that never end"
 ROUNDED = "Norms in float32"
+OF_DECODERS = ("scores", "logits", "attentions", "hidden_states")
+STEPS = {*OF_DECODERS, "decoder_attentions", "cross_attentions", "decoder_hidden_states"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def judge(draw: Draw, expected: Side = reference, found: Side = ours) -> Verdict
     explained = [defect.heading for defect in met(draw)]
     ran = all(outcome.error is None for outcome in outcomes)
     if problems and ran and (lost := _unfilled(draw, expected)) is not None:
-        problems = differences(draw, *(_filled(draw, one, ~lost) for one in outcomes))
+        steps = min(map(_steps, outcomes))
+        problems = differences(draw, *(_filled(draw, one, ~lost, steps) for one in outcomes))
         explained.append(UNFILLED)
     if problems and all(problem.gap < ROUNDING for problem in problems):
         with exact_norms():
@@ -51,22 +54,37 @@ def judge(draw: Draw, expected: Side = reference, found: Side = ours) -> Verdict
 
 
 def _unfilled(draw: Draw, expected: Side) -> Tensor | None:
-    """(rows,) which results of the reference are no hypothesis that ended; None if all are."""
+    """(rows,) which results of the reference are no hypothesis that ended; None if all are, and
+    all those that nobody asked for: the reference runs on to fill their places too."""
     if not draw.shape.beamed:
         return None
-    asked = without(draw, return_dict_in_generate=True, output_scores=True)
+    beams = draw.shape.beams
+    changes = {"num_return_sequences": beams, "return_dict_in_generate": True}
+    asked = without(draw, **changes, output_scores=True)
     # Not "below": where processors make nan of a score, that is no hypothesis either.
     lost: Tensor = ~(expected(asked).result.sequences_scores > -1e8)
-    return lost if lost.any() else None
+    wanted = draw.settings.get("num_return_sequences", 1)
+    return lost.view(-1, beams)[:, :wanted].reshape(-1) if lost.any() else None
 
 
-def _filled(draw: Draw, outcome: Outcome, kept: Tensor) -> Outcome:
-    """The rows that count, without the columns that only others need."""
+def _steps(outcome: Outcome) -> int:
+    """How many steps the outcome shows; 0 where it shows none."""
+    if isinstance(outcome.result, Tensor):
+        return 0
+    shown = [value for name, value in outcome.result.items() if name in STEPS and value is not None]
+    return max(map(len, shown), default=0)
+
+
+def _filled(draw: Draw, outcome: Outcome, kept: Tensor, steps: int) -> Outcome:
+    """The rows that count, without the columns and after `steps` the steps that only others need;
+    a cache that went on cannot be compared."""
     result = outcome.result
     if isinstance(result, Tensor):
         return Outcome(_trimmed(result[kept], draw))
     fields: dict[str, Any] = dict(result.items())
     fields["sequences"] = _trimmed(result.sequences[kept], draw)
+    fields |= {name: fields[name][:steps] for name in STEPS & fields.keys() if fields[name]}
+    fields["past_key_values"] = None
     if result.beam_indices is not None:
         fields["beam_indices"] = _shortened(result.beam_indices[kept], {-1})
     if result.sequences_scores is not None:

@@ -38,6 +38,11 @@ class Family:
     unused: Callable[[Any, str], bool]
 
 
+def known_families() -> tuple[str, ...]:
+    """Every `model_type` that can be built."""
+    return tuple(_MODULES)
+
+
 def find_family(model_type: object) -> Family:
     """The family of a `model_type`; UnsupportedError when there is none."""
     if not isinstance(model_type, str) or model_type not in _MODULES:
@@ -45,7 +50,7 @@ def find_family(model_type: object) -> Family:
         raise UnsupportedError(
             message(
                 "this kind of model has no implementation here",
-                wanted=f"model_type of {', '.join(_MODULES)}",
+                wanted=f"model_type of {', '.join(known_families())}",
                 got=repr(model_type),
                 do=f"The nearest is {close!r}" if close else None,
             )

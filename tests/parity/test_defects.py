@@ -388,17 +388,3 @@ def test_a_row_that_a_criterion_ended_gets_no_further_tokens_without_an_end_toke
     assert torch.equal(found[0][0, :6], found[1][0, :6])
     assert found[1][0, 6:].tolist() == [5] * 4
     assert found[0][0, 6:].tolist() != [5] * 4
-
-
-# --- Stop strings that begin in padding -----------------------------------------------------------
-
-
-def test_no_stop_string_begins_in_padding() -> None:
-    free = _draw("greedy", (7, 8, 9, 10), (7,), eos=(38,), pad_token_id=39)
-    free = replace(free, fill=12)
-    said = ours(free).result
-    string = own_tokenizer(40).decode([12, 7, int(said[1, 4])])
-    stopped = replace(free, settings={**free.settings, "stop_strings": string})
-    mine = ours(stopped).result
-    assert (mine == said).all()
-    assert (plain_reference(stopped).result[1, 5:] != said[1, 5:]).any()

@@ -57,7 +57,7 @@ FLOORS = {
     "sampled lookup": 1,
     "cancelled": 1,
     "preemptions in decode": 25,
-    "chunks": 150,
+    "chunks": 100,
     "steps of scores": 1_500,
 }
 # What float32 numbers of equal logits can differ by where rows are summed in another order.

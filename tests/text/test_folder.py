@@ -147,19 +147,14 @@ def test_a_folder_without_settings_is_enough(folder: Path) -> None:
 
 BROKEN: list[tuple[str, str | None, type[Exception], str]] = [
     ("tokenizer.json", None, MissingFileError, "has no tokenizer; wanted a file tokenizer.json"),
-    ("tokenizer.json", "", FormatError, "tokenizer.json is not a tokenizer"),
+    ("tokenizer.json", "", FormatError, "tokenizer.json is empty"),
     ("tokenizer.json", '{"version": "1.0"}', FormatError, "tokenizer.json is not a tokenizer"),
-    ("tokenizer_config.json", "{", FormatError, "tokenizer_config.json is not JSON"),
-    (
-        "tokenizer_config.json",
-        "[]",
-        FormatError,
-        "config.json is wrong; wanted an object; got list",
-    ),
-    ("tokenizer_config.json", "[" * 100_000, FormatError, "tokenizer_config.json is not JSON"),
+    ("tokenizer_config.json", "{", FormatError, "tokenizer_config.json is not valid JSON"),
+    ("tokenizer_config.json", "[]", FormatError, "tokenizer_config.json holds no object; .*list"),
+    ("tokenizer_config.json", "[" * 100_000, FormatError, "tokenizer_config.json is nested"),
     ("tokenizer_config.json", '{"eos_token": 3}', TokenizerError, "eos_token is not a token"),
     ("tokenizer_config.json", '{"padding_side": "up"}', RequestError, "padding_side is unknown"),
-    ("tokenizer_config.json", '{"chat_template": [1]}', FormatError, "chat_template.*is wrong"),
+    ("tokenizer_config.json", '{"chat_template": [1]}', FormatError, "chat_template.*list objects"),
     (
         "tokenizer_config.json",
         '{"added_tokens_decoder": {"999": "<new>"}}',
@@ -172,8 +167,8 @@ BROKEN: list[tuple[str, str | None, type[Exception], str]] = [
         FormatError,
         "An added token is wrong",
     ),
-    ("special_tokens_map.json", "nothing", FormatError, "special_tokens_map.json is not JSON"),
-    ("chat_template.json", "nothing", FormatError, "chat_template.json is not JSON"),
+    ("special_tokens_map.json", "nothing", FormatError, "special_tokens_map.json is not valid"),
+    ("chat_template.json", "nothing", FormatError, "chat_template.json is not valid JSON"),
 ]
 
 

@@ -54,18 +54,18 @@ def open_folder(path: str | PathLike[str]) -> ModelFolder:
     FormatError (not strict JSON, too large, too deep, or a field of the wrong kind).
     """
     path = Path(path)
-    config = _read_json(path / CONFIG)
+    config = read_json(path / CONFIG)
     if config is None:
         raise _no_config(path)
-    generation_config = _read_json(path / GENERATION_CONFIG, infinite=True)
+    generation_config = read_json(path / GENERATION_CONFIG, infinite=True)
     _check_config(config, str(path / CONFIG))
     _check_token_ids(generation_config or {}, str(path / GENERATION_CONFIG))
-    tokenizer_config = _read_json(path / TOKENIZER_CONFIG)
-    templates = _templates(tokenizer_config or {}, str(path / TOKENIZER_CONFIG))
-    single = _read_template(path / CHAT_TEMPLATE)
+    tokenizer_config = read_json(path / TOKENIZER_CONFIG)
+    templates = named_templates(tokenizer_config or {}, str(path / TOKENIZER_CONFIG))
+    single = read_template(path / CHAT_TEMPLATE)
     if single is not None:
         templates["default"] = single
-    tokenizer = _find_tokenizer(path / TOKENIZER)
+    tokenizer = find_tokenizer(path / TOKENIZER)
     return ModelFolder(path, config, generation_config, tokenizer_config, templates, tokenizer)
 
 
@@ -77,7 +77,8 @@ def _no_config(path: Path) -> MissingFileError:
     return MissingFileError(message(f"{path} is not a model folder", wanted=CONFIG, do=do))
 
 
-def _read_json(file: Path, *, infinite: bool = False) -> dict[str, object] | None:
+def read_json(file: Path, *, infinite: bool = False) -> dict[str, object] | None:
+    """The object in a file of bounded size, read by `parse_object`; None without a file."""
     if not is_there(file):
         return None
     return parse_object(read_bounded(file, MAX_JSON_BYTES), str(file), infinite=infinite)
@@ -103,8 +104,11 @@ def _check_token_ids(config: dict[str, object], name: str) -> None:
             )
 
 
-def _templates(tokenizer_config: dict[str, object], name: str) -> dict[str, str]:
-    """The templates by name; the older form is one text, the newer a list of named ones."""
+def named_templates(tokenizer_config: dict[str, object], name: str) -> dict[str, str]:
+    """The templates by name that the file `name` holds; one text alone is called default.
+
+    Raises FormatError for anything but a text or a list of named ones.
+    """
     value = tokenizer_config.get("chat_template")
     if value is None:
         return {}
@@ -124,7 +128,8 @@ def _named_template(entry: object, name: str) -> tuple[str, str]:
     return field(entry, "name", str, where), field(entry, "template", str, where)
 
 
-def _read_template(file: Path) -> str | None:
+def read_template(file: Path) -> str | None:
+    """The text of a file of bounded size; None without a file, FormatError if it is not UTF-8."""
     if not is_there(file):
         return None
     data = read_bounded(file, MAX_TEMPLATE_BYTES)
@@ -134,7 +139,8 @@ def _read_template(file: Path) -> str | None:
         raise FormatError(message(f"{file} is not UTF-8", got=error.reason)) from error
 
 
-def _find_tokenizer(file: Path) -> Path | None:
+def find_tokenizer(file: Path) -> Path | None:
+    """The file, if it is there; FormatError if its beginning is that of something else."""
     if not is_there(file):
         return None
     with open_regular(file) as opened:

@@ -60,10 +60,13 @@ FLOORS = Coverage(
     beams=400,
     sampling=400,
     speculation=400,
+    contrastive=200,
+    guidance=300,
     preemptions_in_decode=500,
     forks=1_000,
     long_children=500,
     chunk_feeds=2_000,
+    cancelled=100,
 )
 
 

@@ -17,6 +17,15 @@ import tokenizers
 
 from everystep.errors import FormatError, MissingFileError, message
 from everystep.files.atomic import write_atomic
+from everystep.files.folder import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    find_tokenizer,
+    named_templates,
+    read_json,
+    read_template,
+)
 from everystep.text.native import native_call
 from everystep.text.settings import NO_LIMIT, Settings, SpecialTokens, checked_side, token_text
 
@@ -26,8 +35,8 @@ EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     """The splitting rule and the settings of a folder; FileError names what is missing or wrong."""
     backend = _read_backend(folder)
-    config = _read_object(folder / "tokenizer_config.json")
-    tokens_map = _read_object(folder / "special_tokens_map.json")
+    config = read_json(folder / TOKENIZER_CONFIG) or {}
+    tokens_map = read_json(folder / "special_tokens_map.json") or {}
     special = SpecialTokens.read(tokens_map, config)
     _add_missing_tokens(backend, config, tokens_map, special)
     return backend, _settings(folder, config, special)
@@ -40,8 +49,8 @@ def write_folder(folder: Path, backend: tokenizers.Tokenizer, settings: Settings
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    path = find_tokenizer(folder / TOKENIZER)
+    if path is None:
         raise MissingFileError(
             message(
                 f"{folder} has no tokenizer",
@@ -58,19 +67,6 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     if any(not token.content for token in backend.get_added_tokens_decoder().values()):
         raise FormatError(message(f"{path} has an added token without text"))
     return backend
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as failure:
-        raise FormatError(message(f"{path} is not JSON", got=failure)) from None
-    if not isinstance(value, dict):
-        raise FormatError(message(f"{path} is wrong", wanted="an object", got=type(value).__name__))
-    return value
 
 
 def _add_missing_tokens(
@@ -126,7 +122,7 @@ def _extra_tokens(source: Mapping[str, Any]) -> Iterator[str]:
                 yield text
 
 
-def _settings(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -> Settings:
+def _settings(folder: Path, config: dict[str, Any], special: SpecialTokens) -> Settings:
     limit = config.get("model_max_length")
     return Settings(
         special=special,
@@ -138,35 +134,22 @@ def _settings(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -
     )
 
 
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+def _read_templates(folder: Path, config: dict[str, object]) -> str | dict[str, str] | None:
     """The template files win over the configuration's template."""
-    found: dict[str, str] = {}
-    listed = config.get("chat_template")
-    if isinstance(listed, str):
-        found["default"] = listed
-    elif listed is not None:
-        found.update(_named_templates(listed))
-    stored = _read_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(stored, str):
-        found["default"] = stored
-    if (path := folder / "chat_template.jinja").is_file():
-        found["default"] = path.read_text(encoding="utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+    older = folder / "chat_template.json"
+    found = named_templates(config, str(folder / TOKENIZER_CONFIG))
+    found |= named_templates(read_json(older) or {}, str(older))
+    for name, file in _template_files(folder):
+        template = read_template(file)
+        if template is not None:
+            found[name] = template
     return found["default"] if list(found) == ["default"] else found or None
 
 
-def _named_templates(listed: Any) -> dict[str, str]:
-    try:
-        return {str(entry["name"]): str(entry["template"]) for entry in listed}
-    except (TypeError, KeyError):
-        raise FormatError(
-            message(
-                "chat_template in tokenizer_config.json is wrong",
-                wanted="text, or a list of objects with name and template",
-                got=type(listed).__name__,
-            )
-        ) from None
+def _template_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    yield "default", folder / CHAT_TEMPLATE
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        yield file.stem, file
 
 
 def _files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str]:
@@ -179,15 +162,15 @@ def _files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str]:
         **settings.special.named(),
     }
     files = {
-        "tokenizer.json": backend.to_str(pretty=True),
-        "tokenizer_config.json": _json_text(config),
+        TOKENIZER: backend.to_str(pretty=True),
+        TOKENIZER_CONFIG: _json_text(config),
         "special_tokens_map.json": _json_text(settings.special.named()),
     }
     templates = settings.chat_template or {}
     named = {"default": templates} if isinstance(templates, str) else templates
     for name, source in named.items():
         path = f"additional_chat_templates/{name}.jinja"
-        files["chat_template.jinja" if name == "default" else path] = source
+        files[CHAT_TEMPLATE if name == "default" else path] = source
     return files
 
 

@@ -7,6 +7,7 @@ imported when it is first used, so that `import everystep` costs nothing.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from everystep._version import __version__
@@ -324,7 +325,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         from everystep.api.absent import refuse_name
 
-        refuse_name(name)
+        refuse_name(name, sys._getframe(1))
     value = getattr(importlib.import_module(f"everystep.{_HOME[name]}"), name)
     globals()[name] = value
     return value

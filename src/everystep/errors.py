@@ -4,7 +4,8 @@
     |- RequestError (ValueError)         a call asks for something impossible or contradictory
     |  |- UnknownArgumentError (TypeError)  a name nobody knows; the text proposes the nearest one
     |  `- UnsupportedError (NotImplementedError)  known, but this model or executor cannot do it
-    |- AbsentNameError (ImportError)     a name of the reference that is not here
+    |- AbsentNameError (ImportError)     a name of the reference that is not here is imported
+    |- AbsentAttributeError (AttributeError)  the same name, asked of the package
     |- ModelClassError (TypeError)       the model given is not one that can generate
     |- FileError (ValueError)            a file is broken, truncated, unsafe or of an unknown kind
     |  |- MissingFileError (FileNotFoundError)
@@ -42,7 +43,11 @@ class UnsupportedError(RequestError, NotImplementedError):
 
 
 class AbsentNameError(EverystepError, ImportError):
-    """A name of the reference that this library does not have."""
+    """An import of a name of the reference that this library does not have."""
+
+
+class AbsentAttributeError(EverystepError, AttributeError):
+    """The same of an attribute of the package, so that `hasattr` is False."""
 
 
 class ModelClassError(EverystepError, TypeError):

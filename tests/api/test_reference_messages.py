@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import transformers
-from transformers.generation import configuration_utils, utils
+from transformers.generation import configuration_utils, stopping_criteria, utils
 
 from everystep.api.load import from_weights
 from everystep.api.model import LanguageModel
@@ -35,9 +35,13 @@ NOTHING: Said = ("nothing", "")
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, LanguageModel]:
+    return pair_of()
+
+
+def pair_of(**values: Any) -> tuple[Any, LanguageModel]:
     config = transformers.LlamaConfig(
         vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        num_attention_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None, **values,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -61,7 +65,7 @@ def listening() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             heard.append(record.getMessage())
 
-    loggers = [module.logger for module in (utils, configuration_utils)]
+    loggers = [module.logger for module in (utils, configuration_utils, stopping_criteria)]
     ear = Ear(logging.WARNING)
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     for logger in loggers:
@@ -193,6 +197,25 @@ def test_a_call_with_an_encoder_is_answered_as_the_table_says(
 ) -> None:
     check(translators[0], given, theirs)
     check(translators[1], given, ours)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_new_tokens": 8}, {"max_new_tokens": None, "max_length": 11}]
+)
+def test_a_limit_beyond_the_context_is_told_on_both_sides(limit: dict[str, Any]) -> None:
+    theirs, model = pair_of(max_position_embeddings=9)
+    check(theirs, limit, ("warning", "exceeded the model's predefined maximum length (9)"))
+    check(model, limit, ("warning", "leads beyond what the model was made for"))
+    for within in ({"max_new_tokens": 7}, {"max_new_tokens": None, "max_length": 10}):
+        check(theirs, within, NOTHING)
+        check(model, within, NOTHING)
+
+
+def test_a_limit_of_the_checkpoint_beyond_the_context_makes_no_noise() -> None:
+    _, model = pair_of(max_position_embeddings=9)
+    config = GenerationConfig.from_checkpoint({"max_length": 12})
+    model = LanguageModel(model.core, config)
+    check(model, {"max_new_tokens": None}, NOTHING)
 
 
 def test_s3_17_a_model_without_a_head_cannot_generate(pair: tuple[Any, LanguageModel]) -> None:

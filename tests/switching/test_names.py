@@ -12,7 +12,7 @@ from transformers import generation
 
 import everystep as es
 from everystep.api.absent import ABSENT
-from everystep.errors import AbsentNameError
+from everystep.errors import AbsentNameError, EverystepError
 
 HOMES = ("transformers.generation", "transformers.cache_utils")
 # What else a script that generates takes from there.
@@ -56,14 +56,23 @@ def test_every_name_is_here_or_absent_for_a_reason() -> None:
 @pytest.mark.parametrize("name", sorted(ABSENT))
 def test_an_absent_name_says_why_and_what_to_do(name: str) -> None:
     why, do = ABSENT[name]
-    with pytest.raises(AbsentNameError) as caught:
-        getattr(es, name)
-    assert all(part in str(caught.value) for part in (name, why, do))
+    for ask in (lambda: getattr(es, name), lambda: exec(f"from everystep import {name}")):
+        with pytest.raises(EverystepError) as caught:
+            ask()
+        assert all(part in str(caught.value) for part in (name, why, do))
 
 
-def test_an_import_of_an_absent_name_fails_with_that_text() -> None:
-    with pytest.raises(ImportError, match="there are no pipelines"):
+def test_an_import_of_an_absent_name_is_an_import_error() -> None:
+    with pytest.raises(AbsentNameError, match="there are no pipelines") as caught:
         from everystep import pipeline  # type: ignore[attr-defined]  # noqa: F401
+    assert isinstance(caught.value, ImportError)
+
+
+def test_a_script_may_ask_whether_an_absent_name_is_here() -> None:
+    assert not hasattr(es, "pipeline")
+    assert getattr(es, "GenerationMixin", None) is None
+    with pytest.raises(AttributeError, match="there are no pipelines"):
+        _ = es.pipeline
 
 
 def test_a_name_that_nobody_knows_is_no_attribute() -> None:

@@ -6,9 +6,10 @@ name that is here does is no business of this file.
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import NoReturn
 
-from everystep.errors import AbsentNameError, message
+from everystep.errors import AbsentAttributeError, AbsentNameError, message
 
 _DRAFTS = (
     "drafts are made by the engine's strategies, not by objects of the caller",
@@ -99,9 +100,18 @@ ABSENT: dict[str, tuple[str, str]] = {
 """Name -> why it is not here, and what to do."""
 
 
-def refuse_name(name: str) -> NoReturn:
-    """Raises AbsentNameError for a name of the reference, AttributeError for any other."""
+def refuse_name(name: str, asking: FrameType) -> NoReturn:
+    """Raises AbsentNameError where a name of the reference is imported, else an AttributeError.
+
+    `asking`: the frame that looks the name up. An import statement puts a text of its own in place
+    of any AttributeError, and no class can be both kinds of error.
+    """
     if name not in ABSENT:
         raise AttributeError(f"module 'everystep' has no attribute {name!r}")
     why, do = ABSENT[name]
-    raise AbsentNameError(message(f"everystep has no {name}: {why}", do=do))
+    imported = asking.f_code.co_name == _IMPORT
+    kind = AbsentNameError if imported else AbsentAttributeError
+    raise kind(message(f"everystep has no {name}: {why}", do=do))
+
+
+_IMPORT = "_handle_fromlist"  # of importlib: what looks up the names of an import statement

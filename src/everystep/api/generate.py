@@ -19,6 +19,7 @@ from everystep.api.caches import loop_cache, with_cache
 from everystep.api.call import Call, Host, UserParts, resolve
 from everystep.api.custom import run_loop, take_own
 from everystep.api.healing import Continue, check_healing, healed
+from everystep.api.lengths import context_notices
 from everystep.api.past import (
     continued,
     hide_past,
@@ -129,7 +130,11 @@ def prepare(
     call = replace(call, inputs=continued(inputs, past, call.strategy.width))
     require_possible(call, past, user.get("custom_generate"))
     call = with_cache(call, model, source, past)
-    for notice in (*call.effective.notices, *padding_notices(given, inputs, tokens)):
+    for notice in (
+        *call.effective.notices,
+        *padding_notices(given, inputs, tokens),
+        *context_notices(call.effective, call.inputs, call.limits, model.context),
+    ):
         warnings.warn(notice, stacklevel=4)
     return call, source
 

@@ -69,6 +69,24 @@ def refuse_beyond(prompt: int, context: int | None) -> None:
         )
 
 
+def context_notices(
+    effective: Effective, inputs: Inputs, limits: Limits, context: int | None
+) -> tuple[str, ...]:
+    """What to tell a caller whose own limit lies beyond the model's context."""
+    name = "max_length" if effective.max_new_tokens is None else "max_new_tokens"
+    if context is None or name not in effective.caller:
+        return ()
+    if inputs.total_width + limits.new - 1 <= context:  # the last token is not fed
+        return ()
+    text = message(
+        f"{name}={effective[name]} leads beyond what the model was made for",
+        wanted=f"at most {context} positions",
+        got=f"{inputs.total_width} of the prompt and up to {limits.new} new ones",
+        do=f"Lower {name}, or expect the text to get worse there",
+    )
+    return (text,)
+
+
 def _most_new(effective: Effective, prompt: int, context: int | None) -> int:
     if effective.max_new_tokens is not None:
         return int(effective.max_new_tokens)

@@ -7,9 +7,7 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -65,13 +63,14 @@ class NativeExecutor:
         self._columns: dict[int, Tensor] = {}
         self._threads = torch.get_num_threads()
         self._tables = [_RopeTable(rope) for rope in self._program.ropes]
+        self._asked = _Asked(len(self._tables))
+        self._nothing = torch.empty(0, self.vocab_size)
 
-    @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
         check_positions(work)
         self._apply(work)
-        told = _Told.of(work, self.vocab_size)
+        told = self._told(work)
         if len(work.rows):
             hidden = self._hidden_room(work)
             self._step(work, told, hidden)
@@ -152,87 +151,89 @@ class NativeExecutor:
 
     # --- the step ---------------------------------------------------------------------------------
 
+    def _told(self, work: Work) -> _Told:
+        """Room for what the work is told of its wanted positions."""
+        wanted = work.logits.tolist()
+        most = [0] * len(wanted) if work.best is None else work.best.tolist()
+        whole = sum(count for count, best in zip(wanted, most, strict=True) if not best)
+        logits = torch.empty(whole, self.vocab_size) if whole else self._nothing
+        totals = torch.empty(whole) if whole and work.totals else None
+        if whole == sum(wanted):
+            return _Told(logits, totals)
+        shape = (sum(wanted) - whole, min(max(most), self.vocab_size))
+        sums = np.empty(shape[0], np.float32) if work.totals else None
+        return _Told(
+            logits, totals, Best(np.empty(shape, np.float32), np.empty(shape, np.int64), sums)
+        )
+
     def _step(self, work: Work, told: _Told, hidden: Tensor | None) -> None:
         copied = self._grow(work)
-        pages = self.rows.table
-        fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, told.wanted)
-        numbers = np.concatenate(fields, dtype=np.int64)
-        ids, rows, starts, counts, wanted, most = _addresses(numbers, map(len, fields))
-        best = told.best
-        ropes = [table.rows(work) for table in self._tables]
+        turned = [table.rows(work) for table in self._tables]
         embeds = [values.float().contiguous() for _, values in work.embeds]
+        step = self._asked.step(work, self.vocab_size)
+        for place, rows in enumerate(turned):
+            step.rope[place] = rows.structure
         given = zip(work.embeds, embeds, strict=True)
-        failed = self._library.es_run(
-            self._runner,
-            StepWork(
-                tokens=len(work.tokens),
-                feeds=len(work.rows),
-                ropes=len(ropes),
-                embeds=len(embeds),
-                ids=ids,
-                rows=rows,
-                starts=starts,
-                counts=counts,
-                wanted=wanted,
-                pages=pages.ctypes.data,
-                stride=pages.shape[1],
-                rope=(RopeRows * len(ropes))(*(rope.structure for rope in ropes)),
-                embed=(GivenEmbeds * len(embeds))(
-                    *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
-                ),
-                best=most,
-                most=0 if best is None else best.values.shape[1],
-                logits=told.logits.data_ptr(),
-                totals=None if told.totals is None else told.totals.data_ptr(),
-                best_values=None if best is None else best.values.ctypes.data,
-                best_tokens=None if best is None else best.tokens.ctypes.data,
-                best_totals=None if best is None else _address(best.totals),
-                hidden=None if hidden is None else hidden.data_ptr(),
-                copies=0 if copied is None else copied.shape[1],
-                copy_from=None if copied is None else copied[0].ctypes.data,
-                copy_to=None if copied is None else copied[1].ctypes.data,
-            ),
-            self._threads,
+        step.embeds = len(embeds)
+        step.embed = (GivenEmbeds * len(embeds))(
+            *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
         )
-        _check(failed)
+        step.pages, step.stride = _address(self.rows.table), self.rows.table.shape[1]
+        step.logits, step.totals = told.logits.data_ptr(), _address(told.totals)
+        best = told.best
+        step.most = 0 if best is None else best.values.shape[1]
+        step.best_values = None if best is None else _address(best.values)
+        step.best_tokens = None if best is None else _address(best.tokens)
+        step.best_totals = None if best is None else _address(best.totals)
+        step.hidden = _address(hidden)
+        step.copies = 0 if copied is None else copied.shape[1]
+        step.copy_from, step.copy_to = (None, None) if copied is None else map(_address, copied)
+        _check(self._library.es_run(self._runner, step, self._threads))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Told:
-    """Room for what a work is told of its wanted positions; `wanted`: (F,) as `Work.best`."""
+    """Room for what a work is told of its wanted positions."""
 
-    wanted: np.ndarray
     logits: Tensor
     totals: Tensor | None
-    best: Best | None
-
-    @classmethod
-    def of(cls, work: Work, vocab_size: int) -> _Told:
-        """Room for all that the work wants."""
-        if work.best is None:
-            whole, wanted, best = int(work.logits.sum()), np.zeros_like(work.logits), None
-        else:
-            wanted = np.minimum(work.best, vocab_size)
-            rows = int(work.logits[wanted > 0].sum())
-            whole, best = int(work.logits.sum()) - rows, _best(work, rows, int(wanted.max()))
-        totals = torch.empty(whole) if work.totals else None
-        return cls(wanted, torch.empty(whole, vocab_size), totals, best)
+    best: Best | None = None
 
 
-def _best(work: Work, rows: int, most: int) -> Best:
-    totals = np.empty(rows, np.float32) if work.totals else None
-    return Best(np.empty((rows, most), np.float32), np.empty((rows, most), np.int64), totals)
+class _Asked:
+    """The structure that the library reads, made once; a step writes what is new in it.
+
+    The numbers of all feeds lie one after another in one piece of memory, whose address is known.
+    """
+
+    def __init__(self, ropes: int) -> None:
+        self._structure = StepWork(ropes=ropes, rope=(RopeRows * ropes)())
+        self._make_room(256)
+
+    def step(self, work: Work, vocab_size: int) -> StepWork:
+        """The structure with the numbers of the work's feeds."""
+        step, none = self._structure, np.zeros_like(work.rows)
+        best = none if work.best is None else np.minimum(work.best, vocab_size)
+        fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
+        tokens, feeds = len(work.tokens), len(work.rows)
+        if tokens + 5 * feeds > len(self._numbers):
+            self._make_room(2 * (tokens + 5 * feeds))
+        np.concatenate(fields, out=self._numbers[: tokens + 5 * feeds])
+        step.tokens, step.feeds, step.ids = tokens, feeds, self._first
+        behind = range(self._first + 8 * tokens, self._first + 8 * (tokens + 5 * feeds), 8 * feeds)
+        step.rows, step.starts, step.counts, step.wanted, step.best = behind
+        return step
+
+    def _make_room(self, count: int) -> None:
+        self._numbers = np.empty(count, np.int64)
+        self._first = self._numbers.ctypes.data
 
 
-def _address(array: np.ndarray | None) -> int | None:
-    return None if array is None else array.ctypes.data
-
-
-def _addresses(numbers: np.ndarray, lengths: Iterable[int]) -> list[int]:
-    """Where parts of so many int64 numbers begin, one after another."""
-    ends = accumulate(lengths, initial=0)
-    first = numbers.ctypes.data
-    return [first + numbers.itemsize * end for end in ends][:-1]
+def _address(array: np.ndarray | Tensor | None) -> int | None:
+    """Where an array lies."""
+    if array is None or isinstance(array, Tensor):
+        return None if array is None else array.data_ptr()
+    return int(array.ctypes.data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def test_writing_into_blocks_does_not_reach_the_file(opened: GgufFile) -> None:
     before = opened.path.read_bytes()
     opened.blocks("Q8_0").fill_(255)
     assert opened.path.read_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="no madvise on this system")
+def test_a_released_tensor_is_read_from_the_file_again(opened: GgufFile) -> None:
+    before = opened.blocks("Q8_0").clone()
+    opened.blocks("Q8_0").fill_(255)
+    opened.release("Q8_0")
+    assert torch.equal(opened.blocks("Q8_0"), before)
 
 
 def test_values_have_memory_of_their_own(opened: GgufFile) -> None:

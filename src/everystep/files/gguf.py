@@ -37,6 +37,7 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     data: Tensor
     """The whole file, uint8."""
+    mapped: mmap.mmap
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The metadata value `key` as an int, float, str or bool (an int serves as a float).
@@ -71,6 +72,18 @@ class GgufFile:
         tensor = self._decodable(name)
         return decode_blocks(tensor.block, self._bytes(tensor), dtype).view(tensor.shape)
 
+    def release(self, name: str) -> None:
+        """Memory that shows the tensor is free for other use; whoever looks again reads the file.
+
+        Changes made through a view of its blocks may be lost. Raises FormatError for no such
+        tensor.
+        """
+        tensor = self._tensor(name)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            size = tensor.offset + tensor.nbytes - start
+            self.mapped.madvise(mmap.MADV_DONTNEED, start, size)
+
     def _metadata(self, key: str) -> object:
         if key not in self.metadata:
             raise FormatError(message(f"{self.path}: the metadata has no {key!r}"))
@@ -79,12 +92,16 @@ class GgufFile:
     def _bytes(self, tensor: GgufTensor) -> Tensor:
         return self.data[tensor.offset : tensor.offset + tensor.nbytes]
 
-    def _decodable(self, name: str) -> GgufTensor:
+    def _tensor(self, name: str) -> GgufTensor:
         tensor = self.tensors.get(name)
         if tensor is None:
             close = nearest(name, self.tensors)
             do = f"The nearest name is {close!r}" if close else None
             raise FormatError(message(f"{self.path} holds no tensor {name!r}", do=do))
+        return tensor
+
+    def _decodable(self, name: str) -> GgufTensor:
+        tensor = self._tensor(name)
         if tensor.block.decode is None:
             raise UnsupportedError(
                 message(
@@ -110,7 +127,7 @@ def read_gguf(path: str | PathLike[str]) -> GgufFile:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     header = read_header(memoryview(mapped), str(path))
     data = torch.frombuffer(mapped, dtype=torch.uint8)
-    return GgufFile(path, header.version, header.metadata, header.tensors, data)
+    return GgufFile(path, header.version, header.metadata, header.tensors, data, mapped)
 
 
 def _typed(path: Path, key: str, value: object, kind: type[T]) -> T:

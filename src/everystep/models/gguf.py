@@ -78,6 +78,10 @@ class GgufSource(Protocol):
         """The values of a tensor."""
         ...
 
+    def release(self, name: str) -> None:
+        """The tensor was read; nothing of it need stay in memory."""
+        ...
+
 
 def build_gguf_model(
     file: GgufSource,
@@ -257,7 +261,9 @@ class _Renamed:
         return tuple(self.file.tensors[self.sources[name]].shape)
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        values = self.file.dequantise(self.sources[name], dtype or torch.float32)
+        stored = self.sources[name]
+        values = self.file.dequantise(stored, dtype or torch.float32)
+        self.file.release(stored)
         heads = self.heads(name)
         return values if heads is None else _halves(values, heads)
 
@@ -268,6 +274,7 @@ class _Renamed:
         if not keeps_blocks(block):
             return None
         weight = weight_of_blocks(block, self.file.blocks(stored))
+        self.file.release(stored)
         heads = self.heads(name)
         return weight if heads is None else weight.gather(_halves(torch.arange(weight.rows), heads))
 

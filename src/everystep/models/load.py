@@ -27,7 +27,7 @@ from everystep.models.slots import (
     never_in_panels,
     nothing_kept,
 )
-from everystep.nn.linear import Rows, dense, rows_of
+from everystep.nn.linear import Rows, Weight, dense, rows_of
 from everystep.nn.network import Network
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
@@ -71,16 +71,22 @@ def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
 
     What lies in panels is unpacked when its turn comes.
     """
+    for name, held, start, stop in _places(model):
+        yield name, rows_of(held, start, stop)
+
+
+def _places(model: Model) -> Iterator[tuple[str, Weight, int, int]]:
+    """Checkpoint name, the weight that has it among its rows, and which of them."""
     family = find_family(model.config.model_type)
     slots = {slot.key: slot for slot in family.slots(model.spec)}
     for key, held in family.tensors(model.network):
         parts = slots[key].parts
         if isinstance(held, tuple):
             for part, one in zip(parts, held, strict=True):
-                yield part.name, rows_of(one, 0, one.shape[0])
+                yield part.name, one, 0, one.shape[0]
             continue
         for part in parts:
-            yield part.name, rows_of(held, part.start, part.stop)
+            yield part.name, held, part.start, part.stop
 
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
@@ -92,13 +98,15 @@ def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
 def weight_bytes(model: Model) -> dict[str, int]:
     """How many bytes of weights there are of each format or type, the most first."""
     found: dict[str, int] = {}
-    for _, weight in stored_weights(model):
+    for _, held, start, stop in _places(model):
+        # All rows of a weight take the same room, and one is quick to unpack.
+        row = rows_of(held, start, start + 1)
         kind, size = (
-            (str(weight.format), weight.bytes)
-            if isinstance(weight, QuantizedWeight)
-            else (str(weight.dtype).removeprefix("torch."), weight.nbytes)
+            (str(row.format), row.bytes)
+            if isinstance(row, QuantizedWeight)
+            else (str(row.dtype).removeprefix("torch."), row.nbytes)
         )
-        found[kind] = found.get(kind, 0) + size
+        found[kind] = found.get(kind, 0) + size * (stop - start)
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 

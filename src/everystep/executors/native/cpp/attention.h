@@ -15,7 +15,7 @@ namespace everystep {
 
 constexpr int64_t kPagePositions = simd::kLanes;
 constexpr int64_t kSpanPages = 4, kSpan = kSpanPages * kPagePositions;
-constexpr int kMostQueries = 8;
+constexpr int kMostQueries = 12;
 
 inline int64_t whole_vectors(int64_t n) { return (n + simd::kLanes - 1) / simd::kLanes * simd::kLanes; }
 
@@ -80,7 +80,7 @@ inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, 
 #pragma GCC unroll 2
     for (int p = 0; p < P; ++p) {
         from[p] = keys.keys(page + p);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < Q; ++i) acc[i][p] = splat(0.0f);
     }
     for (int64_t d = 0; d < dim; ++d) {
@@ -91,14 +91,14 @@ inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, 
             // Values lie behind the keys.
             if (queries.fetch) __builtin_prefetch(from[p] + (dim + d) * kPagePositions);
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int i = 0; i < Q; ++i) {
             const Floats query = splat(queries.values[i * apart + d]);
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p) acc[i][p] = fma(key[p], query, acc[i][p]);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < Q; ++i)
 #pragma GCC unroll 2
         for (int p = 0; p < P; ++p) store(scores + i * kSpan + p * kPagePositions, acc[i][p]);
@@ -149,7 +149,7 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
     using namespace simd;
     const int64_t width = whole_vectors(keys.shape.dim);
     Floats acc[Q][V];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < Q; ++i)
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) acc[i][v] = splat(0.0f);
@@ -161,7 +161,7 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
             Floats value[V];
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) value[v] = load(values + j * width + v * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int i = 0; i < Q; ++i) {
                 const Floats share = splat(w[i * kSpan + j]);
 #pragma GCC unroll 4
@@ -181,8 +181,8 @@ inline void attend_tile(const Keys& keys, const Queries& queries, int64_t first,
                         Seen seen) {
     alignas(64) float scores[Q * kSpan];
     const int64_t pages = last / kPagePositions - first + 1;
-    // Few queries leave room for two pages at once, whose sums do not wait for each other.
-    constexpr int kPages = Q <= 4 ? 2 : 1;
+    // Two pages at once, whose sums do not wait for each other.
+    constexpr int kPages = 2;
     int64_t page = 0;
     for (; page + kPages <= pages; page += kPages)
         page_scores<Q, kPages>(keys, first + page, queries, scores + page * kPagePositions);
@@ -210,7 +210,11 @@ inline void attend(const Keys& keys, const Queries& queries, int64_t span, Seen 
         case 5: return attend_tile<5>(keys, queries, first, last, seen);
         case 6: return attend_tile<6>(keys, queries, first, last, seen);
         case 7: return attend_tile<7>(keys, queries, first, last, seen);
-        default: return attend_tile<8>(keys, queries, first, last, seen);
+        case 8: return attend_tile<8>(keys, queries, first, last, seen);
+        case 9: return attend_tile<9>(keys, queries, first, last, seen);
+        case 10: return attend_tile<10>(keys, queries, first, last, seen);
+        case 11: return attend_tile<11>(keys, queries, first, last, seen);
+        default: return attend_tile<12>(keys, queries, first, last, seen);
     }
 }
 

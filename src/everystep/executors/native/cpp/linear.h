@@ -6,39 +6,53 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "pack.h"
 #include "simd.h"
 
 namespace everystep {
 
+// How many rows are computed together: as many as leave each a register for its sums and one for its
+// products, beside the weights.
+constexpr int64_t kTogether = 12;
+
+inline int64_t whole_groups(int64_t rows) { return (rows + kTogether - 1) / kTogether * kTogether; }
+
 // Rows of inputs as floats and, for products with codes, as codes in blocks of 32 with a scale each.
+// A group of rows that are computed together lies block after block, so that a kernel finds all of
+// its rows at fixed distances.
 struct Inputs {
     const float* values;  // (rows, columns)
     int64_t columns, blocks;
-    int8_t* codes;  // (rows, 32 blocks), zeros beyond the columns
-    float* scales;  // (rows, blocks)
-    int32_t* sums;  // (rows, blocks), of the codes of a block
+    int8_t* codes;     // (groups, blocks, rows of a group, 32), zeros beyond the columns
+    float* scales;     // (groups, blocks, rows of a group)
+    int32_t* offsets;  // (groups, blocks, rows of a group), the sum of a block's codes times -128
+    float* sums;       // (groups, blocks, rows of a group), the sum of a block's codes times its scale
+
+    int64_t at(int64_t row, int64_t block) const {
+        return (row / kTogether * blocks + block) * kTogether + row % kTogether;
+    }
 };
 
-inline void quantise_block(const float* x, int64_t count, int8_t* codes, float* scale, int32_t* sum) {
+inline void quantise_block_of(const Inputs& in, int64_t row, int64_t block) {
     using namespace simd;
     static_assert(kBlock == 2 * kLanes);
+    const int64_t at = in.at(row, block), first = block * kBlock;
+    const float* x = in.values + row * in.columns + first;
+    const int64_t count = std::min(in.columns - first, kBlock);
     const Floats low = count >= kLanes ? load(x) : load_first(x, int(count));
     const int more = int(count > kLanes ? count - kLanes : 0);
     const Floats high = more == kLanes ? load(x + kLanes) : load_first(x + kLanes, more);
-    *scale = largest(max(abs(low), abs(high))) / 127.0f;
-    const Floats by = splat(*scale == 0 ? 1.0f : *scale);
-    const Ints first = round(div(low, by)), second = round(div(high, by));
-    store_bytes(codes, first);
-    store_bytes(codes + kLanes, second);
-    *sum = simd::sum(add(first, second));
-}
-
-inline void quantise_block_of(const Inputs& in, int64_t row, int64_t block) {
-    const int64_t at = row * in.blocks + block, first = block * kBlock;
-    quantise_block(in.values + row * in.columns + first, std::min(in.columns - first, kBlock),
-                   in.codes + at * kBlock, in.scales + at, in.sums + at);
+    const float scale = largest(max(abs(low), abs(high))) / 127.0f;
+    const Floats by = splat(scale == 0 ? 1.0f : scale);
+    const Ints left = round(div(low, by)), right = round(div(high, by));
+    store_bytes(in.codes + at * kBlock, left);
+    store_bytes(in.codes + at * kBlock + kLanes, right);
+    const int32_t total = sum(add(left, right));
+    in.scales[at] = scale;
+    in.offsets[at] = -128 * total;
+    in.sums[at] = scale * float(total);
 }
 
 inline void quantise_row(const Inputs& in, int64_t row) {
@@ -58,20 +72,19 @@ inline simd::Bytes column_group(const uint8_t* codes, int g) {
     return g < 4 ? simd::low_halves(both) : simd::high_halves(both);
 }
 
-// One block of 32 columns: `acc[m]` grows by the exact products of rows `row + m`.
+// One block of 32 columns: `acc[m]` grows by the exact products of the m-th row from `inputs` on.
 template <bool kFourBits, int M>
-inline void block_products(const uint8_t* codes, const int8_t* inputs, int64_t stride,
-                           simd::Ints (&acc)[M]) {
+inline void block_products(const uint8_t* codes, const int8_t* inputs, simd::Ints (&acc)[M]) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
         const simd::Bytes w = column_group<kFourBits>(codes, g);
 #pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) acc[m] = simd::dot(acc[m], w, inputs + m * stride + g * 4);
+        for (int m = 0; m < M; ++m) acc[m] = simd::dot(acc[m], w, inputs + m * kBlock + g * 4);
     }
 }
 
-// How a quantised format is read. `kOffset`: what was added to every code, taken back by the sums of
-// the inputs. `kRowScales`: one scale per row instead of one per block.
+// How a quantised format is read. `kOffset`: what was added to every code, taken back by the offsets
+// of the inputs. `kRowScales`: one scale per row instead of one per block.
 struct Int8 {
     static constexpr bool kFourBits = false, kMins = false, kRowScales = true;
     static constexpr int kOffset = 128;
@@ -89,6 +102,14 @@ struct Q4Min {
     static constexpr int kOffset = 0;
 };
 
+// What the products of a block begin with.
+template <int kOffset>
+inline simd::Ints first_sum(const int32_t* offset) {
+    static_assert(kOffset == 0 || kOffset == 8 || kOffset == 128);
+    if (kOffset == 0) return simd::splat(int32_t{0});
+    return kOffset == 128 ? simd::splat(*offset) : simd::sixteenth(simd::splat(*offset));
+}
+
 template <class Kind, int M>
 inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const Inputs& in, int64_t row,
                           simd::Floats* out) {
@@ -96,38 +117,34 @@ inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const I
     const int64_t blocks = in.blocks, bytes = Kind::kFourBits ? 256 : 512;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + blocks * bytes);
     const uint16_t* mins = scales + blocks * kPanel;
-    const int8_t* codes = in.codes + row * blocks * kBlock;
-    const float* in_scales = in.scales + row * blocks;
-    const int32_t* in_sums = in.sums + row * blocks;
     Floats acc[M];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
     // Few rows wait for memory: while the first of them read a panel, the next one is fetched.
     const bool ahead = row == 0;
     constexpr int64_t kBlockBytes = (Kind::kFourBits ? 256 : 512) + (Kind::kRowScales ? 0 : 32) +
                                     (Kind::kMins ? 32 : 0);
     const uint8_t* next = panel + (blocks * kBlockBytes + 63) / 64 * 64;
-    for (int64_t b = 0; b < blocks; ++b) {
+    for (int64_t b = 0, at = in.at(row, 0); b < blocks; ++b, at += kTogether) {
         if (ahead)
-            for (int64_t at = 0; at < kBlockBytes; at += 64) __builtin_prefetch(next + b * kBlockBytes + at);
+            for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(next + b * kBlockBytes + i);
         Ints dots[M];
 #pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) dots[m] = splat(-Kind::kOffset * in_sums[m * blocks + b]);
-        block_products<Kind::kFourBits, M>(panel + b * bytes, codes + b * kBlock, blocks * kBlock, dots);
+        for (int m = 0; m < M; ++m) dots[m] = first_sum<Kind::kOffset>(in.offsets + at + m);
+        block_products<Kind::kFourBits, M>(panel + b * bytes, in.codes + at * kBlock, dots);
         const Floats w_scale = Kind::kRowScales ? load(row_scales) : load_halves(scales + b * kPanel);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) {
-            const Floats scale = mul(w_scale, splat(in_scales[m * blocks + b]));
+            const Floats scale = mul(w_scale, splat(in.scales[at + m]));
             acc[m] = fma(to_floats(dots[m]), scale, acc[m]);
         }
         if (Kind::kMins) {
             const Floats least = load_halves(mins + b * kPanel);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; ++m) {
-                const int64_t at = m * blocks + b;
-                acc[m] = fma(least, splat(in_scales[at] * float(in_sums[at])), acc[m]);
-            }
+            for (int m = 0; m < M; ++m) acc[m] = fma(least, splat(in.sums[at + m]), acc[m]);
         }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) out[m] = acc[m];
 }
 
@@ -167,26 +184,19 @@ inline void tile(const Matrix& w, int64_t panel, const Inputs& in, int64_t row, 
 // Calls `use(row, count, outputs)` with the products of rows [0, rows) and one panel, tile by tile.
 template <class Use>
 inline void multiply(const Matrix& w, int64_t panel, const Inputs& in, int64_t rows, Use use) {
-    simd::Floats out[8];
+    simd::Floats out[kTogether];
     int64_t row = 0;
-    for (; rows - row >= 8; row += 8) {
-        tile<8>(w, panel, in, row, out);
-        use(row, 8, out);
-    }
-    if (rows - row >= 4) {
-        tile<4>(w, panel, in, row, out);
-        use(row, 4, out);
-        row += 4;
-    }
-    if (rows - row >= 2) {
-        tile<2>(w, panel, in, row, out);
-        use(row, 2, out);
-        row += 2;
-    }
-    if (row < rows) {
-        tile<1>(w, panel, in, row, out);
-        use(row, 1, out);
-    }
+    const auto tiles_of = [&](auto size, int64_t end) {
+        for (; end - row >= size; row += size) {
+            tile<size>(w, panel, in, row, out);
+            use(row, int(size), out);
+        }
+    };
+    tiles_of(std::integral_constant<int, kTogether>(), rows);
+    tiles_of(std::integral_constant<int, 8>(), rows);
+    tiles_of(std::integral_constant<int, 4>(), rows);
+    tiles_of(std::integral_constant<int, 2>(), rows);
+    tiles_of(std::integral_constant<int, 1>(), rows);
 }
 
 // The values of one row of a packed matrix, as an embedding table is read.

@@ -36,6 +36,7 @@ inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 
 inline Ints splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints sixteenth(Ints a) { return {_mm512_srai_epi32(a.v, 4)}; }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // To nearest, ties to even.

@@ -64,6 +64,7 @@ inline float largest(Floats a) {
 
 inline Ints splat(int32_t x) { return {x - Ints16{}}; }
 inline Ints add(Ints a, Ints b) { return {a.v + b.v}; }
+inline Ints sixteenth(Ints a) { return {a.v >> 4}; }
 inline int32_t sum(Ints a) {
     int32_t total = 0;
     for (int i = 0; i < 16; ++i) total += a.v[i];

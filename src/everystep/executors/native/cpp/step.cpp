@@ -14,7 +14,8 @@ constexpr int64_t kSlabPages = 64;
 
 // Few rows stream weights, best in long runs; many rows compute, and small chunks come out even.
 int64_t chunk_of(int64_t panels, int64_t rows, int members) {
-    const int64_t chunks = members * (rows <= 8 ? 2 : 8);
+    if (rows > kTogether * 4) return 1;
+    const int64_t chunks = members * (rows <= 8 ? 2 : 16);
     return std::max<int64_t>(1, (panels + chunks - 1) / chunks);
 }
 
@@ -63,11 +64,12 @@ void Pages::copy(int64_t from, int64_t to) {
 
 InputBuffer::InputBuffer(int64_t rows, int64_t columns)
     : values_(rows * columns),
-      scales_(rows * blocks_of(columns)),
-      codes_(rows * blocks_of(columns) * kBlock),
-      sums_(rows * blocks_of(columns)),
-      inputs_{values_.data(), columns,        blocks_of(columns),
-              codes_.data(),  scales_.data(), sums_.data()} {}
+      scales_(whole_groups(rows) * blocks_of(columns)),
+      sums_(scales_.size()),
+      codes_(scales_.size() * kBlock),
+      offsets_(scales_.size()),
+      inputs_{values_.data(), columns,         blocks_of(columns), codes_.data(),
+              scales_.data(), offsets_.data(), sums_.data()} {}
 
 Runner::Runner(const Model& model)
     : model_(model),
@@ -119,8 +121,7 @@ void Runner::list_wanted(const Work& work) {
 Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
     Part part{work, begin, std::min(begin + kMostTokens, work.tokens), 1, false, {}, {}, {}, 0, 0};
     const int64_t group = model_.heads / model_.kv_heads;
-    // Six queries keep all their sums in registers; a larger group is split.
-    const int64_t together = std::max<int64_t>(1, 6 / group);
+    const int64_t together = std::max<int64_t>(1, kMostQueries / group);
     int64_t offset = 0;
     for (int64_t feed = 0; feed < work.feeds; offset += work.counts[feed++]) {
         const int64_t from = std::max(offset, part.begin);
@@ -161,7 +162,7 @@ void Runner::run_part(const Part& part) {
 }
 
 void Runner::embed(Member& member, const Part& part) {
-    crew_->share(member, part.tokens(), 1, [&](int64_t token, int64_t) {
+    share_rows(member, part.tokens(), [&](int64_t token) {
         embed_token(part, token);
         before_attention(token, 0);
     });
@@ -283,14 +284,14 @@ void Runner::finish(Member& member, const Part& part) {
     const Work& work = part.work;
     const NormKind kind = static_cast<NormKind>(model_.norm_kind);
     if (work.hidden)
-        crew_->share(member, part.tokens(), 1, [&](int64_t row, int64_t) {
+        share_rows(member, part.tokens(), [&](int64_t row) {
             normalise(kind, hidden_.data() + row * model_.width, model_.width, model_.eps, model_.norm,
                       work.hidden + (part.begin + row) * model_.width);
         });
     const int64_t rows = part.wanted_end - part.wanted_begin;
     if (rows == 0) return;
     const bool coded = reads_codes(model_.head);
-    crew_->share(member, rows, 1, [&](int64_t row, int64_t) {
+    share_rows(member, rows, [&](int64_t row) {
         const int64_t token = wanted_[part.wanted_begin + row].token - part.begin;
         normalise(kind, hidden_.data() + token * model_.width, model_.width, model_.eps, model_.norm,
                   last_.row(row));

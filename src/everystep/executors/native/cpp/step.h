@@ -38,9 +38,9 @@ class InputBuffer {
     const Inputs& inputs() const { return inputs_; }
 
   private:
-    std::vector<float> values_, scales_;
+    std::vector<float> values_, scales_, sums_;
     std::vector<int8_t> codes_;
-    std::vector<int32_t> sums_;
+    std::vector<int32_t> offsets_;
     Inputs inputs_;
 };
 
@@ -106,6 +106,8 @@ class Runner {
     template <class Then>
     void add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
                     const Norm& post, Then each_row);
+    template <class Work>
+    void share_rows(Member& member, int64_t rows, Work each_row);
     template <class Work, class Then>
     void share_then(Member& member, int64_t items, int64_t chunk, int64_t rows, Work work,
                     Then each_row);
@@ -126,6 +128,16 @@ class Runner {
     std::vector<std::vector<float>> scratch_;
 };
 
+// Members take rows that lie side by side where there are many, so that they do not write into each
+// other's lines of the cache.
+template <class Work>
+void Runner::share_rows(Member& member, int64_t rows, Work each_row) {
+    const int64_t chunk = rows > 8 * kTogether ? kTogether : rows > 8 ? 4 : 1;
+    crew_->share(member, rows, chunk, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) each_row(row);
+    });
+}
+
 // Work that is shared, then what is done to whole rows of its results: by all members, or, where rows
 // are few, by the last that arrives.
 template <class Work, class Then>
@@ -133,7 +145,7 @@ void Runner::share_then(Member& member, int64_t items, int64_t chunk, int64_t ro
                         Then each_row) {
     if (rows > kFewRows) {
         crew_->share(member, items, chunk, work);
-        crew_->share(member, rows, 1, [&](int64_t row, int64_t) { each_row(row); });
+        share_rows(member, rows, each_row);
         return;
     }
     crew_->share(member, items, chunk, work, [&] {

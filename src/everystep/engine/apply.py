@@ -11,6 +11,7 @@ After it `cached < length` holds for every live sequence.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,74 +37,101 @@ def apply(batch: Batch, children: Children, table: TokenTable, ledger: Ledger) -
     """The groups of the batch hold the children; returns what consumers may see of it."""
     events: list[Event] = []
     live: list[list[Sequence]] = [[] for _ in batch.groups]
-    going = [_goes_on(batch, children, c) for c in range(len(children.parent))]
-    sources = {s.line: s for s in batch.sequences}
-    heirs: dict[int, int] = {}
-    for c, parent in enumerate(children.parent):
-        if going[c]:
-            heirs.setdefault(batch.sequences[parent].line, c)
-    for c, reason in enumerate(children.finish):
-        parent = batch.sequences[children.parent[c]]
-        if reason is not None and parent.finish is None:
-            group = batch.groups[batch.group_of[children.parent[c]]]
-            group.done.append(_finished(table, parent, children, c, reason))
-        events += _events(table, parent, children, c)
-    for line, source in sources.items():
-        if (
-            line not in heirs
-        ):  # first of all, so that no group ever needs more rows than it declared
+    group_of = batch.group_of.tolist()
+    born = _children(batch, children)
+    heirs: dict[int, Child] = {}
+    for child in born:
+        if child.goes_on:
+            heirs.setdefault(batch.sequences[child.parent].line, child)
+        parent = batch.sequences[child.parent]
+        if child.finish is not None and parent.finish is None:
+            batch.groups[group_of[child.parent]].done.append(_finished(table, parent, child))
+        events += _events(table, parent, child)
+    # First of all, so that no group ever needs more rows than it declared.
+    for line, source in {s.line: s for s in batch.sequences}.items():
+        if line not in heirs:
             release(source, table, ledger)
-    born = _fork_all(batch, children, going, heirs, table, ledger)
-    for c, parent_index in enumerate(children.parent):
-        if going[c]:
-            parent = batch.sequences[parent_index]
-            child = born.get(c, parent)
-            _extend(child, parent, batch.drafts[parent_index], children, c, table, ledger)
-            live[batch.group_of[parent_index]].append(child)
+    goes_on = [child for child in born if child.goes_on]
+    for child, sequence in zip(
+        goes_on, _fork_all(batch, goes_on, heirs, table, ledger), strict=True
+    ):
+        _extend(sequence, batch.drafts[child.parent], child, table, ledger)
+        live[group_of[child.parent]].append(sequence)
     for g, group in enumerate(batch.groups):
         group.opened = True
         group.live = live[g]
         group.settled = group.settled or g in children.settled
-        group.done = group.request.strategy.keep(group)
+        if group.done:
+            group.done = group.request.strategy.keep(group)
     return events
 
 
-def _goes_on(batch: Batch, children: Children, c: int) -> bool:
-    lingers = children.lingers and batch.sequences[children.parent[c]].request.linger
-    return children.finish[c] is None or lingers
+class Child(NamedTuple):
+    """One of `Children`: `parent` is an index into the batch; `goes_on` says that it stays."""
+
+    parent: int
+    tokens: list[int]
+    score: float
+    finish: FinishReason | None
+    provisional: int
+    memo: dict[str, Any] | None
+    index: int
+    goes_on: bool
+
+
+def _children(batch: Batch, children: Children) -> list[Child]:
+    """One by one, in plain numbers."""
+    parents = children.parent.tolist()
+    none = [0] * len(parents)
+    sequences = [batch.sequences[parent] for parent in parents]
+    rows = zip(children.tokens.tolist(), children.counts.tolist(), strict=True)
+    provisional, index, lingers = children.provisional, children.index, children.lingers
+    return list(
+        map(
+            Child,
+            parents,
+            [tokens[:count] for tokens, count in rows],
+            children.score.tolist(),
+            children.finish,
+            none if provisional is None else provisional.tolist(),
+            children.memo or [None] * len(parents),
+            [s.index for s in sequences] if index is None else index.tolist(),
+            [
+                reason is None or (lingers and sequence.request.linger)
+                for reason, sequence in zip(children.finish, sequences, strict=True)
+            ],
+        )
+    )
 
 
 def _fork_all(
     batch: Batch,
-    children: Children,
-    going: list[bool],
-    heirs: dict[int, int],
+    children: list[Child],
+    heirs: dict[int, Child],
     table: TokenTable,
     ledger: Ledger,
-) -> dict[int, Sequence]:
-    """Child -> its new sequence, for every child that does not simply continue its parent's.
+) -> list[Sequence]:
+    """For every child the sequence that it simply continues, its parent's, or a new one.
 
     All forks come before any truncation: a later child may keep more of the row than an earlier.
     A sibling of an opening group that inherits the source's line is itself its continuation.
     """
-    born: dict[int, Sequence] = {}
+    found: list[Sequence] = []
     ranks: dict[int, int] = {}
-    for c, parent_index in enumerate(children.parent):
-        if not going[c]:
-            continue
-        parent = batch.sequences[parent_index]
-        rank = ranks.get(id(parent), 0)
-        ranks[id(parent)] = rank + 1
-        if heirs[parent.line] == c:
+    for child in children:
+        parent = batch.sequences[child.parent]
+        rank = ranks[id(parent)] = ranks.get(id(parent), -1) + 1
+        if heirs[parent.line] is child:
+            found.append(parent)
             continue
         lineage = parent.lineage
         if rank:
             lineage = fork_lineage(lineage, parent.generated + 1, rank)
-        child = sprout(parent, table.fork(parent.line, parent.visible), lineage, parent.index)
-        child.row = None if parent.row is None else ledger.fork(parent.row)
-        child.companions = tuple(_fork_companion(one, ledger) for one in parent.companions)
-        born[c] = child
-    return born
+        fork = sprout(parent, table.fork(parent.line, parent.visible), lineage, parent.index)
+        fork.row = None if parent.row is None else ledger.fork(parent.row)
+        fork.companions = tuple(_fork_companion(one, ledger) for one in parent.companions)
+        found.append(fork)
+    return found
 
 
 def _fork_companion(companion: Companion, ledger: Ledger) -> Companion:
@@ -112,41 +140,31 @@ def _fork_companion(companion: Companion, ledger: Ledger) -> Companion:
 
 
 def _extend(
-    child: Sequence,
-    parent: Sequence,
-    draft: np.ndarray,
-    children: Children,
-    c: int,
-    table: TokenTable,
-    ledger: Ledger,
+    sequence: Sequence, draft: np.ndarray, child: Child, table: TokenTable, ledger: Ledger
 ) -> None:
-    """The child holds its new tokens; its rows hold what is still true of what was fed."""
-    count = int(children.counts[c])
-    tokens = children.tokens[c, :count]
-    start = child.visible
-    table.reserve(start + count)
-    table.data[child.line, start : start + count] = tokens
-    agreed = _agreement(draft, tokens)
-    kept = child.length + agreed
-    rewind_memory(child, start + agreed)
-    child.length += count
-    excess = child.cached - min(kept, child.length - 1)
-    _trim(child, excess, ledger)
-    for companion in child.companions:
-        _trim(companion, excess, ledger)
-    child.score = float(children.score[c])
-    child.finish = children.finish[c]
-    child.provisional = 0 if children.provisional is None else int(children.provisional[c])
-    if children.index is not None:
-        child.index = int(children.index[c])
-    if children.memo is not None and children.memo[c] is not None:
-        child.memo.update(children.memo[c])  # type: ignore[arg-type]
-    if not 0 <= child.cached < child.length:
+    """The sequence is the child: its rows hold what is still true of what was fed."""
+    start, count = sequence.visible, len(child.tokens)
+    table.write(sequence.line, start, child.tokens)
+    agreed = _agreement(draft, child.tokens)
+    kept = sequence.length + agreed
+    rewind_memory(sequence, start + agreed)
+    sequence.length += count
+    excess = sequence.cached - min(kept, sequence.length - 1)
+    if excess > 0:
+        for unit in sequence.units:
+            _trim(unit, excess, ledger)
+    sequence.score = child.score
+    sequence.finish = child.finish
+    sequence.provisional = child.provisional
+    sequence.index = child.index
+    if child.memo is not None:
+        sequence.memo.update(child.memo)
+    if not 0 <= sequence.cached < sequence.length:
         raise InvariantError(
             message(
                 "a sequence is cached beyond its tokens",
                 wanted="cached < length",
-                got=(child.cached, child.length),
+                got=(sequence.cached, sequence.length),
                 do="Report this as a defect",
             )
         )
@@ -161,12 +179,12 @@ def rewind_memory(sequence: Sequence, visible: int) -> None:
 
 
 def _trim(unit: Sequence | Companion, excess: int, ledger: Ledger) -> None:
-    if excess > 0 and unit.row is not None:
+    if unit.row is not None:
         unit.cached -= excess
         ledger.truncate(unit.row, unit.cached)
 
 
-def _agreement(draft: np.ndarray, tokens: np.ndarray) -> int:
+def _agreement(draft: np.ndarray, tokens: list[int]) -> int:
     """How many of the first tokens equal the draft."""
     shorter = min(len(draft), len(tokens))
     if shorter == 0:
@@ -175,38 +193,33 @@ def _agreement(draft: np.ndarray, tokens: np.ndarray) -> int:
     return int(wrong[0]) if len(wrong) else shorter
 
 
-def _finished(
-    table: TokenTable, parent: Sequence, children: Children, c: int, reason: FinishReason
-) -> Finished:
+def _finished(table: TokenTable, parent: Sequence, child: Child) -> Finished:
     first = parent.request.prompt_visible
     head = table.data[parent.line, first : parent.visible]
-    tokens = np.concatenate([head, children.tokens[c, : children.counts[c]]])
+    tokens = np.concatenate([head, np.array(child.tokens, dtype=np.int64)])
     memo = {key: copy_memory(value) for key, value in parent.memo.items()}
-    if children.memo is not None and children.memo[c] is not None:
-        memo.update(children.memo[c])  # type: ignore[arg-type]
-    index = parent.index if children.index is None else int(children.index[c])
-    score = float(children.score[c])
-    return Finished(tokens, score, reason, parent.lineage, index, memo)
+    memo.update(child.memo or {})
+    assert child.finish is not None, "only what ends is finished"
+    return Finished(tokens, child.score, child.finish, parent.lineage, child.index, memo)
 
 
-def _events(table: TokenTable, parent: Sequence, children: Children, c: int) -> list[Event]:
+def _events(table: TokenTable, parent: Sequence, child: Child) -> list[Event]:
     """The tokens of a streaming sequence that this child settles."""
-    strategy = parent.request.strategy
-    index = parent.index if children.index is None else int(children.index[c])
+    request, index = parent.request, child.index
+    strategy = request.strategy
     if not strategy.streams or index >= strategy.returns or parent.finish is not None:
         return []
-    new = children.tokens[c, : children.counts[c]]
-    provisional = 0 if children.provisional is None else int(children.provisional[c])
-    tail = table.data[parent.line, parent.visible - parent.provisional : parent.visible]
-    tokens = [*tail.tolist(), *new.tolist()]
-    tokens = tokens[: len(tokens) - provisional]
-    first = parent.generated - parent.provisional
+    tokens, first = child.tokens, parent.generated - parent.provisional
+    if parent.provisional:
+        tail = table.data[parent.line, parent.visible - parent.provisional : parent.visible]
+        tokens = [*tail.tolist(), *tokens]
+    if child.provisional:
+        tokens = tokens[: len(tokens) - child.provisional]
     known = None
-    if parent.request.wants.logprobs is not None:
-        own = children.memo[c] if children.memo else None
-        known = last_choices({**parent.memo, **(own or {})}, len(tokens) + provisional)
-    request_id = parent.request.request_id
-    return token_events(request_id, index, tokens, first, children.finish[c], known)
+    if request.wants.logprobs is not None:
+        memo = {**parent.memo, **(child.memo or {})}
+        known = last_choices(memo, len(tokens) + child.provisional)
+    return token_events(request.request_id, index, tokens, first, child.finish, known)
 
 
 def token_events(

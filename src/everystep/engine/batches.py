@@ -20,6 +20,7 @@ from everystep.stops.check import check
 from everystep.strategies.base import Batch, Check, Drafts
 from everystep.types import (
     Best,
+    Companion,
     FinishReason,
     Group,
     Rows,
@@ -69,20 +70,18 @@ def score(
     table: TokenTable,
     submitted: int,
     history: History,
-    enough: int,
 ) -> Scored:
     """Groups of one kind -> their batch, with the scores that its strategy asks for.
 
     `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
-    scores become part of the `history` if its criteria want to read it. `enough`: how many of the
-    best of each row are all that the groups read, or 0.
+    scores become part of the `history` if its criteria want to read it.
     """
     read = history if groups[0].request.wants.history else None
     batch, source_rows = _gather(groups, fed, output, table, submitted, read)
     owner = np.repeat(np.arange(len(batch)), batch.row_count)
     request = groups[0].request
-    if enough:
-        told = cast(Best, output.best).select(source_rows[0], enough)
+    if groups[0].best:
+        told = cast(Best, output.best).select(source_rows[0], groups[0].best)
         none, logs = output.logits[:0], request.strategy.scores == "log_probs"
         return Scored(batch, owner, none, none, best_scores(told, log_probs=logs))
     logits = _take(output.logits, source_rows[0])
@@ -112,38 +111,30 @@ def _gather(
     sequences: list[Sequence] = []
     sources: list[Sequence] = []
     group_of: list[int] = []
-    sibling: list[int] = []
     for g, group in enumerate(groups):
         members = group.live if group.opened else open_group(group)
         sequences += members
         sources += group.live if group.opened else group.live * len(members)
         group_of += [g] * len(members)
-        sibling += range(len(members))
     drafts: Drafts = [fed.draft(source) for source in sources]
     row_count = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
-    first_row = np.cumsum(row_count) - row_count
-    width = max(group.request.strategy.width for group in groups)
-    rank = np.array([group.rank for group in groups], dtype=np.int64)
-    ranks = np.array([s.index for s in sequences], dtype=np.int64)
+    width = max([group.request.strategy.width for group in groups])
     batch = Batch(
         groups=groups,
         sequences=sequences,
         group_of=np.array(group_of),
-        sibling=np.array(sibling),
-        first_row=first_row,
+        first_row=row_count.cumsum() - row_count,
         row_count=row_count,
         drafts=drafts,
         table=table,
-        slot=rank[group_of] * width + ranks,
+        slots_per_group=width,
         slots=submitted * width,
         draws=groups[0].request.draws,
         vocabulary=output.logits.shape[-1],
         columns=_columns(sources, output.columns),
         stops=_stops(sequences, table, history),
     )
-    units = [source.units for source in sources]
-    rows = [_source_rows([u[k] for u in units], fed, row_count) for k in range(len(units[0]))]
-    return batch, rows
+    return batch, [_source_rows(units, fed, batch) for units in _units(sources)]
 
 
 def open_group(group: Group) -> list[Sequence]:
@@ -183,12 +174,18 @@ def copy_memory(value: object) -> object:
     return copy() if callable(copy) else value
 
 
-def _source_rows(units: list[object], fed: Fed, row_count: np.ndarray) -> np.ndarray:
+def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
+    """The sequences, then the first companion of each, and so on."""
+    companions = range(len(sources[0].companions))
+    return [sources, *([source.companions[k] for source in sources] for k in companions)]
+
+
+def _source_rows(units: list[Sequence] | list[Companion], fed: Fed, batch: Batch) -> np.ndarray:
     first = np.array([fed.first_row[id(unit)] for unit in units], dtype=np.int64)
-    if row_count.max() == 1:
+    if not fed.drafts:
         return first
-    start = np.cumsum(row_count) - row_count
-    return np.repeat(first - start, row_count) + np.arange(int(row_count.sum()))
+    count = batch.row_count
+    return np.repeat(first - batch.first_row, count) + np.arange(int(count.sum()))
 
 
 def _take(logits: Tensor, rows: np.ndarray) -> Tensor:
@@ -224,7 +221,7 @@ def _stops(sequences: list[Sequence], table: TokenTable, history: History | None
     def stops(
         parents: np.ndarray, tokens: np.ndarray, counts: np.ndarray
     ) -> tuple[np.ndarray, list[FinishReason | None]]:
-        chosen = Candidates(table, [sequences[p] for p in parents], tokens, counts)
+        chosen = Candidates(table, [sequences[p] for p in parents.tolist()], tokens, counts)
         if history is not None:
             chosen = replace(chosen, steps=history.steps, settled=history.settled)
         return check(chosen)

@@ -102,7 +102,8 @@ class Engine:
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
-        group = Group(request, self._submitted)
+        best = enough(request) if self._tells_best else 0
+        group = Group(request, self._submitted, best=best)
         group.live = [self._first_sequence(request)]
         try:
             self.scheduler.submit(group)
@@ -127,34 +128,28 @@ class Engine:
 
     def _step(self) -> list[Event]:
         grants = self.scheduler.plan(self.preempt)
-        fed, work = self._feed(grants)
+        kinds, fed, work = self._feed(grants)
         output = self.executor.run(work)
         self._count(work, fed)
         for asked in fed.prompt_rows:
             note_prompt(asked, output.logits)
-        scored = [self._score(groups, fed, output) for groups in self._kinds(fed.ready)]
+        scored = [self._score(groups, fed, output) for groups in kinds]
         events: list[Event] = []
         for one, picked in zip(scored, self._pick(scored), strict=True):
             events += self._choose(one, picked, fed, output, work)
         return events + self._retire(fed.ready)
 
     def _score(self, groups: list[Group], fed: Fed, output: StepOutput) -> Scored:
-        count = self._enough(groups[0])
-        return score(groups, fed, output, self.table, self._submitted, self._history, count)
+        return score(groups, fed, output, self.table, self._submitted, self._history)
 
     def _kinds(self, groups: list[Group]) -> list[list[Group]]:
         """Groups that select together: equal in kind of strategy, source of draws and readout."""
         kinds: dict[object, list[Group]] = {}
         for group in groups:
             request = group.request
-            draws, count = type(request.draws), self._enough(group)
-            key = (request.strategy.kind, draws, request.readout, count)
+            key = (request.strategy.kind, type(request.draws), request.readout, group.best)
             kinds.setdefault(key, []).append(group)
         return list(kinds.values())
-
-    def _enough(self, group: Group) -> int:
-        """How many of the best logits of a row the group is told in place of whole rows, or 0."""
-        return enough(group.request) if self._tells_best else 0
 
     def _let_go(self) -> None:
         """Frees what a broken step may have left: rows by the executor's own account."""
@@ -206,28 +201,30 @@ class Engine:
         line = self.table.open(ids)
         return Sequence(request, line, prompt.length, prompt.start, companions=companions)
 
-    def _feed(self, grants: list[Grant]) -> tuple[Fed, Work]:
+    def _feed(self, grants: list[Grant]) -> tuple[list[list[Group]], Fed, Work]:
+        """The groups that will choose in this step, kind by kind, and what the step feeds."""
         for grant in grants:
             if grant.shares:
                 regroup(grant.group, self.table, self.ledger)
         builder = self._builder()
-        fed = feed(grants, self._propose(grants), builder)
+        ready = [grant.group for grant in grants if chooses(grant, self.table)]
+        kinds = self._kinds(ready)
+        fed = feed(grants, Fed(ready, self._propose(kinds)), builder)
         requests = [grant.group.request for grant in grants]
         work = builder.work(
             layers=any(request.wants.layers for request in requests),
             attentions=any(request.wants.attentions for request in requests),
             totals=any(request.strategy.scores == "log_probs" for request in requests),
         )
-        return fed, work
+        return kinds, fed, work
 
     def _builder(self) -> WorkBuilder:
-        return WorkBuilder(self.table, self.ledger, self._enough)
+        return WorkBuilder(self.table, self.ledger)
 
-    def _propose(self, grants: list[Grant]) -> dict[int, np.ndarray]:
+    def _propose(self, kinds: list[list[Group]]) -> dict[int, np.ndarray]:
         """Drafts for the groups that will choose in this step, all of one kind at once."""
-        ready = [grant.group for grant in grants if chooses(grant, self.table)]
         drafts: dict[int, np.ndarray] = {}
-        for groups in self._kinds(ready):
+        for groups in kinds:
             sequences = [sequence for group in groups for sequence in group.live]
             proposed = groups[0].request.strategy.propose(sequences, self.table)
             for sequence, draft in zip(sequences, proposed or (), strict=False):

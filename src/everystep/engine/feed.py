@@ -8,7 +8,6 @@ likely the prompt is. Sequences that lost their rows feed what they share once (
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +27,6 @@ from everystep.types import (
     companion_length,
 )
 
-Enough = Callable[[Group], int]
 _NO_DRAFT = np.empty(0, dtype=np.int64)
 
 
@@ -79,7 +77,6 @@ class WorkBuilder:
 
     table: TokenTable
     ledger: Ledger
-    enough: Enough
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -189,12 +186,14 @@ def chooses(grant: Grant, table: TokenTable) -> bool:
     return grant.group.pending <= grant.tokens and not grant.owes(table)
 
 
-def feed(grants: list[Grant], drafts: dict[int, np.ndarray], builder: WorkBuilder) -> Fed:
-    """Turns grants into feeds; afterwards every fed unit's `cached` says what it will hold."""
-    fed = Fed(drafts=drafts)
+def feed(grants: list[Grant], fed: Fed, builder: WorkBuilder) -> Fed:
+    """Turns grants into feeds; afterwards every fed unit's `cached` says what it will hold.
+
+    `fed` knows which groups choose, and their drafts.
+    """
+    choosing = set(fed.ready)
     for grant in grants:
-        if chooses(grant, builder.table):
-            fed.ready.append(grant.group)
+        if grant.group in choosing:
             _feed_whole(grant.group, fed, builder)
         elif grant.owes(builder.table):
             _feed_shared(grant, fed, builder)
@@ -204,7 +203,7 @@ def feed(grants: list[Grant], drafts: dict[int, np.ndarray], builder: WorkBuilde
 
 
 def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder) -> None:
-    best = builder.enough(group)
+    best = group.best
     for sequence in group.live:
         draft = fed.draft(sequence)
         wanted = 1 + len(draft)

@@ -78,6 +78,8 @@ def note_choices(batch: Batch, children: Children, logits: Tensor) -> tuple[Chil
 
     Token j of a child was chosen from row j of its parent; (R, V) `logits`.
     """
+    if all(group.request.wants.logprobs is None for group in batch.groups):
+        return children, False
     best = [_best(batch, parent) for parent in children.parent]
     counts = np.where([k is None for k in best], 0, children.counts)
     if not counts.any():

@@ -117,6 +117,8 @@ class Continuous:
             self.waiting.appendleft(youngest)
 
     def _admit(self) -> None:
+        if not self.waiting:
+            return
         rows = sum(group.rows for group in self.running)
         positions = sum(map(_positions, self.running))
         limit = self.max_positions or _UNLIMITED

@@ -55,6 +55,8 @@ class Candidates:
     @cached_property
     def last(self) -> np.ndarray:
         """(C,) the newest id of each candidate."""
+        if self.new.shape[1] == 1:
+            return self.new[:, 0]
         return self.new[np.arange(len(self.parents)), self.counts - 1]
 
     def ids(self, candidate: int) -> np.ndarray:

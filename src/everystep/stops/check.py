@@ -28,7 +28,7 @@ def check(chosen: Candidates) -> tuple[np.ndarray, Reasons]:
     """C children as chosen -> (C,) how many new tokens stand, and why it ends there or None."""
     counts = chosen.counts
     reasons: Reasons = [None] * len(chosen)
-    if chosen.new.shape[1] == 1 and (counts == 1).all():
+    if chosen.new.shape[1] == 1:
         _explain(chosen, reasons)
         return counts, reasons
     child = np.repeat(np.arange(len(chosen)), counts)
@@ -89,7 +89,7 @@ def _ask_kind(
 def _ask(stop: Stop, candidates: Candidates, members: list[int] | None, reasons: Reasons) -> None:
     """Asks about the given candidates, or about all."""
     asked = candidates if members is None else candidates.select(np.array(members))
-    for a in np.flatnonzero(stop(asked)).tolist():
+    for a in stop(asked).nonzero()[0].tolist():
         c = a if members is None else members[a]
         if reasons[c] is None:
             reasons[c] = stop.reason(asked, a)

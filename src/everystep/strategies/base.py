@@ -28,11 +28,11 @@ MAX_SEED = 2**64 - 1
 class Batch:
     """All sequences of one kind that choose in this step, group by group.
 
-    `group_of`: (S,) index into `groups`. `sibling`: (S,) rank among the group's sequences; a group
-    that opens stands here `width` times with the same source sequence. `first_row`, `row_count`:
-    (S,) the rows of scores of each sequence: 1 + len(drafts[s]), the first after its real tokens,
-    the following ones after each draft. `slots`: how many rows the call's full rectangle has;
-    `slot`: (S,) the place of each sequence in it. `vocabulary`: V.
+    `group_of`: (S,) index into `groups`; a group that opens stands here `width` times with the same
+    source sequence. `first_row`, `row_count`: (S,) the rows of scores of each sequence:
+    1 + len(drafts[s]), the first after its real tokens, the following ones after each draft.
+    `slots`: how many rows the call's full rectangle has, `slots_per_group` for each request of it.
+    `vocabulary`: V.
     `columns(s)`: (positions, E) hidden states.
     `stops(parents, tokens (C, n), counts)` says how many tokens of each child stand before it ends
     (the ending one included), and why it ends.
@@ -41,12 +41,11 @@ class Batch:
     groups: list[Group]
     sequences: list[Sequence]
     group_of: np.ndarray
-    sibling: np.ndarray
     first_row: np.ndarray
     row_count: np.ndarray
     drafts: Drafts
     table: TokenTable
-    slot: np.ndarray
+    slots_per_group: int
     slots: int
     draws: Draws
     vocabulary: int
@@ -55,6 +54,13 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    @property
+    def slot(self) -> np.ndarray:
+        """(S,) the place of each sequence in the call's full rectangle."""
+        first = [group.rank * self.slots_per_group for group in self.groups]
+        pairs = zip(self.group_of.tolist(), self.sequences, strict=True)
+        return np.array([first[g] + sequence.index for g, sequence in pairs], dtype=np.int64)
 
     def places(self, sequences: np.ndarray) -> Places:
         """Where the next choices of the given sequences stand."""
@@ -72,14 +78,14 @@ class Batch:
     def _places(
         self, sequences: np.ndarray, offset: np.ndarray, slot: np.ndarray, slots: int
     ) -> Places:
-        chosen = [self.sequences[i] for i in sequences]
+        chosen = [self.sequences[i] for i in sequences.tolist()]
         position = np.array([s.generated for s in chosen], dtype=np.int64) + offset
         return places_of(chosen, position, slot, slots)
 
 
 def require_drawn(chosen: np.ndarray) -> None:
     """RequestError where a row had nothing to draw from, which draws answer with -1."""
-    if (chosen < 0).any():
+    if chosen.size and chosen.min() < 0:
         raise RequestError(
             message(
                 "no token can be drawn: the scores of a sequence hold nan, or nothing but -inf",

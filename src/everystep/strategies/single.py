@@ -20,17 +20,17 @@ def continue_each(batch: Batch, tokens: np.ndarray, counts: np.ndarray) -> Child
 
     A sequence that has already ended, and lingers, goes on with the pad token.
     """
-    ended = np.array([s.finish is not None for s in batch.sequences])
-    if ended.any():
+    ended = [s.finish is not None for s in batch.sequences]
+    if True in ended:
         pad = np.array([s.request.pad_token for s in batch.sequences])
-        tokens = np.where(ended[:, None], pad[:, None], tokens)
+        tokens = np.where(np.array(ended)[:, None], pad[:, None], tokens)
         counts = np.where(ended, 1, counts)
-    require_drawn(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
+    width = tokens.shape[1]
+    require_drawn(tokens if width == 1 else tokens[np.arange(width) < counts[:, None]])
     parents = np.arange(len(batch))
     kept, reasons = batch.stops(parents, tokens, counts)
     finish = [s.finish or reason for s, reason in zip(batch.sequences, reasons, strict=True)]
     score = np.array([s.score for s in batch.sequences])
-    kept = np.where(ended, counts, kept)
     return Children(parents, tokens, kept, score, finish, lingers=True)
 
 

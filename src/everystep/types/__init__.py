@@ -52,6 +52,7 @@ class Prompt:
     embeddings and everybody else sees the ids. `positions`: (..., length) position ids or None for
     0, 1, ... `encoder`: (S, E) encoder states for cross attention, or None. `past`: the first
     positions as they were cached before, or None; `before` of them have no ids or embeddings here.
+    `length`: how many positions the prompt fills.
     """
 
     ids: np.ndarray | None = None
@@ -60,13 +61,11 @@ class Prompt:
     encoder: Tensor | None = None
     past: Past | None = None
     before: int = 0
+    length: int = field(init=False)
 
-    @property
-    def length(self) -> int:
-        """How many positions the prompt fills."""
-        if self.embeds is not None:
-            return self.before + int(self.embeds.shape[0])
-        return self.before + (0 if self.ids is None else len(self.ids))
+    def __post_init__(self) -> None:
+        given = self.ids if self.embeds is None else self.embeds
+        object.__setattr__(self, "length", self.before + (0 if given is None else len(given)))
 
     @property
     def hidden(self) -> int:
@@ -105,7 +104,9 @@ class Request:
     `strategy`, `processors`, `stops`, `draws` and `readout` follow the protocols of their packages.
     `companions` are further prompts whose rows mirror each sequence and appear in no output.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done. The
-    pad prefix is made of `prefix_token`, or of `pad_token` where that is None.
+    pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
+    index minus position. `prompt_visible`: how many ids, pad prefix included, stand before the
+    first generated one.
     """
 
     request_id: str
@@ -122,6 +123,13 @@ class Request:
     pad_token: int = 0
     prefix_token: int | None = None
     linger: bool = False
+    shift: int = field(init=False)
+    prompt_visible: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        shift = self.pad_prefix - self.prompt.hidden
+        object.__setattr__(self, "shift", shift)
+        object.__setattr__(self, "prompt_visible", self.prompt.length + shift)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -136,16 +144,6 @@ class Request:
                 *(("past",) if self.wants.cache else ()),
             )
         )
-
-    @property
-    def shift(self) -> int:
-        """Visible index minus position."""
-        return self.pad_prefix - self.prompt.hidden
-
-    @property
-    def prompt_visible(self) -> int:
-        """How many ids, pad prefix included, stand before the first generated one."""
-        return self.prompt.length + self.shift
 
 
 @dataclass(slots=True, eq=False)
@@ -205,8 +203,10 @@ class Sequence:
     @property
     def pending(self) -> int:
         """How many positions its next feed must hold, companions included."""
-        behind = (companion_length(self, one) - one.cached for one in self.companions)
-        return self.length - self.cached + sum(behind)
+        behind = self.length - self.cached
+        for one in self.companions:
+            behind += companion_length(self, one) - one.cached
+        return behind
 
 
 def companion_length(sequence: Sequence, companion: Companion) -> int:
@@ -233,7 +233,8 @@ class Group:
     `opened` says that the first choice was made; `settled` that the strategy has declared the
     result final although live sequences linger; `rank` is the order of arrival and, in lockstep,
     the place in the caller's batch; `told` counts tokens told early. `pasts`: what the rows of the
-    last live sequences held, by index, where that is wanted.
+    last live sequences held, by index, where that is wanted. `best`: how many of the best logits
+    its choices are told in place of whole rows, or 0.
     """
 
     request: Request
@@ -245,11 +246,12 @@ class Group:
     settled: bool = False
     told: int = 0
     pasts: tuple[Past, ...] = ()
+    best: int = 0
 
     @property
     def pending(self) -> int:
         """How many positions must be fed before the group may choose."""
-        return sum(sequence.pending for sequence in self.live)
+        return sum([sequence.pending for sequence in self.live])
 
     @property
     def rows(self) -> int:
@@ -261,7 +263,7 @@ class Group:
     @property
     def finished(self) -> bool:
         """Whether no sequence has a choice left to make."""
-        return self.settled or all(sequence.finish is not None for sequence in self.live)
+        return self.settled or None not in [sequence.finish for sequence in self.live]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

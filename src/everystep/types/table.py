@@ -28,6 +28,12 @@ class TokenTable:
         self.data[line, : len(ids)] = ids
         return line
 
+    def write(self, line: int, start: int, ids: list[int]) -> None:
+        """The line holds `ids` from `start` on."""
+        self.reserve(start + len(ids))
+        for place, token in enumerate(ids, start):
+            self.data[line, place] = token
+
     def fork(self, line: int, length: int) -> int:
         """A new line that starts with the first `length` ids of `line`."""
         new = self._take()

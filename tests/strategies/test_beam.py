@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from everystep.strategies.beam import Bank, Beam
 from everystep.types import Finished, FinishReason, Group, Prompt, Request
@@ -17,9 +16,9 @@ def test_a_hypothesis_that_the_bank_has_dropped_is_not_kept() -> None:
     beam = Beam(width=3)
     group = Group(Request("", Prompt(ids=np.array([1])), beam, draws=None), 0)
     group.memo["bank"] = Bank(
-        torch.tensor([-1.0, -1e9, -1e9]),
-        torch.tensor([True, False, False]),
-        torch.tensor([4, 9, 8]),
+        np.array([-1.0, -1e9, -1e9], np.float32),
+        np.array([True, False, False]),
+        np.array([4, 9, 8]),
     )
     held, dropped, cut = _finished(-1.0, serial=4), _finished(-1e9, serial=5), _finished(-2.0)
     group.done = [dropped, cut, held]

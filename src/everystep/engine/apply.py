@@ -75,7 +75,7 @@ class Child(NamedTuple):
     finish: FinishReason | None
     provisional: int
     memo: dict[str, Any] | None
-    index: int
+    rank: int
     goes_on: bool
 
 
@@ -156,7 +156,7 @@ def _extend(
     sequence.score = child.score
     sequence.finish = child.finish
     sequence.provisional = child.provisional
-    sequence.index = child.index
+    sequence.index = child.rank
     if child.memo is not None:
         sequence.memo.update(child.memo)
     if not 0 <= sequence.cached < sequence.length:
@@ -200,12 +200,12 @@ def _finished(table: TokenTable, parent: Sequence, child: Child) -> Finished:
     memo = {key: copy_memory(value) for key, value in parent.memo.items()}
     memo.update(child.memo or {})
     assert child.finish is not None, "only what ends is finished"
-    return Finished(tokens, child.score, child.finish, parent.lineage, child.index, memo)
+    return Finished(tokens, child.score, child.finish, parent.lineage, child.rank, memo)
 
 
 def _events(table: TokenTable, parent: Sequence, child: Child) -> list[Event]:
     """The tokens of a streaming sequence that this child settles."""
-    request, index = parent.request, child.index
+    request, index = parent.request, child.rank
     strategy = request.strategy
     if not strategy.streams or index >= strategy.returns or parent.finish is not None:
         return []

@@ -34,13 +34,12 @@ from everystep.types.shortlist import dense
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """A batch with its rows: who owns each, raw logits (R, V) float32, and what processors left.
+    """A batch with its rows: raw logits (R, V) float32, and what processors left of them.
 
     `best`: what a strategy is told in their place where that is enough; then they are (0, V).
     """
 
     batch: Batch
-    row_sequence: np.ndarray
     logits: Tensor
     processed: Tensor | Shortlist
     best: Best | None = None
@@ -78,12 +77,12 @@ def score(
     """
     read = history if groups[0].request.wants.history else None
     batch, source_rows = _gather(groups, fed, output, table, submitted, read)
-    owner = np.repeat(np.arange(len(batch)), batch.row_count)
     request = groups[0].request
     if groups[0].best:
         told = cast(Best, output.best).select(source_rows[0], groups[0].best)
-        none, logs = output.logits[:0], request.strategy.scores == "log_probs"
-        return Scored(batch, owner, none, none, best_scores(told, log_probs=logs))
+        none = output.logits[:0] if len(output.logits) else output.logits
+        logs = request.strategy.scores == "log_probs"
+        return Scored(batch, none, none, best_scores(told, log_probs=logs))
     logits = _take(output.logits, source_rows[0])
     mixed = logits
     if request.readout is not None:
@@ -93,10 +92,10 @@ def score(
         mixed = log_probs(mixed, None if mixed is not logits else _totals(output, source_rows[0]))
     scores: Tensor | Shortlist = mixed
     if any(group.request.processors for group in groups):
-        scores = shortened(_rows(batch, owner, table), mixed, owned=mixed is not logits)
+        scores = shortened(_rows(batch, table), mixed, owned=mixed is not logits)
     if read is not None:
-        read.show(dense(scores), drafted=len(owner) > len(batch))
-    return Scored(batch, owner, logits, scores)
+        read.show(dense(scores), drafted=int(batch.row_count.sum()) > len(batch))
+    return Scored(batch, logits, scores)
 
 
 def _gather(
@@ -203,8 +202,9 @@ def _totals(output: StepOutput, rows: np.ndarray) -> Tensor | None:
     return None if output.totals is None else output.totals[torch.from_numpy(rows)]
 
 
-def _rows(batch: Batch, owner: np.ndarray, table: TokenTable) -> Rows:
-    owners = [batch.sequences[s] for s in owner]
+def _rows(batch: Batch, table: TokenTable) -> Rows:
+    owner = batch.row_sequence
+    owners = [batch.sequences[s] for s in owner.tolist()]
     visible = np.array([s.visible for s in owners], dtype=np.int64)
     return Rows(table, owners, visible + np.arange(len(owner)) - batch.first_row[owner])
 

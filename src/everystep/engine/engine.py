@@ -267,7 +267,7 @@ class Engine:
                 tuple(batch.groups),
                 tuple(batch.sequences),
                 batch.group_of,
-                one.row_sequence,
+                batch.row_sequence,
                 one.logits,
                 one.scores,
                 children,

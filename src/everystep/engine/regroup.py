@@ -68,8 +68,8 @@ def _shared(live: Items[Sequence], table: TokenTable) -> int:
 def common_length(tails: Items[np.ndarray]) -> int:
     """How many ids all tails begin with."""
     length = min(map(len, tails), default=0)
-    if length == 0:
-        return 0
-    block = np.stack([tail[:length] for tail in tails])
-    differ = (block != block[0]).any(axis=0)
-    return int(differ.argmax()) if differ.any() else length
+    for tail in tails[1:]:
+        differ = (tail[:length] != tails[0][:length]).nonzero()[0]
+        if len(differ):
+            length = int(differ[0])
+    return length

@@ -56,6 +56,11 @@ class Batch:
         return len(self.sequences)
 
     @property
+    def row_sequence(self) -> np.ndarray:
+        """(R,) whose each row of scores is."""
+        return np.arange(len(self.sequences)).repeat(self.row_count)
+
+    @property
     def slot(self) -> np.ndarray:
         """(S,) the place of each sequence in the call's full rectangle."""
         first = [group.rank * self.slots_per_group for group in self.groups]
@@ -71,7 +76,7 @@ class Batch:
         """Where the choice of every row of scores stands, drafted rows included."""
         if len(self.sequences) == int(self.row_count.sum()):
             return self.places(np.arange(len(self.sequences)))
-        owner = np.repeat(np.arange(len(self.sequences)), self.row_count)
+        owner = self.row_sequence
         rows = np.arange(len(owner))
         return self._places(owner, rows - self.first_row[owner], rows, len(rows))
 

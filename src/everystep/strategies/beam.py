@@ -89,50 +89,48 @@ class Beam:
 
     def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
         """The same of the best scores of each beam; of equals the earlier beam's better one."""
-        count = len(batch.groups)
+        groups = np.arange(len(batch.groups))[:, None]
         running = np.array([s.score for s in batch.sequences], dtype=np.float32)
-        total = (best.values + running[:, None]).reshape(count, -1)  # (G, W * k)
-        beam = np.arange(len(batch))[:, None] % self.width
-        flat = (beam * batch.vocabulary + best.tokens).reshape(count, -1)
-        order = np.argsort(-total, axis=1, kind="stable")[:, : self.ranked]
-        return np.take_along_axis(total, order, axis=1), np.take_along_axis(flat, order, axis=1)
+        total = (best.values + running[:, None]).reshape(len(groups), -1)  # (G, W * k)
+        order = (-total).argsort(axis=1, kind="stable")[:, : self.ranked]
+        beam = order // best.tokens.shape[1]
+        token = best.tokens.reshape(total.shape)[groups, order]
+        return total[groups, order], beam * batch.vocabulary + token
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         """Candidates that end are banked, the best others go on; all groups at once."""
-        scores, flat = torch.from_numpy(picked[0]), picked[1]  # (G, ranked)
+        scores, flat = picked  # (G, ranked)
         require_drawn(flat)
         parent = flat // batch.vocabulary + np.arange(len(flat))[:, None] * self.width
         token = flat % batch.vocabulary
         _, reasons = batch.stops(parent.ravel(), token.reshape(-1, 1), np.ones(flat.size, int))
-        ended = torch.tensor([reason is not None for reason in reasons]).reshape(scores.shape)
-        next_scores, next_ranks = torch.topk(scores + ended * _NEVER, self.width)
+        ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)
+        next_scores, next_ranks = _top(np.where(ended, scores + _NEVER, scores), self.width)
         banks = Banks.of(batch, self)
         final, entered, serials = banks.enter(scores, ended)
-        settled = banks.settle(next_scores[:, :1], ended)
-        goes = ~settled | np.array([group.request.linger for group in batch.groups])
+        settled = banks.settle(next_scores[:, :1], ended).tolist()
+        groups = enumerate(batch.groups)
+        live = [g for g, group in groups if not settled[g] or group.request.linger]
         born = np.argwhere(entered)  # (n, 2): group, rank
-        live = np.flatnonzero(goes)
-        group = np.concatenate([born[:, 0], np.repeat(live, self.width)])
-        rank = np.concatenate([born[:, 1], next_ranks.numpy()[live].ravel()])
-        score = np.concatenate([final[entered], next_scores.numpy()[live].ravel()])
-        finish = [reasons[g * self.ranked + r] for g, r in born] + [None] * (len(live) * self.width)
-        index = np.concatenate(
-            [np.zeros(len(born), int), np.tile(np.arange(self.width), len(live))]
-        )
+        group = [*born[:, 0].tolist(), *(g for g in live for _ in range(self.width))]
+        rank = [*born[:, 1].tolist(), *next_ranks[live].ravel().tolist()]
         parents = parent[group, rank]
         return Children(
             parents,
             token[group, rank].reshape(-1, 1),
-            np.ones(len(parents), dtype=np.int64),
-            score.astype(np.float64),
-            finish,
+            np.ones(len(group), dtype=np.int64),
+            np.concatenate([final[entered], next_scores[live].ravel()], dtype=np.float64),
+            [reasons[g * self.ranked + r] for g, r in born.tolist()]
+            + [None] * (len(live) * self.width),
             memo=_memories(batch, parents, self.width, serials[entered].tolist()),
-            index=index,
-            settled=tuple(np.flatnonzero(settled).tolist()),
+            index=np.array([0] * len(born) + [*range(self.width)] * len(live), dtype=np.int64),
+            settled=tuple(g for g, over in enumerate(settled) if over),
         )
 
     def keep(self, group: Group) -> list[Finished]:
         """The `width` best of those that the bank holds, in its order, and that were cut short."""
+        if not group.done:
+            return []
         slots = _bank(group, self.width).serials.tolist()
         # Only what was cut short never asked for a place in the bank.
         held = [d for d in group.done if d.memo.get("serial") in (None, *slots)]
@@ -170,9 +168,9 @@ class Bank:
     """The best finished scores of a request, (W,) float32, which are taken, whose they are, and
     whether more can come. `serials`: (W,) int64; `born`: how many were given out."""
 
-    scores: Tensor
-    filled: Tensor
-    serials: Tensor
+    scores: np.ndarray
+    filled: np.ndarray
+    serials: np.ndarray
     open: bool = True
     born: int = 0
 
@@ -186,13 +184,13 @@ class Banks:
     """
 
     banks: list[Bank]
-    scores: Tensor
-    filled: Tensor
-    serials: Tensor
-    open: Tensor
-    power: Tensor
-    horizon: Tensor
-    eager: Tensor
+    scores: np.ndarray
+    filled: np.ndarray
+    serials: np.ndarray
+    open: np.ndarray
+    power: np.ndarray
+    horizon: np.ndarray
+    eager: np.ndarray
 
     @classmethod
     def of(cls, batch: Batch, beam: Beam) -> Banks:
@@ -204,59 +202,73 @@ class Banks:
         pairs = list(zip(strategies, lengths, strict=True))
         return cls(
             banks,
-            torch.stack([bank.scores for bank in banks]),
-            torch.stack([bank.filled for bank in banks]),
-            torch.stack([bank.serials for bank in banks]),
-            _column(still),
-            _column([length**own.length_penalty for own, length in pairs]),
-            _column([own.horizon(length) ** own.length_penalty for own, length in pairs]),
-            _column([own.early_stopping is True for own in strategies]),
+            np.concatenate([bank.scores for bank in banks]).reshape(-1, beam.width),
+            np.concatenate([bank.filled for bank in banks]).reshape(-1, beam.width),
+            np.concatenate([bank.serials for bank in banks]).reshape(-1, beam.width),
+            np.array(still)[:, None],
+            _divisors([length**own.length_penalty for own, length in pairs]),
+            _divisors([own.horizon(length) ** own.length_penalty for own, length in pairs]),
+            np.array([own.early_stopping is True for own in strategies])[:, None],
         )
 
-    def enter(self, scores: Tensor, ended: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    @property
+    def full(self) -> np.ndarray:
+        """(G, 1) whether a search ends because all places are taken."""
+        return self.eager & self.filled.all(axis=1, keepdims=True)
+
+    def enter(
+        self, scores: np.ndarray, ended: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(G, ranked) candidates and which ended -> their final scores, who enters, serials."""
         width = self.scores.shape[1]
         final = scores / self.power
-        closed = ~self.open | (self.eager & self.filled.all(dim=1, keepdim=True))
-        just = ended & (torch.arange(scores.shape[1]) < width) & ~closed
-        merged = torch.cat([self.scores, final + ~just * _NEVER], dim=1)
-        best = torch.topk(merged, width).indices
-        self.scores = merged.gather(1, best)
-        self.filled = torch.cat([self.filled, just], dim=1).gather(1, best)
-        serials = _column([bank.born for bank in self.banks]) + torch.arange(scores.shape[1])
-        self.serials = torch.cat([self.serials, serials], dim=1).gather(1, best)
-        taken = torch.zeros(merged.shape, dtype=torch.bool).scatter_(1, best, True)[:, width:]
-        return final.numpy(), (taken & just).numpy(), serials.numpy()
+        just = ended & (np.arange(scores.shape[1]) < width) & self.open & ~self.full
+        serials = np.array([bank.born for bank in self.banks])[:, None] + np.arange(final.shape[1])
+        if not just.any():
+            return final, just, serials
+        merged = np.concatenate([self.scores, np.where(just, final, final + _NEVER)], axis=1)
+        self.scores, best = _top(merged, width)
+        groups = np.arange(len(best))[:, None]
+        self.filled = np.concatenate([self.filled, just], axis=1)[groups, best]
+        self.serials = np.concatenate([self.serials, serials], axis=1)[groups, best]
+        taken = np.zeros(merged.shape, dtype=bool)
+        taken[groups, best] = True
+        return final, taken[:, width:] & just, serials
 
-    def settle(self, best: Tensor, ended: Tensor) -> np.ndarray:
+    def settle(self, best: np.ndarray, ended: np.ndarray) -> np.ndarray:
         """(G, 1) best running scores -> (G,) whether no later hypothesis can change the result.
 
         Source: the reference's `_check_early_stop_heuristic`, with its assumption that the best
         running beam keeps its score at the current length (at the longest under "never").
         """
-        worst = torch.where(self.filled, self.scores.amin(dim=1, keepdim=True), _NEVER)
-        self.open = self.open & (best / self.horizon > worst).any(dim=1, keepdim=True)
+        worst = np.where(self.filled, self.scores.min(axis=1, keepdims=True), _NEVER)
+        self.open = self.open & (best / self.horizon > worst).any(axis=1, keepdims=True)
+        still = self.open[:, 0].tolist()
         for g, bank in enumerate(self.banks):
             bank.scores, bank.filled, bank.serials = self.scores[g], self.filled[g], self.serials[g]
-            bank.open = bool(self.open[g, 0])
+            bank.open = still[g]
             bank.born += ended.shape[1]
-        full = self.eager & self.filled.all(dim=1, keepdim=True)
-        return (~self.open | full | ended.all(dim=1, keepdim=True))[:, 0].numpy()
+        over: np.ndarray = (~self.open | self.full | ended.all(axis=1, keepdims=True))[:, 0]
+        return over
 
 
 def _bank(group: Group, width: int) -> Bank:
     if "bank" not in group.memo:
         group.memo["bank"] = Bank(
-            torch.full((width,), _NEVER),
-            torch.zeros(width, dtype=torch.bool),
-            torch.full((width,), -1),
+            np.full(width, _NEVER, np.float32), np.zeros(width, bool), np.full(width, -1)
         )
     bank: Bank = group.memo["bank"]
     return bank
 
 
-def _column(values: list[float] | list[bool] | list[int]) -> Tensor:
-    return torch.tensor(values)[:, None]
+def _divisors(values: list[float]) -> np.ndarray:
+    return np.array(values, dtype=np.float32)[:, None]
+
+
+def _top(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(G, n) -> (G, count) the best and their places; of equals those that torch would take."""
+    best = torch.topk(torch.from_numpy(scores), count)
+    return best.values.numpy(), best.indices.numpy()
 
 
 def _group_places(batch: Batch, width: int) -> Places:

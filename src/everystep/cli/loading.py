@@ -25,7 +25,6 @@ from rich.progress import (
 import everystep as es
 from everystep.cli.options import ModelChoice
 from everystep.cli.terminal import is_terminal, note
-from everystep.errors import UnsupportedError, message
 from everystep.files.sources import resolve_source
 
 
@@ -97,9 +96,11 @@ def fetch(source: str, offline: bool) -> Path:
 
 
 def load(choice: ModelChoice) -> tuple[Any, Any]:
-    """(model, tokenizer), fetched if they were not there."""
+    """(model, tokenizer), fetched if they were not there, for a device that is."""
+    from everystep.models.device import usable_device  # imports torch, as `_torch_dtype` does
+
+    usable_device(choice.device)
     with Watched(choice.source) as progress:
-        _check_device(choice.device)
         return es.load(
             choice.source,
             dtype=_torch_dtype(choice),
@@ -107,21 +108,6 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
             device=choice.device,
             offline=choice.offline,
             progress=progress,
-        )
-
-
-def _check_device(name: str) -> None:
-    """UnsupportedError if there is no such device, before anything is fetched for it."""
-    if name == "cpu":
-        return
-    import torch
-
-    count = torch.cuda.device_count()
-    _, _, index = name.partition(":")
-    if int(index or 0) >= count:
-        there = ["cpu", *(f"cuda:{i}" for i in range(count))]
-        raise UnsupportedError(
-            message(f"there is no device {name} here", wanted=f"one of {', '.join(there)}")
         )
 
 

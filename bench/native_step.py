@@ -1,11 +1,13 @@
 """How long is the native call of a step, apart from Python, and how near to the memory's limit?
 
     scripts/bench native_step [--formats Q8_0,Q4_1,Q4_0] [--cases 1x32,1x512,8x32,32x32]
+                              [--cache-dtypes float32,float16,int8]
 
 The default model in several formats. Each case feeds one token per row to rows that hold so many
 positions; the median over `--steps` steps is that of the compiled
 function alone. The limit is the bytes of weights, keys and values that a step reads, at the speed
-of a sum over 1 GiB. `--prompt` feeds one row so many tokens at once.
+of a sum over 1 GiB. `--prompt` feeds one row so many tokens at once. `--cache-dtypes` are the types
+in which rows keep keys and values.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from parts.models import Models
 from parts.report import options, write
 
 import everystep as es
+from everystep.cache.kv_format import CacheDtype, KvFormat
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model, weight_bytes
 from everystep.types import Verb, Work
@@ -55,9 +58,11 @@ def feed(rows: int, start: int, count: int) -> Work:
     return Work(verbs, np.arange(rows), start * each, count * each, each, tokens)
 
 
-def step_seconds(model: Model, rows: int, held: int, steps: int) -> tuple[float, float]:
+def step_seconds(
+    model: Model, kept: CacheDtype, rows: int, held: int, steps: int
+) -> tuple[float, float]:
     """Medians of the native call and of all of `run`, in seconds."""
-    executor = NativeExecutor(model)
+    executor = NativeExecutor(model, kept)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     executor.run(feed(rows, 0, held))
     timed.seconds.clear()
@@ -70,9 +75,9 @@ def step_seconds(model: Model, rows: int, held: int, steps: int) -> tuple[float,
     return statistics.median(timed.seconds), statistics.median(whole)
 
 
-def prompt_ms(model: Model, count: int) -> float:
+def prompt_ms(model: Model, kept: CacheDtype, count: int) -> float:
     """The median of the native calls that read a prompt, in milliseconds."""
-    executor = NativeExecutor(model)
+    executor = NativeExecutor(model, kept)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     for _ in range(5):
         executor.run(feed(1, 0, count))
@@ -80,11 +85,11 @@ def prompt_ms(model: Model, count: int) -> float:
     return 1e3 * statistics.median(timed.seconds)
 
 
-def read_bytes(model: Model, rows: int, held: int) -> int:
-    """Weights once, and keys and values of every row in float32."""
-    spec = model.network.spec
-    attention = spec.attention
-    position = 2 * len(spec.layers) * attention.kv_heads * attention.head_dim * 4
+def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:
+    """Weights once, and keys and values of every row."""
+    form = KvFormat(torch.float32, kept)
+    shape = form.shape(model.network.kv_shape)
+    position = 2 * shape.layers * shape.kv_heads * shape.head_dim * form.dtype.itemsize
     return sum(weight_bytes(model).values()) + rows * held * position
 
 
@@ -92,20 +97,23 @@ def measure(kind: str, args: argparse.Namespace, speed: float) -> Iterator[dict[
     """All cases of one format, times in milliseconds."""
     dtype = torch.float32 if kind == "F32" else None
     model = es.load_model(Models.default().gguf(kind), dtype=dtype).core
-    for case in filter(None, args.cases.split(",")):
-        rows, held = map(int, case.split("x"))
-        native, whole = step_seconds(model, rows, held, args.steps)
-        limit = read_bytes(model, rows, held + args.steps // 2) / speed
-        found = {"native": native * 1e3, "run": whole * 1e3, "limit": limit * 1e3}
-        yield {"format": kind, "rows": rows, "held": held, **found, "share": limit / native}
-    if args.prompt:
-        yield {"format": kind, "prompt": args.prompt, "native": prompt_ms(model, args.prompt)}
+    for kept in args.cache_dtypes.split(","):
+        about = {"format": kind, "kept": kept}
+        for case in filter(None, args.cases.split(",")):
+            rows, held = map(int, case.split("x"))
+            native, whole = step_seconds(model, kept, rows, held, args.steps)
+            limit = read_bytes(model, kept, rows, held + args.steps // 2) / speed
+            found = {"native": native * 1e3, "run": whole * 1e3, "limit": limit * 1e3}
+            yield {**about, "rows": rows, "held": held, **found, "share": limit / native}
+        if args.prompt:
+            yield {**about, "prompt": args.prompt, "native": prompt_ms(model, kept, args.prompt)}
 
 
 def main() -> None:
     parser = options(__doc__, threads=2)
     parser.add_argument("--formats", default="Q8_0,Q4_1,Q4_0")
     parser.add_argument("--cases", default="1x32,1x512,8x32,32x32")
+    parser.add_argument("--cache-dtypes", default="float32")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompt", type=int, default=512)
     args = parser.parse_args()

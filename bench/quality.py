@@ -6,7 +6,8 @@ A text of 62,140 tokens (bench/data) is read in windows of 512 with a stride of 
 that a window adds are scored, so each has at least 128 tokens before it. Printed and written to
 bench/results/: per format perplexity, mean Kullback-Leibler divergence from float32 in nats, and
 how often the most probable token is float32's. float32 is the shipped Q4_1 file dequantised; int8,
-int4, Q8_0 and Q4_0 are rounded from it. `--llama` installs llama.cpp where `peers` does.
+int4, Q8_0 and Q4_0 are rounded from it. `--llama` installs llama.cpp where `peers` does. Behind a
+slash a format has the type of keys and values: `float32/int8`, `Q4_1/float16`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from parts.models import SHIPPED, Models
 from parts.report import options, write
 from torch import Tensor
 
+from everystep.cache.kv_format import CacheDtype
 from everystep.executors.native import NativeExecutor
 from everystep.files.gguf import read_gguf
 from everystep.models import Model, build_gguf_model, build_model, named_weights
@@ -93,9 +95,9 @@ def windows(ids: list[int]) -> Iterator[tuple[list[int], int]]:
         yield ids[start : start + WINDOW], WINDOW - 1 if start == 0 else STRIDE
 
 
-def engine_of(model: Model) -> Engine:
+def engine_of(model: Model, kept: CacheDtype | None = None) -> Engine:
     """Ours, on the native executor: one row, fed at once."""
-    executor = NativeExecutor(model)
+    executor = NativeExecutor(model, kept)
 
     def logits(ids: list[int]) -> Tensor:
         row, start, count = np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(ids)])
@@ -146,13 +148,15 @@ def engines(args: argparse.Namespace, models: Models, folder: Path) -> dict[str,
     base = ours(models.gguf(SHIPPED), torch.float32)
     found = {"float32": engine_of(base)}
     for name in args.formats.split(","):
-        if name not in FILES:
-            found[name] = engine_of(rounded(base, name))
-            continue
-        path = models.gguf(name)
-        found[name] = engine_of(ours(path))
-        if args.llama:
+        weights, _, kept = name.partition("/")
+        if weights in FILES:
+            model = ours(models.gguf(weights))
+        else:
+            model = base if weights == "float32" else rounded(base, weights)
+        found[name] = engine_of(model, cast(CacheDtype, kept) if kept else None)
+        if args.llama and name in FILES:
             python = str(python_of(PEERS["llama.cpp"], models.folder))
+            path = models.gguf(name)
             found[f"llama.cpp {name}"] = llama_engine(python, path, args.threads, folder)
     return found
 

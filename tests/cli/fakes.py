@@ -74,6 +74,7 @@ class FakeModel:
 
     weight_bytes: ClassVar = {"q4_1": 80, "q8_0": 20}
     runs_on: ClassVar = "native (avx2)"
+    cache_dtype: ClassVar = "float32"
 
     context: int | None
 

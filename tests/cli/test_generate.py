@@ -131,14 +131,14 @@ def test_sampling_can_be_chosen(stage: Stage, call: Caller, option: str, value: 
 
 def test_the_default_model_is_loaded_as_it_is(stage: Stage, call: Caller) -> None:
     call("generate", "a")
-    plain = {"dtype": None, "quantize": "auto", "device": "cpu", "offline": False}
-    assert stage.loads == [(DEFAULT_MODEL, plain)]
+    plain = {"dtype": None, "quantize": "auto", "cache_dtype": None, "device": "cpu"}
+    assert stage.loads == [(DEFAULT_MODEL, {**plain, "offline": False})]
 
 
 def test_another_model_is_loaded_as_told(stage: Stage, call: Caller) -> None:
-    call("generate", "a", "-m", "org/name", "--dtype", "bfloat16", "--device", "cpu")
+    call("generate", "a", "-m", "org/name", "--dtype", "bfloat16", "--cache-dtype", "float16")
     name, given = stage.loads[0]
-    assert (name, given["dtype"]) == ("org/name", torch.bfloat16)
+    assert (name, given["dtype"], given["cache_dtype"]) == ("org/name", torch.bfloat16, "float16")
 
 
 @pytest.mark.parametrize("line", [["--offline", "generate", "a"], ["generate", "a", "--offline"]])
@@ -174,6 +174,7 @@ def test_json_is_one_document(stage: Stage, call: Caller) -> None:
         "prompt_tokens": 7,
         "model": DEFAULT_MODEL,
         "weights": ["q4_1", "q8_0"],
+        "cache_dtype": "float32",
         "executor": "native (avx2)",
         "seed": 3,
     }

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from everystep.cache.kv_format import CacheDtype
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.numpy_executor import NumpyExecutor
@@ -63,6 +65,11 @@ def model(request: pytest.FixtureRequest) -> Model:
 @pytest.mark.parametrize("executor", [TorchExecutor, NumpyExecutor])
 def test_the_laws_hold(model: Model, executor: Callable[[Model], Executor], block: int) -> None:
     check(executor, model, block)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
+def test_the_laws_hold_in_narrow_rows(model: Model, cache_dtype: CacheDtype) -> None:
+    check(partial(TorchExecutor, cache_dtype=cache_dtype), model, 0)
 
 
 @pytest.mark.native

@@ -2,19 +2,21 @@
 
 A thousand random mixes for each kind of model: the default model's first layers in float32, in its
 file's codes and in int8, and a tiny model of every family. Every law is asked of each mix, and the
-logits of its prompts are compared bit for bit, alone and whole against together and in pieces.
+logits of its prompts are compared bit for bit, alone and whole against together and in pieces. Two
+hundred more for each, with keys and values in float16 and in int8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from everystep.cache.kv_format import CacheDtype
 from everystep.executors.native import NativeExecutor
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
@@ -31,7 +33,7 @@ from tests.laws.test_executors import for_decoder
 
 pytestmark = pytest.mark.native
 
-MIXES, BLOCK = 1_000, 50
+MIXES, NARROW, BLOCK = 1_000, 200, 50
 LAYERS, VOCABULARY = 4, 40
 FAMILIES = sorted(set(known_families()) - {"t5"})
 BLOCKS = [pytest.param(first, marks=pytest.mark.slow) for first in range(0, MIXES, BLOCK)]
@@ -92,6 +94,10 @@ def models_of(subject: str) -> list[Model]:
     return [narrow_model(subject, rounding, panels=True) for rounding in roundings]
 
 
+Opens = Callable[[], NativeExecutor]
+"""A fresh executor on one model."""
+
+
 def feed(executor: NativeExecutor, verbs: tuple[Verb, ...], fed: Fed) -> Tensor:
     """Logits of tokens that are fed to rows, (N, V)."""
     held = executor.audit()
@@ -115,7 +121,7 @@ def in_pieces(
         left = {row: tokens for row, tokens in left.items() if tokens}
 
 
-def check_bits(model: Model, seed: int) -> int:
+def check_bits(opened: Opens, seed: int) -> int:
     """The logits of some rows, together in pieces and alone at once, are the same bits.
 
     Returns how many logits were compared.
@@ -123,7 +129,7 @@ def check_bits(model: Model, seed: int) -> int:
     rng = np.random.default_rng([seed, 7])
     rows = range(int(rng.integers(2, 9)))
     ids = {row: rng.integers(0, VOCABULARY, rng.integers(1, 70)).tolist() for row in rows}
-    together, found = NativeExecutor(model), {row: [] for row in rows}
+    together, found = opened(), {row: [] for row in rows}
     verbs = tuple(Verb("allocate", row) for row in rows)
     for piece in in_pieces(ids, rng):
         logits = feed(together, verbs, piece).split([len(tokens) for tokens in piece.values()])
@@ -131,7 +137,7 @@ def check_bits(model: Model, seed: int) -> int:
         for row, part in zip(piece, logits, strict=True):
             found[row].append(part)
     for row in rows:
-        alone = feed(NativeExecutor(model), (Verb("allocate", 0),), {0: ids[row]})
+        alone = feed(opened(), (Verb("allocate", 0),), {0: ids[row]})
         assert torch.equal(torch.cat(found[row]), alone), (seed, row)
     return sum(map(len, ids.values())) * VOCABULARY
 
@@ -152,6 +158,19 @@ def test_every_family_keeps_every_bit(
     check(family, range(first, first + BLOCK), record_property)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("first", range(0, NARROW, BLOCK))
+@pytest.mark.parametrize("subject", [pytest.param("default", marks=pytest.mark.model), *FAMILIES])
+def test_narrow_rows_keep_every_bit(
+    subject: str,
+    first: int,
+    cache_dtype: CacheDtype,
+    record_property: Callable[[str, object], None],
+) -> None:
+    check(subject, range(first, first + BLOCK), record_property, cache_dtype)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_some_mixes_keep_every_bit(
     family: str, record_property: Callable[[str, object], None]
@@ -159,15 +178,29 @@ def test_some_mixes_keep_every_bit(
     check(family, range(5), record_property)
 
 
-def check(subject: str, seeds: range, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_mixes_keep_every_bit_of_narrow_rows(
+    family: str, cache_dtype: CacheDtype, record_property: Callable[[str, object], None]
+) -> None:
+    check(family, range(3), record_property, cache_dtype)
+
+
+def check(
+    subject: str,
+    seeds: range,
+    record_property: Callable[[str, object], None],
+    cache_dtype: CacheDtype | None = None,
+) -> None:
     """The laws and the bits of these mixes, on the subject's models in turn."""
     models, compared, coverage = models_of(subject), 0, []
     for seed in seeds:
         model = models[seed % len(models)]
-        laws = Laws(lambda mix, max_rows, model=model: NativeExecutor(model))
+        opened = partial(NativeExecutor, model, cache_dtype)
+        laws = Laws(lambda mix, max_rows, opened=opened: opened())
         laws.check(for_decoder(random_mix(seed), model.spec.width))
         coverage.append(laws.coverage)
-        compared += check_bits(model, seed)
+        compared += check_bits(opened, seed)
     total = sum(coverage[1:], coverage[0])
     record_property("coverage", vars(total) | {"logits compared": compared})
     print(f"{subject}: {vars(total)}, {compared} logits compared")

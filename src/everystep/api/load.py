@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.api.model import LanguageModel
+from everystep.cache.kv_format import CacheDtype
 from everystep.config import GenerationConfig
 from everystep.errors import (
     MissingFileError,
@@ -38,6 +39,7 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     quantize: Quantize = "auto",
+    cache_dtype: CacheDtype | None = None,
     device: str | torch.device = "cpu",
     executor: ExecutorName = "auto",
     offline: bool = False,
@@ -50,10 +52,12 @@ def load(
     "int4" (groups of 32) round the matrices of a model of floats; None makes floats of every
     weight, float32 without a `dtype`. Raises MissingFileError where there is no tokenizer, which
     `load_model` does without, and RequestError for rounding what is rounded already.
+    `cache_dtype`: the type in which rows keep keys and values, "float32", "float16" or "int8" (one
+    scale per position and head); without it the type that the model computes in.
     `executor`: "auto" runs every request on the native executor where that can do it, and on torch
     operators otherwise; either can be named.
     """
-    choices = _Choices(dtype, quantize, usable_device(device), executor)
+    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = _resolve(path, choices, offline, progress)
     if local.is_dir():
         found = open_folder(local)
@@ -74,13 +78,14 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     quantize: Quantize = "auto",
+    cache_dtype: CacheDtype | None = None,
     device: str | torch.device = "cpu",
     executor: ExecutorName = "auto",
     offline: bool = False,
     progress: Progress | None = None,
 ) -> LanguageModel:
     """The model that `path` stands for, without a tokenizer; arguments as `load`."""
-    choices = _Choices(dtype, quantize, usable_device(device), executor)
+    choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = _resolve(path, choices, offline, progress)
     if local.is_dir():
         return _from_folder(local, choices)
@@ -130,6 +135,7 @@ class _Choices:
 
     dtype: torch.dtype | None
     quantize: Quantize
+    cache_dtype: CacheDtype | None
     device: str | torch.device
     executor: ExecutorName
 
@@ -142,6 +148,15 @@ def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress 
                 wanted="'auto', 'int8', 'int4' or None",
                 got=repr(choices.quantize),
                 do="Leave quantize out",
+            )
+        )
+    if choices.cache_dtype not in (None, *get_args(CacheDtype)):
+        raise RequestError(
+            message(
+                "keys and values cannot be kept in this type",
+                wanted="'float32', 'float16', 'int8' or None",
+                got=repr(choices.cache_dtype),
+                do="Leave cache_dtype out",
             )
         )
     if choices.executor not in get_args(ExecutorName):
@@ -182,7 +197,7 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:
         settings = GenerationConfig.from_model_config(found.config)
-    return LanguageModel(core, settings, folder.name, choices.executor)
+    return LanguageModel(core, settings, folder.name, choices.executor, choices.cache_dtype)
 
 
 def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
@@ -199,4 +214,5 @@ def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
         "pad_token_id": "tokenizer.ggml.padding_token_id",
     }
     found = {field: file.metadata[key] for field, key in ids.items() if key in file.metadata}
-    return LanguageModel(core, GenerationConfig(**found), name, choices.executor)
+    settings = GenerationConfig(**found)
+    return LanguageModel(core, settings, name, choices.executor, choices.cache_dtype)

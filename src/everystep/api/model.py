@@ -15,10 +15,17 @@ from everystep.api.forward import CausalLMOutput, cache_of_forward
 from everystep.api.generate import generate
 from everystep.api.transitions import compute_transition_scores
 from everystep.cache.affine import Quantization
+from everystep.cache.kv_format import CacheDtype, KvFormat
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor
-from everystep.executors.choice import ExecutorName, chosen, holds_panels, open_executor
+from everystep.executors.choice import (
+    ExecutorName,
+    chosen,
+    holds_panels,
+    open_executor,
+    refuse_cache_dtype,
+)
 from everystep.models import Model, convert_model, named_weights, weight_bytes
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
@@ -38,6 +45,7 @@ class LanguageModel:
         generation_config: GenerationConfig | None = None,
         name: str = "",
         executor: ExecutorName = "auto",
+        cache_dtype: CacheDtype | None = None,
     ) -> None:
         if not isinstance(core, Model):
             raise ModelClassError(
@@ -48,10 +56,12 @@ class LanguageModel:
                     do="Use everystep.load_model",
                 )
             )
+        refuse_cache_dtype(core, cache_dtype)
         self._core = core
         self.generation_config = generation_config or GenerationConfig()
         self.name_or_path = name
         self._executor = executor
+        self._cache_dtype = cache_dtype
 
     @property
     def core(self) -> Model:
@@ -72,6 +82,11 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         """The type of the weights."""
         return self._core.dtype
+
+    @property
+    def cache_dtype(self) -> str:
+        """The name of the type in which rows keep keys and values."""
+        return str(KvFormat(self.dtype, self._cache_dtype).dtype).removeprefix("torch.")
 
     @property
     def vocab_size(self) -> int:
@@ -152,7 +167,7 @@ class LanguageModel:
 
         `quantization`: how its rows will keep what they hold, None for full precision.
         """
-        return open_executor(self._core, self._executor, needs, quantization)
+        return open_executor(self._core, self._executor, needs, quantization, self._cache_dtype)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""

@@ -56,18 +56,21 @@ class Context:
             self.kept.append(hidden)
 
     def segments(self, layer: int, row: Row) -> list[Tensor]:
-        """The keys and values of a row as views (2, K, n, D), one after another."""
+        """The keys and values of a row, (2, K, n, D), one after another."""
         shelf, tails = self._rows.shelf.pool.layer(layer), self._rows.tails.layer(layer)
         parts = [shelf[:, link.segment.slot, :, : link.length] for link in row.chain]
-        return [*parts, tails[:, row.slot, :, : row.tail]] if row.tail else parts
+        if row.tail:
+            parts.append(tails[:, row.slot, :, : row.tail])
+        return [*map(self._rows.format.unpacked, parts)]
 
     def attend(
         self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
     ) -> Tensor:
         """Stores kv (N, 2, K, D), lets q (N, H, D) look at its rows, returns (N, H * D)."""
-        plan = self.plan
+        plan, kept = self.plan, self._rows.format.packed(kv)
         # Indices on both sides of a slice: the result's first dimension is theirs, (N, 2, K, D).
-        self._rows.tails.layer(layer)[:, plan.slots, :, plan.places] = kv
+        self._rows.tails.layer(layer)[:, plan.slots, :, plan.places] = kept
+        kv = self._rows.format.unpacked(kept)
         if self.attentions is not None:
             return self._weighed(layer, q, rule, bias, self.attentions)
         parts = []
@@ -98,7 +101,7 @@ class Context:
         self, layer: int, q: Tensor, box: Rectangle, rule: Rule, bias: RelativeBias | None
     ) -> Tensor:
         tails = self._rows.tails.layer(layer)
-        k, v = tails[:, : box.rows, :, : box.tail]
+        k, v = self._rows.format.unpacked(tails[:, : box.rows, :, : box.tail])
         folded = fold_heads(_filled(q, box), k.shape[1])
         mask = self._box_mask(box, rule, bias, folded.shape[2])
         if box.levels:
@@ -112,7 +115,8 @@ class Context:
     ) -> Tensor:
         """One softmax over the scores of every level of segments and of the tails."""
         shelf = self._rows.shelf.pool.layer(layer)
-        stores = [shelf[:, one.first : one.last, :, : one.length] for one in box.levels]
+        held = [shelf[:, one.first : one.last, :, : one.length] for one in box.levels]
+        stores = map(self._rows.format.unpacked, held)
         pairs = list(zip(box.levels, stores, strict=True))
         scores = [level.scores(q, store[0]) for level, store in pairs]
         weights = probabilities(torch.cat([*scores, q @ k.transpose(-1, -2)], -1), rule, mask)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from everystep.cache.context import Context
+from everystep.cache.kv_format import CacheDtype
 from everystep.cache.plan import Feed
 from everystep.cache.pool import Counts
 from everystep.cache.rows import Rows
@@ -79,7 +80,8 @@ class RowCache:
     """Rows of keys and values for one executor.
 
     `width`: size of the hidden states that rows with columns keep. `project`: encoder states
-    (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder.
+    (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder. `kept`: the type in which
+    rows keep keys and values, None for `dtype`.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class RowCache:
         device: torch.device,
         width: int,
         project: Callable[[Tensor], Tensor] | None = None,
+        kept: CacheDtype | None = None,
     ) -> None:
-        self._rows = Rows(shape, dtype, device)
+        self._rows = Rows(shape, dtype, device, kept)
         self._project = project
         self._device = device
         self._no_columns = torch.empty(0, width, dtype=dtype, device=device)

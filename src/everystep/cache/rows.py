@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from everystep.cache.kv_format import CacheDtype, KvFormat
 from everystep.cache.pool import Counts, Pool
 from everystep.cache.segments import Link, Segment, Shelf
 from everystep.errors import InvariantError, message
@@ -63,13 +64,24 @@ class Row:
 
 
 class Rows:
-    """All rows of an executor and where their keys and values lie."""
+    """All rows of an executor and where their keys and values lie.
 
-    def __init__(self, shape: KvShape, dtype: torch.dtype, device: torch.device) -> None:
+    `kept`: in which type; those of encoders are kept as computed, in `dtype`.
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: CacheDtype | None = None,
+    ) -> None:
         self.dtype = dtype
+        self.format = KvFormat(dtype, kept)
         self.counts = Counts()
-        self.tails = Pool(shape, dtype, device, self.counts)
-        self.shelf = Shelf(shape, dtype, device, self.counts)
+        layout = (self.format.shape(shape), self.format.dtype, device, self.counts)
+        self.tails = Pool(*layout)
+        self.shelf = Shelf(*layout)
         self.across = Shelf(shape, dtype, device, self.counts)
         self._rows: dict[int, Row] = {}
         self._owners: list[Row | None] = []
@@ -99,7 +111,7 @@ class Rows:
 
     def restore(self, row: int, past: Past) -> None:
         """The empty row holds what was exported from another: one segment."""
-        self[row].chain = (Link(self.shelf.store(past.kv), past.length),)
+        self[row].chain = (Link(self.shelf.store(self.format.packed(past.kv)), past.length),)
 
     def export(self, row: int) -> Past:
         """A copy of what a settled row holds."""
@@ -109,7 +121,8 @@ class Rows:
             parts.append(self.tails.read(held.home, held.tail))
         across = held.across
         seen = None if across is None else self.across.pool.read(across.slot, across.length).clone()
-        return Past(held.length, torch.cat(parts, dim=3), across=seen)
+        kv = self.format.unpacked(torch.cat(parts, dim=3))
+        return Past(held.length, kv, across=seen)
 
     def fork(self, row: int, source: int) -> None:
         """The row holds what `source` holds."""

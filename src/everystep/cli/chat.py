@@ -39,6 +39,7 @@ def chat(
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
+    cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
 ) -> None:
@@ -58,7 +59,7 @@ def chat(
     )
     decoding.check()
     offline = offline or context.obj.offline
-    choice = o.ModelChoice(model, dtype, device, offline, quantize)
+    choice = o.ModelChoice(model, dtype, device, offline, quantize, cache_dtype)
     partner = _partner(choice, decoding, seed)
     act = _talk if is_dialogue() else _recite
     act(partner, Conversation(system))

@@ -79,6 +79,7 @@ def generate(
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
+    cache_dtype: o.CacheDtypeOption = None,
     device: o.Device = "cpu",
     offline: o.Offline = False,
 ) -> None:
@@ -104,7 +105,7 @@ def generate(
     decoding.check()
     question = Question(read_prompt(prompt, file), system, raw)
     offline = offline or context.obj.offline
-    choice = o.ModelChoice(model, dtype, device, offline, quantize)
+    choice = o.ModelChoice(model, dtype, device, offline, quantize, cache_dtype)
     _answer(choice, question, decoding, seed, form)
 
 
@@ -133,6 +134,7 @@ def _answer(
         "prompt_tokens": results[0].prompt_tokens,
         "model": choice.source,
         "weights": list(model.weight_bytes),
+        "cache_dtype": model.cache_dtype,
         "executor": model.runs_on,
         "seed": seed,
         "timings": timings.document(),

@@ -105,6 +105,7 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
             choice.source,
             dtype=_torch_dtype(choice),
             quantize="auto" if choice.quantize is None else choice.quantize.value,
+            cache_dtype=None if choice.cache_dtype is None else choice.cache_dtype.value,
             device=choice.device,
             offline=choice.offline,
             progress=progress,

@@ -37,6 +37,14 @@ class Rounding(StrEnum):
     int4 = "int4"
 
 
+class CacheDtype(StrEnum):
+    """What keys and values can be kept in."""
+
+    float32 = "float32"
+    float16 = "float16"
+    int8 = "int8"
+
+
 @dataclass(frozen=True)
 class Globals:
     """What stands before the name of a command."""
@@ -53,6 +61,7 @@ class ModelChoice:
     device: str = "cpu"
     offline: bool = False
     quantize: Rounding | None = None
+    cache_dtype: CacheDtype | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,14 @@ DtypeOption = Annotated[
 Quantize = Annotated[
     Rounding | None,
     _model("--quantize", metavar="FORMAT", help="Round floats to int8 or int4; else as they are."),
+]
+CacheDtypeOption = Annotated[
+    CacheDtype | None,
+    _model(
+        "--cache-dtype",
+        metavar="DTYPE",
+        help=f"Keep keys and values in {', '.join(CacheDtype)}; else as they are computed.",
+    ),
 ]
 Device = Annotated[
     str,

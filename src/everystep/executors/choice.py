@@ -6,7 +6,8 @@ from collections.abc import Set
 from typing import Literal
 
 from everystep.cache.affine import Quantization
-from everystep.errors import UnsupportedError, message
+from everystep.cache.kv_format import CacheDtype
+from everystep.errors import RequestError, UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status
 from everystep.executors.torch_executor import TorchExecutor
@@ -20,22 +21,33 @@ def open_executor(
     name: ExecutorName = "auto",
     needs: Set[str] = frozenset(),
     quantization: Quantization | None = None,
+    cache_dtype: CacheDtype | None = None,
 ) -> Executor:
     """A fresh executor without rows that has the abilities in `needs`.
 
     `quantization`: how its rows keep what they hold, None for full precision. "auto" takes the
-    native one where nothing stands in its way. UnsupportedError where "native" is asked for and
-    cannot be had.
+    native one where nothing stands in its way. `cache_dtype`: the type of what they hold in full
+    precision, None for the model's. UnsupportedError where "native" is asked for and cannot be had,
+    RequestError where rows are to be kept in two ways.
     """
+    if quantization is not None and cache_dtype is not None:
+        raise RequestError(
+            message(
+                "cache_dtype and a quantised cache both say how rows keep what they hold",
+                wanted="one of the two",
+                got=f"cache_dtype={cache_dtype!r} and a quantised cache",
+                do="Load the model without cache_dtype, or leave the quantised cache out",
+            )
+        )
     if name == "torch":
-        return TorchExecutor(model, quantization)
+        return TorchExecutor(model, quantization, cache_dtype)
     reasons = [*obstacles(model), *_missing(needs)]
     if quantization is not None:
         reasons.append("its rows are in full precision")
     if not reasons:
-        return NativeExecutor(model)
+        return NativeExecutor(model, cache_dtype)
     if name == "auto":
-        return TorchExecutor(model, quantization)
+        return TorchExecutor(model, quantization, cache_dtype)
     raise UnsupportedError(
         message(
             "the native executor cannot run this",
@@ -43,6 +55,18 @@ def open_executor(
             do="Load the model with executor='auto' or 'torch'",
         )
     )
+
+
+def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:
+    """Raises UnsupportedError if rows of this model cannot keep keys and values in this type."""
+    if cache_dtype is not None and model.network.encodes:
+        raise UnsupportedError(
+            message(
+                "a model with an encoder keeps keys and values in the type that it computes in",
+                got=f"cache_dtype={cache_dtype!r}",
+                do="Leave cache_dtype out",
+            )
+        )
 
 
 def holds_panels(name: ExecutorName, spec: object) -> bool:

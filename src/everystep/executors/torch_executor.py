@@ -15,6 +15,7 @@ from torch import Tensor
 from everystep.cache import RowCache
 from everystep.cache.affine import Quantization
 from everystep.cache.context import Context
+from everystep.cache.kv_format import CacheDtype
 from everystep.cache.quantized_rows import QuantizedContext, QuantizedRowCache
 from everystep.executors.positions import (
     check_positions,
@@ -36,13 +37,19 @@ class Runnable(Protocol):
 class TorchExecutor:
     """One engine's executor on a model of this library.
 
-    `quantization`: how rows keep what they hold, None for full precision.
+    `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
+    or, without it, the type of the model.
     """
 
     max_rows: int | None = None
     host_threads: int | None = None
 
-    def __init__(self, model: Runnable, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self,
+        model: Runnable,
+        quantization: Quantization | None = None,
+        cache_dtype: CacheDtype | None = None,
+    ) -> None:
         network = model.network
         self._network = network
         self.vocab_size: int = network.spec.vocab_size
@@ -57,7 +64,7 @@ class TorchExecutor:
             return
         self.abilities |= {"truncate", "columns", "attentions"}
         across = network.across if network.encodes else None
-        self.cache = RowCache(*layout, network.spec.width, across)
+        self.cache = RowCache(*layout, network.spec.width, across, cache_dtype)
 
     @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:

@@ -16,7 +16,7 @@
 extern "C" {
 int32_t es_interface();
 void es_sizes(int64_t*);
-void* es_open(const everystep::Model*);
+int32_t es_open(const everystep::Model*, int32_t, void**);
 void es_close(void*);
 int32_t es_reserve(void*, int64_t);
 void es_export(void*, const int32_t*, int64_t, float*);

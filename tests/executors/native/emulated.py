@@ -175,12 +175,14 @@ class EmulatedLibrary:
             ending.stdin.close()
             assert ending.wait(60) == 0
 
-    def es_open(self, model: DecoderWeights) -> int:
-        there = self._copied(model, Around(model))
-        runner = self._call("es_open", self._write(bytes(there)))
-        self._models[runner] = model
+    def es_open(self, model: DecoderWeights, kv_type: int, runner: Any) -> int:
+        there, place = self._copied(model, Around(model)), self._take(8)
+        failed = self._call("es_open", self._write(bytes(there)), kv_type, place)
+        opened = int(struct.unpack("=q", self._read(place, 8))[0])
+        runner._obj.value = opened
+        self._models[opened] = model
         self._taken.clear()  # as long as the program runs
-        return runner
+        return failed
 
     def es_reserve(self, runner: int, pages: int) -> int:
         return self._call("es_reserve", runner, pages)

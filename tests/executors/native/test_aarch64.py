@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from everystep.cache.kv_format import CacheDtype
 from everystep.executors.native import NativeExecutor, build, library
 from everystep.models import Model, build_gguf_model
 from everystep.types import StepOutput, Verb
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.native
 # The error function is the C library's; libraries differ in its last bits.
 LIBRARY_FUNCTIONS = {"gelu": 1e-5}
 
-Open = Callable[[Model], NativeExecutor]
+Open = Callable[..., NativeExecutor]
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +39,25 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedLibra
 @pytest.fixture
 def open_there(emulated: EmulatedLibrary, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Executors on aarch64."""
-    return lambda model: opened(model, emulated, monkeypatch)
+    return partial(opened, emulated, monkeypatch)
 
 
 @pytest.fixture
 def open_here(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Executors on this processor with the same kernels."""
     plain = library.open_library(build.library_path("plain"))
-    return lambda model: opened(model, plain, monkeypatch)
+    return partial(opened, plain, monkeypatch)
 
 
-def opened(model: Model, loaded: object, monkeypatch: pytest.MonkeyPatch) -> NativeExecutor:
+def opened(
+    loaded: object,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Model,
+    cache_dtype: CacheDtype | None = None,
+) -> NativeExecutor:
     with monkeypatch.context() as patch:
         patch.setattr(library, "load", lambda: loaded)
-        return NativeExecutor(model)
+        return NativeExecutor(model, cache_dtype)
 
 
 def outputs(found: StepOutput) -> Iterator[Tensor]:
@@ -94,6 +101,15 @@ def test_blocks_of_files_give_the_same_bits(
     compare(model, open_here(model), open_there(model))
 
 
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_narrow_rows_give_the_same_bits(
+    name: str, cache_dtype: CacheDtype, open_here: Open, open_there: Open
+) -> None:
+    model = random_model(SPECS[name], dtype=torch.float32)
+    compare(model, open_here(model, cache_dtype), open_there(model, cache_dtype))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_there_give_the_same_bits(threads: int, open_here: Open, open_there: Open) -> None:
     model, before = narrow_model("llama", "int4"), torch.get_num_threads()
@@ -105,9 +121,12 @@ def test_threads_there_give_the_same_bits(threads: int, open_here: Open, open_th
         torch.set_num_threads(before)
 
 
-def test_rows_are_taken_over_between_processors(open_here: Open, open_there: Open) -> None:
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
+def test_rows_are_taken_over_between_processors(
+    cache_dtype: CacheDtype, open_here: Open, open_there: Open
+) -> None:
     model, tokens = random_model(SPECS["plain"], dtype=torch.float32), list(range(20))
-    here, there = open_here(model), open_there(model)
+    here, there = open_here(model, cache_dtype), open_there(model, cache_dtype)
     for executor in (here, there):
         executor.run(one_feed(tokens, verbs=(Verb("allocate", 0),)))
     past = here.export(0)
@@ -115,4 +134,4 @@ def test_rows_are_taken_over_between_processors(open_here: Open, open_there: Ope
     follow = one_feed([7, 8], row=1, start=20, verbs=(Verb("allocate", 1),))
     follow = replace(follow, pasts={1: past})
     wanted = here.run(one_feed([7, 8], start=20)).logits
-    assert torch.equal(open_there(model).run(follow).logits, wanted)
+    assert torch.equal(open_there(model, cache_dtype).run(follow).logits, wanted)

@@ -18,6 +18,9 @@ from tests.executors.native.test_native_executor import (
     compare, model_of, test_every_format_is_computed,
     test_no_bit_depends_on_how_many_tokens_are_fed_at_once as chunks,
 )
+from tests.executors.native.test_cache_types import (
+    test_no_bit_depends_on_chunks, test_rows_are_the_judges, test_what_is_exported_is_what_is_held,
+)
 from everystep.executors.native import status
 assert status().instructions == {name!r}, status()
 for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new"):
@@ -25,6 +28,11 @@ for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new
 test_every_format_is_computed("llama", "int8")
 test_every_format_is_computed("qwen2", "int4")
 chunks("int4")
+for cache_dtype in ("float16", "int8"):
+    for spec in ("plain", "window"):
+        test_rows_are_the_judges(spec, cache_dtype)
+    test_what_is_exported_is_what_is_held(cache_dtype)
+    test_no_bit_depends_on_chunks(cache_dtype)
 """
 
 

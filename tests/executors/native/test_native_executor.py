@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everystep.errors import UnsupportedError
+from everystep.errors import InvariantError, UnsupportedError
 from everystep.executors.choice import open_executor
 from everystep.executors.native import NativeExecutor, obstacles
+from everystep.executors.native.program import Program
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
+from everystep.models.decoder import Decoder
 from everystep.nn.rounding import Rounding
 from everystep.types import Verb, Work
 from tests.executors.models import SPECS, narrow_model, random_model
@@ -261,3 +264,17 @@ def test_a_row_is_fed_from_where_it_ends() -> None:
     executor = NativeExecutor(model_of("plain"))
     with pytest.raises(Exception, match="row 0 is fed at 3"):
         executor.run(one_feed([1], start=3, verbs=(Verb("allocate", 0),)))
+
+
+def test_matrices_that_begin_within_a_panel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = narrow_model("llama", None)
+    program = Program(cast(Decoder, model.network))
+    up = program.structure.layer[1].up
+    up.count, up.parts[1] = 2, up.parts[0]
+    up.parts[0].rows, up.parts[1].rows = 24, 40
+    place = "everystep.executors.native.executor.program_of"
+    monkeypatch.setattr(place, lambda model: program)
+    with pytest.raises(InvariantError, match="not whole panels"):
+        NativeExecutor(model)
+    up.parts[0].rows, up.parts[1].rows = 32, 32
+    NativeExecutor(model)

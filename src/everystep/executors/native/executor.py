@@ -7,12 +7,14 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 from __future__ import annotations
 
 import weakref
+from ctypes import byref, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.cache.kv_format import CacheDtype
 from everystep.errors import InvariantError, UnsupportedError, message
 from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
@@ -24,6 +26,7 @@ from everystep.nn.rotary import Rope, rotary_table
 from everystep.types import Best, Past, StepOutput, Work
 
 _LEAST_TABLE = 512
+_KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
 
 
 def obstacles(model: Model) -> list[str]:
@@ -42,6 +45,7 @@ class NativeExecutor:
 
     As many threads work as torch was set to use when it was opened. Those of torch wait for more
     work by spinning, which would take their cores from these: so around a run torch uses one.
+    `cache_dtype`: the type in which pages keep keys and values; None: float32.
     """
 
     device = torch.device("cpu")
@@ -49,7 +53,7 @@ class NativeExecutor:
     host_threads: int | None = 1
     abilities = frozenset({"truncate", "embeds", "positions", "columns", "past", "best"})
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, cache_dtype: CacheDtype | None = None) -> None:
         reasons = obstacles(model)
         if reasons:
             raise UnsupportedError(message("the native executor cannot run this", got=reasons[0]))
@@ -57,8 +61,9 @@ class NativeExecutor:
         self.rows = PagedRows()
         self._program = program_of(model)
         self._library = library.load()
-        self._runner = self._library.es_open(self._program.structure)
-        _check(self._runner is None)
+        kv_type, runner = _KV_TYPES.index(cache_dtype or "float32"), c_void_p()
+        _check(self._library.es_open(self._program.structure, kv_type, byref(runner)))
+        self._runner = runner.value
         weakref.finalize(self, self._library.es_close, self._runner)
         self._columns: dict[int, Tensor] = {}
         self._threads = torch.get_num_threads()
@@ -287,5 +292,7 @@ class _RopeTable:
 def _check(failed: bool | int) -> None:
     if failed == 2:
         raise InvariantError(message("an id beyond the vocabulary was fed"))
+    if failed == 3:
+        raise InvariantError(message("matrices that are joined are not whole panels"))
     if failed:
         raise MemoryError("the native executor ran out of memory")

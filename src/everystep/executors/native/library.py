@@ -16,7 +16,7 @@ from everystep.errors import UnsupportedError, message
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import Settings
 
-INTERFACE = 5
+INTERFACE = 6
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -162,8 +162,8 @@ def open_library(path: Path) -> ctypes.CDLL:
                 do="Run python -m everystep.executors.native.build",
             )
         )
-    library.es_open.restype = c_void_p
-    library.es_open.argtypes = (POINTER(DecoderWeights),)
+    library.es_open.restype = c_int32
+    library.es_open.argtypes = (POINTER(DecoderWeights), c_int32, POINTER(c_void_p))
     library.es_close.restype = None
     library.es_close.argtypes = (c_void_p,)
     library.es_reserve.restype = c_int32

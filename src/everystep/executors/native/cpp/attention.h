@@ -1,50 +1,18 @@
 // Attention of a few queries over the pages of one row and one key head.
 //
-// A page holds 16 positions of a row, from a multiple of 16 on. Per layer and key head it has the
-// keys with positions side by side, (dim, 16), so that a lane is a key and no sum crosses lanes, then
-// the values, (16, dim in whole vectors). Four pages are a span, from a multiple of 64 on: what a
-// query sees of each span is found by itself, and spans are joined in their order. So spans may be
-// given to different threads, and a result depends on the row's own keys and on nothing else.
+// Four pages are a span, from a multiple of 64 positions on: what a query sees of each span is found
+// by itself, and spans are joined in their order. So spans may be given to different threads, and a
+// result depends on the row's own keys and on nothing else.
 #pragma once
 
 #include <algorithm>
 
-#include "simd.h"
+#include "pages.h"
 
 namespace everystep {
 
-constexpr int64_t kPagePositions = simd::kLanes;
 constexpr int64_t kSpanPages = 4, kSpan = kSpanPages * kPagePositions;
 constexpr int kMostQueries = 12;
-
-inline int64_t whole_vectors(int64_t n) { return (n + simd::kLanes - 1) / simd::kLanes * simd::kLanes; }
-
-struct PageShape {
-    int64_t kv_heads, dim;
-
-    int64_t keys() const { return dim * kPagePositions; }
-    int64_t head() const { return keys() + kPagePositions * whole_vectors(dim); }
-    int64_t layer() const { return kv_heads * head(); }
-};
-
-// The pages of a row, and where its layer and key head begin in each.
-struct Keys {
-    float* const* pages;
-    const int32_t* numbers;
-    int64_t offset;
-    PageShape shape;
-
-    float* keys(int64_t page) const { return pages[numbers[page]] + offset; }
-    float* values(int64_t page) const { return keys(page) + shape.keys(); }
-};
-
-inline void write_position(const Keys& to, int64_t position, const float* key, const float* value) {
-    const int64_t page = position / kPagePositions, lane = position % kPagePositions;
-    float* keys = to.keys(page) + lane;
-    for (int64_t d = 0; d < to.shape.dim; ++d) keys[d * kPagePositions] = key[d];
-    float* values = to.values(page) + lane * whole_vectors(to.shape.dim);
-    __builtin_memcpy(values, value, to.shape.dim * sizeof(float));
-}
 
 // Query i sees the positions [first[i], last[i]]; queries are scaled and `whole_vectors(dim)` apart.
 // `fetch`: the keys and values are in no cache yet.
@@ -71,15 +39,16 @@ struct Seen {
 };
 
 // Scores of P pages of keys, one after another.
-template <int Q, int P>
+template <class Type, int Q, int P>
 inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, float* scores) {
     using namespace simd;
     const int64_t dim = keys.shape.dim, apart = whole_vectors(dim);
-    const float* from[P];
+    const typename Type::Number* from[P];
+    constexpr int64_t kLine = 64 / sizeof(*from[0]);
     Floats acc[Q][P];
 #pragma GCC unroll 2
     for (int p = 0; p < P; ++p) {
-        from[p] = keys.keys(page + p);
+        from[p] = keys.keys<Type>(page + p);
 #pragma GCC unroll 12
         for (int i = 0; i < Q; ++i) acc[i][p] = splat(0.0f);
     }
@@ -87,9 +56,11 @@ inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, 
         Floats key[P];
 #pragma GCC unroll 2
         for (int p = 0; p < P; ++p) {
-            key[p] = load(from[p] + d * kPagePositions);
+            const auto* at = from[p] + d * kPagePositions;
+            key[p] = Type::load(at);
             // Values lie behind the keys.
-            if (queries.fetch) __builtin_prefetch(from[p] + (dim + d) * kPagePositions);
+            if (queries.fetch && d * kPagePositions % kLine == 0)
+                __builtin_prefetch(at + dim * kPagePositions);
         }
 #pragma GCC unroll 12
         for (int i = 0; i < Q; ++i) {
@@ -101,7 +72,10 @@ inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, 
 #pragma GCC unroll 12
     for (int i = 0; i < Q; ++i)
 #pragma GCC unroll 2
-        for (int p = 0; p < P; ++p) store(scores + i * kSpan + p * kPagePositions, acc[i][p]);
+        for (int p = 0; p < P; ++p) {
+            if (Type::kScaled) acc[i][p] = mul(acc[i][p], load(keys.key_scales(page + p)));
+            store(scores + i * kSpan + p * kPagePositions, acc[i][p]);
+        }
 }
 
 inline simd::Floats seen_only(simd::Floats scores, int64_t page, int64_t first, int64_t last) {
@@ -117,9 +91,10 @@ inline simd::Floats seen_only(simd::Floats scores, int64_t page, int64_t first, 
     return where_less(lane, splat(float(low)), never, late);
 }
 
-// Scores become weights; those of unseen positions are zeros.
-inline void weigh(float* scores, int64_t first_page, int64_t pages, const Queries& queries, int i,
-                  Seen seen) {
+// Scores become weights, and in a scaled type weights of codes; those of unseen positions are zeros.
+template <class Type>
+inline void weigh(const Keys& keys, float* scores, int64_t first_page, int64_t pages,
+                  const Queries& queries, int i, Seen seen) {
     using namespace simd;
     Floats highest = splat(-__builtin_inff());
     for (int64_t page = 0; page < pages; ++page) {
@@ -136,14 +111,15 @@ inline void weigh(float* scores, int64_t first_page, int64_t pages, const Querie
     Floats total = splat(0.0f);
     for (int64_t page = 0; page < pages; ++page) {
         const Floats weight = exp(sub(load(scores + page * kPagePositions), top));
-        store(scores + page * kPagePositions, weight);
         total = add(total, weight);
+        store(scores + page * kPagePositions,
+              Type::kScaled ? mul(weight, load(keys.value_scales(first_page + page))) : weight);
     }
     seen.total() = sum(total);
 }
 
 // Adds up `V` vectors of the values, from `column` on, for Q queries.
-template <int Q, int V>
+template <class Type, int Q, int V>
 inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int64_t column,
                         const float* weights, Seen seen) {
     using namespace simd;
@@ -154,13 +130,13 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) acc[i][v] = splat(0.0f);
     for (int64_t page = first_page; page <= last / kPagePositions; ++page) {
-        const float* values = keys.values(page) + column;
+        const auto* values = keys.values<Type>(page) + column;
         const float* w = weights + (page - first_page) * kPagePositions;
         const int64_t count = std::min(last - page * kPagePositions + 1, kPagePositions);
         for (int64_t j = 0; j < count; ++j) {
             Floats value[V];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) value[v] = load(values + j * width + v * kLanes);
+            for (int v = 0; v < V; ++v) value[v] = Type::load(values + j * width + v * kLanes);
 #pragma GCC unroll 12
             for (int i = 0; i < Q; ++i) {
                 const Floats share = splat(w[i * kSpan + j]);
@@ -176,7 +152,7 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
 
 // What Q queries see from page `first` to position `last` of one span; `seen` is that of the first
 // query, the others follow.
-template <int Q>
+template <class Type, int Q>
 inline void attend_tile(const Keys& keys, const Queries& queries, int64_t first, int64_t last,
                         Seen seen) {
     alignas(64) float scores[Q * kSpan];
@@ -185,37 +161,35 @@ inline void attend_tile(const Keys& keys, const Queries& queries, int64_t first,
     constexpr int kPages = 2;
     int64_t page = 0;
     for (; page + kPages <= pages; page += kPages)
-        page_scores<Q, kPages>(keys, first + page, queries, scores + page * kPagePositions);
+        page_scores<Type, Q, kPages>(keys, first + page, queries, scores + page * kPagePositions);
     for (; page < pages; ++page)
-        page_scores<Q, 1>(keys, first + page, queries, scores + page * kPagePositions);
+        page_scores<Type, Q, 1>(keys, first + page, queries, scores + page * kPagePositions);
     const int64_t width = seen.width;
     for (int i = 0; i < Q; ++i)
-        weigh(scores + i * kSpan, first, pages, queries, i, {seen.at + i * Seen::size(width), width});
+        weigh<Type>(keys, scores + i * kSpan, first, pages, queries, i,
+                    {seen.at + i * Seen::size(width), width});
     constexpr int kVectors = Q <= 6 ? 4 : 2;
     int64_t column = 0;
     for (; column + kVectors * simd::kLanes <= width; column += kVectors * simd::kLanes)
-        mix_columns<Q, kVectors>(keys, first, last, column, scores, seen);
+        mix_columns<Type, Q, kVectors>(keys, first, last, column, scores, seen);
     for (; column < width; column += simd::kLanes)
-        mix_columns<Q, 1>(keys, first, last, column, scores, seen);
+        mix_columns<Type, Q, 1>(keys, first, last, column, scores, seen);
+}
+
+// Attends with the kernel for as many queries as there are.
+template <class Type, int Q = kMostQueries>
+inline void attend_as(const Keys& keys, const Queries& queries, int64_t first, int64_t last, Seen seen) {
+    if constexpr (Q > 1)
+        if (queries.count < Q) return attend_as<Type, Q - 1>(keys, queries, first, last, seen);
+    attend_tile<Type, Q>(keys, queries, first, last, seen);
 }
 
 inline void attend(const Keys& keys, const Queries& queries, int64_t span, Seen seen) {
     const int64_t first = std::max(span * kSpanPages, queries.first_seen() / kPagePositions);
     const int64_t last = std::min(span * kSpan + kSpan - 1, queries.last_seen());
-    switch (queries.count) {
-        case 1: return attend_tile<1>(keys, queries, first, last, seen);
-        case 2: return attend_tile<2>(keys, queries, first, last, seen);
-        case 3: return attend_tile<3>(keys, queries, first, last, seen);
-        case 4: return attend_tile<4>(keys, queries, first, last, seen);
-        case 5: return attend_tile<5>(keys, queries, first, last, seen);
-        case 6: return attend_tile<6>(keys, queries, first, last, seen);
-        case 7: return attend_tile<7>(keys, queries, first, last, seen);
-        case 8: return attend_tile<8>(keys, queries, first, last, seen);
-        case 9: return attend_tile<9>(keys, queries, first, last, seen);
-        case 10: return attend_tile<10>(keys, queries, first, last, seen);
-        case 11: return attend_tile<11>(keys, queries, first, last, seen);
-        default: return attend_tile<12>(keys, queries, first, last, seen);
-    }
+    with_type(keys.shape.type, [&](auto type) {
+        attend_as<decltype(type)>(keys, queries, first, last, seen);
+    });
 }
 
 // `to` has seen what both have seen, `from` later positions than `to`.

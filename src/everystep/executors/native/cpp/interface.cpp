@@ -8,7 +8,7 @@ using namespace everystep;
 
 extern "C" {
 
-int32_t es_interface() { return 5; }
+int32_t es_interface() { return 6; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -21,11 +21,15 @@ void es_sizes(int64_t* out) {
     out[6] = sizeof(Work);
 }
 
-void* es_open(const Model* model) {
+// `kv_type`: a KvType. 0, 1 without the memory for it, or 3 where matrices are joined within panels.
+int32_t es_open(const Model* model, int32_t kv_type, void** runner) {
     try {
-        return new Runner(*model);
-    } catch (const std::bad_alloc&) {
-        return nullptr;
+        *runner = new Runner(*model, static_cast<KvType>(kv_type));
+        return 0;
+    } catch (const std::invalid_argument&) {
+        return 3;
+    } catch (const std::exception&) {
+        return 1;
     }
 }
 
@@ -44,13 +48,17 @@ int32_t es_reserve(void* runner, int64_t pages) {
 // What a row with the given pages holds, as (layers, 2, kv_heads, length, head_dim).
 void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
     static_cast<Runner*>(runner)->each_cached(
-        pages, length, [&](int64_t place, const float* held) { out[place] = *held; });
+        pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
+            read_position(keys, position, out + key, out + value);
+        });
 }
 
 // The opposite: fills the pages of a row.
 void es_import(void* runner, const int32_t* pages, int64_t length, const float* values) {
     static_cast<Runner*>(runner)->each_cached(
-        pages, length, [&](int64_t place, float* held) { *held = values[place]; });
+        pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
+            write_position(keys, position, values + key, values + value);
+        });
 }
 
 // 0, 1 without the memory for it, or 2 where an id is beyond the vocabulary.

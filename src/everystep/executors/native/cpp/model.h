@@ -36,6 +36,9 @@ struct Layer {
     int64_t window;  // 0: none
 };
 
+// The type that keys and values are kept in; codes have one scale per position and head.
+enum class KvType : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
+
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
 enum class NormKind : int32_t { kRms = 0, kLayer = 1 };
 

@@ -10,6 +10,7 @@ namespace everystep::simd {
 typedef float Floats16 __attribute__((vector_size(64)));
 typedef int32_t Ints16 __attribute__((vector_size(64)));
 typedef uint32_t Words16 __attribute__((vector_size(64)));
+typedef int8_t Codes16 __attribute__((vector_size(16)));
 
 struct Floats {
     Floats16 v;
@@ -89,6 +90,24 @@ inline Floats load_halves(const uint16_t* p) {
     const Words16 endless = ((h & 0x7fffu) << 13) | 0x7f800000u;
     const Words16 bits = (h & 0x7c00u) == 0x7c00u ? endless : with_bits<Words16>(finite);
     return {with_bits<Floats16>(bits | (h & 0x8000u) << 16)};
+}
+inline void store_halves(uint16_t* p, Floats a) {
+    const Words16 sign = with_bits<Words16>(a.v) & 0x80000000u;
+    const Words16 size = with_bits<Words16>(a.v) ^ sign;
+    // Beside 0.5 a float has no place below the last one of the tiniest halves, and rounds there.
+    const Words16 tiny = with_bits<Words16>(with_bits<Floats16>(size) + 0.5f) - 0x3f000000u;
+    // Exponents differ by 112; what is added carries above one half of the last place, and at one
+    // half where that place is odd.
+    const Words16 usual = (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
+    const Words16 endless = size > 0x7f800000u ? Words16{} + 0x7e00u : Words16{} + 0x7c00u;
+    const Words16 large = size < 0x47800000u ? usual : endless;
+    const Words16 bits = (size < 0x38800000u ? tiny : large) | sign >> 16;
+    for (int i = 0; i < 16; ++i) p[i] = static_cast<uint16_t>(bits[i]);
+}
+inline Floats load_codes(const int8_t* p) {
+    Codes16 codes;
+    std::memcpy(&codes, p, sizeof codes);
+    return {__builtin_convertvector(codes, Floats16)};
 }
 
 inline Bytes load_bytes(const uint8_t* p) {

@@ -42,6 +42,17 @@ void multiply_panel(const Linear& linear, int64_t panel, const Inputs& in, int64
     });
 }
 
+// Whether panel i has the columns from 16 i on, as phases need that join what panels give: all
+// matrices but the last are whole panels.
+bool in_columns_of_panels(const Linear& linear, int64_t columns) {
+    int64_t before = 0;
+    for (int64_t i = 0; i < linear.count; ++i) {
+        if (before % kPanel != 0) return false;
+        before += linear.parts[i].rows;
+    }
+    return before == columns;
+}
+
 bool mlp_reads_codes(const Layer& layer) { return reads_codes(layer.gate) || reads_codes(layer.up); }
 
 }  // namespace
@@ -49,17 +60,13 @@ bool mlp_reads_codes(const Layer& layer) { return reads_codes(layer.gate) || rea
 void Pages::reserve(int64_t count) {
     while (this->count() < count) {
         // Fresh memory is zeros, and takes room only when it is written.
-        void* slab = std::calloc(kSlabPages * floats_ + simd::kLanes, sizeof(float));
+        void* slab = std::calloc(kSlabPages * bytes_ + 64, 1);
         if (!slab) throw std::bad_alloc();
         slabs_.emplace_back(slab);
         const auto address = reinterpret_cast<uintptr_t>(slab);
-        float* first = reinterpret_cast<float*>((address + 63) / 64 * 64);
-        for (int64_t i = 0; i < kSlabPages; ++i) pages_.push_back(first + i * floats_);
+        uint8_t* first = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);
+        for (int64_t i = 0; i < kSlabPages; ++i) pages_.push_back(first + i * bytes_);
     }
-}
-
-void Pages::copy(int64_t from, int64_t to) {
-    std::copy_n(pages_[from], floats_, pages_[to]);
 }
 
 InputBuffer::InputBuffer(int64_t rows, int64_t columns)
@@ -71,10 +78,10 @@ InputBuffer::InputBuffer(int64_t rows, int64_t columns)
       inputs_{values_.data(), columns,         blocks_of(columns), codes_.data(),
               scales_.data(), offsets_.data(), sums_.data()} {}
 
-Runner::Runner(const Model& model)
+Runner::Runner(const Model& model, KvType type)
     : model_(model),
       layers_(model.layer, model.layer + model.layers),
-      shape_{model.kv_heads, model.head_dim},
+      shape_{model.kv_heads, model.head_dim, type},
       pages_(shape_.layer() * model.layers),
       hidden_(kMostTokens * model.width),
       qkv_(kMostTokens * (model.heads + 2 * model.kv_heads) * model.head_dim),
@@ -82,7 +89,14 @@ Runner::Runner(const Model& model)
       normed_(kMostTokens, model.width),
       mixed_(kMostTokens, model.heads * model.head_dim),
       inner_(kMostTokens, model.inner),
-      last_(kMostTokens, model.width) {}
+      last_(kMostTokens, model.width) {
+    bool fits = in_columns_of_panels(model.head, model.vocabulary);
+    for (const Layer& layer : layers_) {
+        fits = fits && in_columns_of_panels(layer.up, model.inner);
+        if (layer.gate.count > 0) fits = fits && in_columns_of_panels(layer.gate, model.inner);
+    }
+    if (!fits) throw std::invalid_argument("a matrix begins within a panel");
+}
 
 void Runner::run(const Work& work, int threads) {
     if (std::any_of(work.ids, work.ids + work.tokens,

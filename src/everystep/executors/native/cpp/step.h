@@ -12,24 +12,6 @@
 
 namespace everystep {
 
-// Memory for pages, a slab at a time, so that pages never move.
-class Pages {
-  public:
-    explicit Pages(int64_t floats) : floats_(floats) {}
-    void reserve(int64_t count);
-    void copy(int64_t from, int64_t to);
-    float* const* data() const { return pages_.data(); }
-    int64_t count() const { return int64_t(pages_.size()); }
-
-  private:
-    struct Freed {
-        void operator()(void* p) const { std::free(p); }
-    };
-    const int64_t floats_;
-    std::vector<float*> pages_;
-    std::vector<std::unique_ptr<void, Freed>> slabs_;
-};
-
 // Rows of inputs to a product with room for their codes.
 class InputBuffer {
   public:
@@ -51,14 +33,15 @@ struct Tile {
 
 class Runner {
   public:
-    explicit Runner(const Model& model);
+    // std::invalid_argument where a phase could not read the matrices as they are joined.
+    Runner(const Model& model, KvType type);
 
     // `threads`: how many members the crew has from now on. std::out_of_range where an id is not one.
     void run(const Work& work, int threads);
     Pages& pages() { return pages_; }
 
-    // Calls `use(place, in_page)` for every number of a row's first positions: where it stands in
-    // (layers, 2, kv_heads, length, head_dim), and where in memory.
+    // Calls `use(keys, position, key, value)` for a row's first positions, in every layer and head,
+    // with the places of its key and value in (layers, 2, kv_heads, length, head_dim).
     template <class Use>
     void each_cached(const int32_t* numbers, int64_t length, Use use) const;
 
@@ -95,7 +78,10 @@ class Runner {
     void attend_all(Member& member, const Part& part, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;
     Queries queries_of(const Item& item, int64_t layer, float* scaled) const;
-    Keys keys_of(const Part& part, int64_t row, int64_t layer, int64_t head) const;
+    Keys keys_of(const int32_t* numbers, int64_t layer, int64_t head) const;
+    const int32_t* numbers_of(const Part& part, int64_t row) const {
+        return part.work.pages + row * part.work.stride;
+    }
     void attend_spans(const Part& part, int64_t layer, const Item& item, int64_t from, int64_t to,
                       float* seen, float* scaled) const;
     void conclude_item(int64_t layer, const Item& item, float* seen);
@@ -155,20 +141,13 @@ void Runner::share_then(Member& member, int64_t items, int64_t chunk, int64_t ro
 
 template <class Use>
 void Runner::each_cached(const int32_t* numbers, int64_t length, Use use) const {
-    const int64_t dim = shape_.dim, width = whole_vectors(dim), plane = length * dim;
+    const int64_t plane = length * shape_.dim;
     for (int64_t layer = 0; layer < model_.layers; ++layer)
         for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-            const int64_t offset = layer * shape_.layer() + head * shape_.head();
-            const int64_t first = (layer * 2 * shape_.kv_heads + head) * plane;
-            for (int64_t position = 0; position < length; ++position) {
-                float* page = pages_.data()[numbers[position / kPagePositions]] + offset;
-                const int64_t lane = position % kPagePositions;
-                for (int64_t d = 0; d < dim; ++d) {
-                    const int64_t place = first + position * dim + d;
-                    use(place, page + d * kPagePositions + lane);
-                    use(place + shape_.kv_heads * plane, page + shape_.keys() + lane * width + d);
-                }
-            }
+            const int64_t key = (layer * 2 * shape_.kv_heads + head) * plane;
+            const Keys keys = keys_of(numbers, layer, head);
+            for (int64_t at = 0; at < length; ++at)
+                use(keys, at, key + at * shape_.dim, key + shape_.kv_heads * plane + at * shape_.dim);
         }
 }
 

@@ -32,12 +32,10 @@ void Runner::place(const Part& part, int64_t index, int64_t token) {
         float swapped[1024];
         rotate(at, rope.dim, rope.cos + row * rope.dim, rope.sin + row * rope.dim, swapped);
     }
-    const int32_t* numbers = part.work.pages + part.row_of[token] * part.work.stride;
-    for (int64_t head = 0; head < model_.kv_heads; ++head) {
-        const int64_t offset = index * shape_.layer() + head * shape_.head();
-        write_position({pages_.data(), numbers, offset, shape_}, part.position_of[token],
+    const int32_t* numbers = numbers_of(part, part.row_of[token]);
+    for (int64_t head = 0; head < model_.kv_heads; ++head)
+        write_position(keys_of(numbers, index, head), part.position_of[token],
                        qkv + (model_.heads + head) * dim, qkv + (turning + head) * dim);
-    }
 }
 
 // An item is a tile and a few query heads of one key head.
@@ -68,8 +66,7 @@ Queries Runner::queries_of(const Item& item, int64_t index, float* scaled) const
     return queries;
 }
 
-Keys Runner::keys_of(const Part& part, int64_t row, int64_t index, int64_t head) const {
-    const int32_t* numbers = part.work.pages + row * part.work.stride;
+Keys Runner::keys_of(const int32_t* numbers, int64_t index, int64_t head) const {
     return {pages_.data(), numbers, index * shape_.layer() + head * shape_.head(), shape_};
 }
 
@@ -77,7 +74,7 @@ Keys Runner::keys_of(const Part& part, int64_t row, int64_t index, int64_t head)
 void Runner::attend_spans(const Part& part, int64_t index, const Item& item, int64_t from, int64_t to,
                           float* seen, float* scaled) const {
     const Queries queries = queries_of(item, index, scaled);
-    const Keys keys = keys_of(part, item.tile.row, index, item.head);
+    const Keys keys = keys_of(numbers_of(part, item.tile.row), index, item.head);
     from = std::max(from, queries.first_seen() / kSpan);
     to = std::min(to, queries.last_seen() / kSpan + 1);
     for (int64_t span = from; span < to; ++span)

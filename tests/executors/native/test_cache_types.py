@@ -35,18 +35,23 @@ def model_of(name: str) -> Model:
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 def test_rows_are_the_judges(name: str, cache_dtype: CacheDtype) -> None:
     """A number at a rounding boundary may go either way where sums differ in their last bit, and
-    what looks at it differs then: rare, and small. All else is within 1e-5 of the largest logit."""
-    model, far = model_of(name), []
-    for seed in range(6):
-        wanderer = Wanderer(model, np.random.default_rng(seed), False, longest=90, most=20)
+    what looks at it differs then a little. Rows that hold the same are within 1e-5."""
+    model, far = model_of(name), {True: [0.0], False: [0.0]}
+    for seed in range(8):
+        wanderer = Wanderer(model, np.random.default_rng(seed), False, longest=40, most=9)
         native, judge = NativeExecutor(model, cache_dtype), TorchExecutor(model, None, cache_dtype)
         for _ in range(6):
             work = wanderer.work()
             found, wanted = native.run(work).logits, judge.run(work).logits
-            if len(found):
-                far += ((found - wanted).abs().amax(1) / wanted.abs().max()).tolist()
-    assert max(far) < {"float16": 2e-3, "int8": 3e-2}[cache_dtype]
-    assert np.mean(np.array(far) > 1e-5) < 0.1
+            if not len(found):
+                continue
+            away = (found - wanted).abs().amax(1) / wanted.abs().max()
+            parts = away.split(work.logits.tolist())
+            for row, part in zip(work.rows.tolist(), parts, strict=True):
+                alike = torch.allclose(native.export(row).kv, judge.export(row).kv, rtol=1e-5)
+                far[alike] += part.tolist()
+    assert len(far[True]) > 50 and max(far[True]) <= 1e-5
+    assert max(far[False]) <= {"float16": 5e-4, "int8": 5e-3}[cache_dtype]
 
 
 def exported(executor: NativeExecutor | TorchExecutor) -> Past:

@@ -101,6 +101,11 @@ class Draws(Protocol):
         """What `Places.seed` holds for the rows of a request with these draws."""
         ...
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a choice looks at tokens without a score too."""
+        ...
+
     def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
         """(R, V) scores -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
 
@@ -191,6 +196,7 @@ class SharedDraws:
     """
 
     seed: ClassVar[int] = 0
+    whole_rows: ClassVar[bool] = True
 
     def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
         # All tokens take part in the sum, in the order in which the reference adds them up.
@@ -228,6 +234,7 @@ class SeededDraws:
     """
 
     seed: int
+    whole_rows: ClassVar[bool] = False
 
     def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""

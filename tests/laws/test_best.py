@@ -28,8 +28,14 @@ class BestExecutor(HashExecutor):
         super().__init__(vocab_size, EMBED_DIM, max_rows=max_rows, abilities=abilities)
         self.whole = self.told = 0
 
+    def logits_of(self, output: StepOutput) -> StepOutput:
+        """What it says of every token, before the best are taken from that."""
+        return output
+
     def run(self, work: Work) -> StepOutput:
-        output = super().run(work)
+        output = self.logits_of(super().run(work))
+        if "best" not in self.abilities:
+            return output
         wanted = np.zeros_like(work.logits) if work.best is None else work.best
         most = torch.from_numpy(np.repeat(wanted, work.logits))
         # Row by row, so that no sum depends on how many rows there are.

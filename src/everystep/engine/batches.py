@@ -14,6 +14,7 @@ from everystep.draws import fork_lineage
 from everystep.engine.feed import Fed
 from everystep.engine.readout import best_scores, log_probs
 from everystep.engine.records import History
+from everystep.processors.best import told
 from everystep.processors.pipeline import shortened
 from everystep.stops.base import Candidates
 from everystep.stops.check import check
@@ -69,20 +70,20 @@ def score(
     table: TokenTable,
     submitted: int,
     history: History,
+    *,
+    whole: bool = False,
 ) -> Scored:
     """Groups of one kind -> their batch, with the scores that its strategy asks for.
 
     `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
-    scores become part of the `history` if its criteria want to read it.
+    scores become part of the `history` if its criteria want to read it. `whole`: the rows are there
+    also where the groups are told the best of them; UndecidedError where those did not suffice.
     """
     read = history if groups[0].request.wants.history else None
     batch, source_rows = _gather(groups, fed, output, table, submitted, read)
     request = groups[0].request
-    if groups[0].best:
-        told = cast(Best, output.best).select(source_rows[0], groups[0].best)
-        none = output.logits[:0] if len(output.logits) else output.logits
-        logs = request.strategy.scores == "log_probs"
-        return Scored(batch, none, none, best_scores(told, log_probs=logs))
+    if groups[0].best and not whole:
+        return _score_best(batch, source_rows[0], output, table)
     logits = _take(output.logits, source_rows[0])
     mixed = logits
     if request.readout is not None:
@@ -96,6 +97,19 @@ def score(
     if read is not None:
         read.show(dense(scores), drafted=int(batch.row_count.sum()) > len(batch))
     return Scored(batch, logits, scores)
+
+
+def _score_best(batch: Batch, rows: np.ndarray, output: StepOutput, table: TokenTable) -> Scored:
+    """The batch with what it was told of the best of its rows, those of `output.best`."""
+    counts = np.array([group.best for group in batch.groups])[batch.group_of[batch.row_sequence]]
+    best = cast(Best, output.best).select(rows, int(counts.max()))
+    none = output.logits[:0] if len(output.logits) else output.logits
+    strategy = batch.groups[0].request.strategy
+    if strategy.shortlists:
+        short = told(best, counts, batch.vocabulary)
+        return Scored(batch, none, shortened(_rows(batch, table), short))
+    logs = strategy.scores == "log_probs"
+    return Scored(batch, none, none, best_scores(best, log_probs=logs))
 
 
 def _gather(

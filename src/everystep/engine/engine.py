@@ -27,7 +27,7 @@ from everystep.engine.apply import (
     token_events,
 )
 from everystep.engine.batches import Scored, score
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
 from everystep.engine.readout import enough
@@ -46,6 +46,7 @@ from everystep.types import (
     Sequence,
     StepOutput,
     TokenTable,
+    UndecidedError,
     Work,
 )
 
@@ -90,7 +91,7 @@ class Engine:
         self.ledger = Ledger()
         self.counts = Counts()
         # Observers are shown whole rows.
-        self._tells_best = "best" in executor.abilities and not self.observers
+        self._tells_best = {"best", "truncate"} <= executor.abilities and not self.observers
         self._submitted = 0
         self._history = History()
 
@@ -102,7 +103,7 @@ class Engine:
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
-        best = enough(request) if self._tells_best else 0
+        best = enough(request, self.executor.vocab_size) if self._tells_best else 0
         group = Group(request, self._submitted, best=best)
         group.live = [self._first_sequence(request)]
         try:
@@ -129,8 +130,8 @@ class Engine:
     def _step(self) -> list[Event]:
         grants = self.scheduler.plan(self.preempt)
         kinds, fed, work = self._feed(grants)
-        output = self.executor.run(work)
-        self._count(work, fed)
+        output = self._run(work)
+        self._count(fed)
         for asked in fed.prompt_rows:
             note_prompt(asked, output.logits)
         scored = [self._score(groups, fed, output) for groups in kinds]
@@ -140,14 +141,22 @@ class Engine:
         return events + self._retire(fed.ready)
 
     def _score(self, groups: list[Group], fed: Fed, output: StepOutput) -> Scored:
-        return score(groups, fed, output, self.table, self._submitted, self._history)
+        given = self.table, self._submitted, self._history
+        try:
+            return score(groups, fed, output, *given)
+        except UndecidedError:
+            builder = self._builder()
+            again = feed_again(groups, fed, builder)
+            return score(groups, again, self._run(builder.work()), *given, whole=True)
 
     def _kinds(self, groups: list[Group]) -> list[list[Group]]:
         """Groups that select together: equal in kind of strategy, source of draws and readout."""
         kinds: dict[object, list[Group]] = {}
         for group in groups:
             request = group.request
-            key = (request.strategy.kind, type(request.draws), request.readout, group.best)
+            # Shortlists may be of different lengths.
+            best = group.best > 0 if request.strategy.shortlists else group.best
+            key = (request.strategy.kind, type(request.draws), request.readout, best)
             kinds.setdefault(key, []).append(group)
         return list(kinds.values())
 
@@ -232,10 +241,13 @@ class Engine:
                     drafts[id(sequence)] = draft
         return drafts
 
-    def _count(self, work: Work, fed: Fed) -> None:
-        self.counts.steps += 1
+    def _run(self, work: Work) -> StepOutput:
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)
+        return self.executor.run(work)
+
+    def _count(self, fed: Fed) -> None:
+        self.counts.steps += 1
         self.counts.chunks += fed.chunks
         self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
 

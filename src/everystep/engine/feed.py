@@ -9,6 +9,7 @@ likely the prompt is. Sequences that lost their rows feed what they share once (
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -194,7 +195,7 @@ def feed(grants: list[Grant], fed: Fed, builder: WorkBuilder) -> Fed:
     choosing = set(fed.ready)
     for grant in grants:
         if grant.group in choosing:
-            _feed_whole(grant.group, fed, builder)
+            _feed_whole(grant.group, fed, builder, grant.group.best)
         elif grant.owes(builder.table):
             _feed_shared(grant, fed, builder)
         else:
@@ -202,8 +203,19 @@ def feed(grants: list[Grant], fed: Fed, builder: WorkBuilder) -> Fed:
     return fed
 
 
-def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder) -> None:
-    best = group.best
+def feed_again(groups: list[Group], fed: Fed, builder: WorkBuilder) -> Fed:
+    """Feeds once more the positions that the groups choose from in this step, for whole rows."""
+    again = Fed(ready=groups, drafts=fed.drafts)
+    for group in groups:
+        for sequence in group.live:
+            for unit in sequence.units:
+                unit.cached -= 1 + len(fed.draft(sequence))
+                builder.ledger.truncate(cast(int, unit.row), unit.cached)
+        _feed_whole(group, again, builder, 0)
+    return again
+
+
+def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder, best: int) -> None:
     for sequence in group.live:
         draft = fed.draft(sequence)
         wanted = 1 + len(draft)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everystep.processors.guidance import guided
+from everystep.processors.pipeline import enough as few
 from everystep.types import MOST_BEST, Best, Request
 
 
@@ -27,16 +28,25 @@ class Guidance:
         return guided(logits, companions[0], self.scale)
 
 
-def enough(request: Request) -> int:
+def enough(request: Request, vocabulary: int) -> int:
     """How many of the best logits of a row decide everything that the request asks of it; 0 where
     the whole row is read."""
     wants = request.wants
-    if request.processors or request.readout is not None or wants.history:
+    if request.readout is not None or wants.history:
         return 0
     if wants.logprobs is not None or wants.prompt_logprobs is not None:
         return 0
-    count: int = getattr(request.strategy, "enough", 0)
+    count = _of_scores(request, vocabulary)
     return count if count <= MOST_BEST else 0
+
+
+def _of_scores(request: Request, vocabulary: int) -> int:
+    """How many of the best scores the processors and the strategy have to see; 0 for all."""
+    strategy = request.strategy
+    if strategy.shortlists and strategy.scores == "logits" and not request.draws.whole_rows:
+        return few(request.processors, vocabulary)
+    count: int = getattr(strategy, "enough", 0)
+    return 0 if request.processors else count
 
 
 def log_probs(scores: Tensor, totals: Tensor | None) -> Tensor:

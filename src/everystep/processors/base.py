@@ -38,6 +38,19 @@ class LogitsProcessor:
     """
 
     per_row: ClassVar[tuple[str, ...]] = ()
+    ordered: ClassVar[bool] = False
+    """Whether it changes every score by itself, and raises no lower one above a higher one."""
+
+    @property
+    def enough(self) -> int:
+        """How many of the best scores of a row decide what it leaves of the row, but for ties of
+        the last of them; 0 where that is not known."""
+        return 0
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it leaves a shortlist of every shortlist that is all of its row."""
+        return type(self).narrow is not LogitsProcessor.narrow
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         """(R, V) scores of prefixes, (R, T) ids or `Rows` -> (R, V) scores; nothing is changed."""
@@ -69,7 +82,7 @@ class LogitsProcessor:
         return None
 
     def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """What it leaves of a shortlist; None if it has to see all tokens."""
+        """What it leaves of a shortlist; None if it has to see all tokens, or more of them."""
         return None
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:

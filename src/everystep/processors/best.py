@@ -2,11 +2,12 @@
 
 A row is read once, for the highest score of every block of neighbours. Only blocks whose highest
 one reaches a threshold are looked at again; a threshold that as many blocks reach as tokens are
-wanted leaves none of those out.
+wanted leaves none of those out. Where an executor has told the best, nothing is left to find.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from everystep.draws import on_host, weights
-from everystep.processors.stacking import Counts, Numbers
-from everystep.types import Shortlist
+from everystep.processors.stacking import Counts, Numbers, greatest
+from everystep.types import Best, Shortlist
 
 _NARROW = 4096
 _BLOCK = 64
@@ -28,6 +29,11 @@ def is_wide(scores: Tensor) -> bool:
     """Whether looking for few of the tokens is worth while, and possible."""
     fits = on_host(scores) and scores.dtype in (torch.float32, torch.float64)
     return fits and scores.shape[-1] > _NARROW
+
+
+def is_few(count: int, vocabulary: int) -> bool:
+    """Whether so many of a row's tokens are looked for without all others."""
+    return vocabulary > _NARROW and count * 2 <= math.ceil(vocabulary / _BLOCK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,18 +63,12 @@ class Blocks:
     def first(self, count: Counts) -> Shortlist | None:
         """The `count` best of each row, and all that equal the last of them; None if many are."""
         most = self.highest.shape[1]
-        if np.max(count) * 2 > most:
+        if not is_few(greatest(count), self.scores.shape[1]):
             return None
         wanted = np.broadcast_to(np.asarray(count)[..., None], (len(self.scores), 1))
         reached = np.take_along_axis(np.sort(self.highest, axis=1), most - wanted, axis=1)
         short = self.above(reached)
-        if short is None:
-            return None
-        listed = short.scores.numpy()
-        last = np.maximum(listed.shape[1] - wanted, 0)
-        lowest = np.take_along_axis(np.sort(listed, axis=1), last, axis=1)
-        listed[listed < lowest] = -np.inf
-        return short
+        return None if short is None else best_of(short, count)
 
     def above(self, threshold: np.ndarray) -> Shortlist | None:
         """What is not below the threshold (R, 1), nor -inf; None if that is many tokens."""
@@ -99,14 +99,57 @@ def _listed(
 ) -> Shortlist | None:
     """Tokens and scores row after row, (C,) each, as a table."""
     number = np.bincount(row, minlength=shape[0])
-    width = max(int(number.max(initial=0)), 1)
-    if width > _MOST:
+    if number.max(initial=0) > _MOST:
         return None
+    return _table(row, token, score, number, shape[1])
+
+
+def _table(
+    row: np.ndarray, token: np.ndarray, score: np.ndarray, number: np.ndarray, vocabulary: int
+) -> Shortlist:
+    """As `_listed`; `number`: (R,) how many tokens each row has."""
+    size = (len(number), max(int(number.max(initial=0)), 1))
     place = np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)
-    tokens = np.zeros((shape[0], width), dtype=np.int64)
-    scores = np.full((shape[0], width), -np.inf, dtype=score.dtype)
+    tokens = np.zeros(size, dtype=np.int64)
+    scores = np.full(size, -np.inf, dtype=score.dtype)
     tokens[row, place], scores[row, place] = token, score
-    return Shortlist(torch.from_numpy(tokens), torch.from_numpy(scores), shape[1])
+    return Shortlist(torch.from_numpy(tokens), torch.from_numpy(scores), vocabulary)
+
+
+def told(best: Best, counts: np.ndarray, vocabulary: int) -> Shortlist:
+    """The first `counts`, (R,), of the best of R rows as lists that know what the rest is below."""
+    width = int(counts.max())
+    values, tokens = best.values[:, :width], best.tokens[:, :width]
+    rest = values[np.arange(len(counts)), counts - 1][:, None]
+    if counts.min() < width:
+        none = np.arange(width) >= counts[:, None]
+        values, tokens = np.where(none, -np.inf, values), np.where(none, vocabulary - 1, tokens)
+    order = np.argsort(tokens, axis=1)
+    ids, scores = (torch.from_numpy(np.take_along_axis(x, order, axis=1)) for x in (tokens, values))
+    return Shortlist(ids, scores, vocabulary, torch.from_numpy(rest))
+
+
+def best_of(short: Shortlist, count: Counts) -> Shortlist | None:
+    """The `count` best of each row, and all that equal the last of them; nothing else is listed.
+
+    None where something that is not listed may equal it.
+    """
+    scores = short.scores.numpy()
+    last = np.maximum(scores.shape[1] - np.asarray(count)[..., None], 0)
+    ordered = np.sort(scores, axis=1)
+    lowest = np.take_along_axis(ordered, np.broadcast_to(last, (len(scores), 1)), axis=1)
+    if short.rest is not None:
+        rest = short.rest.numpy()
+        if ((lowest <= rest) & (rest > -np.inf)).any():
+            return None
+    return _kept(short, ~(scores < lowest) & (scores != -np.inf))
+
+
+def _kept(short: Shortlist, keep: np.ndarray) -> Shortlist:
+    """The tokens that are kept, (R, n) bool, alone."""
+    number = keep.sum(axis=1)
+    tokens, scores = short.tokens.numpy()[keep], short.scores.numpy()[keep]
+    return _table(np.nonzero(keep)[0], tokens, scores, number, short.vocabulary)
 
 
 def total_weight(scores: np.ndarray) -> np.ndarray:

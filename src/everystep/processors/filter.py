@@ -25,6 +25,11 @@ class Filter(LogitsProcessor):
 
     filter_value: float
 
+    @property
+    def narrows(self) -> bool:
+        """Whether what it removes leaves the list."""
+        return self.filter_value == -math.inf
+
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) scores -> (R, V) bool."""
         raise NotImplementedError
@@ -45,7 +50,7 @@ class Filter(LogitsProcessor):
 
     def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
         """The same tokens, of which some have no score any more."""
-        if self.filter_value != -math.inf:
+        if not self.narrows:
             return None
         return without(short, self.removed_of_many(short.scores))
 
@@ -53,6 +58,6 @@ class Filter(LogitsProcessor):
         self, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
     ) -> Blocks | None:
         """The scores by blocks, where looking for few of them is possible and allowed."""
-        if self.filter_value != -math.inf or not is_wide(scores):
+        if not self.narrows or not is_wide(scores):
             return None
         return Blocks.of(scores, temperature)

@@ -3,7 +3,8 @@
 Rows of one request, and of requests that share a tuple of processors, run as one. Otherwise it goes
 slot by slot of the canonical order: equal processors in one call, and different ones that
 may differ per row as one instance. A tuple in another order runs by itself. From the first
-processor on that leaves few tokens of wide rows, all others get a shortlist of those.
+processor on that leaves few tokens of wide rows, all others get a shortlist of those. Where that is
+known beforehand, the best of the rows will do in place of the rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from everystep.processors.base import LogitsProcessor, Processor, reads_rows
+from everystep.processors.best import is_few
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
 from everystep.processors.user import User
@@ -36,9 +38,26 @@ def apply(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
     return dense(shortened(rows, scores, owned=owned))
 
 
-def shortened(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor | Shortlist:
-    """As `apply`, but a shortlist where processors leave few tokens of wide rows."""
-    canvas = _Canvas(rows, scores, owned and scores.is_contiguous())
+def enough(processors: Processors, vocabulary: int) -> int:
+    """How many of the best scores of a row they have to see in place of the row; 0 for all of it.
+
+    Lists of the best then take the way that rows would have taken from the first processor on that
+    leaves few tokens.
+    """
+    ours = [one for one in processors if type(one) in RANK and isinstance(one, LogitsProcessor)]
+    if len(ours) < len(processors) or not all(one.narrows for one in ours):
+        return 0
+    count = next((one.enough for one in ours if not one.ordered), 0)
+    return count if is_few(count, vocabulary) else 0
+
+
+def shortened(rows: Rows, scores: Tensor | Shortlist, *, owned: bool = False) -> Tensor | Shortlist:
+    """As `apply`, but a shortlist where processors leave few tokens of wide rows.
+
+    A shortlist of the best may come in already; UndecidedError where it is not `enough`.
+    """
+    in_place = owned and isinstance(scores, Tensor) and scores.is_contiguous()
+    canvas = _Canvas(rows, scores, in_place)
     shared = rows.sequences[0].request.processors
     if all(sequence.request.processors is shared for sequence in rows.sequences):
         canvas.run_all(shared)
@@ -109,13 +128,22 @@ class _Canvas:
         if len(indices) == len(self.rows) and indices == sorted(indices):
             self.run_all(processors)
             return
-        scores, chosen = self._whole(), np.array(indices)
-        at = torch.from_numpy(chosen).to(scores.device)
-        part = _Canvas(self.rows.select(chosen), scores[at], owned=True)
+        scores, chosen = self.settled(), np.array(indices)
+        at = torch.from_numpy(chosen)
+        few = scores.select(at) if isinstance(scores, Shortlist) else scores[at.to(scores.device)]
+        part = _Canvas(self.rows.select(chosen), few, owned=True)
         part.run_all(processors)
+        self._put(at, part.settled())
+
+    def _put(self, at: Tensor, changed: Tensor | Shortlist) -> None:
+        """The rows `at`, (n,), have these scores."""
+        if isinstance(self.scores, Shortlist) and isinstance(changed, Shortlist):
+            self.scores = self.scores.put(at, changed)
+            return
+        scores = self._whole()
         if not self.owned:
             self.scores, self.owned = scores.clone(), True
-        self._whole()[at] = dense(part.settled())
+        self._whole()[at.to(scores.device)] = dense(changed)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from everystep.config.kinds import (
 )
 from everystep.draws import weights
 from everystep.processors.base import LogitsProcessor
-from everystep.processors.best import beyond_mass, total_weight
+from everystep.processors.best import best_of, beyond_mass, total_weight
 from everystep.processors.filter import Filter, without
 from everystep.processors.stacking import (
     Counts,
@@ -51,6 +51,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
     temperature: Numbers
 
     per_row = ("temperature",)
+    ordered = True
 
     def __post_init__(self) -> None:
         admit(self, "temperature", POSITIVE, do="For greedy decoding set do_sample=False")
@@ -61,7 +62,8 @@ class TemperatureLogitsWarper(LogitsProcessor):
 
     def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
         """The same tokens."""
-        return replace(short, scores=self.process(rows, short.scores))
+        rest = None if short.rest is None else self.process(rows, short.rest)
+        return replace(short, scores=self.process(rows, short.scores), rest=rest)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> the same, changed."""
@@ -91,15 +93,28 @@ class TopKLogitsWarper(Filter):
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool."""
-        return scores < _kth_highest(scores, larger(self.top_k, self.min_tokens_to_keep))
+        return scores < _kth_highest(scores, self._number)
 
     def shorten(
         self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
     ) -> Shortlist | None:
         """The tokens that it keeps."""
         blocks = self._blocks(scores, temperature)
-        wanted = larger(self.top_k, self.min_tokens_to_keep)
-        return None if blocks is None else blocks.first(wanted)
+        return None if blocks is None else blocks.first(self._number)
+
+    @property
+    def enough(self) -> int:
+        """One more than it keeps, which tells whether a tie goes on."""
+        return 1 + greatest(self._number)
+
+    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+        """The tokens that it keeps."""
+        return best_of(short, self._number) if self.narrows else None
+
+    @property
+    def _number(self) -> Counts:
+        """How many it keeps where there are no ties."""
+        return larger(self.top_k, self.min_tokens_to_keep)
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ class TopPLogitsWarper(Filter):
 
     def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
         """The same tokens, of which some have no score any more."""
-        return None if self.filter_value != -math.inf else self._cut(short, None)
+        return self._cut(short, None) if self.narrows else None
 
     def _cut(self, short: Shortlist, whole: np.ndarray | None) -> Shortlist:
         keep = np.asarray(self.min_tokens_to_keep)[..., None]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from everystep.types.shortlist import Shortlist as Shortlist
+from everystep.types.shortlist import UndecidedError as UndecidedError
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
 from everystep.types.work import Best as Best

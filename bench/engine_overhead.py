@@ -2,10 +2,11 @@
 
     scripts/bench engine_overhead [--steps 300] [--threads 1] [--out NAME]
 
-The executor gives logits that were made beforehand, so that all the time is the engine's: planning,
-feeding, scoring, selecting, applying. Greedy, sampling, sampling with processors, and four beams,
-at two sizes of vocabulary and three of the batch. Printed and written to bench/results/: the median
-over steps in which every sequence feeds one token, in microseconds, less the executor's own time.
+The executor gives logits that were made beforehand, or the best of them, so that all the time is
+the engine's: planning, feeding, scoring, selecting, applying. Greedy, sampling, sampling with
+processors, and four beams, at two sizes of vocabulary and three of the batch. Printed and written
+to bench/results/: the median over steps in which every sequence feeds one token, in microseconds,
+less the executor's own time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.types import Prompt, Request, StepOutput, Work
+from everystep.types import MOST_BEST, Best, Prompt, Request, StepOutput, Work
 
 PROMPT = 16
 WARM_UP = 20
@@ -49,6 +50,8 @@ class Kind:
     name: str
     strategy: Callable[[], Any]
     processors: tuple[Any, ...] = ()
+    told: bool = False
+    """Whether the executor tells the best of rows, where that is wanted."""
 
     @property
     def width(self) -> int:
@@ -59,6 +62,8 @@ KINDS = (
     Kind("greedy", Greedy),
     Kind("sample", Sample),
     Kind("sample, 4 processors", Sample, WARPERS),
+    Kind("sample, 3 processors", Sample, WARPERS[1:]),
+    Kind("sample, 3, told", Sample, WARPERS[1:], told=True),
     Kind("4 beams", lambda: Beam(WIDEST)),
 )
 
@@ -67,25 +72,32 @@ class ReadyExecutor:
     """Answers with logits that it has, in different order from step to step; keeps no rows."""
 
     device = torch.device("cpu")
-    abilities: frozenset[str] = frozenset()
     max_rows: int | None = None
     host_threads: int | None = None
 
-    def __init__(self, vocab_size: int, rows: int) -> None:
+    def __init__(self, vocab_size: int, rows: int, told: bool) -> None:
         self.vocab_size = vocab_size
+        self.abilities = frozenset({"best", "truncate"} if told else ())
         self.seconds = 0.0
         generator = torch.Generator().manual_seed(0)
         self._logits = torch.randn(2 * rows, vocab_size, generator=generator)
         self._logits[:, END] = -100.0  # nothing ends before its length
+        values, tokens = torch.topk(self._logits, MOST_BEST)
+        self._best = Best(values.numpy(), tokens.numpy())
         self._rows = rows
         self._step = 0
 
     def run(self, work: Work) -> StepOutput:
-        """As many rows of logits as are wanted."""
+        """As many rows of logits as are wanted, or of the best of them."""
         start = time.perf_counter()
         self._step += 1
         first = self._step % self._rows
-        output = StepOutput(self._logits[first : first + int(work.logits.sum())])
+        rows = slice(first, first + int(work.logits.sum()))
+        if work.best is None:
+            output = StepOutput(self._logits[rows])
+        else:
+            best = Best(self._best.values[rows], self._best.tokens[rows])
+            output = StepOutput(self._logits[:0], best=best)
         self.seconds += time.perf_counter() - start
         return output
 
@@ -96,7 +108,7 @@ class ReadyExecutor:
 
 def measure(kind: Kind, vocab_size: int, batch: int, steps: int) -> float:
     """Median microseconds of a step, less what the executor took."""
-    executor = ReadyExecutor(vocab_size, batch * kind.width)
+    executor = ReadyExecutor(vocab_size, batch * kind.width, kind.told)
     engine = Engine(executor, Lockstep())
     for i in range(batch):
         engine.submit(_request(kind, i, steps))

@@ -4,10 +4,12 @@
                               [--cache-dtypes float32,float16,int8]
 
 The default model in several formats. Each case feeds one token per row to rows that hold so many
-positions; the median over `--steps` steps is that of the compiled
-function alone. The limit is the bytes of weights, keys and values that a step reads, at the speed
-of a sum over 1 GiB. `--prompt` feeds one row so many tokens at once. `--cache-dtypes` are the types
-in which rows keep keys and values.
+positions; the median over `--steps` steps is that of the compiled function alone. The limit is the
+bytes of weights, keys and values that a step reads, at the speed of a sum over 1 GiB. `--prompt`
+feeds one row so many tokens at once. `--engine` asks for whole steps of the engine at so many
+requests: how long they take beside the compiled function, greedy and sampling with temperature,
+top-k and top-p, told the best of rows or whole ones. `--cache-dtypes` are the types in which rows
+keep keys and values.
 """
 
 from __future__ import annotations
@@ -25,10 +27,17 @@ from parts.report import options, write
 
 import everystep as es
 from everystep.cache.kv_format import CacheDtype, KvFormat
+from everystep.draws import SeededDraws
+from everystep.engine import Engine, Lockstep
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model, weight_bytes
-from everystep.types import Verb, Work
+from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from everystep.stops.ends import EosToken, MaxLength
+from everystep.strategies import Greedy, Sample
+from everystep.types import Prompt, Request, Verb, Work
 
+WARPERS = (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9))
+PROMPT, WARM_UP = 16, 5
 NONE = np.zeros(0, np.int64)
 FREED = Work((Verb("free", 0),), NONE, NONE, NONE, NONE, NONE)
 
@@ -85,6 +94,49 @@ def prompt_ms(model: Model, kept: CacheDtype, count: int) -> float:
     return 1e3 * statistics.median(timed.seconds)
 
 
+class WholeRows(NativeExecutor):
+    """Tells whole rows alone."""
+
+    abilities = NativeExecutor.abilities - {"best"}
+
+
+def engine_us(executor: NativeExecutor, batch: int, sampled: bool, steps: int) -> dict[str, float]:
+    """Medians of a step of one token per request: the native call, and what it takes beside it."""
+    executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
+    engine, beside = Engine(executor, Lockstep()), []
+    for index in range(batch):
+        engine.submit(_request(index, sampled, PROMPT + WARM_UP + steps + 1))
+    for _ in range(WARM_UP + steps):
+        begin = time.perf_counter()
+        engine.step()
+        beside.append(time.perf_counter() - begin - timed.seconds[-1])
+    native, host = timed.seconds[-steps:], beside[-steps:]
+    return {"native": 1e6 * statistics.median(native), "beside": 1e6 * statistics.median(host)}
+
+
+def _request(index: int, sampled: bool, length: int) -> Request:
+    ids = np.random.default_rng(index).integers(100, 40000, PROMPT)
+    return Request(
+        request_id=str(index),
+        prompt=Prompt(ids=ids),
+        strategy=Sample() if sampled else Greedy(),
+        draws=SeededDraws(index),
+        processors=WARPERS if sampled else (),
+        stops=(EosToken((-1,)), MaxLength(length)),  # nothing ends before its length
+        max_length=length,
+    )
+
+
+def engine_steps(kind: str, model: Model, args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Whole steps of the engine, in microseconds."""
+    for batch in map(int, filter(None, args.engine.split(","))):
+        for sampled, told in ((False, True), (True, True), (True, False)):
+            executor = (NativeExecutor if told else WholeRows)(model)
+            found = engine_us(executor, batch, sampled, args.steps)
+            name = "sample" if sampled else "greedy"
+            yield {"format": kind, "engine": name, "told": told, "rows": batch, **found}
+
+
 def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:
     """Weights once, and keys and values of every row."""
     form = KvFormat(torch.float32, kept)
@@ -107,6 +159,7 @@ def measure(kind: str, args: argparse.Namespace, speed: float) -> Iterator[dict[
             yield {**about, "rows": rows, "held": held, **found, "share": limit / native}
         if args.prompt:
             yield {**about, "prompt": args.prompt, "native": prompt_ms(model, kept, args.prompt)}
+    yield from engine_steps(kind, model, args)
 
 
 def main() -> None:
@@ -116,6 +169,7 @@ def main() -> None:
     parser.add_argument("--cache-dtypes", default="float32")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--engine", default="1,32")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     speed, rows = bandwidth(), []

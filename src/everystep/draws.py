@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -33,21 +34,21 @@ def _mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def _key(seed: np.ndarray, stream: str, lineage: np.ndarray, position: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        head = _mix(np.asarray(seed).astype(np.uint64) + _GOLDEN)
-        key = _mix(head + np.uint64(_STREAMS[stream]) * _GOLDEN)
-        key = _mix(key ^ _mix(np.asarray(lineage).astype(np.uint64) + _GOLDEN))
-        return _mix(key + np.asarray(position).astype(np.uint64) * _GOLDEN + _GOLDEN)
+@lru_cache(maxsize=2**14)
+def _key(seed: int, stream: str, lineage: int) -> int:
+    """What all numbers of one sequence's stream begin with."""
+    key = _mix_one(_mix_one(seed + int(_GOLDEN)) + _STREAMS[stream] * int(_GOLDEN))
+    return _mix_one(key ^ _mix_one(lineage + int(_GOLDEN)))
 
 
 def uniform(
     seed: np.ndarray, stream: str, lineage: np.ndarray, position: np.ndarray, n: int = 1
 ) -> np.ndarray:
     """(R, n) float64 in (0, 1), a function of the arguments alone; R seeds, lineages, ..."""
-    with np.errstate(over="ignore"):
-        key = _key(seed, stream, lineage, position)[:, None]
-        bits = _mix(key + np.arange(1, n + 1, dtype=np.uint64)[None, :] * _GOLDEN)
+    rows = zip(seed.tolist(), lineage.tolist(), strict=True)
+    keys = np.array([_key(one, stream, own) for one, own in rows], dtype=np.uint64)
+    keys = _mix(keys + position.astype(np.uint64) * _GOLDEN + _GOLDEN)
+    bits = _mix(keys[:, None] + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
@@ -151,23 +152,32 @@ def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     """(R, n) scores -> (R,) where numbers (R, 1) in (0, 1) fall among their summed weights."""
     if not on_host(scores):
         power = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
-        return _possible(_reached(power.cumsum(dim=-1), numbers.to(scores.device)), power)[:, 0]
+        place = _reached_on_device(power.cumsum(dim=-1), numbers.to(scores.device))
+        return _possible(place, power)[:, 0]
     array = scores.numpy()
     if scores.shape[-1] <= _SMALL:
-        weight = weights(array)
-        cumulative = torch.from_numpy(weight.cumsum(axis=-1, dtype=np.float64))
-        return _possible(_reached(cumulative, numbers), torch.from_numpy(weight))[:, 0]
+        cumulative = weights(array).cumsum(axis=-1, dtype=np.float64)
+        place = _reached(cumulative, numbers.numpy())
+        return torch.from_numpy(np.where(np.isnan(cumulative[:, -1]), -1, place))
     step = max(_CACHED // scores.shape[-1], 1)
     parts = [slice(first, first + step) for first in range(0, len(array), step)]
     drawn = [_reached_in_blocks(weights(array[part]), numbers.numpy()[part]) for part in parts]
     return torch.from_numpy(np.concatenate(drawn))
 
 
-def _reached(cumulative: Tensor, numbers: Tensor) -> Tensor:
-    """(R, 1) the first place at which sums (R, n) exceed the given shares of the last one."""
+def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """(R,) the first place at which sums (R, n) exceed shares (R, 1) of the last one."""
+    total = cumulative[:, -1:]
+    index = (cumulative <= numbers * total).sum(axis=1)
+    # Rounding may reach the end: the last place that adds anything is the answer then.
+    place: np.ndarray = np.minimum(index, (cumulative < total).sum(axis=1))
+    return place
+
+
+def _reached_on_device(cumulative: Tensor, numbers: Tensor) -> Tensor:
+    """(R, 1) as `_reached`, without a wait."""
     total = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, numbers * total, right=True)
-    # Rounding may reach the end: the last place that adds anything is the answer then.
     return torch.minimum(index, torch.searchsorted(cumulative, total))
 
 
@@ -176,7 +186,7 @@ def _reached_in_blocks(weight: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     begin = np.arange(0, weight.shape[1], _BLOCK)
     sums = np.add.reduceat(weight, begin, axis=1, dtype=np.float64).cumsum(axis=1)
     wanted, total = numbers * sums[:, -1:], sums[:, -1:]
-    block = np.minimum((sums <= wanted).sum(axis=1), (sums < total).sum(axis=1))
+    block = _reached(sums, numbers)
     drawn = np.full(len(weight), -1)
     for r in np.flatnonzero(~np.isnan(total[:, 0])):
         first = begin[block[r]]
@@ -241,9 +251,9 @@ class SeededDraws:
         numbers = self.uniform("choice", places)
         if not isinstance(scores, Shortlist):
             return _drawn(scores, numbers)
-        place = _drawn(scores.scores, numbers)[:, None]
-        token = scores.tokens.gather(1, place.clamp(min=0))
-        return torch.where(place < 0, -1, token)[:, 0]
+        place = _drawn(scores.scores, numbers).numpy()
+        token = scores.tokens.numpy()[np.arange(len(place)), place]
+        return torch.from_numpy(np.where(place < 0, -1, token))
 
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int

@@ -124,8 +124,8 @@ def told(best: Best, counts: np.ndarray, vocabulary: int) -> Shortlist:
     if counts.min() < width:
         none = np.arange(width) >= counts[:, None]
         values, tokens = np.where(none, -np.inf, values), np.where(none, vocabulary - 1, tokens)
-    order = np.argsort(tokens, axis=1)
-    ids, scores = (torch.from_numpy(np.take_along_axis(x, order, axis=1)) for x in (tokens, values))
+    rising = np.arange(len(counts))[:, None], np.argsort(tokens, axis=1)
+    ids, scores = torch.from_numpy(tokens[rising]), torch.from_numpy(values[rising])
     return Shortlist(ids, scores, vocabulary, torch.from_numpy(rest))
 
 
@@ -136,8 +136,7 @@ def best_of(short: Shortlist, count: Counts) -> Shortlist | None:
     """
     scores = short.scores.numpy()
     last = np.maximum(scores.shape[1] - np.asarray(count)[..., None], 0)
-    ordered = np.sort(scores, axis=1)
-    lowest = np.take_along_axis(ordered, np.broadcast_to(last, (len(scores), 1)), axis=1)
+    lowest = np.sort(scores, axis=1)[np.arange(len(scores))[:, None], last]
     if short.rest is not None:
         rest = short.rest.numpy()
         if ((lowest <= rest) & (rest > -np.inf)).any():
@@ -149,6 +148,11 @@ def _kept(short: Shortlist, keep: np.ndarray) -> Shortlist:
     """The tokens that are kept, (R, n) bool, alone."""
     number = keep.sum(axis=1)
     tokens, scores = short.tokens.numpy()[keep], short.scores.numpy()[keep]
+    width = int(number.max(initial=0))
+    if width and len(tokens) == width * len(number):  # without ties all rows are as long
+        size = (len(number), width)
+        ids, kept = torch.from_numpy(tokens.reshape(size)), torch.from_numpy(scores.reshape(size))
+        return Shortlist(ids, kept, short.vocabulary)
     return _table(np.nonzero(keep)[0], tokens, scores, number, short.vocabulary)
 
 
@@ -172,7 +176,7 @@ def beyond_mass(
     enough = top_p * (mass[:, -1:] if whole is None else whole)
     number = 1 + (mass[:, :-1] < enough).sum(axis=1, keepdims=True)
     number = np.minimum(np.maximum(number, keep), scores.shape[1])
-    last = np.take_along_axis(ordered, number - 1, axis=1)
+    last = ordered[np.arange(len(scores))[:, None], number - 1]
     removed: np.ndarray = scores < last
     spare = (scores.shape[1] - removed.sum(axis=1, keepdims=True)) - number
     for r in np.flatnonzero(spare > 0):

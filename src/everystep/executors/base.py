@@ -20,7 +20,8 @@ class Executor(Protocol):
     device: torch.device
     abilities: frozenset[str]
     """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder", "past"
-    and "best", which is to tell the best logits of a row without the others."""
+    and "best", which is to tell the best logits of a row without the others; the engine asks for
+    that where "truncate" allows it to read a row again."""
     max_rows: int | None
     """How many rows it can hold at once; None: as many as memory allows."""
     host_threads: int | None

@@ -117,7 +117,8 @@ class Strategy(Protocol):
     """Whether chosen tokens may be shown at once; if not, those that all `rivals` share are."""
     scores: Literal["logits", "log_probs"]
     shortlists: bool
-    """Whether `pick` also takes a shortlist of the scores."""
+    """Whether `pick` also takes a shortlist of the scores. Then the best of a row may be all that
+    processors are shown; what it needs otherwise, see `FromBest`, is not asked."""
     needs: frozenset[str]
     """Abilities asked of the executor, e.g. "truncate", "columns"."""
 

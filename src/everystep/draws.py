@@ -152,8 +152,8 @@ def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     """(R, n) scores -> (R,) where numbers (R, 1) in (0, 1) fall among their summed weights."""
     if not on_host(scores):
         power = (scores - scores.amax(dim=-1, keepdim=True)).double().exp()
-        place = _reached_on_device(power.cumsum(dim=-1), numbers.to(scores.device))
-        return _possible(place, power)[:, 0]
+        drawn = _reached_on_device(power.cumsum(dim=-1), numbers.to(scores.device))
+        return _possible(drawn, power)[:, 0]
     array = scores.numpy()
     if scores.shape[-1] <= _SMALL:
         cumulative = weights(array).cumsum(axis=-1, dtype=np.float64)
@@ -161,8 +161,8 @@ def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
         return torch.from_numpy(np.where(np.isnan(cumulative[:, -1]), -1, place))
     step = max(_CACHED // scores.shape[-1], 1)
     parts = [slice(first, first + step) for first in range(0, len(array), step)]
-    drawn = [_reached_in_blocks(weights(array[part]), numbers.numpy()[part]) for part in parts]
-    return torch.from_numpy(np.concatenate(drawn))
+    blocks = [_reached_in_blocks(weights(array[part]), numbers.numpy()[part]) for part in parts]
+    return torch.from_numpy(np.concatenate(blocks))
 
 
 def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -124,6 +124,25 @@ def test_without_a_cache_nothing_is_kept() -> None:
     assert len(model(IDS).to_tuple()) == 2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [0, 1, 3, 9, torch.tensor([0, 4, -1]), torch.tensor([2])], ids=str)
+def test_logits_of_some_positions_are_the_references(kept: Any) -> None:
+    for family in DECODERS:
+        reference, ours = MODELS[family]
+        expected = reference(IDS, logits_to_keep=kept).logits
+        near(ours(IDS, logits_to_keep=kept).logits, expected)
+
+
+@torch.no_grad()
+def test_a_tuple_is_returned_where_one_is_asked_for() -> None:
+    reference, ours = MODELS["llama"]
+    (logits,) = ours(IDS, use_cache=False, return_dict=False)
+    near(logits, reference(IDS, use_cache=False, return_dict=False)[0])
+    logits, past = ours(IDS, return_dict=False)
+    assert isinstance(past, es.DynamicCache) and logits.shape[1] == 6
+    assert isinstance(ours(IDS, return_dict=True), type(ours(IDS)))
+
+
 def _small(**changes: Any) -> es.StaticCache:
     model = MODELS["llama"][1]
     cache = es.StaticCache(model.config, 7)
@@ -135,6 +154,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[EverystepError], str]] = {
     "kind": ({"past_key_values": ()}, RequestError, "from_legacy_cache"),
     "room": ({"past_key_values": _small()}, RequestError, "too small.*12 positions"),
     "rows": ({"past_key_values": _small(rows=1)}, RequestError, "rows"),
+    "kept": ({"logits_to_keep": -1}, RequestError, "logits_to_keep"),
+    "index": ({"logits_to_keep": torch.tensor([6])}, RequestError, "integers below 6"),
     "mask": ({"attention_mask": torch.ones(2, 5)}, RequestError, "cached positions included"),
     "both": ({"inputs_embeds": torch.zeros(2, 6, 48)}, RequestError, "exactly one"),
     "pair": (

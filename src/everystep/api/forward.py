@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from everystep.api.call import Host
 from everystep.api.past import require_cache, require_room
 from everystep.cache.containers import Cache, DynamicCache
+from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, UnsupportedError, message
 
 
@@ -46,6 +48,29 @@ class CausalLMOutput:
     def _held(self) -> list[tuple[str, Any]]:
         held = [("logits", self.logits), ("past_key_values", self.past_key_values)]
         return [(name, value) for name, value in held if value is not None]
+
+
+def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
+    """Of which positions of the inputs (B, T, ...) logits are given: the last `wanted` of them, all
+    for 0, or those that a tensor (n,) names; RequestError for anything else."""
+    length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
+    if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
+        return slice(-wanted, None)  # type: ignore[operator]
+    if isinstance(wanted, Tensor) and _are_places(wanted, length):
+        return wanted
+    raise RequestError(
+        message(
+            "logits_to_keep names no positions of the inputs",
+            wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",
+            got=repr(wanted),
+            do="Leave it out for the logits of every position",
+        )
+    )
+
+
+def _are_places(wanted: Tensor, length: int) -> bool:
+    inside = (wanted >= -length) & (wanted < length)
+    return wanted.dim() == 1 and wanted.dtype in (torch.int64, torch.int32) and bool(inside.all())
 
 
 def cache_of_forward(

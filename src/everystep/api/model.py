@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everystep.api.arguments import refuse_absent
 from everystep.api.custom import require_loop
-from everystep.api.forward import CausalLMOutput, cache_of_forward
+from everystep.api.forward import CausalLMOutput, cache_of_forward, kept_positions
 from everystep.api.generate import generate
 from everystep.api.transitions import compute_transition_scores
 from everystep.cache.affine import Quantization
@@ -182,15 +182,21 @@ class LanguageModel:
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         decoder_input_ids: Tensor | None = None,
-    ) -> CausalLMOutput:
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+    ) -> Any:
         """Logits of every position, (B, T, V), and the cache with these positions behind its own.
 
         `input_ids` (B, T) or `inputs_embeds` (B, T, E) stand behind the S positions of
         `past_key_values`, a cache object that is filled in place. `attention_mask` (B, S + T).
         `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
-        none was passed; None: as the model's configuration says.
+        none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
+        the last positions logits are given, 0 for all, or (n,) of which. Returns a
+        `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
+        given = inputs if decoder_input_ids is None else decoder_input_ids
+        kept = kept_positions(logits_to_keep, given)
         cache = cache_of_forward(self, inputs, past_key_values, use_cache)
         # What callers get they may change in place, so it must not be made in inference mode.
         with torch.no_grad():
@@ -201,8 +207,10 @@ class LanguageModel:
                 inputs_embeds,
                 decoder_input_ids=decoder_input_ids,
                 cache=cache,
+                kept=kept,
             )
-        return CausalLMOutput(logits, cache)
+        result = CausalLMOutput(logits, cache)
+        return result.to_tuple() if return_dict is False else result
 
     compute_transition_scores = staticmethod(compute_transition_scores)
 

@@ -107,7 +107,8 @@ def dense_logits(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,
-    cache: Cache | None = None,
+    cache: Cache | None,
+    kept: slice | Tensor,
 ) -> Tensor:
     """(B, T, V); see `Model.forward`."""
     hidden = _hidden(network, ids, inputs_embeds)
@@ -118,7 +119,7 @@ def dense_logits(
         position_ids = torch.arange(start, start + length)
     places = position_ids.to(network.device).expand(batch, length)
     context = DenseContext(batch, length, seen, cache=cache)
-    return _logits(network, hidden, places, context)
+    return _logits(network, hidden, places, context, kept)
 
 
 def paired_logits(
@@ -127,6 +128,7 @@ def paired_logits(
     attention_mask: Tensor | None,
     inputs_embeds: Tensor | None,
     decoder_input_ids: Tensor,
+    kept: slice | Tensor,
 ) -> Tensor:
     """(B, T, V) of the decoder's ids (B, T), after the encoder's inputs; see `Model.forward`."""
     read = _hidden(network, ids, inputs_embeds)
@@ -138,16 +140,24 @@ def paired_logits(
     hidden = network.embed(decoder_input_ids.to(network.device))
     batch, length = hidden.shape[:2]
     places = torch.arange(length, device=network.device).expand(batch, length)
-    return _logits(network, hidden, places, DenseContext(batch, length, None, across, seen))
+    context = DenseContext(batch, length, None, across, seen)
+    return _logits(network, hidden, places, context, kept)
 
 
-def _logits(network: Network, hidden: Tensor, places: Tensor, context: DenseContext) -> Tensor:
-    """(B, T, V) of embeddings (B, T, E) at places (B, T)."""
+def _logits(
+    network: Network,
+    hidden: Tensor,
+    places: Tensor,
+    context: DenseContext,
+    kept: slice | Tensor,
+) -> Tensor:
+    """(B, n, V) of the positions `kept` of embeddings (B, T, E) at places (B, T)."""
     batch, length = places.shape
     lengths = places.cpu().amax(dim=1, keepdim=True).add(1).expand(batch, length)
     inputs = Inputs(hidden.flatten(0, 1), places.flatten(), lengths.flatten())
     out = network.finish(network.forward(inputs, context))
-    return network.logits(out).view(batch, length, -1)
+    out = out.view(batch, length, -1)[:, kept]
+    return network.logits(out.flatten(0, 1)).view(batch, out.shape[1], -1)
 
 
 def _seen(hidden: Tensor, attention_mask: Tensor | None, start: int) -> Tensor | None:

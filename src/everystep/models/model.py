@@ -53,13 +53,15 @@ class Model:
         *,
         decoder_input_ids: Tensor | None = None,
         cache: Cache | None = None,
+        kept: slice | Tensor = slice(None),
     ) -> Tensor:
         """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
         They stand behind the S positions that `cache` holds, 0 without one, and are added to it.
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
         as in the reference's `forward`. With an encoder these describe what it reads, the logits
-        are those of `decoder_input_ids` (B, T), and there is no cache.
+        are those of `decoder_input_ids` (B, T), and there is no cache. `kept`: the positions whose
+        logits are given.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(
@@ -70,7 +72,7 @@ class Model:
             )
         if decoder_input_ids is None:
             return dense_logits(
-                self.network, ids, attention_mask, position_ids, inputs_embeds, cache
+                self.network, ids, attention_mask, position_ids, inputs_embeds, cache, kept
             )
         if position_ids is not None:
             raise UnsupportedError(message("this model has relative positions, not position_ids"))
@@ -81,7 +83,9 @@ class Model:
                     do="Pass all decoder_input_ids each time, or call generate",
                 )
             )
-        return paired_logits(self.network, ids, attention_mask, inputs_embeds, decoder_input_ids)
+        return paired_logits(
+            self.network, ids, attention_mask, inputs_embeds, decoder_input_ids, kept
+        )
 
     @torch.inference_mode()
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:

@@ -34,6 +34,7 @@ class StopStrings:
         default_factory=dict, init=False, compare=False, repr=False
     )
     _spelled: tuple[tuple[str, bytes], ...] = field(init=False, compare=False, repr=False)
+    _last_bytes: frozenset[int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.strings or not all(self.strings):
@@ -46,6 +47,7 @@ class StopStrings:
             raise RequestError(text)
         spelled = tuple((string, string.encode()) for string in self.strings)
         object.__setattr__(self, "_spelled", spelled)
+        object.__setattr__(self, "_last_bytes", frozenset(whole[-1] for _, whole in spelled))
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
         ends = np.zeros(len(candidates), dtype=bool)
@@ -67,8 +69,10 @@ class StopStrings:
     def _endings_in(self, token: int) -> tuple[Ending, ...]:
         known = self._endings.get(token)
         if known is None:
-            known = tuple(_endings(self.spelling(token), self._spelled))
-            self._endings[token] = known
+            piece = self.spelling(token)
+            # Most pieces hold no byte that a string ends with.
+            never = self._last_bytes.isdisjoint(piece)
+            known = self._endings[token] = () if never else tuple(_endings(piece, self._spelled))
         return known
 
     def _precedes(self, before: bytes, candidates: Candidates, index: int) -> bool:

@@ -37,6 +37,11 @@ def byte_alphabet() -> dict[int, str]:
 
 
 BYTE_OF_CHARACTER = {character: byte for byte, character in byte_alphabet().items()}
+# Every character of the alphabet as the one of its byte, and the other Latin-1 ones as none at all.
+_AS_LATIN_1 = {
+    **dict.fromkeys(range(256), 0xFFFF),
+    **{ord(character): byte for character, byte in BYTE_OF_CHARACTER.items()},
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,8 @@ class Decoding:
     def bytes_of(self, token: str) -> bytes:
         """The bytes that a token of a byte-level vocabulary stands for."""
         try:
-            return bytes([BYTE_OF_CHARACTER[character] for character in token])
-        except KeyError:
+            return token.translate(_AS_LATIN_1).encode("latin-1")
+        except UnicodeEncodeError:
             return token.encode("utf-8")  # an added token that was never spelled in the alphabet
 
     def text_of(self, token: str) -> str:

@@ -6,12 +6,13 @@ set of the first ids matters, and that is found from the swaps with a few operat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-_LISTS = 1024  # of them are remembered, at an eighth of a byte per id
+_REMEMBERED_BYTES = 2**26  # of lists of one vocabulary, at an eighth of a byte per id
 
 
 def seed_of(value: int) -> int:
@@ -19,9 +20,18 @@ def seed_of(value: int) -> int:
     return value % (2**64 - 1) & 0xFFFFFFFF
 
 
-@lru_cache(maxsize=_LISTS)
 def green_bits(vocab_size: int, size: int, seed: int) -> np.ndarray:
     """Packed (V,) bits: which ids stand among the first `size` of the shuffle with that seed."""
+    return _remembering(vocab_size)(vocab_size, size, seed)
+
+
+@lru_cache(maxsize=4)
+def _remembering(vocab_size: int) -> Callable[[int, int, int], np.ndarray]:
+    """`_found_bits`, with as many lists of one vocabulary as fit into the memory for them."""
+    return lru_cache(maxsize=8 * _REMEMBERED_BYTES // vocab_size + 1)(_found_bits)
+
+
+def _found_bits(vocab_size: int, size: int, seed: int) -> np.ndarray:
     swapped = _swaps(vocab_size, size, seed)
     step = np.arange(size, dtype=np.int32)
     moved = swapped != step

@@ -57,21 +57,23 @@ class WatermarkLogitsProcessor(LogitsProcessor):
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
+        return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> the same, changed."""
         marked = np.flatnonzero(rows.lengths >= self.context_width)
         if not len(marked):
             return scores
         if self.seeding_scheme == "selfhash":
-            edit = self._candidates(rows, scores.contiguous(), marked)
-            return edit.written(scores.clone(memory_format=torch.contiguous_format))
-        result = scores.clone()
+            return self._candidates(rows, scores, marked).written(scores)
         buffer = np.empty((-(-self.vocab_size // 8), 8), dtype=np.float32)
         green = torch.from_numpy(buffer).view(-1)[: self.vocab_size]
         for r in marked:
             last = int(rows.table.data[rows.sequences[r].line, rows.lengths[r] - 1])
             # Bits as numbers 0 and 1; a look-up per byte is faster than unpacking.
             np.take(_BYTES, self._bits(last), axis=0, out=buffer, mode="clip")
-            result[r, : self.vocab_size].add_(green.to(scores), alpha=self.bias)
-        return result
+            scores[r, : self.vocab_size].add_(green.to(scores), alpha=self.bias)
+        return scores
 
     def _bits(self, last: int) -> np.ndarray:
         seed = seed_of(self.hashing_key * last)

@@ -16,7 +16,7 @@ from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.engine.readout import Guidance
 from everystep.engine.records import StepRecord
-from everystep.processors import best
+from everystep.processors import best, edits
 from everystep.strategies import Beam, Greedy, Sample, Speculative, single
 from everystep.testing.drive import Run, hash_executor
 from everystep.testing.hash_model import HashExecutor
@@ -180,7 +180,7 @@ class DeviceExecutor(HashExecutor):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_step_waits_for_the_device_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait but the transfer of what was picked would be one too many."""
-    for module in (draws, best, single):
+    for module in (draws, best, edits, single):
         monkeypatch.setattr(module, "on_host", lambda scores: not isinstance(scores, OnDevice))
     mix = random_mix(seed)
     OnDevice.waits = []

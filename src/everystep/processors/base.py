@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.processors.edits import Edit
+from everystep.processors.edits import Edit, Revision
 from everystep.types import Prompt, Request, Rows, Sequence, Shortlist, TokenTable
 
 
@@ -85,7 +85,7 @@ class LogitsProcessor:
         """What it leaves of a shortlist; None if it has to see all tokens, or more of them."""
         return None
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | Revision | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""
         text = message(
             f"{type(self).__name__} does not say what it does with scores",

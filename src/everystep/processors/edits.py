@@ -1,16 +1,24 @@
 """A few new scores as data: where they stand in the flat scores, and what they become.
 
-Writing an edit costs what it holds, not what the vocabulary is wide; who owns the scores writes.
+Writing them costs what they are, not what the vocabulary is wide; who owns the scores writes. An
+edit knows the new scores; a revision makes them of the old ones, a few rows at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from everystep.draws import on_host
+
+# Places that are revised at once: enough for a call, and few enough to stay in the core's cache.
+_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +33,75 @@ class Edit:
         """The contiguous scores, changed in place."""
         scores.view(-1).scatter_(0, self.index, self.value)
         return scores
+
+
+class Stretch(NamedTuple):
+    """Places of neighbouring rows: `places` (C,) in the flat scores of these `rows`, of which
+    `counts[r]` belong to the r-th of them."""
+
+    rows: slice
+    places: np.ndarray
+    counts: list[int]
+
+    def own(self, value: float | tuple[float, ...], old: Any) -> Any:
+        """A number as it is; of one per row that of each place's row, (C,) as `old` is."""
+        if not isinstance(value, tuple):
+            return value
+        return alike(np.repeat(np.array(value[self.rows]), self.counts), old)
+
+
+@dataclass(frozen=True, eq=False)
+class Revision:
+    """`revise`: (C,) old scores of a stretch, an array or a tensor -> as many new ones. A place
+    that occurs twice in a stretch gets the same both times."""
+
+    stretches: Iterable[Stretch]
+    revise: Callable[[Any, Stretch], Any]
+
+    def written(self, scores: Tensor) -> Tensor:
+        """The contiguous scores, changed in place."""
+        if not _is_array(scores):
+            for stretch in self.stretches:
+                part = scores[stretch.rows].view(-1)
+                index = torch.from_numpy(stretch.places).to(scores.device)
+                part.scatter_(0, index, self.revise(part.index_select(0, index), stretch))
+            return scores
+        array = scores.numpy()
+        with np.errstate(all="ignore"):
+            for stretch in self.stretches:
+                flat = array[stretch.rows].reshape(-1)
+                flat[stretch.places] = self.revise(flat[stretch.places], stretch)
+        return scores
+
+
+def _is_array(scores: Tensor) -> bool:
+    """Whether numpy may change the scores; it calculates in the same way, with fewer calls."""
+    known = scores.dtype is torch.float32 or scores.dtype is torch.float64
+    return known and on_host(scores) and not scores.requires_grad
+
+
+def stretches(tokens: Sequence[np.ndarray], scores: Tensor) -> Iterator[Stretch]:
+    """The places of each row's tokens, all of which the (R, V) scores have."""
+    room = _AT_ONCE if _is_array(scores) else math.inf
+    counts = [len(part) for part in tokens]
+    first = 0
+    while first < len(tokens):
+        last, count = first + 1, counts[first]
+        while last < len(tokens) and count + counts[last] <= room:
+            count += counts[last]
+            last += 1
+        index = tokens[first]
+        if last > first + 1:
+            begin = np.arange(last - first) * scores.shape[-1]
+            index = np.concatenate(tokens[first:last])
+            index += np.repeat(begin, counts[first:last])
+        yield Stretch(slice(first, last), index, counts[first:last])
+        first = last
+
+
+def alike(values: np.ndarray, old: Any) -> Any:
+    """The values as an array or tensor of the same kind as `old`."""
+    return torch.from_numpy(values).to(old) if isinstance(old, Tensor) else values.astype(old.dtype)
 
 
 def places(scores: Tensor, row: np.ndarray, token: np.ndarray) -> Tensor:

@@ -13,23 +13,27 @@ import numpy as np
 
 from everystep.types import Rows
 
+_FEW = 32  # ids that are added one by one
+
 
 class Occurrences:
-    """The ids of a prefix from place `start` on, and how often each stands there."""
+    """The ids of a prefix from place `start` on, and how often each stands there.
 
-    __slots__ = ("_counts", "_highest", "_ids", "_place", "_tokens", "start")
+    They are sorted whenever many have been read, so that who looks their scores up goes through
+    memory in one direction; what comes behind is in the order of its first occurrence.
+    """
+
+    __slots__ = ("_counts", "_highest", "_ids", "_place", "_sorted", "_tokens", "start")
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
         self._highest = -1  # no id was ever higher
         self._ids: list[int] = []
-        self._place: dict[int, int] = {}
-        self._tokens = np.empty(64, dtype=np.int64)
-        self._counts = np.empty(64, dtype=np.int64)
+        self._sort()
 
     @property
     def tokens(self) -> np.ndarray:
-        """(n,) each id once, in the order of its first occurrence; a view."""
+        """(n,) each id once; a view."""
         return self._tokens[: len(self._place)]
 
     def below(self, size: int) -> np.ndarray:
@@ -52,8 +56,12 @@ class Occurrences:
         else:
             self.extend(line[known:length].tolist())
 
-    def extend(self, ids: Iterable[int]) -> None:
+    def extend(self, ids: list[int]) -> None:
         """The prefix is longer by these ids."""
+        if len(ids) > _FEW:
+            self._ids += ids
+            self._sort()
+            return
         for token in ids:
             self._add(token)
 
@@ -63,16 +71,29 @@ class Occurrences:
         if place is not None:
             self._counts[place] += 1
             return
-        place = self._place[token] = len(self._place)
+        place = len(self._place)
         if place == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
-            self._counts = np.concatenate([self._counts, np.empty_like(self._counts)])
+            self._sort()
+            return
+        self._place[token] = place
         self._tokens[place], self._counts[place] = token, 1
         self._highest = max(self._highest, token)
 
+    def _sort(self) -> None:
+        """All anew, with room for as many again; views that were given keep what they show."""
+        tokens, counts = np.unique(np.array(self._ids, dtype=np.int64), return_counts=True)
+        self._tokens, self._counts = (np.resize(x, 2 * len(x) + _FEW) for x in (tokens, counts))
+        self._place = dict(zip(tokens.tolist(), range(len(tokens)), strict=True))
+        self._highest = int(tokens[-1]) if len(tokens) else -1
+        self._sorted = len(self._ids)
+
     def rewind(self, length: int) -> None:
         """As it was when the prefix had `length` ids."""
-        while self._ids and self.start + len(self._ids) > length:
+        kept = max(length - self.start, 0)
+        if kept < self._sorted:
+            del self._ids[kept:]
+            self._sort()
+        while len(self._ids) > kept:
             token = self._ids.pop()
             place = self._place[token]
             self._counts[place] -= 1
@@ -83,7 +104,7 @@ class Occurrences:
     def copy(self) -> Occurrences:
         """One that knows the same and shares nothing."""
         other = Occurrences(self.start)
-        other._highest = self._highest
+        other._highest, other._sorted = self._highest, self._sorted
         other._ids = self._ids.copy()
         other._place = self._place.copy()
         other._tokens = self._tokens.copy()

@@ -8,6 +8,7 @@ each names its source.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 from everystep.config.kinds import NUMBER, PENALTY, integer
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.processors.bias import check_width
-from everystep.processors.edits import Edit, places
+from everystep.processors.edits import Edit, Revision, Stretch, alike, places, stretches
 from everystep.processors.memory import Occurrences, occurrences
-from everystep.processors.stacking import Numbers, admit, column, require
+from everystep.processors.stacking import Numbers, admit, require
 from everystep.types import Rows
 
 _ID = integer(0)
@@ -70,34 +71,26 @@ class OccurrencePenalty(LogitsProcessor):
         admit(self, "presence", PENALTY, "presence_penalty")
         admit(self, "frequency", PENALTY, "frequency_penalty")
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+    def edit(self, rows: Rows, scores: Tensor) -> Revision:
         """The scores of the ids that were generated, lowered."""
-        known = [_generated(rows, r) for r in range(len(rows))]
-        row = np.repeat(np.arange(len(known)), [len(tokens) for tokens, _ in known])
-        token = np.concatenate([tokens for tokens, _ in known])
-        times = np.concatenate([counts for _, counts in known])
-        inside = token < scores.shape[-1]
-        row, token, times = row[inside], token[inside], times[inside]
-        if not len(row):
-            return None
-        index = places(scores, row, token)
-        count = torch.from_numpy(times).to(scores)
-        amount = _at(self.frequency, scores, row) * count + _at(self.presence, scores, row)
-        return Edit(index, scores.view(-1)[index] - amount)
+        known = [_generated(rows, r, scores.shape[-1]) for r in range(len(rows))]
+        times = [counts for _, counts in known]
+
+        def revised(old: Any, stretch: Stretch) -> Any:
+            count = alike(np.concatenate(times[stretch.rows]), old)
+            each = stretch.own(self.frequency, old)
+            return old - (each * count + stretch.own(self.presence, old))
+
+        return Revision(stretches([tokens for tokens, _ in known], scores), revised)
 
 
-def _generated(rows: Rows, r: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids that row r's sequence generated, each once, and how often: copies."""
+def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids below `size` that row r's sequence generated, each once, and how often: copies."""
     start = rows.sequences[r].request.prompt_visible
     if remembers(rows):
         memory = occurrences(rows, r, start)
     else:
         memory = Occurrences(start)
         memory.read(rows.table.data[rows.sequences[r].line], int(rows.lengths[r]))
-    return memory.tokens.copy(), memory.counts.copy()
-
-
-def _at(value: Numbers, scores: Tensor, row: np.ndarray) -> float | Tensor:
-    """The parameter of each of the given rows: (C,), or the one number of all."""
-    given = column(value, scores)
-    return given[torch.from_numpy(row).to(scores.device), 0] if isinstance(given, Tensor) else given
+    inside = memory.tokens < size
+    return memory.tokens[inside], memory.counts[inside]

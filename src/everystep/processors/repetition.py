@@ -17,10 +17,10 @@ from torch import Tensor
 
 from everystep.config.kinds import POSITIVE, integer, plain
 from everystep.processors.base import LogitsProcessor, remembers
-from everystep.processors.edits import Edit, banned, places
+from everystep.processors.edits import Edit, Revision, Stretch, banned, stretches
 from everystep.processors.matching import repeated_ngrams
 from everystep.processors.memory import NGrams, ngrams, occurrences
-from everystep.processors.stacking import Counts, Numbers, admit, column
+from everystep.processors.stacking import Counts, Numbers, admit
 from everystep.types import Rows
 
 _SIZE = integer(1)
@@ -43,17 +43,13 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         if self.prompt_ignore_length is not None:
             admit(self, "prompt_ignore_length", integer(0))
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+    def edit(self, rows: Rows, scores: Tensor) -> Revision:
         """The scores of ids that stand in the prefix, penalised."""
         tokens = _standing(rows, self._starts(rows), scores.shape[-1])
-        penalty = column(self.penalty, scores)
-        if isinstance(penalty, Tensor):
-            penalty = penalty[np.repeat(np.arange(len(tokens)), [len(part) for part in tokens]), 0]
-        index = tokens[0]
-        if len(tokens) > 1:
-            size = scores.shape[-1]
-            index = np.concatenate([part + r * size for r, part in enumerate(tokens)])
-        return _penalised(scores, torch.from_numpy(index).to(scores.device), penalty)
+        return Revision(stretches(tokens, scores), self._revised)
+
+    def _revised(self, old: Any, stretch: Stretch) -> Any:
+        return _penalised(old, stretch.own(self.penalty, old))
 
     def _starts(self, rows: Rows) -> list[int]:
         """Per row, how many ids at its start do not count."""
@@ -82,32 +78,43 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
 
     penalty: float
     encoder_input_ids: Any
-    _places: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _found: dict[Any, list[Stretch]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         admit(self, "penalty", POSITIVE, "encoder_repetition_penalty")
         object.__setattr__(self, "encoder_input_ids", _prompts(self.encoder_input_ids))
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+    def edit(self, rows: Rows, scores: Tensor) -> Revision:
         """The scores of ids that stand in the encoder's prompt, raised."""
         key = (scores.shape, scores.device)
-        if key not in self._places:
-            self._places[key] = self._find(scores)
-        return _penalised(scores, self._places[key], 1 / self.penalty)
+        if key not in self._found:
+            self._found[key] = list(stretches(self._tokens(*scores.shape), scores))
+        return Revision(self._found[key], self._revised)
 
-    def _find(self, scores: Tensor) -> Tensor:
+    def _revised(self, old: Any, stretch: Stretch) -> Any:
+        return _penalised(old, 1 / self.penalty)
+
+    def _tokens(self, rows: int, size: int) -> list[np.ndarray]:
+        """Per row the ids of its prompt that are below `size`, each once."""
         prompts = [np.unique(np.array(ids, dtype=np.int64)) for ids in self.encoder_input_ids]
-        tokens = [prompts[p] for p in _owners(len(scores), len(prompts))]
-        row = np.repeat(np.arange(len(scores)), [len(part) for part in tokens])
-        return places(scores, row, np.concatenate(tokens))
+        inside = [ids[(ids >= 0) & (ids < size)] for ids in prompts]
+        return [inside[p] for p in _owners(rows, len(inside))]
 
 
-def _penalised(scores: Tensor, index: Tensor, penalty: float | Tensor) -> Edit | None:
-    """The places' scores times the penalty where they are negative, else divided by it."""
-    if not len(index):
-        return None
-    old = scores.view(-1).index_select(0, index)
-    return Edit(index, torch.where(old < 0, old * penalty, old / penalty))
+def _penalised(old: Any, penalty: Any) -> Any:
+    """(C,) scores times the penalty where they are negative, else divided by it."""
+    times, divided = old * penalty, old / penalty
+    if isinstance(old, Tensor):
+        return torch.where(old < 0, times, divided)
+    if isinstance(penalty, np.ndarray) or not _SMALLEST < penalty < 1 / _SMALLEST:
+        return np.where(old < 0, times, divided)
+    # The same, without a branch per score: a penalty from 1 on lowers either way.
+    return np.minimum(times, divided) if penalty >= 1 else np.maximum(times, divided)
+
+
+_SMALLEST = 1e-30  # from here on neither product nor quotient of 0 or infinity is nan
 
 
 @dataclass(frozen=True)

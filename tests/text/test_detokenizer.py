@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from everystep.errors import TokenizerError, UnsupportedError
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Detokenizer, Tokenizer
+from everystep.text.pieces import Decoding, byte_alphabet
 from tests.text.reading import sentencepiece, smollm2
 
 
@@ -131,3 +132,18 @@ def test_the_cost_of_an_id_does_not_grow() -> None:
     first = min(seconds() for _ in range(3))
     follower.push(ids * 30)
     assert min(seconds() for _ in range(3)) < 5 * first
+
+
+@pytest.mark.parametrize(
+    "token", ["Ġthe", "é", "Ċ", " ", "a b", "\xad", "<|end|>", "日", "Ġ日", ""]
+)
+def test_a_byte_level_token_is_bytes_unless_a_character_is_no_byte(token: str) -> None:
+    letters = {character: byte for byte, character in byte_alphabet().items()}
+    known = all(character in letters for character in token)
+    expected = bytes(letters[c] for c in token) if known else token.encode()
+    assert Decoding("bytes").bytes_of(token) == expected
+
+
+def test_every_letter_of_the_byte_alphabet_is_its_byte() -> None:
+    alphabet = byte_alphabet()
+    assert Decoding("bytes").bytes_of("".join(alphabet.values())) == bytes(alphabet)

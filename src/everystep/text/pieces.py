@@ -36,11 +36,10 @@ def byte_alphabet() -> dict[int, str]:
     return dict(sorted(table.items()))
 
 
-BYTE_OF_CHARACTER = {character: byte for byte, character in byte_alphabet().items()}
 # Every character of the alphabet as the one of its byte, and the other Latin-1 ones as none at all.
 _AS_LATIN_1 = {
     **dict.fromkeys(range(256), 0xFFFF),
-    **{ord(character): byte for character, byte in BYTE_OF_CHARACTER.items()},
+    **{ord(character): byte for byte, character in byte_alphabet().items()},
 }
 
 

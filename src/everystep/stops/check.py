@@ -51,39 +51,43 @@ def _explain(candidates: Candidates, reasons: Reasons) -> None:
         for stop in sorted(shared, key=_rank):
             _ask(stop, candidates, None, reasons)
         return
-    groups = _by_stop(candidates)
-    for kind in sorted(dict.fromkeys(map(type, groups)), key=lambda k: _RANK.get(k, len(ORDER))):
-        _ask_kind(
-            [(stop, ids) for stop, ids in groups.items() if type(stop) is kind], candidates, reasons
-        )
+    kinds = _by_kind(candidates)
+    for kind in sorted(kinds, key=lambda one: _RANK.get(one, len(ORDER))):
+        for stop, members in _together(kinds[kind]):
+            everyone = members == list(range(len(candidates)))
+            _ask(stop, candidates, None if everyone else members, reasons)
 
 
 def _rank(stop: Stop) -> int:
     return _RANK.get(type(stop), len(ORDER))
 
 
-def _by_stop(candidates: Candidates) -> dict[Any, list[int]]:
-    """Each distinct stop with the candidates whose requests have it."""
+Asked = list[tuple[Any, list[int]]]
+
+
+def _by_kind(candidates: Candidates) -> dict[type, Asked]:
+    """Of each kind the stops, and which candidates' requests have them."""
     tuples: dict[int, tuple[tuple[Stop, ...], list[int]]] = {}
     for c, parent in enumerate(candidates.parents):
         stops = parent.request.stops
         tuples.setdefault(id(stops), (stops, []))[1].append(c)
-    groups: dict[Any, list[int]] = {}
+    kinds: dict[type, Asked] = {}
     for stops, members in tuples.values():
-        for stop in dict.fromkeys(stops):
-            groups.setdefault(stop, []).extend(members)
-    return groups
+        for stop in stops:
+            kinds.setdefault(type(stop), []).append((stop, members))
+    return kinds
 
 
-def _ask_kind(
-    entries: list[tuple[Any, list[int]]], candidates: Candidates, reasons: Reasons
-) -> None:
+def _together(entries: Asked) -> Asked:
+    """Stops of one kind, each distinct one once, or as one stop where they can be stacked."""
     stack = getattr(type(entries[0][0]), "stack", None)
     if len(entries) > 1 and stack is not None:
         owned = [(stop, c) for stop, members in entries for c in members]
-        entries = [(stack([stop for stop, _ in owned]), [c for _, c in owned])]
+        return [(stack([stop for stop, _ in owned]), [c for _, c in owned])]
+    distinct: dict[Any, list[int]] = {}
     for stop, members in entries:
-        _ask(stop, candidates, members, reasons)
+        distinct[stop] = distinct.get(stop, []) + members
+    return list(distinct.items())
 
 
 def _ask(stop: Stop, candidates: Candidates, members: list[int] | None, reasons: Reasons) -> None:

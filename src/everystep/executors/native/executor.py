@@ -183,7 +183,7 @@ class NativeExecutor:
         step.embed = (GivenEmbeds * len(embeds))(
             *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
         )
-        step.pages, step.stride = _address(self.rows.table), self.rows.table.shape[1]
+        self._asked.pages(self.rows.table)
         step.logits, step.totals = told.logits.data_ptr(), _address(told.totals)
         best = told.best
         step.most = 0 if best is None else best.values.shape[1]
@@ -213,6 +213,7 @@ class _Asked:
 
     def __init__(self, ropes: int) -> None:
         self._structure = StepWork(ropes=ropes, rope=(RopeRows * ropes)())
+        self._table: np.ndarray | None = None
         self._make_room(256)
 
     def step(self, work: Work, vocab_size: int) -> StepWork:
@@ -228,6 +229,12 @@ class _Asked:
         behind = range(self._first + 8 * tokens, self._first + 8 * (tokens + 5 * feeds), 8 * feeds)
         step.rows, step.starts, step.counts, step.wanted, step.best = behind
         return step
+
+    def pages(self, table: np.ndarray) -> None:
+        """The structure points to the pages of all rows."""
+        if table is not self._table:
+            self._table, self._structure.stride = table, table.shape[1]
+            self._structure.pages = _address(table)
 
     def _make_room(self, count: int) -> None:
         self._numbers = np.empty(count, np.int64)

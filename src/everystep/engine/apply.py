@@ -51,10 +51,9 @@ def apply(batch: Batch, children: Children, table: TokenTable, ledger: Ledger) -
     for line, source in {s.line: s for s in batch.sequences}.items():
         if line not in heirs:
             release(source, table, ledger)
-    goes_on = [child for child in born if child.goes_on]
-    for child, sequence in zip(
-        goes_on, _fork_all(batch, goes_on, heirs, table, ledger), strict=True
-    ):
+    staying = [child for child in born if child.goes_on]
+    sequences = _fork_all(batch, staying, heirs, table, ledger)
+    for child, sequence in zip(staying, sequences, strict=True):
         _extend(sequence, batch.drafts[child.parent], child, table, ledger)
         live[group_of[child.parent]].append(sequence)
     for g, group in enumerate(batch.groups):

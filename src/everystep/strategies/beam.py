@@ -109,8 +109,7 @@ class Beam:
         banks = Banks.of(batch, self)
         final, entered, serials = banks.enter(scores, ended)
         settled = banks.settle(next_scores[:, :1], ended).tolist()
-        groups = enumerate(batch.groups)
-        live = [g for g, group in groups if not settled[g] or group.request.linger]
+        live = [g for g, one in enumerate(batch.groups) if not settled[g] or one.request.linger]
         born = np.argwhere(entered)  # (n, 2): group, rank
         group = [*born[:, 0].tolist(), *(g for g in live for _ in range(self.width))]
         rank = [*born[:, 1].tolist(), *next_ranks[live].ravel().tolist()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -107,22 +107,22 @@ class Beam:
         ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)
         next_scores, next_ranks = _top(np.where(ended, scores + _NEVER, scores), self.width)
         banks = Banks.of(batch, self)
-        final, entered, serials = banks.enter(scores, ended)
+        entries = banks.enter(scores, ended)
         settled = banks.settle(next_scores[:, :1], ended).tolist()
         live = [g for g, one in enumerate(batch.groups) if not settled[g] or one.request.linger]
-        born = np.argwhere(entered)  # (n, 2): group, rank
-        group = [*born[:, 0].tolist(), *(g for g in live for _ in range(self.width))]
-        rank = [*born[:, 1].tolist(), *next_ranks[live].ravel().tolist()]
+        group = [*(one.group for one in entries), *(g for g in live for _ in range(self.width))]
+        rank = [*(one.rank for one in entries), *next_ranks[live].ravel().tolist()]
+        score = [*(one.score for one in entries), *next_scores[live].ravel().tolist()]
         parents = parent[group, rank]
         return Children(
             parents,
             token[group, rank].reshape(-1, 1),
             np.ones(len(group), dtype=np.int64),
-            np.concatenate([final[entered], next_scores[live].ravel()], dtype=np.float64),
-            [reasons[g * self.ranked + r] for g, r in born.tolist()]
+            np.array(score, dtype=np.float64),
+            [reasons[one.group * self.ranked + one.rank] for one in entries]
             + [None] * (len(live) * self.width),
-            memo=_memories(batch, parents, self.width, serials[entered].tolist()),
-            index=np.array([0] * len(born) + [*range(self.width)] * len(live), dtype=np.int64),
+            memo=_memories(batch, parents, self.width, [one.serial for one in entries]),
+            index=np.array([0] * len(entries) + [*range(self.width)] * len(live), dtype=np.int64),
             settled=tuple(g for g, over in enumerate(settled) if over),
         )
 
@@ -174,6 +174,15 @@ class Bank:
     born: int = 0
 
 
+class Entry(NamedTuple):
+    """A candidate that a bank takes: whose, its rank, its final score and its serial number."""
+
+    group: int
+    rank: int
+    score: float
+    serial: int
+
+
 @dataclass(slots=True)
 class Banks:
     """The banks of G groups as one: `scores`, `filled`, `serials` (G, W); all else (G, 1).
@@ -215,16 +224,14 @@ class Banks:
         """(G, 1) whether a search ends because all places are taken."""
         return self.eager & self.filled.all(axis=1, keepdims=True)
 
-    def enter(
-        self, scores: np.ndarray, ended: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(G, ranked) candidates and which ended -> their final scores, who enters, serials."""
+    def enter(self, scores: np.ndarray, ended: np.ndarray) -> list[Entry]:
+        """(G, ranked) candidates, and which ended -> those that the banks take."""
         width = self.scores.shape[1]
-        final = scores / self.power
         just = ended & (np.arange(scores.shape[1]) < width) & self.open & ~self.full
-        serials = np.array([bank.born for bank in self.banks])[:, None] + np.arange(final.shape[1])
         if not just.any():
-            return final, just, serials
+            return []
+        final = scores / self.power
+        serials = np.array([bank.born for bank in self.banks])[:, None] + np.arange(final.shape[1])
         merged = np.concatenate([self.scores, np.where(just, final, final + _NEVER)], axis=1)
         self.scores, best = _top(merged, width)
         groups = np.arange(len(best))[:, None]
@@ -232,7 +239,8 @@ class Banks:
         self.serials = np.concatenate([self.serials, serials], axis=1)[groups, best]
         taken = np.zeros(merged.shape, dtype=bool)
         taken[groups, best] = True
-        return final, taken[:, width:] & just, serials
+        entered = np.argwhere(taken[:, width:] & just).tolist()
+        return [Entry(g, r, float(final[g, r]), int(serials[g, r])) for g, r in entered]
 
     def settle(self, best: np.ndarray, ended: np.ndarray) -> np.ndarray:
         """(G, 1) best running scores -> (G,) whether no later hypothesis can change the result.
@@ -266,8 +274,12 @@ def _divisors(values: list[float]) -> np.ndarray:
 
 def _top(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(G, n) -> (G, count) the best and their places; of equals those that torch would take."""
-    best = torch.topk(torch.from_numpy(scores), count)
-    return best.values.numpy(), best.indices.numpy()
+    order = (-scores).argsort(axis=1, kind="stable")
+    ranked = scores[np.arange(len(scores))[:, None], order]
+    if not (ranked[:, 1:] < ranked[:, :-1]).all():
+        best = torch.topk(torch.from_numpy(scores), count)
+        return best.values.numpy(), best.indices.numpy()
+    return ranked[:, :count], order[:, :count]
 
 
 def _group_places(batch: Batch, width: int) -> Places:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -130,14 +131,14 @@ def _gather(
         sources += group.live if group.opened else group.live * len(members)
         group_of += [g] * len(members)
     drafts: Drafts = [fed.draft(source) for source in sources]
-    row_count = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
+    counts = [1 + len(draft) for draft in drafts]
     width = max([group.request.strategy.width for group in groups])
     batch = Batch(
         groups=groups,
         sequences=sequences,
         group_of=np.array(group_of),
-        first_row=row_count.cumsum() - row_count,
-        row_count=row_count,
+        first_row=np.array([*accumulate(counts, initial=0)][:-1], dtype=np.int64),
+        row_count=np.array(counts, dtype=np.int64),
         drafts=drafts,
         table=table,
         slots_per_group=width,

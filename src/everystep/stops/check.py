@@ -22,6 +22,7 @@ ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, User)
 _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}
 
 Reasons = list[FinishReason | None]
+Asked = list[tuple[Any, list[int]]]
 
 
 def check(chosen: Candidates) -> tuple[np.ndarray, Reasons]:
@@ -62,9 +63,6 @@ def _rank(stop: Stop) -> int:
     return _RANK.get(type(stop), len(ORDER))
 
 
-Asked = list[tuple[Any, list[int]]]
-
-
 def _by_kind(candidates: Candidates) -> dict[type, Asked]:
     """Of each kind the stops, and which candidates' requests have them."""
     tuples: dict[int, tuple[tuple[Stop, ...], list[int]]] = {}
@@ -84,10 +82,10 @@ def _together(entries: Asked) -> Asked:
     if len(entries) > 1 and stack is not None:
         owned = [(stop, c) for stop, members in entries for c in members]
         return [(stack([stop for stop, _ in owned]), [c for _, c in owned])]
-    distinct: dict[Any, list[int]] = {}
+    distinct: dict[Any, dict[int, None]] = {}
     for stop, members in entries:
-        distinct[stop] = distinct.get(stop, []) + members
-    return list(distinct.items())
+        distinct.setdefault(stop, {}).update(dict.fromkeys(members))
+    return [(stop, list(members)) for stop, members in distinct.items()]
 
 
 def _ask(stop: Stop, candidates: Candidates, members: list[int] | None, reasons: Reasons) -> None:

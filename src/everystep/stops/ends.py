@@ -26,13 +26,8 @@ class EosToken:
     ids: tuple[int, ...]
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
-        last = candidates.last
-        if len(self.ids) > 8:
-            return np.isin(last, self.ids)
-        ends = np.zeros(len(last), dtype=bool)
-        for token in self.ids:
-            ends |= last == token
-        return ends
+        ids = set(self.ids)
+        return np.array([token in ids for token in candidates.last.tolist()], dtype=bool)
 
     def reason(self, candidates: Candidates, index: int) -> FinishReason:
         return FinishReason("stop", int(candidates.last[index]))

@@ -103,7 +103,7 @@ class Beam:
         require_drawn(flat)
         parent = flat // batch.vocabulary + np.arange(len(flat))[:, None] * self.width
         token = flat % batch.vocabulary
-        _, reasons = batch.stops(parent.ravel(), token.reshape(-1, 1), np.ones(flat.size, int))
+        _, reasons = batch.stops(parent.ravel(), token.reshape(-1, 1), np.array([1] * flat.size))
         ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)
         next_scores, next_ranks = _top(np.where(ended, scores + _NEVER, scores), self.width)
         banks = Banks.of(batch, self)
@@ -117,7 +117,7 @@ class Beam:
         return Children(
             parents,
             token[group, rank].reshape(-1, 1),
-            np.ones(len(group), dtype=np.int64),
+            np.array([1] * len(group), dtype=np.int64),
             np.array(score, dtype=np.float64),
             [reasons[one.group * self.ranked + one.rank] for one in entries]
             + [None] * (len(live) * self.width),

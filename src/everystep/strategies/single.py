@@ -68,7 +68,7 @@ class Greedy:
         return (best.tokens[:, 0],)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        return continue_each(batch, picked[0][batch.first_row, None], np.ones(len(batch), int))
+        return continue_each(batch, picked[0][batch.first_row, None], np.array([1] * len(batch)))
 
     def keep(self, group: Group) -> list[Finished]:
         return group.done
@@ -110,7 +110,7 @@ class Sample:
         return (batch.draws.choose(scores, batch.row_places()),)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        return continue_each(batch, picked[0][batch.first_row, None], np.ones(len(batch), int))
+        return continue_each(batch, picked[0][batch.first_row, None], np.array([1] * len(batch)))
 
     def keep(self, group: Group) -> list[Finished]:
         return group.done

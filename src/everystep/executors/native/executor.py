@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from ctypes import byref, c_void_p
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 import torch
@@ -218,8 +219,8 @@ class _Asked:
 
     def step(self, work: Work, vocab_size: int) -> StepWork:
         """The structure with the numbers of the work's feeds."""
-        step, none = self._structure, np.zeros_like(work.rows)
-        best = none if work.best is None else np.minimum(work.best, vocab_size)
+        step, best = self._structure, work.best
+        best = np.zeros_like(work.rows) if best is None else np.minimum(best, vocab_size)
         fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
         tokens, feeds = len(work.tokens), len(work.rows)
         if tokens + 5 * feeds > len(self._numbers):
@@ -245,7 +246,8 @@ def _address(array: np.ndarray | Tensor | None) -> int | None:
     """Where an array lies."""
     if array is None or isinstance(array, Tensor):
         return None if array is None else array.data_ptr()
-    return int(array.ctypes.data)
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,7 +271,7 @@ class _RopeTable:
         """What each token of the work turns by."""
         own = work.positions
         if own is None and not self._rope.scaling.by_length:
-            return self._kept_for(int((work.starts + work.counts).max()))
+            return self._kept_for(max(map(add, work.starts.tolist(), work.counts.tolist())))
         places = row_positions(work) if own is None else own.flatten().cpu().numpy()
         if self._rope.scaling.by_length:
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))

@@ -13,8 +13,8 @@
 
 namespace everystep {
 
-// How many rows are computed together: as many as leave each a register for its sums and one for its
-// products, beside the weights.
+// How many rows are computed together at most: as many as leave each a register for its sums and one
+// for its products, beside the weights.
 constexpr int64_t kTogether = 12;
 
 inline int64_t whole_groups(int64_t rows) { return (rows + kTogether - 1) / kTogether * kTogether; }
@@ -25,25 +25,23 @@ inline int64_t whole_groups(int64_t rows) { return (rows + kTogether - 1) / kTog
 struct Inputs {
     const float* values;  // (rows, columns)
     int64_t columns, blocks;
+    int64_t together;  // rows of a group: kTogether, or all rows where they are fewer
     int8_t* codes;     // (groups, blocks, rows of a group, 32), zeros beyond the columns
     float* scales;     // (groups, blocks, rows of a group)
     int32_t* offsets;  // (groups, blocks, rows of a group), the sum of a block's codes times -128
     float* sums;       // (groups, blocks, rows of a group), the sum of a block's codes times its scale
 
     int64_t at(int64_t row, int64_t block) const {
-        return (row / kTogether * blocks + block) * kTogether + row % kTogether;
+        return (row / together * blocks + block) * together + row % together;
     }
 };
 
-inline void quantise_block_of(const Inputs& in, int64_t row, int64_t block) {
+// Makes the codes of a block of 32 values, given in two halves.
+inline void quantise_block(const Inputs& in, int64_t row, int64_t block, simd::Floats low,
+                           simd::Floats high) {
     using namespace simd;
     static_assert(kBlock == 2 * kLanes);
-    const int64_t at = in.at(row, block), first = block * kBlock;
-    const float* x = in.values + row * in.columns + first;
-    const int64_t count = std::min(in.columns - first, kBlock);
-    const Floats low = count >= kLanes ? load(x) : load_first(x, int(count));
-    const int more = int(count > kLanes ? count - kLanes : 0);
-    const Floats high = more == kLanes ? load(x + kLanes) : load_first(x + kLanes, more);
+    const int64_t at = in.at(row, block);
     const float scale = largest(max(abs(low), abs(high))) / 127.0f;
     const Floats by = splat(scale == 0 ? 1.0f : scale);
     const Ints left = round(div(low, by)), right = round(div(high, by));
@@ -56,12 +54,23 @@ inline void quantise_block_of(const Inputs& in, int64_t row, int64_t block) {
 }
 
 inline void quantise_row(const Inputs& in, int64_t row) {
-    for (int64_t block = 0; block < in.blocks; ++block) quantise_block_of(in, row, block);
+    const float* x = in.values + row * in.columns;
+    const auto half = [&](int64_t first) {
+        const int64_t count = std::clamp<int64_t>(in.columns - first, 0, simd::kLanes);
+        return count == simd::kLanes ? simd::load(x + first) : simd::load_first(x + first, int(count));
+    };
+    for (int64_t block = 0; block < in.blocks; ++block)
+        quantise_block(in, row, block, half(block * kBlock), half(block * kBlock + simd::kLanes));
 }
 
 inline bool reads_codes(const Linear& linear) {
     return std::any_of(linear.parts, linear.parts + linear.count, [](const Matrix& part) {
         return static_cast<Format>(part.format) != Format::kFloat;
+    });
+}
+inline bool reads_values(const Linear& linear) {
+    return std::any_of(linear.parts, linear.parts + linear.count, [](const Matrix& part) {
+        return static_cast<Format>(part.format) == Format::kFloat;
     });
 }
 
@@ -111,8 +120,8 @@ inline simd::Ints first_sum(const int32_t* offset) {
 }
 
 template <class Kind, int M>
-inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const Inputs& in, int64_t row,
-                          simd::Floats* out) {
+__attribute__((noinline)) void tile_of_codes(const uint8_t* panel, const float* row_scales,
+                                             const Inputs& in, int64_t row, simd::Floats* out) {
     using namespace simd;
     const int64_t blocks = in.blocks, bytes = Kind::kFourBits ? 256 : 512;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + blocks * bytes);
@@ -125,7 +134,7 @@ inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const I
     constexpr int64_t kBlockBytes = (Kind::kFourBits ? 256 : 512) + (Kind::kRowScales ? 0 : 32) +
                                     (Kind::kMins ? 32 : 0);
     const uint8_t* next = panel + (blocks * kBlockBytes + 63) / 64 * 64;
-    for (int64_t b = 0, at = in.at(row, 0); b < blocks; ++b, at += kTogether) {
+    for (int64_t b = 0, at = in.at(row, 0); b < blocks; ++b, at += in.together) {
         if (ahead)
             for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(next + b * kBlockBytes + i);
         Ints dots[M];
@@ -149,7 +158,7 @@ inline void tile_of_codes(const uint8_t* panel, const float* row_scales, const I
 }
 
 template <int M>
-inline void tile_of_floats(const uint8_t* panel, const Inputs& in, int64_t row, simd::Floats* out) {
+__attribute__((noinline)) void tile_of_floats(const uint8_t* panel, const Inputs& in, int64_t row, simd::Floats* out) {
     using namespace simd;
     const float* w = reinterpret_cast<const float*>(panel);
     const float* x = in.values + row * in.columns;
@@ -181,22 +190,18 @@ inline void tile(const Matrix& w, int64_t panel, const Inputs& in, int64_t row, 
     }
 }
 
-// Calls `use(row, count, outputs)` with the products of rows [0, rows) and one panel, tile by tile.
+// Calls `use(count, row)` for the tiles that make up rows [0, rows); `count` is a constant.
 template <class Use>
-inline void multiply(const Matrix& w, int64_t panel, const Inputs& in, int64_t rows, Use use) {
-    simd::Floats out[kTogether];
+inline void each_tile(int64_t rows, Use use) {
     int64_t row = 0;
-    const auto tiles_of = [&](auto size, int64_t end) {
-        for (; end - row >= size; row += size) {
-            tile<size>(w, panel, in, row, out);
-            use(row, int(size), out);
-        }
+    const auto tiles_of = [&](auto count) {
+        for (; rows - row >= count; row += count) use(count, row);
     };
-    tiles_of(std::integral_constant<int, kTogether>(), rows);
-    tiles_of(std::integral_constant<int, 8>(), rows);
-    tiles_of(std::integral_constant<int, 4>(), rows);
-    tiles_of(std::integral_constant<int, 2>(), rows);
-    tiles_of(std::integral_constant<int, 1>(), rows);
+    tiles_of(std::integral_constant<int, kTogether>());
+    tiles_of(std::integral_constant<int, 8>());
+    tiles_of(std::integral_constant<int, 4>());
+    tiles_of(std::integral_constant<int, 2>());
+    tiles_of(std::integral_constant<int, 1>());
 }
 
 // The values of one row of a packed matrix, as an embedding table is read.

@@ -69,15 +69,15 @@ inline void normalise(NormKind kind, const float* x, int64_t size, float eps, co
         layer_norm(x, size, eps, norm, out);
 }
 
-// Turns the first `dim` values of a head; `scratch` holds as many.
-inline void rotate(float* head, int64_t dim, const float* cos, const float* sin, float* scratch) {
+// Turns the first `dim` values of a head.
+inline void rotate(float* head, int64_t dim, const float* cos, const float* sin) {
     using namespace simd;
     const int64_t half = dim / 2;
-    __builtin_memcpy(scratch, head + half, half * sizeof(float));
-    __builtin_memcpy(scratch + half, head, half * sizeof(float));
-    each_vector(dim, [&](int64_t at, int n) {
-        const Floats kept = mul(read(head + at, n), read(cos + at, n));
-        write(head + at, fma(read(scratch + at, n), read(sin + at, n), kept), n);
+    float* other = head + half;
+    each_vector(half, [&](int64_t at, int n) {
+        const Floats low = read(head + at, n), high = read(other + at, n);
+        write(head + at, fma(high, read(sin + at, n), mul(low, read(cos + at, n))), n);
+        write(other + at, fma(low, read(sin + half + at, n), mul(high, read(cos + half + at, n))), n);
     });
 }
 

@@ -25,20 +25,44 @@ int64_t panels_in(const Linear& linear) {
     return panels;
 }
 
+// A panel of a linear map: `count` outputs from `column` on.
+struct Panel {
+    const Matrix& matrix;
+    int64_t number, column;
+    int count;
+    bool biased;
+    simd::Floats bias;
+
+    // The outputs of M rows from `row` on.
+    template <int M>
+    void products(const Inputs& in, int64_t row, simd::Floats (&out)[M]) const {
+        tile<M>(matrix, number, in, row, out);
+        if (!biased) return;
+        for (simd::Floats& x : out) x = simd::add(x, bias);
+    }
+};
+
+Panel panel_of(const Linear& linear, int64_t number) {
+    int64_t column = number * kPanel;
+    const Matrix* w = linear.parts;
+    for (; number >= panels_of(w->rows); ++w) {
+        column += w->rows - panels_of(w->rows) * kPanel;
+        number -= panels_of(w->rows);
+    }
+    const int count = int(std::min(kPanel, w->rows - number * kPanel));
+    const bool biased = linear.bias != nullptr;
+    return {*w, number, column, count, biased,
+            biased ? read(linear.bias + column, count) : simd::splat(0.0f)};
+}
+
 // Calls `use(row, column, values, count)` with 16 outputs of every row, bias included.
 template <class Use>
-void multiply_panel(const Linear& linear, int64_t panel, const Inputs& in, int64_t rows, Use use) {
-    int64_t column = panel * kPanel;
-    const Matrix* w = linear.parts;
-    for (; panel >= panels_of(w->rows); ++w) {
-        column += w->rows - panels_of(w->rows) * kPanel;
-        panel -= panels_of(w->rows);
-    }
-    const int count = int(std::min(kPanel, w->rows - panel * kPanel));
-    const simd::Floats bias = linear.bias ? read(linear.bias + column, count) : simd::splat(0.0f);
-    multiply(*w, panel, in, rows, [&](int64_t row, int tile, const simd::Floats* out) {
-        for (int m = 0; m < tile; ++m)
-            use(row + m, column, linear.bias ? simd::add(out[m], bias) : out[m], count);
+void multiply_panel(const Linear& linear, int64_t number, const Inputs& in, int64_t rows, Use use) {
+    const Panel panel = panel_of(linear, number);
+    each_tile(rows, [&](auto count, int64_t row) {
+        simd::Floats out[count];
+        panel.products(in, row, out);
+        for (int m = 0; m < count; ++m) use(row + m, panel.column, out[m], panel.count);
     });
 }
 
@@ -75,8 +99,8 @@ InputBuffer::InputBuffer(int64_t rows, int64_t columns)
       sums_(scales_.size()),
       codes_(scales_.size() * kBlock),
       offsets_(scales_.size()),
-      inputs_{values_.data(), columns,         blocks_of(columns), codes_.data(),
-              scales_.data(), offsets_.data(), sums_.data()} {}
+      inputs_{values_.data(), columns,        blocks_of(columns), kTogether,
+              codes_.data(),  scales_.data(), offsets_.data(),    sums_.data()} {}
 
 Runner::Runner(const Model& model, KvType type)
     : model_(model),
@@ -166,6 +190,8 @@ void Runner::run_part(const Part& part) {
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
     if (part.spread) spread_.resize(items(part) * part.spans * seen_size());
+    for (InputBuffer* buffer : {&normed_, &mixed_, &inner_}) buffer->expect(part.tokens());
+    last_.expect(part.wanted_end - part.wanted_begin);
     head_.start(wanted_.data() + part.wanted_begin, part.wanted_end - part.wanted_begin,
                 model_.vocabulary, crew_->size());
     crew_->run([&](Member& member) {
@@ -240,33 +266,47 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
                [&](int64_t row) { before_attention(row, index + 1); });
 }
 
-// The products of the inputs to an MLP's last one. An item is a block of its codes.
+// The inputs to an MLP's last product. An item is a block of its codes, two panels wide.
 void Runner::expand(Member& member, const Part& part, int64_t index) {
-    const Layer& layer = layers_[index];
-    const Activation kind = static_cast<Activation>(model_.activation);
     const int64_t rows = part.tokens(), blocks = blocks_of(model_.inner);
-    const bool gated = layer.gate.count > 0, coded = reads_codes(layer.down);
-    const Inputs& in = normed_.inputs();
-    const auto activated = [&](int64_t row, int64_t column, simd::Floats x, int count) {
-        write(inner_.row(row) + column, activate(kind, x), count);
-    };
-    const auto times = [&](int64_t row, int64_t column, simd::Floats x, int count) {
-        float* at = inner_.row(row) + column;
-        write(at, simd::mul(read(at, count), x), count);
-    };
-    const auto one_block = [&](int64_t block) {
-        const int64_t first = 2 * block, end = std::min(first + 2, panels_of(model_.inner));
-        for (int64_t panel = first; panel < end; ++panel) {
-            multiply_panel(gated ? layer.gate : layer.up, panel, in, rows, activated);
-            if (gated) multiply_panel(layer.up, panel, in, rows, times);
-        }
-        if (!coded) return;
-        for (int64_t row = 0; row < rows; ++row) quantise_block_of(inner_.inputs(), row, block);
-    };
     const int64_t chunk = chunk_of(blocks, rows, crew_->size());
     crew_->share(member, blocks, chunk, [&](int64_t begin, int64_t end) {
-        for (int64_t block = begin; block < end; ++block) one_block(block);
+        for (int64_t block = begin; block < end; ++block) expand_block(layers_[index], rows, block);
     });
+}
+
+void Runner::expand_block(const Layer& layer, int64_t rows, int64_t block) {
+    const bool coded = reads_codes(layer.down), valued = reads_values(layer.down);
+    const int64_t first = 2 * block, panels = std::min<int64_t>(2, panels_of(model_.inner) - first);
+    each_tile(rows, [&](auto count, int64_t row) {
+        simd::Floats inner[2][count];
+        for (int64_t i = 0; i < 2; ++i)
+            if (i < panels)
+                inner_values(layer, first + i, row, inner[i]);
+            else
+                std::fill_n(inner[i], int(count), simd::splat(0.0f));
+        for (int m = 0; m < count; ++m) {
+            if (coded) quantise_block(inner_.inputs(), row + m, block, inner[0][m], inner[1][m]);
+            for (int64_t i = 0; valued && i < panels; ++i) {
+                const int64_t column = (first + i) * kPanel;
+                write(inner_.row(row + m) + column, inner[i][m],
+                      int(std::min(kPanel, model_.inner - column)));
+            }
+        }
+    });
+}
+
+// What M rows from `row` on have between an MLP's products, 16 columns of it.
+template <int M>
+void Runner::inner_values(const Layer& layer, int64_t number, int64_t row, simd::Floats (&out)[M]) {
+    const Activation kind = static_cast<Activation>(model_.activation);
+    const bool gated = layer.gate.count > 0;
+    panel_of(gated ? layer.gate : layer.up, number).products(normed_.inputs(), row, out);
+    for (simd::Floats& x : out) x = activate(kind, x);
+    if (!gated) return;
+    simd::Floats factors[M];
+    panel_of(layer.up, number).products(normed_.inputs(), row, factors);
+    for (int m = 0; m < M; ++m) out[m] = simd::mul(out[m], factors[m]);
 }
 
 template <class Then>

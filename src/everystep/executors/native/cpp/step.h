@@ -18,6 +18,8 @@ class InputBuffer {
     InputBuffer(int64_t rows, int64_t columns);
     float* row(int64_t i) { return values_.data() + i * inputs_.columns; }
     const Inputs& inputs() const { return inputs_; }
+    // So many rows come next: few of them lie as close together as they can.
+    void expect(int64_t rows) { inputs_.together = std::clamp<int64_t>(rows, 1, kTogether); }
 
   private:
     std::vector<float> values_, scales_, sums_;
@@ -86,6 +88,9 @@ class Runner {
                       float* seen, float* scaled) const;
     void conclude_item(int64_t layer, const Item& item, float* seen);
     void expand(Member& member, const Part& part, int64_t layer);
+    void expand_block(const Layer& layer, int64_t rows, int64_t block);
+    template <int M>
+    void inner_values(const Layer& layer, int64_t panel, int64_t row, simd::Floats (&out)[M]);
     void norm_row(int64_t row, const Norm& norm, bool coded);
     void before_attention(int64_t row, int64_t layer);
     void before_mlp(int64_t row, int64_t layer);

@@ -29,8 +29,7 @@ void Runner::place(const Part& part, int64_t index, int64_t token) {
         const Rope& rope = part.work.rope[layer.rope];
         const int64_t row =
             rope.row ? rope.row[part.begin + token] : part.position_of[token];
-        float swapped[1024];
-        rotate(at, rope.dim, rope.cos + row * rope.dim, rope.sin + row * rope.dim, swapped);
+        rotate(at, rope.dim, rope.cos + row * rope.dim, rope.sin + row * rope.dim);
     }
     const int32_t* numbers = numbers_of(part, part.row_of[token]);
     for (int64_t head = 0; head < model_.kv_heads; ++head)

@@ -14,6 +14,30 @@ namespace everystep {
 constexpr int64_t kSpanPages = 4, kSpan = kSpanPages * kPagePositions;
 constexpr int kMostQueries = 12;
 
+// Lines of memory that are wanted soon, to be fetched while there is something else to do: the first
+// keys of a span, of two pages side by side.
+class Ahead {
+  public:
+    Ahead() = default;
+    Ahead(const Keys& keys, int64_t page, int64_t last) : left_(keys.shape.keys() / kLine) {
+        for (int p = 0; p < 2; ++p) at_[p] = keys.at(std::min(page + p, last));
+    }
+
+    // A few lines more.
+    void fetch() {
+        for (int64_t i = std::min(left_, kPagePositions); i > 0; --i, --left_)
+            for (const uint8_t*& at : at_) {
+                __builtin_prefetch(at);
+                at += kLine;
+            }
+    }
+
+  private:
+    static constexpr int64_t kLine = 64;
+    const uint8_t* at_[2] = {nullptr, nullptr};
+    int64_t left_ = 0;
+};
+
 // Query i sees the positions [first[i], last[i]]; queries are scaled and `whole_vectors(dim)` apart.
 // `fetch`: the keys and values are in no cache yet.
 struct Queries {
@@ -121,7 +145,7 @@ inline void weigh(const Keys& keys, float* scores, int64_t first_page, int64_t p
 // Adds up `V` vectors of the values, from `column` on, for Q queries.
 template <class Type, int Q, int V>
 inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int64_t column,
-                        const float* weights, Seen seen) {
+                        const float* weights, Seen seen, Ahead& ahead) {
     using namespace simd;
     const int64_t width = whole_vectors(keys.shape.dim);
     Floats acc[Q][V];
@@ -130,6 +154,7 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) acc[i][v] = splat(0.0f);
     for (int64_t page = first_page; page <= last / kPagePositions; ++page) {
+        ahead.fetch();
         const auto* values = keys.values<Type>(page) + column;
         const float* w = weights + (page - first_page) * kPagePositions;
         const int64_t count = std::min(last - page * kPagePositions + 1, kPagePositions);
@@ -154,7 +179,7 @@ inline void mix_columns(const Keys& keys, int64_t first_page, int64_t last, int6
 // query, the others follow.
 template <class Type, int Q>
 inline void attend_tile(const Keys& keys, const Queries& queries, int64_t first, int64_t last,
-                        Seen seen) {
+                        Seen seen, Ahead ahead) {
     alignas(64) float scores[Q * kSpan];
     const int64_t pages = last / kPagePositions - first + 1;
     // Two pages at once, whose sums do not wait for each other.
@@ -171,46 +196,50 @@ inline void attend_tile(const Keys& keys, const Queries& queries, int64_t first,
     constexpr int kVectors = Q <= 6 ? 4 : 2;
     int64_t column = 0;
     for (; column + kVectors * simd::kLanes <= width; column += kVectors * simd::kLanes)
-        mix_columns<Type, Q, kVectors>(keys, first, last, column, scores, seen);
+        mix_columns<Type, Q, kVectors>(keys, first, last, column, scores, seen, ahead);
     for (; column < width; column += simd::kLanes)
-        mix_columns<Type, Q, 1>(keys, first, last, column, scores, seen);
+        mix_columns<Type, Q, 1>(keys, first, last, column, scores, seen, ahead);
 }
 
 // Attends with the kernel for as many queries as there are.
 template <class Type, int Q = kMostQueries>
-inline void attend_as(const Keys& keys, const Queries& queries, int64_t first, int64_t last, Seen seen) {
+inline void attend_as(const Keys& keys, const Queries& queries, int64_t first, int64_t last, Seen seen,
+                      Ahead ahead) {
     if constexpr (Q > 1)
-        if (queries.count < Q) return attend_as<Type, Q - 1>(keys, queries, first, last, seen);
-    attend_tile<Type, Q>(keys, queries, first, last, seen);
+        if (queries.count < Q) return attend_as<Type, Q - 1>(keys, queries, first, last, seen, ahead);
+    attend_tile<Type, Q>(keys, queries, first, last, seen, ahead);
 }
 
-inline void attend(const Keys& keys, const Queries& queries, int64_t span, Seen seen) {
+inline void attend(const Keys& keys, const Queries& queries, int64_t span, Seen seen, Ahead ahead) {
     const int64_t first = std::max(span * kSpanPages, queries.first_seen() / kPagePositions);
     const int64_t last = std::min(span * kSpan + kSpan - 1, queries.last_seen());
     with_type(keys.shape.type, [&](auto type) {
-        attend_as<decltype(type)>(keys, queries, first, last, seen);
+        attend_as<decltype(type)>(keys, queries, first, last, seen, ahead);
     });
 }
 
-// `to` has seen what both have seen, `from` later positions than `to`.
-inline void join(Seen to, Seen from) {
-    using namespace simd;
-    // The order of the comparison lets a NaN through.
-    const float top = to.highest() > from.highest() ? to.highest() : from.highest();
-    const Floats kept = exp(splat(to.highest() - top)), added = exp(splat(from.highest() - top));
-    for (int64_t at = 0; at < to.width; at += kLanes)
-        store(to.at + at, fma(load(from.at + at), added, mul(load(to.at + at), kept)));
-    float both[kLanes];
-    store(both, fma(splat(from.total()), added, mul(splat(to.total()), kept)));
-    to.highest() = top;
-    to.total() = both[0];
-}
-
 // Joins what one query has seen of its spans, which lie `apart` from `seen` on, and writes the mean of
-// the values.
+// the values. Every span counts by e^(its highest - the highest of all).
 inline void conclude(Seen seen, int64_t spans, int64_t apart, int64_t dim, float* out) {
-    for (int64_t span = 1; span < spans; ++span) join(seen, {seen.at + span * apart, seen.width});
-    const float share = 1.0f / seen.total();
+    using namespace simd;
+    const auto span = [&](int64_t i) { return Seen{seen.at + i * apart, seen.width}; };
+    float top = seen.highest();
+    for (int64_t i = 1; i < spans; ++i) top = std::max(top, span(i).highest());
+    float total = spans == 1 ? seen.total() : 0.0f;
+    for (int64_t begin = 0; spans > 1 && begin < spans; begin += kLanes) {
+        const int64_t count = std::min<int64_t>(spans - begin, kLanes);
+        float shares[kLanes] = {};
+        for (int64_t i = 0; i < count; ++i) shares[i] = span(begin + i).highest() - top;
+        store(shares, exp(load(shares)));
+        for (int64_t i = 0; i < count; ++i) total += span(begin + i).total() * shares[i];
+        for (int64_t at = 0; at < seen.width; at += kLanes) {
+            Floats sum = begin == 0 ? splat(0.0f) : load(seen.at + at);
+            for (int64_t i = 0; i < count; ++i)
+                sum = fma(load(span(begin + i).at + at), splat(shares[i]), sum);
+            store(seen.at + at, sum);
+        }
+    }
+    const float share = 1.0f / total;
     for (int64_t d = 0; d < dim; ++d) out[d] = seen.at[d] * share;
 }
 

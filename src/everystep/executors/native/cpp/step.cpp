@@ -1,5 +1,8 @@
 #include "step.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -11,6 +14,16 @@ namespace everystep {
 namespace {
 
 constexpr int64_t kSlabPages = 64;
+
+// Asks the system for large pages, of which fewer are to be looked up: a row's keys and values of one
+// layer lie in a few kilobytes here and there.
+void prefer_large_pages(void* memory, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t size = uintptr_t(sysconf(_SC_PAGESIZE)), from = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t begin = (from + size - 1) / size * size, end = (from + bytes) / size * size;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
 
 // Few rows stream weights, best in long runs; many rows compute, and small chunks come out even.
 int64_t chunk_of(int64_t panels, int64_t rows, int members) {
@@ -84,8 +97,10 @@ bool mlp_reads_codes(const Layer& layer) { return reads_codes(layer.gate) || rea
 void Pages::reserve(int64_t count) {
     while (this->count() < count) {
         // Fresh memory is zeros, and takes room only when it is written.
-        void* slab = std::calloc(kSlabPages * bytes_ + 64, 1);
+        const size_t bytes = kSlabPages * bytes_ + 64;
+        void* slab = std::calloc(bytes, 1);
         if (!slab) throw std::bad_alloc();
+        prefer_large_pages(slab, bytes);
         slabs_.emplace_back(slab);
         const auto address = reinterpret_cast<uintptr_t>(slab);
         uint8_t* first = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);

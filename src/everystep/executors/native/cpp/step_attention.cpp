@@ -76,8 +76,11 @@ void Runner::attend_spans(const Part& part, int64_t index, const Item& item, int
     const Keys keys = keys_of(numbers_of(part, item.tile.row), index, item.head);
     from = std::max(from, queries.first_seen() / kSpan);
     to = std::min(to, queries.last_seen() / kSpan + 1);
-    for (int64_t span = from; span < to; ++span)
-        attend(keys, queries, span, {seen + span * seen_size(), whole_vectors(model_.head_dim)});
+    for (int64_t span = from; span < to; ++span) {
+        const bool more = queries.fetch && span + 1 < to;
+        attend(keys, queries, span, {seen + span * seen_size(), whole_vectors(model_.head_dim)},
+               more ? Ahead(keys, (span + 1) * kSpanPages, queries.last_seen() / kPagePositions) : Ahead());
+    }
 }
 
 void Runner::conclude_item(int64_t index, const Item& item, float* seen) {
@@ -111,11 +114,18 @@ void Runner::attend_all(Member& member, const Part& part, int64_t index) {
     const auto seen_by = [&](int64_t number) {
         return spread_.data() + number * part.spans * seen_size();
     };
+    const int64_t spans = items * part.spans;
+    // Spans that follow each other are fetched ahead.
+    const int64_t chunk = std::clamp<int64_t>(spans / (3 * crew_->size()), 1, 4);
     share_then(
-        member, items * part.spans, 1, rows,
-        [&](int64_t at, int64_t) {
-            const int64_t number = at / part.spans, span = at % part.spans;
-            attend_spans(part, index, item_of(part, number), span, span + 1, seen_by(number), scaled);
+        member, spans, chunk, rows,
+        [&](int64_t begin, int64_t end) {
+            while (begin < end) {
+                const int64_t number = begin / part.spans, from = begin % part.spans;
+                const int64_t to = std::min(part.spans, from + end - begin);
+                attend_spans(part, index, item_of(part, number), from, to, seen_by(number), scaled);
+                begin += to - from;
+            }
         },
         // Where spans are spread, every row is a tile.
         [&](int64_t row) {

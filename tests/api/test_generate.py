@@ -216,7 +216,7 @@ def test_many_prompts_equal_each_alone_and_hold_few_rows(
 ) -> None:
     model, tokenizer = talker
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(5, 300, rng.integers(1, 12)).tolist() for _ in range(200)]
+    prompts = [rng.integers(5, 300, rng.integers(1, 12)).tolist() for _ in range(1000)]
     rows = []
     step = Session.step
 
@@ -227,9 +227,9 @@ def test_many_prompts_equal_each_alone_and_hold_few_rows(
 
     monkeypatch.setattr(Session, "step", counted)
     many = es.generate(model, tokenizer, prompts, max_new_tokens=6, seed=1, do_sample=True)
-    assert len(many) == 200
+    assert len(many) == 1000
     assert max(rows) <= 32
-    for index in (0, 77, 199):
+    for index in (0, 77, 999):
         alone = es.generate(
             model, tokenizer, prompts[index], max_new_tokens=6, seed=1, do_sample=True
         )

@@ -7,9 +7,10 @@ The default model in several formats. Each case feeds one token per row to rows 
 positions; the median over `--steps` steps is that of the compiled function alone. The limit is the
 bytes of weights, keys and values that a step reads, at the speed of a sum over 1 GiB. `--prompt`
 feeds one row so many tokens at once. `--engine` asks for whole steps of the engine at so many
-requests: how long they take beside the compiled function, greedy and sampling with temperature,
-top-k and top-p, told the best of rows or whole ones. `--cache-dtypes` are the types in which rows
-keep keys and values.
+requests: how long they take beside the compiled function, greedy, with four beams each, and
+sampling with temperature, top-k and top-p: told the best of rows, told whole ones, and drawn as
+the reference does, from torch's own generator. `--cache-dtypes` are the types in which rows keep
+keys and values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +30,13 @@ from parts.report import options, write
 
 import everystep as es
 from everystep.cache.kv_format import CacheDtype, KvFormat
-from everystep.draws import SeededDraws
+from everystep.draws import SeededDraws, SharedDraws
 from everystep.engine import Engine, Lockstep
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model, weight_bytes
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Greedy, Sample
+from everystep.strategies import Beam, Greedy, Sample
 from everystep.types import Prompt, Request, Verb, Work
 
 WARPERS = (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9))
@@ -100,12 +103,34 @@ class WholeRows(NativeExecutor):
     abilities = NativeExecutor.abilities - {"best"}
 
 
-def engine_us(executor: NativeExecutor, batch: int, sampled: bool, steps: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Kind:
+    """A way to choose; `told`: the executor may tell the best of rows."""
+
+    name: str
+    strategy: Any
+    processors: tuple[Any, ...] = ()
+    draws: Callable[[int], Any] = SeededDraws
+    told: bool = True
+
+
+SHARED = SharedDraws()
+KINDS = (
+    Kind("greedy", Greedy()),
+    Kind("4 beams", Beam(4)),
+    Kind("sample", Sample(), WARPERS),
+    Kind("sample, whole rows", Sample(), WARPERS, told=False),
+    Kind("sample, unseeded", Sample(), WARPERS, lambda _: SHARED),
+)
+
+
+def engine_us(model: Model, kind: Kind, batch: int, steps: int) -> dict[str, float]:
     """Medians of a step of one token per request: the native call, and what it takes beside it."""
+    executor = (NativeExecutor if kind.told else WholeRows)(model)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     engine, beside = Engine(executor, Lockstep()), []
     for index in range(batch):
-        engine.submit(_request(index, sampled, PROMPT + WARM_UP + steps + 1))
+        engine.submit(_request(index, kind, PROMPT + WARM_UP + steps + 1))
     for _ in range(WARM_UP + steps):
         begin = time.perf_counter()
         engine.step()
@@ -114,27 +139,27 @@ def engine_us(executor: NativeExecutor, batch: int, sampled: bool, steps: int) -
     return {"native": 1e6 * statistics.median(native), "beside": 1e6 * statistics.median(host)}
 
 
-def _request(index: int, sampled: bool, length: int) -> Request:
+def _request(index: int, kind: Kind, length: int) -> Request:
     ids = np.random.default_rng(index).integers(100, 40000, PROMPT)
     return Request(
         request_id=str(index),
         prompt=Prompt(ids=ids),
-        strategy=Sample() if sampled else Greedy(),
-        draws=SeededDraws(index),
-        processors=WARPERS if sampled else (),
+        strategy=kind.strategy,
+        draws=kind.draws(index),
+        processors=kind.processors,
         stops=(EosToken((-1,)), MaxLength(length)),  # nothing ends before its length
         max_length=length,
     )
 
 
-def engine_steps(kind: str, model: Model, args: argparse.Namespace) -> Iterator[dict[str, object]]:
+def engine_steps(
+    format: str, model: Model, args: argparse.Namespace
+) -> Iterator[dict[str, object]]:
     """Whole steps of the engine, in microseconds."""
     for batch in map(int, filter(None, args.engine.split(","))):
-        for sampled, told in ((False, True), (True, True), (True, False)):
-            executor = (NativeExecutor if told else WholeRows)(model)
-            found = engine_us(executor, batch, sampled, args.steps)
-            name = "sample" if sampled else "greedy"
-            yield {"format": kind, "engine": name, "told": told, "rows": batch, **found}
+        for kind in KINDS:
+            found = engine_us(model, kind, batch, args.steps)
+            yield {"format": format, "engine": kind.name, "requests": batch, **found}
 
 
 def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:

@@ -88,6 +88,18 @@ def test_every_format_is_computed(name: str, rounding: Rounding) -> None:
     assert sum(far) < 0.06 * len(far)
 
 
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_rounded_activations_move_logits_by_little(name: str, rounding: Rounding) -> None:
+    model = narrow_model(name, rounding)
+    exact = convert_model(model, exact_activations=True)
+    tokens = np.random.default_rng(1).integers(0, 40, 60).tolist()
+    work = one_feed(tokens, verbs=(Verb("allocate", 0),))
+    found, wanted = NativeExecutor(model).run(work).logits, TorchExecutor(exact).run(work).logits
+    off = float((found - wanted).square().mean().sqrt() / wanted.abs().max())
+    assert 0 < off <= 2e-2
+
+
 @pytest.mark.parametrize("most", [1, 7, 40])
 @given(seed=st.integers(0, 2**32 - 1), positions=st.booleans())
 @settings(max_examples=12)

@@ -34,22 +34,26 @@ def _remembering(vocab_size: int) -> Callable[[int, int, int], np.ndarray]:
 def _found_bits(vocab_size: int, size: int, seed: int) -> np.ndarray:
     swapped = _swaps(vocab_size, size, seed)
     step = np.arange(size, dtype=np.int32)
-    moved = swapped != step
     last = np.full(vocab_size, -1, dtype=np.int32)  # place -> the last step that swapped it away
-    last[swapped[moved]] = step[moved]
-    green = np.concatenate([np.ones(size, dtype=bool), last[size:] >= 0])
-    green[_at_step(last, last[size:][green[size:]])] = False
+    stays = np.flatnonzero(swapped == step)
+    if len(stays):
+        swapped, step = np.delete(swapped, stays), np.delete(step, stays)
+    last[swapped] = step
+    green = last >= 0
+    green[:size] = True
+    # What the last swap with a place beyond the first `size` has thrown out stays out.
+    out = step[np.flatnonzero((last[swapped] == step) & (swapped >= size))]
+    green[_held(last[:size])[out]] = False
     return np.packbits(green)
 
 
-def _at_step(last: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Which id stood at place `step` when that step came: those are swapped out to the end."""
-    held = step.copy()
-    going = np.arange(len(held))
+def _held(last: np.ndarray) -> np.ndarray:
+    """(size,) which id stands at place i when step i comes; `last`: (size,) as in `_found_bits`."""
+    held = np.arange(len(last))
+    going = np.flatnonzero(last >= 0)
     while len(going):
-        earlier = last[held[going]]
-        going = going[earlier >= 0]
-        held[going] = earlier[earlier >= 0]
+        held[going] = earlier = last[held[going]]
+        going = going[last[earlier] >= 0]
     return held
 
 
@@ -73,8 +77,18 @@ def _swaps(vocab_size: int, size: int, seed: int) -> np.ndarray:
     """(size,) the place that each step of the shuffle swaps with its own."""
     generator = torch.Generator().manual_seed(seed)
     pairs = torch.empty((size + 1) // 2, dtype=torch.int64)
+    numbers = pairs.random_(-(2**63), None, generator=generator).numpy().view(np.uint64)
     # A number of 64 bits is two of 32, the first one in its upper half.
-    pairs.random_(-(2**63), None, generator=generator)
-    halves = pairs.numpy().view(np.uint32).reshape(-1, 2)[:, ::-1].reshape(-1)[:size]
+    halves = (numbers << _HALF | numbers >> _HALF).view(np.uint32)[:size]
+    step, left = _steps(vocab_size, size)
+    return (halves % left + step).astype(np.int64)
+
+
+_HALF = np.uint64(32)
+
+
+@lru_cache(maxsize=4)
+def _steps(vocab_size: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of the steps, and how many places each may swap with."""
     step = np.arange(size, dtype=np.uint32)
-    return (halves % (np.uint32(vocab_size) - step) + step).astype(np.int64)
+    return step, np.uint32(vocab_size) - step

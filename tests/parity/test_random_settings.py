@@ -39,6 +39,20 @@ def test_results_are_the_references(
     assert sum(ROUNDED in verdict.explained for verdict in verdicts) <= 2, "too much rounding"
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        # Two end tokens are forced and get the same score, after candidates that did not end had
+        # scores above 0.
+        pytest.param(15920, id="equals, biased"),
+        pytest.param(19564, id="equals, marked"),
+    ],
+)
+def test_a_draw_that_once_differed_is_equal(number: int) -> None:
+    verdict = judge(draw(number))
+    assert verdict.ran and not verdict.problems, _report([verdict])
+
+
 def _counts(verdicts: list[Verdict]) -> dict[str, int]:
     counts = Counter({"draws": len(verdicts)})
     counts["run on both sides"] = sum(verdict.ran for verdict in verdicts)

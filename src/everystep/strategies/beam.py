@@ -228,19 +228,33 @@ class Banks:
         """(G, ranked) candidates, and which ended -> those that the banks take."""
         width = self.scores.shape[1]
         just = ended & (np.arange(scores.shape[1]) < width) & self.open & ~self.full
-        if not just.any():
-            return []
         final = scores / self.power
+        moved = self._moved(final, just)
+        if not moved.any():
+            return []
         serials = np.array([bank.born for bank in self.banks])[:, None] + np.arange(final.shape[1])
         merged = np.concatenate([self.scores, np.where(just, final, final + _NEVER)], axis=1)
-        self.scores, best = _top(merged, width)
+        best_scores, best = _top(merged, width)
         groups = np.arange(len(best))[:, None]
-        self.filled = np.concatenate([self.filled, just], axis=1)[groups, best]
-        self.serials = np.concatenate([self.serials, serials], axis=1)[groups, best]
+        filled = np.concatenate([self.filled, just], axis=1)[groups, best]
+        numbered = np.concatenate([self.serials, serials], axis=1)[groups, best]
+        self.scores = np.where(moved, best_scores, self.scores)
+        self.filled = np.where(moved, filled, self.filled)
+        self.serials = np.where(moved, numbered, self.serials)
         taken = np.zeros(merged.shape, dtype=bool)
         taken[groups, best] = True
         entered = np.argwhere(taken[:, width:] & just).tolist()
         return [Entry(g, r, float(final[g, r]), int(serials[g, r])) for g, r in entered]
+
+    def _moved(self, final: np.ndarray, just: np.ndarray) -> np.ndarray:
+        """(G, 1) in which banks something moves, when all candidates are ranked with what they hold.
+
+        What did not end ranks far below. It takes an empty place where its score is above 0, and
+        may turn equals about, so that later ones fall otherwise.
+        """
+        equal = (self.scores[:, 1:] == self.scores[:, :-1]) & self.filled[:, 1:]
+        moved: np.ndarray = just.any(axis=1) | (final > 0).any(axis=1) | equal.any(axis=1)
+        return moved[:, None] & self.open & ~self.full
 
     def settle(self, best: np.ndarray, ended: np.ndarray) -> np.ndarray:
         """(G, 1) best running scores -> (G,) whether no later hypothesis can change the result.

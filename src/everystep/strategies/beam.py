@@ -247,7 +247,7 @@ class Banks:
         return [Entry(g, r, float(final[g, r]), int(serials[g, r])) for g, r in entered]
 
     def _moved(self, final: np.ndarray, just: np.ndarray) -> np.ndarray:
-        """(G, 1) in which banks something moves, when all candidates are ranked with what they hold.
+        """(G, 1) in which banks something moves when all candidates are ranked with what is held.
 
         What did not end ranks far below. It takes an empty place where its score is above 0, and
         may turn equals about, so that later ones fall otherwise.

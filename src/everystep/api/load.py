@@ -141,34 +141,30 @@ class _Choices:
 
 
 def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress | None) -> Path:
-    if choices.quantize not in ("auto", "int8", "int4", None):
-        raise RequestError(
-            message(
-                "there is no such way to quantise",
-                wanted="'auto', 'int8', 'int4' or None",
-                got=repr(choices.quantize),
-                do="Leave quantize out",
+    for name, known, wrong in _KNOWN:
+        value = getattr(choices, name)
+        if value not in known:
+            *most, last = map(repr, known)
+            raise RequestError(
+                message(
+                    wrong,
+                    wanted=f"{', '.join(most)} or {last}",
+                    got=repr(value),
+                    do=f"Leave {name} out",
+                )
             )
-        )
-    if choices.cache_dtype not in (None, *get_args(CacheDtype)):
-        raise RequestError(
-            message(
-                "keys and values cannot be kept in this type",
-                wanted="'float32', 'float16', 'int8' or None",
-                got=repr(choices.cache_dtype),
-                do="Leave cache_dtype out",
-            )
-        )
-    if choices.executor not in get_args(ExecutorName):
-        raise RequestError(
-            message(
-                "there is no such executor",
-                wanted="'auto', 'native' or 'torch'",
-                got=repr(choices.executor),
-                do="Leave executor out",
-            )
-        )
     return resolve_source(path, offline=offline, progress=progress)
+
+
+_KNOWN: tuple[tuple[str, tuple[str | None, ...], str], ...] = (
+    ("quantize", ("auto", "int8", "int4", None), "there is no such way to quantise"),
+    (
+        "cache_dtype",
+        (*get_args(CacheDtype), None),
+        "keys and values cannot be kept in this type",
+    ),
+    ("executor", get_args(ExecutorName), "there is no such executor"),
+)
 
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:

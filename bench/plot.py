@@ -2,7 +2,7 @@
 
     scripts/bench plot
 
-Draws them into bench/results/ as PNG and SVG, and prints the tables that the README shows.
+Draws them into bench/results/ as PNG and SVG, and prints the tables that the README has to show.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from parts.report import RESULTS, latest
-from parts.tables import ENGINES, OURS, busy_table, by_case, limit, speed_table, start_table
+from parts.tables import ENGINES, OURS, by_case, limit, newest_peers, shown
 
-FORMATS = ("F32", "Q8_0", "Q4_1", "Q4_0")
 SPEEDS = ((1, "32"), (8, "32"), (32, "32"), (32, "8-200"))
 OWN, PEER, LIMIT = "#c2410c", "#94a3b8", "#0f172a"
 STYLE = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
@@ -81,15 +80,13 @@ def save(figure: Figure, name: str) -> None:
 def main() -> None:
     """Draws what there is."""
     plt.rcParams.update({**STYLE, "svg.hashsalt": "everystep"})
-    found = {format: latest(f"peers-{format}") for format in FORMATS}
-    results = {format: result for format, result in found.items() if result is not None}
+    results = newest_peers()
     if results:
         save(draw_peers(results), "peers")
-        tables = (speed_table(results), start_table(results), busy_table(results))
-        print("\n\n".join(tables))
     lengths = latest("lengths-Q4_1")
     if lengths is not None:
         save(draw_lengths(lengths), "lengths")
+    print("\n\n".join(shown()))
 
 
 if __name__ == "__main__":

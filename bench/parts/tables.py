@@ -1,4 +1,4 @@
-"""Results of `peers` as Markdown, as the README shows them: every case with its best peer.
+"""Results of `peers` and `decode` as Markdown, as the README shows them.
 
 Knows the form of the results and nothing of how they came about.
 """
@@ -8,9 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from parts.report import latest
+
 Row = dict[str, Any]
 OURS = "everystep"
+FORMATS = ("F32", "Q8_0", "Q4_1", "Q4_0")
 ENGINES = (OURS, "llama.cpp", "openvino-genai", "onnxruntime-genai", "ctranslate2", "transformers")
+
+
+def newest_peers() -> dict[str, Row]:
+    """Format -> the newest result of `peers`, of formats that have one."""
+    found = {format: latest(f"peers-{format}") for format in FORMATS}
+    return {format: result for format, result in found.items() if result is not None}
+
+
+def shown() -> Iterator[str]:
+    """The tables of the README, of the newest results."""
+    peers, decode = newest_peers(), latest("decode")
+    if peers:
+        yield from (table(peers) for table in (speed_table, start_table, busy_table))
+    if decode is not None:
+        yield decode_table(decode)
 
 
 def limit(result: Row, row: Row) -> float:
@@ -67,6 +85,37 @@ def busy_table(results: dict[str, Row]) -> str:
                 cells = f"{before:.0f}", f"{now:.0f}", f"{now / before:.0%}"
                 lines.append((format, f"{case[0]}, {case[1]}", engine, *cells))
     return _markdown(lines)
+
+
+def decode_table(result: Row) -> str:
+    """Both engines of `decode`: tokens per second, seconds to the first token, the peak memory."""
+    lines = [("batch, prompt", OURS, "transformers", "ratio", "first token", "peak memory")]
+    for row in result["rows"]:
+        ours, peer = row[OURS], row["transformers"]
+        speeds = ours["decode_tokens_per_s"], peer["decode_tokens_per_s"]
+        firsts = _seconds(ours["first_token_s"]), _seconds(peer["first_token_s"])
+        lines.append(
+            (
+                _case(row["case"]),
+                f"{speeds[0]:.0f} tokens/s",
+                f"{speeds[1]:.0f}",
+                f"{speeds[0] / speeds[1]:.2f}",
+                " to ".join(firsts),
+                f"{ours['peak_mib']:.0f} to {peer['peak_mib']:.0f} MiB",
+            )
+        )
+    return _markdown(lines)
+
+
+def _case(name: str) -> str:
+    """`b8 p512 4 beams ragged` in words."""
+    batch, prompt, rest = name.split(maxsplit=2)
+    more = {"greedy": "", "4 beams": ", four beams", "greedy ragged": ", rows end early"}[rest]
+    return f"{batch[1:]}, {prompt[1:]}{more}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 10 else f"{value:.1f} s"
 
 
 def _speed(row: Row | None) -> str:

@@ -48,6 +48,13 @@ def test_a_peer_of_another_precision_is_shown_and_not_counted(tables: ModuleType
     assert "| 1.25 | 50% |" in line  # 20,000 bytes a second over 36 + 32 + 64 / 2 bytes a token
 
 
+def test_the_readme_shows_the_newest_figures(tables: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [table for table in tables.shown() if table not in text]
+    assert not missing, "run scripts/bench plot and put its tables into the README"
+    assert len(list(tables.shown())) == 4
+
+
 def test_the_first_token_becomes_a_rate_where_the_prompt_is_long(tables: ModuleType) -> None:
     long = {**row("everystep", 90), "prompt": "512"}
     lines = tables.start_table({"F32": result(row("everystep", 100), long)}).splitlines()

@@ -13,58 +13,30 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from parts.report import options, write
+from parts.steps import WARPERS, Kind
 
-from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
-from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.types import MOST_BEST, Best, Prompt, Request, StepOutput, Work
+from everystep.types import MOST_BEST, Best, StepOutput, Work
 
 PROMPT = 16
 WARM_UP = 20
 END = 0
 VOCABULARIES = (1_000, 49_152)
 BATCHES = (1, 8, 32)
-WIDEST = 4
-WARPERS = (
-    RepetitionPenaltyLogitsProcessor(1.1),
-    TemperatureLogitsWarper(0.8),
-    TopKLogitsWarper(50),
-    TopPLogitsWarper(0.9),
-)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A name, how to choose, and with which processors."""
-
-    name: str
-    strategy: Callable[[], Any]
-    processors: tuple[Any, ...] = ()
-    told: bool = False
-    """Whether the executor tells the best of rows, where that is wanted."""
-
-    @property
-    def width(self) -> int:
-        return int(self.strategy().width)
-
-
+PENALTY = RepetitionPenaltyLogitsProcessor(1.1)
 KINDS = (
-    Kind("greedy", Greedy),
-    Kind("sample", Sample),
-    Kind("sample, 4 processors", Sample, WARPERS),
-    Kind("sample, 3 processors", Sample, WARPERS[1:]),
-    Kind("sample, 3, told", Sample, WARPERS[1:], told=True),
-    Kind("4 beams", lambda: Beam(WIDEST)),
+    Kind("greedy", Greedy(), told=False),
+    Kind("sample", Sample(), told=False),
+    Kind("sample, 4 processors", Sample(), (PENALTY, *WARPERS), told=False),
+    Kind("sample, 3 processors", Sample(), WARPERS, told=False),
+    Kind("sample, 3, told", Sample(), WARPERS),
+    Kind("4 beams", Beam(4), told=False),
 )
 
 
@@ -108,29 +80,17 @@ class ReadyExecutor:
 
 def measure(kind: Kind, vocab_size: int, batch: int, steps: int) -> float:
     """Median microseconds of a step, less what the executor took."""
-    executor = ReadyExecutor(vocab_size, batch * kind.width, kind.told)
+    executor = ReadyExecutor(vocab_size, batch * kind.strategy.width, kind.told)
     engine = Engine(executor, Lockstep())
     for i in range(batch):
-        engine.submit(_request(kind, i, steps))
+        ids = np.arange(1, PROMPT + 1)
+        engine.submit(kind.request(i, ids, WARM_UP + steps + 1, END))
     taken = []
     for _ in range(WARM_UP + steps):
         start, before = time.perf_counter(), executor.seconds
         engine.step()
         taken.append(time.perf_counter() - start - (executor.seconds - before))
     return statistics.median(taken[WARM_UP:]) * 1e6
-
-
-def _request(kind: Kind, index: int, steps: int) -> Request:
-    length = PROMPT + WARM_UP + steps + 1
-    return Request(
-        request_id=str(index),
-        prompt=Prompt(ids=np.arange(1, PROMPT + 1)),
-        strategy=kind.strategy(),
-        draws=SeededDraws(index),
-        processors=kind.processors,
-        stops=(EosToken((END,)), MaxLength(length)),
-        max_length=length,
-    )
 
 
 def main() -> None:

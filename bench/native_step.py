@@ -18,28 +18,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from parts.clock import bandwidth
 from parts.models import Models
 from parts.report import options, write
+from parts.steps import WARPERS, Kind
 
 import everystep as es
 from everystep.cache.kv_format import CacheDtype, KvFormat
-from everystep.draws import SeededDraws, SharedDraws
+from everystep.draws import SharedDraws
 from everystep.engine import Engine, Lockstep
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model, weight_bytes
-from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.types import Prompt, Request, Verb, Work
+from everystep.types import Verb, Work
 
-WARPERS = (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9))
 PROMPT, WARM_UP = 16, 5
 NONE = np.zeros(0, np.int64)
 FREED = Work((Verb("free", 0),), NONE, NONE, NONE, NONE, NONE)
@@ -103,17 +99,6 @@ class WholeRows(NativeExecutor):
     abilities = NativeExecutor.abilities - {"best"}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A way to choose; `told`: the executor may tell the best of rows."""
-
-    name: str
-    strategy: Any
-    processors: tuple[Any, ...] = ()
-    draws: Callable[[int], Any] = SeededDraws
-    told: bool = True
-
-
 SHARED = SharedDraws()
 KINDS = (
     Kind("greedy", Greedy()),
@@ -130,26 +115,14 @@ def engine_us(model: Model, kind: Kind, batch: int, steps: int) -> dict[str, flo
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     engine, beside = Engine(executor, Lockstep()), []
     for index in range(batch):
-        engine.submit(_request(index, kind, PROMPT + WARM_UP + steps + 1))
+        ids = np.random.default_rng(index).integers(100, 40000, PROMPT)
+        engine.submit(kind.request(index, ids, WARM_UP + steps + 1, end=-1))
     for _ in range(WARM_UP + steps):
         begin = time.perf_counter()
         engine.step()
         beside.append(time.perf_counter() - begin - timed.seconds[-1])
     native, host = timed.seconds[-steps:], beside[-steps:]
     return {"native": 1e6 * statistics.median(native), "beside": 1e6 * statistics.median(host)}
-
-
-def _request(index: int, kind: Kind, length: int) -> Request:
-    ids = np.random.default_rng(index).integers(100, 40000, PROMPT)
-    return Request(
-        request_id=str(index),
-        prompt=Prompt(ids=ids),
-        strategy=kind.strategy,
-        draws=kind.draws(index),
-        processors=kind.processors,
-        stops=(EosToken((-1,)), MaxLength(length)),  # nothing ends before its length
-        max_length=length,
-    )
 
 
 def engine_steps(

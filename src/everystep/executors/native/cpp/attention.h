@@ -218,28 +218,34 @@ inline void attend(const Keys& keys, const Queries& queries, int64_t span, Seen 
     });
 }
 
-// Joins what one query has seen of its spans, which lie `apart` from `seen` on, and writes the mean of
-// the values. Every span counts by e^(its highest - the highest of all).
-inline void conclude(Seen seen, int64_t spans, int64_t apart, int64_t dim, float* out) {
+// What a query has seen of `spans` spans, which lie `apart`, becomes what it has seen of all, in place
+// of the first. Every span counts by e^(its highest - the highest of all).
+inline void join(Seen first, int64_t spans, int64_t apart) {
     using namespace simd;
-    const auto span = [&](int64_t i) { return Seen{seen.at + i * apart, seen.width}; };
-    float top = seen.highest();
+    const auto span = [&](int64_t i) { return Seen{first.at + i * apart, first.width}; };
+    float top = first.highest(), total = 0.0f;
     for (int64_t i = 1; i < spans; ++i) top = std::max(top, span(i).highest());
-    float total = spans == 1 ? seen.total() : 0.0f;
-    for (int64_t begin = 0; spans > 1 && begin < spans; begin += kLanes) {
+    for (int64_t begin = 0; begin < spans; begin += kLanes) {
         const int64_t count = std::min<int64_t>(spans - begin, kLanes);
         float shares[kLanes] = {};
         for (int64_t i = 0; i < count; ++i) shares[i] = span(begin + i).highest() - top;
         store(shares, exp(load(shares)));
         for (int64_t i = 0; i < count; ++i) total += span(begin + i).total() * shares[i];
-        for (int64_t at = 0; at < seen.width; at += kLanes) {
-            Floats sum = begin == 0 ? splat(0.0f) : load(seen.at + at);
+        for (int64_t at = 0; at < first.width; at += kLanes) {
+            Floats sum = begin == 0 ? splat(0.0f) : load(first.at + at);
             for (int64_t i = 0; i < count; ++i)
                 sum = fma(load(span(begin + i).at + at), splat(shares[i]), sum);
-            store(seen.at + at, sum);
+            store(first.at + at, sum);
         }
     }
-    const float share = 1.0f / total;
+    first.highest() = top;
+    first.total() = total;
+}
+
+// Joins the spans of a query and writes the mean of the values.
+inline void conclude(Seen seen, int64_t spans, int64_t apart, int64_t dim, float* out) {
+    if (spans > 1) join(seen, spans, apart);
+    const float share = 1.0f / seen.total();
     for (int64_t d = 0; d < dim; ++d) out[d] = seen.at[d] * share;
 }
 

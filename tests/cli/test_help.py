@@ -1,8 +1,7 @@
-"""What is answered without a model: help and version, at once and without torch."""
+"""What is answered without a model: help and version, without importing what runs one."""
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
@@ -36,21 +35,14 @@ def test_every_command_has_help(call: Caller, name: str) -> None:
     assert f"everystep {name}" in outcome.out
 
 
+HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "jinja2"}
+
+
 @pytest.mark.parametrize("line", [["--version"], ["--help"], ["generate", "--help"], ["models"]])
-def test_torch_is_imported_only_to_run_a_model(line: list[str]) -> None:
+def test_what_runs_a_model_is_imported_only_to_run_one(line: list[str]) -> None:
     code = (
-        f"import sys; from everystep.cli import main; main({line}); print('torch' in sys.modules)"
+        f"import sys; from everystep.cli import main; main({line}); "
+        f"print(sorted({HEAVY} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_help_comes_at_once() -> None:
-    # Processor time: what else runs on the machine is not the command's fault.
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run(everystep("--version"))
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert done.stdout.splitlines()[-1] == "[]"

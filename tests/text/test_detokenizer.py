@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 
 import pytest
 import tokenizers
@@ -85,8 +85,9 @@ def test_a_copy_goes_its_own_way(case: tuple[str, list[int]], at: int) -> None:
 
 @settings(max_examples=300)
 @given(st.text(max_size=12))
+@example("a<bos>é")  # hypothesis writes special tokens too, as it reads them in the sources
 def test_no_piece_holds_half_a_character(text: str) -> None:
-    follower = Detokenizer(TOKENIZERS["tiny"])
+    follower = Detokenizer(TOKENIZERS["tiny"], skip_special_tokens=False)
     pieces = [follower.push(id) for id in TOKENIZERS["tiny"](text)["input_ids"]]
     assert "".join(pieces) == text
     assert "\ufffd" in text or "\ufffd" not in "".join(pieces)
@@ -124,14 +125,17 @@ def test_the_cost_of_an_id_does_not_grow() -> None:
     follower = Detokenizer(tiny_tokenizer())
     ids = tiny_tokenizer()("to be 😀 " * 250)["input_ids"]
 
-    def seconds() -> float:
-        start = time.perf_counter()
-        follower.push(ids)
-        return time.perf_counter() - start
+    def calls() -> int:
+        made = []
+        sys.setprofile(lambda frame, event, about: made.append(event))
+        text = follower.push(ids)
+        sys.setprofile(None)
+        assert text == "to be 😀 " * 250
+        return len(made)
 
-    first = min(seconds() for _ in range(3))
+    first = calls()
     follower.push(ids * 30)
-    assert min(seconds() for _ in range(3)) < 5 * first
+    assert calls() == first
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 One file per command; `app` gathers them, `failures` turns what goes wrong into an exit code and a
 line on standard error. Answers go to standard output, everything about them to standard error.
-torch is imported only by commands that run a model, so `--help` and `--version` return at once.
+torch is imported only by commands that run a model, so `--help` and `--version` do without it.
 """
 
 from __future__ import annotations

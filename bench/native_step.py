@@ -7,10 +7,10 @@ The default model in several formats. Each case feeds one token per row to rows 
 positions; the median over `--steps` steps is that of the compiled function alone. The limit is the
 bytes of weights, keys and values that a step reads, at the speed of a sum over 1 GiB. `--prompt`
 feeds one row so many tokens at once. `--engine` asks for whole steps of the engine at so many
-requests: how long they take beside the compiled function, greedy, with four beams each, and
-sampling with temperature, top-k and top-p: told the best of rows, told whole ones, and drawn as
-the reference does, from torch's own generator. `--cache-dtypes` are the types in which rows keep
-keys and values.
+requests: all of it, and what they take beside the compiled function, greedy, with four beams each,
+and sampling with temperature, top-k and top-p: told the best of rows, told whole ones, and drawn as
+the reference does, from torch's own generator; with the next step begun ahead, and without.
+`--cache-dtypes` are the types in which rows keep keys and values.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def step_seconds(
     model: Model, kept: CacheDtype, rows: int, held: int, steps: int
 ) -> tuple[float, float]:
     """Medians of the native call and of all of `run`, in seconds."""
-    executor = NativeExecutor(model, kept)
+    executor = NativeExecutor(model, kept, ahead=False)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     executor.run(feed(rows, 0, held))
     timed.seconds.clear()
@@ -85,7 +86,7 @@ def step_seconds(
 
 def prompt_ms(model: Model, kept: CacheDtype, count: int) -> float:
     """The median of the native calls that read a prompt, in milliseconds."""
-    executor = NativeExecutor(model, kept)
+    executor = NativeExecutor(model, kept, ahead=False)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     for _ in range(5):
         executor.run(feed(1, 0, count))
@@ -109,20 +110,22 @@ KINDS = (
 )
 
 
-def engine_us(model: Model, kind: Kind, batch: int, steps: int) -> dict[str, float]:
-    """Medians of a step of one token per request: the native call, and what it takes beside it."""
-    executor = (NativeExecutor if kind.told else WholeRows)(model)
+def engine_us(model: Model, kind: Kind, batch: int, steps: int, ahead: bool) -> dict[str, float]:
+    """Medians of a step of one token per request: all of it, the native call, and the rest."""
+    executor = (NativeExecutor if kind.told else WholeRows)(model, ahead=ahead)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
-    engine, beside = Engine(executor, Lockstep()), []
+    engine, whole = Engine(executor, Lockstep()), []
     for index in range(batch):
         ids = np.random.default_rng(index).integers(100, 40000, PROMPT)
         engine.submit(kind.request(index, ids, WARM_UP + steps + 1, end=-1))
     for _ in range(WARM_UP + steps):
         begin = time.perf_counter()
         engine.step()
-        beside.append(time.perf_counter() - begin - timed.seconds[-1])
-    native, host = timed.seconds[-steps:], beside[-steps:]
-    return {"native": 1e6 * statistics.median(native), "beside": 1e6 * statistics.median(host)}
+        whole.append(time.perf_counter() - begin)
+    native, whole = timed.seconds[-steps:], whole[-steps:]
+    beside = [all_of_it - call for all_of_it, call in zip(whole, native, strict=True)]
+    parts = {"whole": whole, "native": native, "beside": beside}
+    return {name: 1e6 * statistics.median(seconds) for name, seconds in parts.items()}
 
 
 def engine_steps(
@@ -130,9 +133,10 @@ def engine_steps(
 ) -> Iterator[dict[str, object]]:
     """Whole steps of the engine, in microseconds."""
     for batch in map(int, filter(None, args.engine.split(","))):
-        for kind in KINDS:
-            found = engine_us(model, kind, batch, args.steps)
-            yield {"format": format, "engine": kind.name, "requests": batch, **found}
+        for kind, ahead in product(KINDS, (False, True)):
+            found = engine_us(model, kind, batch, args.steps, ahead)
+            about = {"format": format, "engine": kind.name, "requests": batch, "ahead": ahead}
+            yield {**about, **found}
 
 
 def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:

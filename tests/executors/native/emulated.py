@@ -187,10 +187,14 @@ class EmulatedLibrary:
     def es_reserve(self, runner: int, pages: int) -> int:
         return self._call("es_reserve", runner, pages)
 
+    def es_rest(self, runner: int) -> None:
+        """Nothing is ever begun before it is asked for."""
+
     def es_run(self, runner: int, work: StepWork, threads: int) -> int:
         with self._until_done():
             around = Around(self._models[runner])
             there = self._copied(work, around)
+            there.ahead = 0  # memory is lent for one call
             failed = self._call("es_run", runner, self._write(bytes(there)), threads)
             for name, extent in RESULTS.items():
                 if address := getattr(work, name):

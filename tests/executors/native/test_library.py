@@ -21,6 +21,7 @@ from tests.executors.native.test_native_executor import (
 from tests.executors.native.test_cache_types import (
     test_no_bit_depends_on_chunks, test_rows_are_the_judges, test_what_is_exported_is_what_is_held,
 )
+from tests.executors.native.test_ahead import test_whatever_comes_results_and_rows_are_the_same
 from everystep.executors.native import status
 assert status().instructions == {name!r}, status()
 for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new"):
@@ -33,6 +34,20 @@ for cache_dtype in ("float16", "int8"):
         test_rows_are_the_judges(spec, cache_dtype)
     test_what_is_exported_is_what_is_held(cache_dtype)
     test_no_bit_depends_on_chunks(cache_dtype)
+for seed in range(4):
+    test_whatever_comes_results_and_rows_are_the_same(seed, "float32")
+"""
+
+CHECK_THREADS = """
+from tests.executors.native.test_ahead import test_whatever_comes_results_and_rows_are_the_same
+from tests.executors.native.test_native_executor import (
+    test_no_bit_depends_on_who_attends_to_which_span as spans
+)
+from everystep.executors.native import status
+assert status().instructions == {name!r}, status()
+for seed in range(8):
+    test_whatever_comes_results_and_rows_are_the_same(seed, "float32")
+spans("plain", 3)
 """
 
 
@@ -131,30 +146,43 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.native
 @pytest.mark.slow
 def test_the_kernels_are_clean_under_sanitisers(tmp_path: Path) -> None:
+    done = run_checked(tmp_path, "address,undefined", "libasan.so", CHECK)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_threads_never_race(tmp_path: Path) -> None:
+    done = run_checked(tmp_path, "thread", "libtsan.so", CHECK_THREADS)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def run_checked(
+    folder: Path, sanitisers: str, runtime: str, check: str
+) -> subprocess.CompletedProcess[str]:
+    """What a process prints that runs `check` on a library with sanitisers in it."""
     cxx = build.compiler()
     assert cxx is not None, "these tests need the compiler that the package was built with"
-    name, made = usable()[0], tmp_path / "checked.so"
-    extra = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    name, made = usable()[0], folder / "checked.so"
+    extra = ("-O1", "-g", f"-fsanitize={sanitisers}", "-fno-sanitize-recover=all")
     subprocess.run(build.command(cxx, name, made, extra), check=True)
-    runtime = subprocess.run(
-        [cxx, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    found = subprocess.run(
+        [cxx, f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
+    )
     program = f"""
 from pathlib import Path
 from everystep.executors.native import library
 library.library_path = lambda name: Path({str(made)!r})
-{CHECK.format(name=name)}
+{check.format(name=name)}
 """
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {
         **os.environ,
         "EVERYSTEP_INSTRUCTIONS": name,
-        "PYTHONPATH": paths,
-        "LD_PRELOAD": runtime,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "LD_PRELOAD": found.stdout.strip(),
         # Python itself and the libraries beside it never free what lives as long as they do.
         "ASAN_OPTIONS": "detect_leaks=0",
     }
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-4000:]

@@ -7,7 +7,7 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 from __future__ import annotations
 
 import weakref
-from ctypes import byref, c_void_p
+from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
 from operator import add
 
@@ -46,7 +46,8 @@ class NativeExecutor:
 
     As many threads work as torch was set to use when it was opened. Those of torch wait for more
     work by spinning, which would take their cores from these: so around a run torch uses one.
-    `cache_dtype`: the type in which pages keep keys and values; None: float32.
+    `cache_dtype`: the type in which pages keep keys and values; None: float32. `ahead`: the other
+    threads begin with what most likely comes next, while the caller looks at a step's results.
     """
 
     device = torch.device("cpu")
@@ -54,7 +55,9 @@ class NativeExecutor:
     host_threads: int | None = 1
     abilities = frozenset({"truncate", "embeds", "positions", "columns", "past", "best"})
 
-    def __init__(self, model: Model, cache_dtype: CacheDtype | None = None) -> None:
+    def __init__(
+        self, model: Model, cache_dtype: CacheDtype | None = None, *, ahead: bool = True
+    ) -> None:
         reasons = obstacles(model)
         if reasons:
             raise UnsupportedError(message("the native executor cannot run this", got=reasons[0]))
@@ -71,6 +74,8 @@ class NativeExecutor:
         self._tables = [_RopeTable(rope) for rope in self._program.ropes]
         self._asked = _Asked(len(self._tables))
         self._nothing = torch.empty(0, self.vocab_size)
+        self._ahead = ahead
+        self._turned: list[_Turned] = []
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
@@ -81,6 +86,8 @@ class NativeExecutor:
             hidden = self._hidden_room(work)
             self._step(work, told, hidden)
             self._extend_columns(work, hidden)
+        else:
+            self._library.es_rest(self._runner)
         return StepOutput(
             told.logits, columns=dict(self._columns), best=told.best, totals=told.totals
         )
@@ -88,6 +95,12 @@ class NativeExecutor:
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
         return self.rows.lengths()
+
+    def guesses(self) -> tuple[int, int]:
+        """How many steps were begun before they were asked for, and how many of them were."""
+        counts = (c_int64 * 2)()
+        self._library.es_guesses(self._runner, counts)
+        return counts[0], counts[1]
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy, once its verbs were applied."""
@@ -194,7 +207,10 @@ class NativeExecutor:
         step.hidden = _address(hidden)
         step.copies = 0 if copied is None else copied.shape[1]
         step.copy_from, step.copy_to = (None, None) if copied is None else map(_address, copied)
+        step.ahead = self._ahead and all(map(self.rows.has_room, work.rows.tolist()))
         _check(self._library.es_run(self._runner, step, self._threads))
+        # Until now the step that was begun before may have read the tables of the last one.
+        self._turned = turned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,7 +287,8 @@ class _RopeTable:
         """What each token of the work turns by."""
         own = work.positions
         if own is None and not self._rope.scaling.by_length:
-            return self._kept_for(max(map(add, work.starts.tolist(), work.counts.tolist())))
+            # And the position after, should the library go on by itself.
+            return self._kept_for(1 + max(map(add, work.starts.tolist(), work.counts.tolist())))
         places = row_positions(work) if own is None else own.flatten().cpu().numpy()
         if self._rope.scaling.by_length:
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))

@@ -16,7 +16,7 @@ from everystep.errors import UnsupportedError, message
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import Settings
 
-INTERFACE = 6
+INTERFACE = 7
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -105,6 +105,7 @@ class StepWork(Structure):
         *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals", "hidden")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
+        ("ahead", c_int64),
     )
 
 
@@ -171,6 +172,10 @@ def open_library(path: Path) -> ctypes.CDLL:
     for name in ("es_export", "es_import"):
         getattr(library, name).restype = None
         getattr(library, name).argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
+    library.es_rest.restype = None
+    library.es_rest.argtypes = (c_void_p,)
+    library.es_guesses.restype = None
+    library.es_guesses.argtypes = (c_void_p, POINTER(c_int64))
     library.es_run.restype = c_int32
     library.es_run.argtypes = (c_void_p, POINTER(StepWork), c_int32)
     return library

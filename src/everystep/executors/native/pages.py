@@ -107,6 +107,10 @@ class PagedRows:
             held.used += 1
         return copied
 
+    def has_room(self, row: int) -> bool:
+        """Whether a row that was extended has place for one more position without another page."""
+        return self._row(row).length % PAGE > 0
+
     def pages(self, row: int) -> np.ndarray:
         """(n,) int32 page numbers of a row."""
         return self.table[row, : self._row(row).used]

@@ -43,8 +43,24 @@ Crew::~Crew() {
 }
 
 void Crew::run(const std::function<void(Member&)>& job) {
-    const uint32_t phase = finished_phases_.load(std::memory_order_relaxed);
-    if (size_ > 1) {
+    Member first{0, finished_phases_.load(std::memory_order_relaxed)};
+    begin(job, size_);
+    job(first);
+    wait_for_others();
+}
+
+void Crew::start(std::function<void(Member&)> job) {
+    started_ = std::move(job);
+    begin(started_, size_ - 1);
+}
+
+void Crew::begin(const std::function<void(Member&)>& job, int present) {
+    present_ = present;
+    leaving_ = false;
+    admitted_.store(false, std::memory_order_relaxed);
+    wish_.store(Wish::kNone, std::memory_order_relaxed);
+    if (size_ == 1) return;
+    {
         // The lock makes sure that nobody falls asleep between looking and being woken.
         std::lock_guard<std::mutex> lock(sleeping_);
         job_ = &job;
@@ -52,9 +68,38 @@ void Crew::run(const std::function<void(Member&)>& job) {
         started_jobs_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
-    Member first{0, phase};
-    job(first);
+}
+
+void Crew::wait_for_others() {
     wait_for([this] { return busy_.load(std::memory_order_acquire) == 0; });
+}
+
+void Crew::give_up() {
+    wish_.store(Wish::kGiveUp, std::memory_order_relaxed);
+    wait_for_others();
+}
+
+bool Crew::admitted() {
+    wait_for([this] {
+        return admitted_.load(std::memory_order_acquire) || busy_.load(std::memory_order_acquire) == 0;
+    });
+    return admitted_.load(std::memory_order_acquire);
+}
+
+bool Crew::pass(Member& member, int64_t door) {
+    if (present_ == size_) return true;
+    if (is_last()) {
+        const Wish wish = wish_.load(std::memory_order_acquire);
+        leaving_ = wish == Wish::kGiveUp;
+        if (wish == Wish::kEnter) present_ = size_;
+        door_ = door;
+        release(member);
+        // Only now, for who comes in must not meet anybody in this phase.
+        if (wish == Wish::kEnter) admitted_.store(true, std::memory_order_release);
+    } else {
+        wait(member);
+    }
+    return !leaving_;
 }
 
 void Crew::serve(int index) {

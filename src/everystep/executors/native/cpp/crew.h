@@ -4,6 +4,8 @@
 // a while by giving their time away, so that a neighbour on the machine costs its share and no
 // more; between steps they spin briefly and then sleep. Items are claimed one chunk at a time, so a
 // member that lost its core holds nobody up for longer than a chunk.
+//
+// A job may be started without the caller, who then joins it at one of its doors or gives it up.
 #pragma once
 
 #include <atomic>
@@ -34,6 +36,27 @@ class Crew {
     // Runs `job` once on every member, and returns when all are done.
     void run(const std::function<void(Member&)>& job);
 
+    // Runs `job` on every member but the caller, who goes on meanwhile, until `join` or `give_up`.
+    // There is another member.
+    void start(std::function<void(Member&)> job);
+
+    // What was started is done when this returns. The caller takes part from the next door on, where
+    // `rest(member, door)` does what is left.
+    template <class Rest>
+    void join(Rest rest) {
+        wish_.store(Wish::kEnter, std::memory_order_release);
+        if (!admitted()) return;
+        Member first{0, finished_phases_.load(std::memory_order_acquire)};
+        rest(first, door_);
+        wait_for_others();
+    }
+
+    // What was started ends as soon as members see it, its results are of no use.
+    void give_up();
+
+    // Within a job, between phases: where members let the caller in. False if the job is given up.
+    bool pass(Member& member, int64_t door);
+
     // Within a job: `work(begin, end)` is called by whoever is free until [0, items) is done; every
     // member returns when all of it is.
     template <class Job>
@@ -48,11 +71,11 @@ class Crew {
         std::atomic<int64_t>& next = next_[member.phase % kCounters].value;
         for (;;) {
             const int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
-            if (begin >= items) break;
+            if (begin >= items || given_up()) break;
             work(begin, begin + chunk < items ? begin + chunk : items);
         }
         if (is_last()) {
-            then();
+            if (!given_up()) then();
             release(member);
         } else {
             wait(member);
@@ -65,7 +88,18 @@ class Crew {
         std::atomic<int64_t> value{0};
     };
 
-    bool is_last() { return arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_; }
+    enum class Wish { kNone, kEnter, kGiveUp };
+
+    bool given_up() const { return wish_.load(std::memory_order_relaxed) == Wish::kGiveUp; }
+    bool is_last() {
+        // Read before arriving: whoever arrives last may change it.
+        const int present = present_;
+        return arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == present;
+    }
+    // Whether the caller was let in; false when the job has ended without.
+    bool admitted();
+    void begin(const std::function<void(Member&)>& job, int present);
+    void wait_for_others();
     void release(Member& member);
     void wait(Member& member);
     void serve(int index);
@@ -76,7 +110,15 @@ class Crew {
     alignas(64) std::atomic<uint32_t> finished_phases_{0};
     alignas(64) std::atomic<uint64_t> started_jobs_{0};
     alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<Wish> wish_{Wish::kNone};
+    std::atomic<bool> admitted_{false};
+    // These change where all that are present meet: how many those are, whether they leave, and the
+    // door at which the caller came in.
+    int present_ = 0;
+    bool leaving_ = false;
+    int64_t door_ = 0;
     const std::function<void(Member&)>* job_ = nullptr;
+    std::function<void(Member&)> started_;
     bool closing_ = false;
     std::mutex sleeping_;
     std::condition_variable wake_;

@@ -8,7 +8,7 @@ using namespace everystep;
 
 extern "C" {
 
-int32_t es_interface() { return 6; }
+int32_t es_interface() { return 7; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -38,7 +38,7 @@ void es_close(void* runner) { delete static_cast<Runner*>(runner); }
 // 0, or 1 without the memory for it.
 int32_t es_reserve(void* runner, int64_t pages) {
     try {
-        static_cast<Runner*>(runner)->pages().reserve(pages);
+        static_cast<Runner*>(runner)->reserve(pages);
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;
@@ -47,6 +47,7 @@ int32_t es_reserve(void* runner, int64_t pages) {
 
 // What a row with the given pages holds, as (layers, 2, kv_heads, length, head_dim).
 void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
+    static_cast<Runner*>(runner)->give_up_ahead();
     static_cast<Runner*>(runner)->each_cached(
         pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
             read_position(keys, position, out + key, out + value);
@@ -55,10 +56,20 @@ void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
 
 // The opposite: fills the pages of a row.
 void es_import(void* runner, const int32_t* pages, int64_t length, const float* values) {
+    static_cast<Runner*>(runner)->give_up_ahead();
     static_cast<Runner*>(runner)->each_cached(
         pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
             write_position(keys, position, values + key, values + value);
         });
+}
+
+// Nothing is computed until the next es_run.
+void es_rest(void* runner) { static_cast<Runner*>(runner)->give_up_ahead(); }
+
+// How many steps were begun before they were asked for, and how many of those were asked for.
+void es_guesses(void* runner, int64_t* out) {
+    out[0] = static_cast<Runner*>(runner)->guess().made();
+    out[1] = static_cast<Runner*>(runner)->guess().true_ones();
 }
 
 // 0, 1 without the memory for it, or 2 where an id is beyond the vocabulary.

@@ -89,6 +89,9 @@ struct Work {
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;
+    // Whether threads may begin with what most likely comes next: every row has room for another
+    // position in a page of its own, and tables of ropes reach it and stay until the next work.
+    int64_t ahead;
 };
 
 }  // namespace everystep

@@ -141,12 +141,55 @@ void Runner::run(const Work& work, int threads) {
     if (std::any_of(work.ids, work.ids + work.tokens,
                     [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
         throw std::out_of_range("an id beyond the vocabulary");
-    list_wanted(work);
-    if (!crew_ || crew_->size() != threads) crew_ = std::make_unique<Crew>(threads);
-    scratch_.resize(threads);
-    for (int64_t i = 0; i < work.copies; ++i) pages_.copy(work.copy_from[i], work.copy_to[i]);
-    for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
-        run_part(make_part(work, begin));
+    if (!was_ahead(work, threads)) {
+        list_wanted(work);
+        if (!crew_ || crew_->size() != threads) crew_ = std::make_unique<Crew>(threads);
+        scratch_.resize(threads);
+        for (int64_t i = 0; i < work.copies; ++i) pages_.copy(work.copy_from[i], work.copy_to[i]);
+        for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
+            run_part(make_part(work, begin));
+    }
+    if (work.ahead) run_ahead(work);
+}
+
+// The members but the caller begin with what most likely comes next.
+void Runner::run_ahead(const Work& work) {
+    if (crew_->size() == 1 || work.feeds > kMostTokens) return;
+    if (!Guess::follows(work) || !guess_.worth_it()) return;
+    const Work& next = guess_.after(work);
+    list_wanted(next);
+    ahead_.emplace(make_part(next, 0));
+    make_room(*ahead_);
+    crew_->start([this](Member& member) {
+        embed(member, *ahead_);
+        run_layers(member, *ahead_, 0);
+    });
+}
+
+// Whether the work is what was begun: then it is completed and told, and else it is given up.
+bool Runner::was_ahead(const Work& work, int threads) {
+    if (!ahead_) return false;
+    const bool is_this = crew_->size() == threads && guess_.covers(work);
+    guess_.learn(is_this);
+    if (!is_this) {
+        give_up_ahead();
+        return false;
+    }
+    crew_->join([this](Member& member, int64_t door) { run_layers(member, *ahead_, door); });
+    ahead_.reset();
+    guess_.tell(work);
+    return true;
+}
+
+void Runner::give_up_ahead() {
+    if (ahead_) crew_->give_up();
+    ahead_.reset();
+}
+
+void Runner::reserve(int64_t pages) {
+    if (pages <= pages_.count()) return;
+    give_up_ahead();
+    pages_.reserve(pages);
 }
 
 void Runner::list_wanted(const Work& work) {
@@ -200,7 +243,7 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
     return part;
 }
 
-void Runner::run_part(const Part& part) {
+void Runner::make_room(const Part& part) {
     const int64_t room = part.spans * seen_size() + kMostQueries * whole_vectors(model_.head_dim);
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
@@ -209,11 +252,22 @@ void Runner::run_part(const Part& part) {
     last_.expect(part.wanted_end - part.wanted_begin);
     head_.start(wanted_.data() + part.wanted_begin, part.wanted_end - part.wanted_begin,
                 model_.vocabulary, crew_->size());
+}
+
+void Runner::run_part(const Part& part) {
+    make_room(part);
     crew_->run([&](Member& member) {
         embed(member, part);
-        for (int64_t index = 0; index < model_.layers; ++index) run_layer(member, part, index);
-        finish(member, part);
+        run_layers(member, part, 0);
     });
+}
+
+void Runner::run_layers(Member& member, const Part& part, int64_t from) {
+    for (int64_t index = from; index < model_.layers; ++index) {
+        if (!crew_->pass(member, index)) return;
+        run_layer(member, part, index);
+    }
+    if (crew_->pass(member, model_.layers)) finish(member, part);
 }
 
 void Runner::embed(Member& member, const Part& part) {

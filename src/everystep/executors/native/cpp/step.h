@@ -2,10 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "attention.h"
 #include "crew.h"
+#include "guess.h"
 #include "head.h"
 #include "linear.h"
 #include "model.h"
@@ -37,10 +39,17 @@ class Runner {
   public:
     // std::invalid_argument where a phase could not read the matrices as they are joined.
     Runner(const Model& model, KvType type);
+    ~Runner() { give_up_ahead(); }
 
     // `threads`: how many members the crew has from now on. std::out_of_range where an id is not one.
     void run(const Work& work, int threads);
-    Pages& pages() { return pages_; }
+
+    // There are at least so many pages.
+    void reserve(int64_t pages);
+
+    // Nothing is computed until the next work.
+    void give_up_ahead();
+    const Guess& guess() const { return guess_; }
 
     // Calls `use(keys, position, key, value)` for a row's first positions, in every layer and head,
     // with the places of its key and value in (layers, 2, kv_heads, length, head_dim).
@@ -72,6 +81,10 @@ class Runner {
     void list_wanted(const Work& work);
     Part make_part(const Work& work, int64_t begin) const;
     void run_part(const Part& part);
+    void make_room(const Part& part);
+    void run_ahead(const Work& work);
+    bool was_ahead(const Work& work, int threads);
+    void run_layers(Member& member, const Part& part, int64_t from);
     void embed(Member& member, const Part& part);
     void embed_token(const Part& part, int64_t token);
     void run_layer(Member& member, const Part& part, int64_t index);
@@ -117,6 +130,8 @@ class Runner {
     InputBuffer normed_, mixed_, inner_, last_;
     std::vector<float> spread_;
     std::vector<std::vector<float>> scratch_;
+    Guess guess_;
+    std::optional<Part> ahead_;  // of the guess that is being computed
 };
 
 // Members take rows that lie side by side where there are many, so that they do not write into each

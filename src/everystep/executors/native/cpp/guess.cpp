@@ -1,0 +1,91 @@
+#include "guess.h"
+
+#include <algorithm>
+
+#include "pages.h"
+
+namespace everystep {
+
+bool Guess::follows(const Work& work) {
+    for (int64_t feed = 0; feed < work.feeds; ++feed)
+        if (work.wanted[feed] != 1 || work.best[feed] == 0) return false;
+    for (int64_t i = 0; i < work.ropes; ++i)
+        if (work.rope[i].row) return false;
+    return !work.hidden;
+}
+
+bool Guess::worth_it() {
+    if (rate_ >= kLeastRate) return true;
+    return ++passed_over_ % kBetweenTrials == 0;
+}
+
+const Work& Guess::after(const Work& work) {
+    const int64_t feeds = work.feeds;
+    ids_.resize(feeds), starts_.resize(feeds), lines_.resize(feeds);
+    int64_t stride = 0;
+    for (int64_t feed = 0; feed < feeds; ++feed) {
+        // One position of each feed is told, so results are in the order of feeds.
+        ids_[feed] = work.best_tokens[feed * work.most];
+        starts_[feed] = work.starts[feed] + work.counts[feed];
+        lines_[feed] = feed;
+        stride = std::max(stride, starts_[feed] / kPagePositions + 1);
+    }
+    rows_.assign(work.rows, work.rows + feeds);
+    best_.assign(work.best, work.best + feeds);
+    ones_.assign(feeds, 1);
+    pages_.assign(feeds * stride, 0);
+    for (int64_t feed = 0; feed < feeds; ++feed)
+        std::copy_n(work.pages + rows_[feed] * work.stride, starts_[feed] / kPagePositions + 1,
+                    pages_.data() + feed * stride);
+    ropes_.assign(work.rope, work.rope + work.ropes);
+    values_.resize(feeds * work.most), tokens_.resize(feeds * work.most), totals_.resize(feeds);
+    ++made_;
+    work_ = {};
+    work_.tokens = work_.feeds = feeds;
+    work_.ropes = work.ropes, work_.rope = ropes_.data();
+    work_.ids = ids_.data(), work_.rows = lines_.data(), work_.starts = starts_.data();
+    work_.counts = work_.wanted = ones_.data();
+    work_.pages = pages_.data(), work_.stride = stride;
+    work_.best = best_.data(), work_.most = work.most;
+    work_.best_values = values_.data(), work_.best_tokens = tokens_.data();
+    work_.best_totals = work.best_totals ? totals_.data() : nullptr;
+    return work_;
+}
+
+bool Guess::covers(const Work& asked) {
+    if (!follows(asked) || asked.embeds || asked.copies) return false;
+    if (asked.best_totals && !work_.best_totals) return false;
+    covered_.clear();
+    int64_t mine = 0;
+    for (int64_t feed = 0, token = 0; feed < asked.feeds; token += asked.counts[feed++]) {
+        while (mine < work_.feeds && rows_[mine] != asked.rows[feed]) ++mine;
+        if (mine == work_.feeds || ids_[mine] != asked.ids[token] || !is_feed(mine, asked, feed))
+            return false;
+        covered_.push_back(mine);
+    }
+    return true;
+}
+
+bool Guess::is_feed(int64_t mine, const Work& asked, int64_t feed) const {
+    if (asked.counts[feed] != 1 || asked.starts[feed] != starts_[mine] || asked.best[feed] != best_[mine])
+        return false;
+    const int32_t* pages = asked.pages + asked.rows[feed] * asked.stride;
+    return std::equal(pages, pages + starts_[mine] / kPagePositions + 1,
+                      pages_.data() + mine * work_.stride);
+}
+
+void Guess::learn(bool came_true) {
+    true_ones_ += came_true;
+    rate_ += (came_true - rate_) / kMemory;
+}
+
+void Guess::tell(const Work& asked) const {
+    for (int64_t feed = 0; feed < asked.feeds; ++feed) {
+        const int64_t mine = covered_[feed];
+        std::copy_n(values_.data() + mine * work_.most, best_[mine], asked.best_values + feed * asked.most);
+        std::copy_n(tokens_.data() + mine * work_.most, best_[mine], asked.best_tokens + feed * asked.most);
+        if (asked.best_totals) asked.best_totals[feed] = totals_[mine];
+    }
+}
+
+}  // namespace everystep

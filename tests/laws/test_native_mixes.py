@@ -28,6 +28,7 @@ from everystep.nn.rounding import Rounding
 from everystep.testing.laws import Laws
 from everystep.testing.requests import random_mix
 from everystep.types import Verb, Work
+from tests.executors.members import members
 from tests.executors.models import narrow_model
 from tests.laws.test_executors import for_decoder
 
@@ -186,6 +187,11 @@ def test_some_mixes_keep_every_bit_of_narrow_rows(
     check(family, range(3), record_property, cache_dtype)
 
 
+def open_executor(model: Model, cache_dtype: CacheDtype | None, threads: int) -> NativeExecutor:
+    with members(threads):
+        return NativeExecutor(model, cache_dtype)
+
+
 def check(
     subject: str,
     seeds: range,
@@ -196,7 +202,8 @@ def check(
     models, compared, coverage = models_of(subject), 0, []
     for seed in seeds:
         model = models[seed % len(models)]
-        opened = partial(NativeExecutor, model, cache_dtype)
+        # With another thread the executor runs ahead.
+        opened = partial(open_executor, model, cache_dtype, 2 if seed % 5 == 4 else 1)
         laws = Laws(lambda mix, max_rows, opened=opened: opened())
         laws.check(for_decoder(random_mix(seed), model.spec.width))
         coverage.append(laws.coverage)

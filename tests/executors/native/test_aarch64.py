@@ -16,6 +16,7 @@ from everystep.cache.kv_format import CacheDtype
 from everystep.executors.native import NativeExecutor, build, library
 from everystep.models import Model, build_gguf_model
 from everystep.types import StepOutput, Verb
+from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
 from tests.executors.native.emulated import EmulatedLibrary, build_program
 from tests.executors.works import Wanderer, one_feed
@@ -112,13 +113,10 @@ def test_narrow_rows_give_the_same_bits(
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_there_give_the_same_bits(threads: int, open_here: Open, open_there: Open) -> None:
-    model, before = narrow_model("llama", "int4"), torch.get_num_threads()
+    model = narrow_model("llama", "int4")
     here = open_here(model)
-    torch.set_num_threads(threads)
-    try:
+    with members(threads):
         compare(model, here, open_there(model))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.testing.drive import Run
 from everystep.types import Past, Prompt, Request, Verb, Work
+from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
 
 pytestmark = pytest.mark.native
@@ -43,21 +42,11 @@ MODELS = (
 )
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def pair(model: Model, cache_dtype: CacheDtype = "float32", members: int = 3) -> Any:
+def pair(model: Model, cache_dtype: CacheDtype = "float32", count: int = 3) -> Any:
     """One executor that runs ahead with so many threads, and one that does not, with one."""
-    with threads(members):
+    with members(count):
         ahead = NativeExecutor(model, cache_dtype)
-    with threads(1):
+    with members(1):
         return ahead, NativeExecutor(model, cache_dtype, ahead=False)
 
 
@@ -191,7 +180,7 @@ def test_requests_of_all_kinds_together_end_the_same(scheduler: Any) -> None:
 
 
 def test_greedy_steps_are_what_was_begun() -> None:
-    ahead, _ = pair(specified("plain"), members=2)
+    ahead, _ = pair(specified("plain"), count=2)
     run = Run(Engine(ahead, Lockstep()))
     run.submit(request(1, Greedy(), new=64))
     run.finish()
@@ -203,7 +192,7 @@ def test_greedy_steps_are_what_was_begun() -> None:
 
 
 def test_guesses_that_do_not_come_true_become_few() -> None:
-    ahead, _ = pair(specified("plain"), members=2)
+    ahead, _ = pair(specified("plain"), count=2)
     run = Run(Engine(ahead, Lockstep()))
     for index in range(8):
         run.submit(
@@ -266,6 +255,6 @@ def test_a_work_without_feeds_ends_what_was_begun() -> None:
 
 
 def test_without_another_thread_or_by_choice_nothing_is_begun() -> None:
-    for executor in (pair(specified("plain"), members=1)[0], pair(specified("plain"))[1]):
+    for executor in (pair(specified("plain"), count=1)[0], pair(specified("plain"))[1]):
         executor.run(work_of({0: (0, [1, 2, 3])}, ALLOCATE[:1]))
         assert executor.guesses() == (0, 0)

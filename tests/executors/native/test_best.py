@@ -12,6 +12,7 @@ import torch
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model
 from everystep.types import MOST_BEST, Best, StepOutput, Verb, Work
+from tests.executors.members import members
 from tests.executors.models import PLAIN, random_model
 
 pytestmark = pytest.mark.native
@@ -26,15 +27,12 @@ def wide_model(width: int = WIDE) -> Model:
 
 def told(best: list[int], model: Model, threads: int = 2) -> StepOutput:
     """Five feeds of random ids, each of which wants so many of the best at every position."""
-    rows, before = np.arange(len(COUNTS)), torch.get_num_threads()
+    rows = np.arange(len(COUNTS))
     tokens = np.random.default_rng(3).integers(0, 40, COUNTS.sum())
     verbs = tuple(Verb("allocate", row) for row in rows.tolist())
-    torch.set_num_threads(threads)
-    try:
-        work = Work(verbs, rows, 0 * rows, COUNTS, COUNTS, tokens)
+    work = Work(verbs, rows, 0 * rows, COUNTS, COUNTS, tokens)
+    with members(threads):
         return NativeExecutor(model).run(replace(work, best=np.array(best), totals=True))
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_best_of(logits: torch.Tensor, best: Best, count: int) -> None:

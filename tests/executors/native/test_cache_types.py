@@ -16,6 +16,7 @@ from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 from everystep.nn.rounding import Rounding
 from everystep.types import Past, Verb, Work
+from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
 from tests.executors.works import Wanderer, ints, one_feed
 
@@ -146,10 +147,7 @@ def test_no_bit_depends_on_rows_beside_or_on_shared_pages(
 @each_type
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_bit_depends_on_who_attends_to_which_span(threads: int, cache_dtype: CacheDtype) -> None:
-    model, before = model_of("plain"), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    model = model_of("plain")
+    with members(threads):
         found = alone(model, cache_dtype, TOKENS, [60, *[1] * 20, 50, *[1] * 20])
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(found, alone(model, cache_dtype, TOKENS, [150]))

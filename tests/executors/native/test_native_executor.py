@@ -22,6 +22,7 @@ from everystep.models import Model, convert_model
 from everystep.models.decoder import Decoder
 from everystep.nn.rounding import Rounding
 from everystep.types import Verb, Work
+from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
 from tests.executors.works import Wanderer, one_feed, only_verbs
 
@@ -168,26 +169,18 @@ def test_no_bit_depends_on_rows_beside_or_on_shared_pages(
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_bit_depends_on_the_number_of_threads(threads: int) -> None:
     model, tokens = narrow_model("llama", "int8"), list(range(30))
-    before = torch.get_num_threads()
     wanted = alone(model, tokens, [30])
-    torch.set_num_threads(threads)
-    try:
+    with members(threads):
         assert torch.equal(alone(model, tokens, [20, 10]), wanted)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "capped scores"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_bit_depends_on_who_attends_to_which_span(name: str, threads: int) -> None:
     model, tokens = model_of(name), np.random.default_rng(1).integers(0, 40, 205).tolist()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with members(threads):
         # Single tokens share the spans of their row among threads; a prompt's queries do not.
         found = alone(model, tokens, [60, *[1] * 10, 115, *[1] * 20])
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(found, alone(model, tokens, [205]))
 
 

@@ -28,7 +28,7 @@ constexpr auto kAwakeBetweenJobs = std::chrono::microseconds(200);
 
 }  // namespace
 
-Crew::Crew(int size) : size_(size) {
+Crew::Crew(int size) : size_(size), next_(kCounters * size) {
     for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { serve(i); });
 }
 
@@ -124,8 +124,9 @@ void Crew::serve(int index) {
 void Crew::release(Member& member) {
     const uint32_t phase = member.phase++;
     arrived_.store(0, std::memory_order_relaxed);
-    // Everybody has left the phase before this one, whose counter is next but two.
-    next_[(phase + 2) % kCounters].value.store(0, std::memory_order_relaxed);
+    // Everybody has left the phase before this one, whose counters are next but two.
+    for (int whose = 0; whose < size_; ++whose)
+        counter(phase + 2, whose).store(0, std::memory_order_relaxed);
     finished_phases_.store(phase + 1, std::memory_order_release);
 }
 

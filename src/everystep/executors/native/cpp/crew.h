@@ -2,8 +2,9 @@
 //
 // The caller is its first member. Within a step members wait for each other by spinning, and after
 // a while by giving their time away, so that a neighbour on the machine costs its share and no
-// more; between steps they spin briefly and then sleep. Items are claimed one chunk at a time, so a
-// member that lost its core holds nobody up for longer than a chunk.
+// more; between steps they spin briefly and then sleep. Every member has a run of a phase's items to
+// itself, so that what it fetches ahead is its own; who is done helps the others. Items are claimed
+// one at a time, so a member that lost its core holds nobody up for longer than an item.
 //
 // A job may be started without the caller, who then joins it at one of its doors or gives it up.
 #pragma once
@@ -57,23 +58,18 @@ class Crew {
     // Within a job, between phases: where members let the caller in. False if the job is given up.
     bool pass(Member& member, int64_t door);
 
-    // Within a job: `work(begin, end)` is called by whoever is free until [0, items) is done; every
-    // member returns when all of it is.
+    // Within a job: `work(item)` is called for every one of [0, items), by whoever is free; every
+    // member returns when all of it is done.
     template <class Job>
-    void share(Member& member, int64_t items, int64_t chunk, Job work) {
-        share(member, items, chunk, work, [] {});
+    void share(Member& member, int64_t items, Job work) {
+        share(member, items, work, [] {});
     }
 
     // The same; then the last member to arrive calls `then`, before anybody returns. What is too
     // little to be shared saves everybody a meeting in this way.
     template <class Job, class Then>
-    void share(Member& member, int64_t items, int64_t chunk, Job work, Then then) {
-        std::atomic<int64_t>& next = next_[member.phase % kCounters].value;
-        for (;;) {
-            const int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
-            if (begin >= items || given_up()) break;
-            work(begin, begin + chunk < items ? begin + chunk : items);
-        }
+    void share(Member& member, int64_t items, Job work, Then then) {
+        for (int i = 0; i < size_; ++i) work_through(member, (member.index + i) % size_, items, work);
         if (is_last()) {
             if (!given_up()) then();
             release(member);
@@ -90,6 +86,22 @@ class Crew {
 
     enum class Wish { kNone, kEnter, kGiveUp };
 
+    // Claims what is left of the items that lie before the given member.
+    template <class Job>
+    void work_through(const Member& member, int whose, int64_t items, Job& work) {
+        std::atomic<int64_t>& next = counter(member.phase, whose);
+        const int64_t first = items * whose / size_, count = items * (whose + 1) / size_ - first;
+        while (next.load(std::memory_order_relaxed) < count) {
+            const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
+            if (item >= count || given_up()) return;
+            work(first + item);
+        }
+    }
+
+    std::atomic<int64_t>& counter(uint32_t phase, int whose) {
+        return next_[phase % kCounters * size_ + whose].value;
+    }
+
     bool given_up() const { return wish_.load(std::memory_order_relaxed) == Wish::kGiveUp; }
     bool is_last() {
         // Read before arriving: whoever arrives last may change it.
@@ -105,7 +117,7 @@ class Crew {
     void serve(int index);
 
     const int size_;
-    Counter next_[kCounters];
+    std::vector<Counter> next_;  // per phase and member
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> finished_phases_{0};
     alignas(64) std::atomic<uint64_t> started_jobs_{0};

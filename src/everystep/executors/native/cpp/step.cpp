@@ -25,13 +25,6 @@ void prefer_large_pages(void* memory, size_t bytes) {
 #endif
 }
 
-// Few rows stream weights, best in long runs; many rows compute, and small chunks come out even.
-int64_t chunk_of(int64_t panels, int64_t rows, int members) {
-    if (rows > kTogether * 4) return 1;
-    const int64_t chunks = members * (rows <= 8 ? 2 : 16);
-    return std::max<int64_t>(1, (panels + chunks - 1) / chunks);
-}
-
 int64_t panels_in(const Linear& linear) {
     int64_t panels = 0;
     for (int64_t i = 0; i < linear.count; ++i) panels += panels_of(linear.parts[i].rows);
@@ -271,7 +264,7 @@ void Runner::run_layers(Member& member, const Part& part, int64_t from) {
 }
 
 void Runner::embed(Member& member, const Part& part) {
-    share_rows(member, part.tokens(), [&](int64_t token) {
+    crew_->share(member, part.tokens(), [&](int64_t token) {
         embed_token(part, token);
         before_attention(token, 0);
     });
@@ -315,16 +308,15 @@ void Runner::before_mlp(int64_t row, int64_t index) {
 
 void Runner::run_layer(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
-    const int64_t rows = part.tokens(), panels = panels_in(layer.qkv);
+    const int64_t rows = part.tokens();
     const int64_t width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
     share_then(
-        member, panels, chunk_of(panels, rows, crew_->size()), rows,
-        [&](int64_t begin, int64_t end) {
-            for (int64_t panel = begin; panel < end; ++panel)
-                multiply_panel(layer.qkv, panel, normed_.inputs(), rows,
-                               [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                                   write(qkv_.data() + row * width + column, x, count);
-                               });
+        member, panels_in(layer.qkv), rows,
+        [&](int64_t panel) {
+            multiply_panel(layer.qkv, panel, normed_.inputs(), rows,
+                           [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                               write(qkv_.data() + row * width + column, x, count);
+                           });
         },
         [&](int64_t row) { place(part, index, row); });
     attend_all(member, part, index);
@@ -337,11 +329,8 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
 
 // The inputs to an MLP's last product. An item is a block of its codes, two panels wide.
 void Runner::expand(Member& member, const Part& part, int64_t index) {
-    const int64_t rows = part.tokens(), blocks = blocks_of(model_.inner);
-    const int64_t chunk = chunk_of(blocks, rows, crew_->size());
-    crew_->share(member, blocks, chunk, [&](int64_t begin, int64_t end) {
-        for (int64_t block = begin; block < end; ++block) expand_block(layers_[index], rows, block);
-    });
+    crew_->share(member, blocks_of(model_.inner),
+                 [&](int64_t block) { expand_block(layers_[index], part.tokens(), block); });
 }
 
 void Runner::expand_block(const Layer& layer, int64_t rows, int64_t block) {
@@ -382,16 +371,15 @@ template <class Then>
 void Runner::add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
                         const Norm& post, Then each_row) {
     float* to = post.weight ? added_.data() : hidden_.data();
-    const int64_t panels = panels_in(linear), width = model_.width;
+    const int64_t width = model_.width;
     share_then(
-        member, panels, chunk_of(panels, rows, crew_->size()), rows,
-        [&](int64_t begin, int64_t end) {
-            for (int64_t panel = begin; panel < end; ++panel)
-                multiply_panel(linear, panel, in.inputs(), rows,
-                               [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                                   float* at = to + row * width + column;
-                                   write(at, post.weight ? x : simd::add(read(at, count), x), count);
-                               });
+        member, panels_in(linear), rows,
+        [&](int64_t panel) {
+            multiply_panel(linear, panel, in.inputs(), rows,
+                           [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                               float* at = to + row * width + column;
+                               write(at, post.weight ? x : simd::add(read(at, count), x), count);
+                           });
         },
         [&](int64_t row) {
             if (post.weight) {
@@ -407,14 +395,14 @@ void Runner::finish(Member& member, const Part& part) {
     const Work& work = part.work;
     const NormKind kind = static_cast<NormKind>(model_.norm_kind);
     if (work.hidden)
-        share_rows(member, part.tokens(), [&](int64_t row) {
+        crew_->share(member, part.tokens(), [&](int64_t row) {
             normalise(kind, hidden_.data() + row * model_.width, model_.width, model_.eps, model_.norm,
                       work.hidden + (part.begin + row) * model_.width);
         });
     const int64_t rows = part.wanted_end - part.wanted_begin;
     if (rows == 0) return;
     const bool coded = reads_codes(model_.head);
-    share_rows(member, rows, [&](int64_t row) {
+    crew_->share(member, rows, [&](int64_t row) {
         const int64_t token = wanted_[part.wanted_begin + row].token - part.begin;
         normalise(kind, hidden_.data() + token * model_.width, model_.width, model_.eps, model_.norm,
                   last_.row(row));
@@ -422,21 +410,19 @@ void Runner::finish(Member& member, const Part& part) {
     });
     const float cap = model_.final_softcap;
     constexpr int64_t kPanels = Head::kColumns / kPanel;
-    const int64_t panels = panels_in(model_.head), groups = head_.groups();
-    crew_->share(member, groups, chunk_of(groups, rows, crew_->size()), [&](int64_t begin, int64_t end) {
-        for (int64_t group = begin; group < end; ++group) {
-            const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                using namespace simd;
-                if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
-                write(head_.place(member.index, row, group) + column - group * Head::kColumns, x, count);
-            };
-            const int64_t last = std::min(panels, (group + 1) * kPanels);
-            for (int64_t panel = group * kPanels; panel < last; ++panel)
-                multiply_panel(model_.head, panel, last_.inputs(), rows, use);
-            head_.digest(member.index, group);
-        }
+    const int64_t panels = panels_in(model_.head);
+    crew_->share(member, head_.groups(), [&](int64_t group) {
+        const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
+            using namespace simd;
+            if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
+            write(head_.place(member.index, row, group) + column - group * Head::kColumns, x, count);
+        };
+        const int64_t last = std::min(panels, (group + 1) * kPanels);
+        for (int64_t panel = group * kPanels; panel < last; ++panel)
+            multiply_panel(model_.head, panel, last_.inputs(), rows, use);
+        head_.digest(member.index, group);
     });
-    crew_->share(member, rows, 1, [&](int64_t row, int64_t) { head_.tell(row); });
+    crew_->share(member, rows, [&](int64_t row) { head_.tell(row); });
 }
 
 }  // namespace everystep

@@ -97,8 +97,7 @@ class Runner {
     const int32_t* numbers_of(const Part& part, int64_t row) const {
         return part.work.pages + row * part.work.stride;
     }
-    void attend_spans(const Part& part, int64_t layer, const Item& item, int64_t from, int64_t to,
-                      float* seen, float* scaled) const;
+    void attend_span(const Keys& keys, const Queries& queries, int64_t span, float* seen) const;
     void conclude_item(int64_t layer, const Item& item, float* seen);
     void expand(Member& member, const Part& part, int64_t layer);
     void expand_block(const Layer& layer, int64_t rows, int64_t block);
@@ -110,11 +109,8 @@ class Runner {
     template <class Then>
     void add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
                     const Norm& post, Then each_row);
-    template <class Work>
-    void share_rows(Member& member, int64_t rows, Work each_row);
     template <class Work, class Then>
-    void share_then(Member& member, int64_t items, int64_t chunk, int64_t rows, Work work,
-                    Then each_row);
+    void share_then(Member& member, int64_t items, int64_t rows, Work work, Then each_row);
     int64_t group_tiles() const;
     int64_t items(const Part& part) const;
     int64_t seen_size() const { return kMostQueries * Seen::size(whole_vectors(model_.head_dim)); }
@@ -134,27 +130,16 @@ class Runner {
     std::optional<Part> ahead_;  // of the guess that is being computed
 };
 
-// Members take rows that lie side by side where there are many, so that they do not write into each
-// other's lines of the cache.
-template <class Work>
-void Runner::share_rows(Member& member, int64_t rows, Work each_row) {
-    const int64_t chunk = rows > 8 * kTogether ? kTogether : rows > 8 ? 4 : 1;
-    crew_->share(member, rows, chunk, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) each_row(row);
-    });
-}
-
 // Work that is shared, then what is done to whole rows of its results: by all members, or, where rows
 // are few, by the last that arrives.
 template <class Work, class Then>
-void Runner::share_then(Member& member, int64_t items, int64_t chunk, int64_t rows, Work work,
-                        Then each_row) {
+void Runner::share_then(Member& member, int64_t items, int64_t rows, Work work, Then each_row) {
     if (rows > kFewRows) {
-        crew_->share(member, items, chunk, work);
-        share_rows(member, rows, each_row);
+        crew_->share(member, items, work);
+        crew_->share(member, rows, each_row);
         return;
     }
-    crew_->share(member, items, chunk, work, [&] {
+    crew_->share(member, items, work, [&] {
         for (int64_t row = 0; row < rows; ++row) each_row(row);
     });
 }

@@ -69,18 +69,13 @@ Keys Runner::keys_of(const int32_t* numbers, int64_t index, int64_t head) const 
     return {pages_.data(), numbers, index * shape_.layer() + head * shape_.head(), shape_};
 }
 
-// Writes what queries see of the spans [from, to) of their row to `seen`, span after span.
-void Runner::attend_spans(const Part& part, int64_t index, const Item& item, int64_t from, int64_t to,
-                          float* seen, float* scaled) const {
-    const Queries queries = queries_of(item, index, scaled);
-    const Keys keys = keys_of(numbers_of(part, item.tile.row), index, item.head);
-    from = std::max(from, queries.first_seen() / kSpan);
-    to = std::min(to, queries.last_seen() / kSpan + 1);
-    for (int64_t span = from; span < to; ++span) {
-        const bool more = queries.fetch && span + 1 < to;
-        attend(keys, queries, span, {seen + span * seen_size(), whole_vectors(model_.head_dim)},
-               more ? Ahead(keys, (span + 1) * kSpanPages, queries.last_seen() / kPagePositions) : Ahead());
-    }
+// Writes what queries see of a span of their row to its place in `seen`; the next span most likely is
+// the same member's.
+void Runner::attend_span(const Keys& keys, const Queries& queries, int64_t span, float* seen) const {
+    const int64_t last = queries.last_seen();
+    const bool more = queries.fetch && span < last / kSpan;
+    attend(keys, queries, span, {seen + span * seen_size(), whole_vectors(model_.head_dim)},
+           more ? Ahead(keys, (span + 1) * kSpanPages, last / kPagePositions) : Ahead());
 }
 
 void Runner::conclude_item(int64_t index, const Item& item, float* seen) {
@@ -103,29 +98,29 @@ void Runner::attend_all(Member& member, const Part& part, int64_t index) {
     float* own = scratch_[member.index].data();
     float* scaled = own + part.spans * seen_size();
     if (!part.spread) {
-        const auto whole = [&](int64_t number, int64_t) {
+        const auto whole = [&](int64_t number) {
             const Item item = item_of(part, number);
-            attend_spans(part, index, item, 0, part.spans, own, scaled);
+            const Queries queries = queries_of(item, index, scaled);
+            const Keys keys = keys_of(numbers_of(part, item.tile.row), index, item.head);
+            for (int64_t span = queries.first_seen() / kSpan; span <= queries.last_seen() / kSpan; ++span)
+                attend_span(keys, queries, span, own);
             conclude_item(index, item, own);
         };
-        if (coded) return share_then(member, items, 1, rows, whole, code);
-        return crew_->share(member, items, 1, whole);
+        if (coded) return share_then(member, items, rows, whole, code);
+        return crew_->share(member, items, whole);
     }
     const auto seen_by = [&](int64_t number) {
         return spread_.data() + number * part.spans * seen_size();
     };
-    const int64_t spans = items * part.spans;
-    // Spans that follow each other are fetched ahead.
-    const int64_t chunk = std::clamp<int64_t>(spans / (3 * crew_->size()), 1, 4);
     share_then(
-        member, spans, chunk, rows,
-        [&](int64_t begin, int64_t end) {
-            while (begin < end) {
-                const int64_t number = begin / part.spans, from = begin % part.spans;
-                const int64_t to = std::min(part.spans, from + end - begin);
-                attend_spans(part, index, item_of(part, number), from, to, seen_by(number), scaled);
-                begin += to - from;
-            }
+        member, items * part.spans, rows,
+        [&](int64_t place) {
+            const int64_t number = place / part.spans, span = place % part.spans;
+            const Item item = item_of(part, number);
+            const Queries queries = queries_of(item, index, scaled);
+            if (span < queries.first_seen() / kSpan || span > queries.last_seen() / kSpan) return;
+            attend_span(keys_of(numbers_of(part, item.tile.row), index, item.head), queries, span,
+                        seen_by(number));
         },
         // Where spans are spread, every row is a tile.
         [&](int64_t row) {

@@ -7,7 +7,9 @@ read no GGUF what their converters make of its float32 values; READERS says who 
 format. Peers are installed into environments of their own under `--peers`. Each engine has a
 process, and they take turns on the same random ids, other ones in every run, so that no cache of
 prefixes helps. A file per format in bench/results/ has every run's seconds to the first token and
-from there on, the peak memory, and the memory's speed, a sum over 1 GiB in the same run.
+from there on, the peak memory, and the memory's speed, a sum over 1 GiB in the same run. An engine
+that tells nothing before a batch ends is asked for one token, then for all; where the difference is
+less than the scatter of the first, its speed is not known.
 `--busy`: a few cases once more with another process that never rests.
 """
 
@@ -156,8 +158,9 @@ def measure(contenders: list[Contender], case: Case, repeats: int) -> list[dict[
 
 
 def _row(one: Contender, case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
-    first = statistics.median(run["first"] for run in runs)
-    rest = statistics.median(run["rest"] for run in runs)
+    firsts, rests = [run["first"] for run in runs], [run["rest"] for run in runs]
+    first, rest = statistics.median(firsts), statistics.median(rests)
+    known = rest > max(firsts) - min(firsts)
     row = {
         "format": one.reader.format,
         "engine": one.reader.engine,
@@ -167,14 +170,15 @@ def _row(one: Contender, case: Case, runs: list[dict[str, float]]) -> dict[str, 
         "prompt": case.prompt,
         "tokens": case.tokens,
         "first_s": first,
-        "tokens_per_s": case.batch * (case.tokens - 1) / rest,
+        "tokens_per_s": case.batch * (case.tokens - 1) / rest if known else None,
         "peak_mib": runs[-1]["peak_mib"],
-        "firsts_s": [run["first"] for run in runs],
-        "rests_s": [run["rest"] for run in runs],
+        "firsts_s": firsts,
+        "rests_s": rests,
     }
+    speed = f"{row['tokens_per_s']:9.1f}" if known else " unknown "
     print(
         f"{one.reader.format:5} {case.batch:3} x {case.prompt:6} {one.reader.engine:18}"
-        f"{row['tokens_per_s']:9.1f} tokens/s   first {first * 1e3:8.1f} ms"
+        f"{speed} tokens/s   first {first * 1e3:8.1f} ms"
         f"   peak {row['peak_mib']:6.0f} MiB",
         flush=True,
     )

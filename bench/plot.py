@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from parts.report import RESULTS, latest
-from parts.tables import ENGINES, OURS, by_case, limit, newest_peers, shown
+from parts.tables import ENGINES, OURS, by_case, limit, newest_peers, shown, speeds
 
 SPEEDS = ((1, "32"), (8, "32"), (32, "32"), (32, "8-200"))
 OWN, PEER, LIMIT = "#c2410c", "#94a3b8", "#0f172a"
@@ -32,10 +32,10 @@ def draw_peers(results: dict[str, dict[str, Any]]) -> Figure:
     for column, (format, result) in enumerate(results.items()):
         cases = dict(by_case(result["rows"]))
         for line, case in enumerate(SPEEDS):
-            speeds = {name: row["tokens_per_s"] for name, row in cases.get(case, {}).items()}
+            found = speeds(cases.get(case, {}))
             panel = panels[line][column]
-            _bars(panel, speeds, f"{format}, {case[0]} rows after {case[1]}")
-            if case[0] == 1 and OURS in speeds:
+            _bars(panel, found, f"{format}, {case[0]} rows after {case[1]}")
+            if case[0] == 1 and OURS in found:
                 bound = limit(result, cases[case][OURS])
                 panel.axvline(bound, color=LIMIT, linestyle="--", linewidth=1)
         reading = {name: 512 / row["first_s"] for name, row in cases.get((1, "512"), {}).items()}

@@ -5,7 +5,7 @@ Knows the form of the results and nothing of how they came about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from parts.report import latest
@@ -46,17 +46,24 @@ def by_case(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, str], dict[str, Ro
     yield from found.items()
 
 
+def speeds(rows: dict[str, Row]) -> dict[str, float]:
+    """Engine -> decoded tokens per second, where they are known."""
+    found = {engine: row["tokens_per_s"] for engine, row in rows.items()}
+    return {engine: speed for engine, speed in found.items() if speed is not None}
+
+
 def speed_table(results: dict[str, Row]) -> str:
     """Decoded tokens per second of every engine; ours over those of the best peer of the same
     precision, and over the limit."""
     lines = [("file", "batch, prompt", *ENGINES, "of the best peer", "of the limit")]
     for format, result in results.items():
         for (batch, prompt), rows in by_case(result["rows"]):
-            cells = [_speed(rows.get(engine)) for engine in ENGINES]
+            found = speeds(rows)
+            cells = [f"{found[engine]:.0f}" if engine in found else "" for engine in ENGINES]
             share = ""
-            if batch == 1 and OURS in rows:
-                share = f"{rows[OURS]['tokens_per_s'] / limit(result, rows[OURS]):.0%}"
-            ratio = _over_best(rows, lambda row: row["tokens_per_s"])
+            if batch == 1 and OURS in found:
+                share = f"{found[OURS] / limit(result, rows[OURS]):.0%}"
+            ratio = _over_best(rows)
             lines.append((format, f"{batch}, {prompt}", *cells, ratio, share))
     return _markdown(lines)
 
@@ -118,13 +125,10 @@ def _seconds(value: float) -> str:
     return f"{value:.2g} s" if value < 10 else f"{value:.1f} s"
 
 
-def _speed(row: Row | None) -> str:
-    return "" if row is None else f"{row['tokens_per_s']:.0f}"
-
-
-def _over_best(rows: dict[str, Row], value: Callable[[Row], float]) -> str:
-    peers = [value(row) for engine, row in rows.items() if engine != OURS and row["like"]]
-    return f"{value(rows[OURS]) / max(peers):.2f}" if peers and OURS in rows else ""
+def _over_best(rows: dict[str, Row]) -> str:
+    found = speeds({name: row for name, row in rows.items() if row["like"]})
+    ours = found.pop(OURS, None)
+    return f"{ours / max(found.values()):.2f}" if found and ours is not None else ""
 
 
 def _markdown(lines: list[tuple[str, ...]]) -> str:

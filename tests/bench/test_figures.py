@@ -29,7 +29,7 @@ def lengths(bench: None) -> ModuleType:
     return import_module("lengths")
 
 
-def row(engine: str, speed: float, *, like: bool = True) -> dict[str, Any]:
+def row(engine: str, speed: float | None, *, like: bool = True) -> dict[str, Any]:
     case = {"batch": 1, "prompt": "32", "tokens": 64, "first_s": 0.5, "peak_mib": 100.0}
     return {"engine": engine, "tokens_per_s": speed, "like": like, **case}
 
@@ -46,6 +46,11 @@ def test_a_peer_of_another_precision_is_shown_and_not_counted(tables: ModuleType
     line = tables.speed_table({"F32": found}).splitlines()[-1]
     assert "| 100 | 80 | 900 |" in line
     assert "| 1.25 | 50% |" in line  # 20,000 bytes a second over 36 + 32 + 64 / 2 bytes a token
+
+
+def test_a_speed_that_is_not_known_is_neither_shown_nor_counted(tables: ModuleType) -> None:
+    found = result(row("everystep", 100), row("llama.cpp", 80), row("ctranslate2", None))
+    assert "| 100 | 80 |  |  |  |  | 1.25 |" in tables.speed_table({"F32": found})
 
 
 def test_the_readme_shows_the_newest_figures(tables: ModuleType) -> None:

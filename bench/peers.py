@@ -160,7 +160,7 @@ def measure(contenders: list[Contender], case: Case, repeats: int) -> list[dict[
 def _row(one: Contender, case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
     firsts, rests = [run["first"] for run in runs], [run["rest"] for run in runs]
     first, rest = statistics.median(firsts), statistics.median(rests)
-    known = rest > max(firsts) - min(firsts)
+    known = rest > max(firsts) - min(firsts) or "by_difference" not in one.process.about
     row = {
         "format": one.reader.format,
         "engine": one.reader.engine,

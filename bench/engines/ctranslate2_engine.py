@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import ctranslate2
-from protocol import Answer, by_difference, check_counts, serve
+from protocol import BY_DIFFERENCE, Answer, by_difference, check_counts, serve
 
 
 def load(path: str, threads: int) -> tuple[Answer, dict[str, object]]:
@@ -25,7 +25,7 @@ def load(path: str, threads: int) -> tuple[Answer, dict[str, object]]:
         check_counts([result.sequences_ids[0] for result in results], prompts, tokens)
         return taken
 
-    return by_difference(seconds), {}
+    return by_difference(seconds), BY_DIFFERENCE
 
 
 serve(load)

@@ -49,6 +49,10 @@ def _peak_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
+BY_DIFFERENCE: dict[str, object] = {"by_difference": True}
+"""What an engine says of itself whose answers are those of `by_difference`."""
+
+
 def by_difference(seconds: Callable[[list[list[int]], int], float]) -> Answer:
     """For an engine that tells nothing of a batch before its end: seconds of a whole call.
 

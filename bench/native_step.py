@@ -5,7 +5,8 @@
 
 The default model in several formats. Each case feeds one token per row to rows that hold so many
 positions; the median over `--steps` steps is that of the compiled function alone. The limit is the
-bytes of weights, keys and values that a step reads, at the speed of a sum over 1 GiB. `--prompt`
+bytes of weights, keys and values that a step reads, at the speed of a sum over 1 GiB before and
+after, because the speed of a memory that is shared with other machines swings. `--prompt`
 feeds one row so many tokens at once. `--engine` asks for whole steps of the engine at so many
 requests: all of it, and what they take beside the compiled function, greedy, with four beams each,
 and sampling with temperature, top-k and top-p: told the best of rows, told whole ones, and drawn as
@@ -134,9 +135,27 @@ def engine_steps(
     """Whole steps of the engine, in microseconds."""
     for batch in map(int, filter(None, args.engine.split(","))):
         for kind, ahead in product(KINDS, (False, True)):
-            found = engine_us(model, kind, batch, args.steps, ahead)
+            with Limit() as limit:
+                found = engine_us(model, kind, batch, args.steps, ahead)
             about = {"format": format, "engine": kind.name, "requests": batch, "ahead": ahead}
-            yield {**about, **found}
+            held = PROMPT + WARM_UP + args.steps // 2
+            least = limit.seconds(read_bytes(model, "float32", batch, held)) * 1e6
+            yield {**about, **found, "limit": least, "share": least / found["whole"]}
+
+
+class Limit:
+    """How long reading takes at the memory's speed: the mean of before and after what stands in
+    the block."""
+
+    def __enter__(self) -> Limit:
+        self._before = bandwidth()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._speed = (self._before + bandwidth()) / 2
+
+    def seconds(self, count: int) -> float:
+        return count / self._speed
 
 
 def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:
@@ -147,7 +166,7 @@ def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:
     return sum(weight_bytes(model).values()) + rows * held * position
 
 
-def measure(kind: str, args: argparse.Namespace, speed: float) -> Iterator[dict[str, object]]:
+def measure(kind: str, args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """All cases of one format, times in milliseconds."""
     dtype = torch.float32 if kind == "F32" else None
     model = es.load_model(Models.default().gguf(kind), dtype=dtype).core
@@ -155,10 +174,11 @@ def measure(kind: str, args: argparse.Namespace, speed: float) -> Iterator[dict[
         about = {"format": kind, "kept": kept}
         for case in filter(None, args.cases.split(",")):
             rows, held = map(int, case.split("x"))
-            native, whole = step_seconds(model, kept, rows, held, args.steps)
-            limit = read_bytes(model, kept, rows, held + args.steps // 2) / speed
-            found = {"native": native * 1e3, "run": whole * 1e3, "limit": limit * 1e3}
-            yield {**about, "rows": rows, "held": held, **found, "share": limit / native}
+            with Limit() as limit:
+                native, whole = step_seconds(model, kept, rows, held, args.steps)
+            least = limit.seconds(read_bytes(model, kept, rows, held + args.steps // 2))
+            found = {"native": native * 1e3, "run": whole * 1e3, "limit": least * 1e3}
+            yield {**about, "rows": rows, "held": held, **found, "share": least / native}
         if args.prompt:
             yield {**about, "prompt": args.prompt, "native": prompt_ms(model, kept, args.prompt)}
     yield from engine_steps(kind, model, args)
@@ -174,15 +194,14 @@ def main() -> None:
     parser.add_argument("--engine", default="1,32")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    speed, rows = bandwidth(), []
-    print(f"memory: {speed / 1e9:.1f} GB/s")
+    rows = []
     for kind in args.formats.split(","):
-        for row in measure(kind, args, speed):
+        for row in measure(kind, args):
             print(
                 {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True
             )
             rows.append(row)
-    print(f"written to {write('native-step', args, {'memory bytes/s': speed, 'rows': rows})}")
+    print(f"written to {write('native-step', args, {'rows': rows})}")
 
 
 if __name__ == "__main__":

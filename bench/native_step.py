@@ -24,7 +24,7 @@ from itertools import product
 
 import numpy as np
 import torch
-from parts.clock import bandwidth
+from parts.clock import MemorySpeed
 from parts.models import Models
 from parts.report import options, write
 from parts.steps import WARPERS, Kind
@@ -135,27 +135,12 @@ def engine_steps(
     """Whole steps of the engine, in microseconds."""
     for batch in map(int, filter(None, args.engine.split(","))):
         for kind, ahead in product(KINDS, (False, True)):
-            with Limit() as limit:
+            with MemorySpeed() as memory:
                 found = engine_us(model, kind, batch, args.steps, ahead)
             about = {"format": format, "engine": kind.name, "requests": batch, "ahead": ahead}
             held = PROMPT + WARM_UP + args.steps // 2
-            least = limit.seconds(read_bytes(model, "float32", batch, held)) * 1e6
+            least = read_bytes(model, "float32", batch, held) / memory.bytes_per_s * 1e6
             yield {**about, **found, "limit": least, "share": least / found["whole"]}
-
-
-class Limit:
-    """How long reading takes at the memory's speed: the mean of before and after what stands in
-    the block."""
-
-    def __enter__(self) -> Limit:
-        self._before = bandwidth()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._speed = (self._before + bandwidth()) / 2
-
-    def seconds(self, count: int) -> float:
-        return count / self._speed
 
 
 def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:
@@ -174,9 +159,9 @@ def measure(kind: str, args: argparse.Namespace) -> Iterator[dict[str, object]]:
         about = {"format": kind, "kept": kept}
         for case in filter(None, args.cases.split(",")):
             rows, held = map(int, case.split("x"))
-            with Limit() as limit:
+            with MemorySpeed() as memory:
                 native, whole = step_seconds(model, kept, rows, held, args.steps)
-            least = limit.seconds(read_bytes(model, kept, rows, held + args.steps // 2))
+            least = read_bytes(model, kept, rows, held + args.steps // 2) / memory.bytes_per_s
             found = {"native": native * 1e3, "run": whole * 1e3, "limit": least * 1e3}
             yield {**about, "rows": rows, "held": held, **found, "share": least / native}
         if args.prompt:

@@ -7,9 +7,9 @@ read no GGUF what their converters make of its float32 values; READERS says who 
 format. Peers are installed into environments of their own under `--peers`. Each engine has a
 process, and they take turns on the same random ids, other ones in every run, so that no cache of
 prefixes helps. A file per format in bench/results/ has every run's seconds to the first token and
-from there on, the peak memory, and the memory's speed, a sum over 1 GiB in the same run. An engine
-that tells nothing before a batch ends is asked for one token, then for all; where the difference is
-less than the scatter of the first, its speed is not known.
+from there on, the peak memory, and beside every case the memory's speed, a sum over 1 GiB. An
+engine that tells nothing before a batch ends is asked for one token, then for all; where the
+difference is less than the scatter of the first, its speed is not known.
 `--busy`: a few cases once more with another process that never rests.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts.clock import bandwidth
+from parts.clock import MemorySpeed
 from parts.environments import PEERS, Unavailable, default_folder, python_of
 from parts.models import Models
 from parts.processes import EngineProcess
@@ -150,14 +150,19 @@ def measure(contenders: list[Contender], case: Case, repeats: int) -> list[dict[
     for one in contenders:
         one.process.ask([ids[:WARM_UP] for ids in case.prompts(0)], WARM_UP)
     runs: dict[str, list[dict[str, float]]] = {one.reader.engine: [] for one in contenders}
-    for run in range(1, repeats + 1):
-        for one in contenders:
-            runs[one.reader.engine].append(one.process.ask(case.prompts(run), case.tokens))
-            time.sleep(REST)
-    return [_row(one, case, runs[one.reader.engine]) for one in contenders]
+    with MemorySpeed() as memory:
+        time.sleep(REST)
+        for run in range(1, repeats + 1):
+            for one in contenders:
+                runs[one.reader.engine].append(one.process.ask(case.prompts(run), case.tokens))
+                time.sleep(REST)
+    speed = memory.bytes_per_s
+    return [_row(one, case, runs[one.reader.engine], speed) for one in contenders]
 
 
-def _row(one: Contender, case: Case, runs: list[dict[str, float]]) -> dict[str, Any]:
+def _row(
+    one: Contender, case: Case, runs: list[dict[str, float]], bytes_per_s: float
+) -> dict[str, Any]:
     firsts, rests = [run["first"] for run in runs], [run["rest"] for run in runs]
     first, rest = statistics.median(firsts), statistics.median(rests)
     known = rest > max(firsts) - min(firsts) or "by_difference" not in one.process.about
@@ -172,6 +177,7 @@ def _row(one: Contender, case: Case, runs: list[dict[str, float]]) -> dict[str, 
         "first_s": first,
         "tokens_per_s": case.batch * (case.tokens - 1) / rest if known else None,
         "peak_mib": runs[-1]["peak_mib"],
+        "bytes_per_s": bytes_per_s,
         "firsts_s": firsts,
         "rests_s": rests,
     }
@@ -179,7 +185,7 @@ def _row(one: Contender, case: Case, runs: list[dict[str, float]]) -> dict[str, 
     print(
         f"{one.reader.format:5} {case.batch:3} x {case.prompt:6} {one.reader.engine:18}"
         f"{speed} tokens/s   first {first * 1e3:8.1f} ms"
-        f"   peak {row['peak_mib']:6.0f} MiB",
+        f"   peak {row['peak_mib']:6.0f} MiB   memory {bytes_per_s / 1e9:5.1f} GB/s",
         flush=True,
     )
     return row
@@ -206,7 +212,6 @@ def measure_format(format: str, args: argparse.Namespace) -> dict[str, Any]:
             except Unavailable as cause:
                 absent.append({"engine": reader.engine, "cause": str(cause)})
                 print(f"{format:5} {reader.engine}: {cause}", flush=True)
-    speed = bandwidth()
     try:
         for case in CASES[: args.cases]:
             fit = [one for one in contenders if one.reader.ragged or case.shortest == case.longest]
@@ -216,8 +221,7 @@ def measure_format(format: str, args: argparse.Namespace) -> dict[str, Any]:
         for one in contenders:
             one.process.close()
     about = {one.reader.engine: one.process.about for one in contenders}
-    print(f"memory: {speed / 1e9:.1f} GB/s")
-    return {"bytes_per_s": speed, "about": about, "rows": rows, "busy": busy, "absent": absent}
+    return {"about": about, "rows": rows, "busy": busy, "absent": absent}
 
 
 def _measure_busy(contenders: list[Contender], repeats: int) -> list[dict[str, Any]]:

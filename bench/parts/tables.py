@@ -32,10 +32,13 @@ def shown() -> Iterator[str]:
 
 
 def limit(result: Row, row: Row) -> float:
-    """Tokens per second that the memory would allow one row: its speed over the bytes of a step."""
-    about = result["about"][OURS]
+    """Tokens per second that the memory would allow one row: its speed over the bytes of a step.
+
+    Its speed is that beside the case; older results have one for the whole run.
+    """
+    about, speed = result["about"][OURS], row.get("bytes_per_s") or result["bytes_per_s"]
     seen = int(row["prompt"]) + row["tokens"] / 2
-    return result["bytes_per_s"] / (about["weight_bytes"] + seen * about["position_bytes"])
+    return speed / (about["weight_bytes"] + seen * about["position_bytes"])
 
 
 def by_case(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, str], dict[str, Row]]]:
@@ -99,14 +102,14 @@ def decode_table(result: Row) -> str:
     lines = [("batch, prompt", OURS, "transformers", "ratio", "first token", "peak memory")]
     for row in result["rows"]:
         ours, peer = row[OURS], row["transformers"]
-        speeds = ours["decode_tokens_per_s"], peer["decode_tokens_per_s"]
+        rates = ours["decode_tokens_per_s"], peer["decode_tokens_per_s"]
         firsts = _seconds(ours["first_token_s"]), _seconds(peer["first_token_s"])
         lines.append(
             (
                 _case(row["case"]),
-                f"{speeds[0]:.0f} tokens/s",
-                f"{speeds[1]:.0f}",
-                f"{speeds[0] / speeds[1]:.2f}",
+                f"{rates[0]:.0f} tokens/s",
+                f"{rates[1]:.0f}",
+                f"{rates[0] / rates[1]:.2f}",
                 " to ".join(firsts),
                 f"{ours['peak_mib']:.0f} to {peer['peak_mib']:.0f} MiB",
             )

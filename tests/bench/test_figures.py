@@ -48,6 +48,11 @@ def test_a_peer_of_another_precision_is_shown_and_not_counted(tables: ModuleType
     assert "| 1.25 | 50% |" in line  # 20,000 bytes a second over 36 + 32 + 64 / 2 bytes a token
 
 
+def test_the_limit_is_that_of_the_memory_beside_the_case(tables: ModuleType) -> None:
+    found = result({**row("everystep", 100), "bytes_per_s": 40_000.0}, row("llama.cpp", 80))
+    assert "| 1.25 | 25% |" in tables.speed_table({"F32": found})
+
+
 def test_a_speed_that_is_not_known_is_neither_shown_nor_counted(tables: ModuleType) -> None:
     found = result(row("everystep", 100), row("llama.cpp", 80), row("ctranslate2", None))
     assert "| 100 | 80 |  |  |  |  | 1.25 |" in tables.speed_table({"F32": found})

@@ -13,7 +13,7 @@ from everystep.api.lengths import Limits
 from everystep.config import FIELDS, Effective
 from everystep.draws import Draws, SeededDraws, SharedDraws
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.stops.base import Stop
+from everystep.types.protocols import Stop
 from everystep.stops.criteria import merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime
 from everystep.stops.strings import StopStrings

@@ -101,7 +101,7 @@ class WorkBuilder:
     ) -> None:
         """Feeds `count` positions of a sequence or companion from where its cache ends."""
         if unit.row is None:
-            columns = source.request.wants.columns and unit is source
+            columns = source.request.strategy.reads.columns and unit is source
             unit.row = self.ledger.allocate(prompt, columns=columns)
         start = unit.cached
         self.rows.append(unit.row)

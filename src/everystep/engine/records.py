@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -42,22 +42,6 @@ class Capture:
         """One capture per accepted row: `rows` of the positions, the last ones, were read out."""
         ends = range(self.count - rows + 1, self.count - rows + 1 + accepted)
         return [self.cut(end - 1 if i else 0, end) for i, end in enumerate(ends)]
-
-
-@dataclass(slots=True)
-class History:
-    """The scores that a call chose from, (R, V) per step, for criteria that want to read them.
-
-    The first `settled` of `steps` are of earlier steps. A drafted token is a step, so those of this
-    one count only as far as drafts are accepted.
-    """
-
-    steps: list[Tensor] = field(default_factory=list)
-    settled: int = 0
-
-    def show(self, scores: Tensor, drafted: bool) -> None:
-        """The scores of this step: one row per token of the only sequence if it has drafts."""
-        self.steps[self.settled :] = scores[:, None] if drafted else [scores]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

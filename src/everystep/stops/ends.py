@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.stops.base import Candidates
+from everystep.types.candidates import Candidates
 from everystep.types import FinishReason
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everystep.errors import RequestError, message
-from everystep.stops.base import Candidates
+from everystep.types.candidates import Candidates
 from everystep.types import FinishReason
 
 Ending = tuple[str, bytes]

@@ -75,15 +75,15 @@ def _truncate_forgets(ledger: Ledger, row: int, length: int) -> None:
 
 
 @mutant("leaked row", (apply, "release"), (engine, "release"))
-def _release_keeps_the_row(sequence: Sequence, table: TokenTable, ledger: Ledger) -> None:
-    table.close(sequence.line)
+def _release_keeps_the_row(sequence: Sequence, ledger: Ledger) -> None:
+    pass
 
 
 def _units(sequence: Sequence) -> list[Sequence | Companion]:
     return [sequence, *sequence.companions]
 
 
-@mutant("leaked companion", (apply, "drop_rows"), (engine, "drop_rows"))
+@mutant("leaked companion", (apply, "drop_rows"))
 def _drop_forgets_companions(sequence: Sequence, ledger: Ledger) -> None:
     if sequence.row is not None:
         ledger.free(sequence.row)
@@ -92,7 +92,7 @@ def _drop_forgets_companions(sequence: Sequence, ledger: Ledger) -> None:
         unit.cached = 0
 
 
-@mutant("preemption keeps its count", (engine, "drop_rows"))
+@mutant("preemption keeps its count", (apply, "drop_rows"))
 def _drop_keeps_the_count(sequence: Sequence, ledger: Ledger) -> None:
     for unit in _units(sequence):
         if unit.row is not None:
@@ -155,7 +155,7 @@ def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
 @mutant("normalising after processors", (batches, "shortened"))
 def _normalise_late(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
     scores = pipeline.apply(rows, scores)
-    if rows.sequences[0].request.strategy.scores == "log_probs":
+    if rows.sequences[0].request.strategy.reads.scores == "log_probs":
         scores = scores.log_softmax(dim=-1)
     return scores
 
@@ -168,9 +168,9 @@ def _first_row_speaks_for_all(canvas: pipeline._Canvas) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@mutant("shared memory", (batches, "copy_memory"), (apply, "copy_memory"))
-def _memory_is_shared(value: object) -> object:
-    return value
+@mutant("shared memory", (apply, "copied"))
+def _memory_is_shared(memo: dict[str, Any]) -> dict[str, Any]:
+    return dict(memo)
 
 
 @mutant("memory not rewound", (apply, "rewind_memory"))

@@ -359,9 +359,16 @@ def release(sequence: Sequence, ledger: Ledger) -> None:
     """The sequence holds no row, and no memory that holds one."""
     drop_rows(sequence, ledger)
     for value in sequence.memo.values():
-        give_back = getattr(value, "release", None)
-        if give_back is not None:
-            give_back()
+        if hasattr(value, "release"):
+            value.release()
+
+
+def forget(sequence: Sequence) -> None:
+    """No memory is left, nor a row that one of them held."""
+    for value in sequence.memo.values():
+        if hasattr(value, "release"):
+            value.release()
+    sequence.forget()
 
 
 def drop_rows(sequence: Sequence, ledger: Ledger) -> None:

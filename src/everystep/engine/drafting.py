@@ -129,6 +129,8 @@ class DraftRows:
         if known:
             longest = max(s.visible for s in known)
             table.reserve(longest + self.tokens)
+        for sequence in known:
+            self._begin(sequence)
         for done in range(self.tokens if known else 0):
             self._choose(known, table, done)
         for sequence in known:
@@ -182,6 +184,10 @@ class DraftRows:
             sequence.memo[key] = DraftRow(self.ledger, row)
         held: DraftRow = sequence.memo[key]
         return held
+
+    def _begin(self, sequence: Sequence) -> None:
+        """The sequence's row holds no guess of a step that did not come to its end."""
+        self._row(sequence).rewind(sequence.visible - 1)
 
     def restart(self) -> None:
         """Nobody holds a row."""

@@ -29,6 +29,8 @@ from everystep.engine.apply import (
     Change,
     abandoned,
     changes,
+    drop_rows,
+    forget,
     last_events,
     release,
     settled_events,
@@ -182,8 +184,8 @@ class Engine:
         self.counts.preemptions += held
         self.counts.preemptions_in_decode += held and group.opened
         for sequence in group.live:
-            release(sequence, self.ledger)
-            sequence.forget()
+            drop_rows(sequence, self.ledger)
+            forget(sequence)
 
     def flush(self) -> None:
         """The executor has heard of every fork, truncation and free."""
@@ -215,7 +217,7 @@ class Engine:
             self._end(failed)
             return
         kinds, fed, work = self._feed(grants, Fed(ready, drafts))
-        output = self._run(work, grants)
+        output = self._run(work, grants, fed.ready)
         if output is None:
             return
         self._count(fed)
@@ -253,20 +255,35 @@ class Engine:
 
     def _draft(self, groups: list[Group]) -> tuple[dict[int, np.ndarray], list[Change]]:
         """The drafts of groups that choose, and what becomes of those whose drafter fails."""
-        drafts: dict[int, np.ndarray] = {}
         drafters: dict[Drafter, list[Group]] = {}
         for group in groups:
             if group.request.drafter is not None:
                 drafters.setdefault(group.request.drafter, []).append(group)
+        drafts: dict[int, np.ndarray] = {}
         failed: list[Change] = []
-        for drafter, asking in drafters.items():
+        asking = deque(drafters.items())
+        while asking:
+            drafter, own = asking.popleft()
             try:
-                drafts |= self._proposed(drafter, [s for group in asking for s in group.live])
+                drafts |= self._proposed(drafter, [s for group in own for s in group.live])
             except _NOBODYS:
                 raise
             except Exception as error:
-                failed += self._failed(asking, error)
+                self._restart(drafter)
+                if len(own) == 1:
+                    failed += self._failed(own, error)
+                else:
+                    asking.extend((drafter, [group]) for group in own)
         return drafts, failed
+
+    def _restart(self, drafter: Drafter) -> None:
+        """The drafter holds nothing, and no sequence remembers otherwise."""
+        for group in self.scheduler.groups:
+            if group.request.drafter == drafter:
+                for sequence in group.live:
+                    sequence.forget()
+        if drafter in self.drafting:
+            self.drafting[drafter].restart()
 
     def _proposed(self, drafter: Drafter, sequences: list[Sequence]) -> dict[int, np.ndarray]:
         """The drafter's ids after each of the sequences that have room for one beside the choice."""
@@ -279,8 +296,9 @@ class Engine:
         pairs = zip(open_ones, proposed, strict=True)
         return {id(s): draft[: _room(s)] for s, draft in pairs if len(draft)}
 
-    def _run(self, work: Work, grants: list[Grant]) -> StepOutput | None:
-        """What the executor answers. If it fails, who broke it is found by feeding one at a time."""
+    def _run(self, work: Work, grants: list[Grant], ready: list[Group]) -> StepOutput | None:
+        """What the executor answers. If it fails, who broke it is found by feeding one at a time,
+        each until it has chosen."""
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)
         try:
@@ -296,7 +314,7 @@ class Engine:
                 self._end(self._failed(groups, error))
             return None
         if self._suspects:
-            self._suspects = self._without([grant.group for grant in grants])
+            self._suspects = self._without(ready)
         return output
 
     def _without(self, groups: list[Group]) -> list[Group]:
@@ -325,7 +343,7 @@ class Engine:
             raise
         except Exception as error:
             for sequence in (s for group in groups for s in group.live):
-                sequence.forget()
+                forget(sequence)
             if len(groups) == 1:
                 step.changes += self._failed(groups, error)
                 return []

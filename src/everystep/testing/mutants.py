@@ -136,7 +136,7 @@ _true_positions = feed._positions
 def _positions_stand_still(prompt: Prompt, start: int, count: int) -> Tensor | None:
     if prompt.positions is None or start < prompt.length:
         return _true_positions(prompt, start, count)
-    return (prompt.positions[..., -1:] + 1).expand(*prompt.positions.shape[:-1], count)
+    return torch.full((*prompt.positions.shape[:-1], count), prompt.follows)
 
 
 # --- scores and draws -----------------------------------------------------------------------------

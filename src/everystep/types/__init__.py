@@ -24,11 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.types.columns import COLUMNS as COLUMNS
+from everystep.types.columns import Columns as Columns
 from everystep.types.shortlist import Shortlist as Shortlist
 from everystep.types.shortlist import UndecidedError as UndecidedError
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
+from everystep.types.work import Answer as Answer
 from everystep.types.work import Best as Best
+from everystep.types.work import Extra as Extra
+from everystep.types.work import Given as Given
 from everystep.types.work import Past as Past
 from everystep.types.work import StepOutput as StepOutput
 from everystep.types.work import Verb as Verb
@@ -53,7 +58,8 @@ class Prompt:
     embeddings and everybody else sees the ids. `positions`: (..., length) position ids or None for
     0, 1, ... `encoder`: (S, E) encoder states for cross attention, or None. `past`: the first
     positions as they were cached before, or None; `before` of them have no ids or embeddings here.
-    `length`: how many positions the prompt fills.
+    `length`: how many positions the prompt fills. `follows`: the position id of the first generated
+    token, one more than the greatest of the prompt's on any axis.
     """
 
     ids: np.ndarray | None = None
@@ -63,10 +69,15 @@ class Prompt:
     past: Past | None = None
     before: int = 0
     length: int = field(init=False)
+    follows: int = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.ids if self.embeds is None else self.embeds
-        object.__setattr__(self, "length", self.before + (0 if given is None else len(given)))
+        length = self.before + (0 if given is None else len(given))
+        own = self.positions
+        object.__setattr__(self, "length", length)
+        last = length - 1 if own is None or not own.numel() else int(own.max())
+        object.__setattr__(self, "follows", last + 1)
 
     @property
     def hidden(self) -> int:
@@ -91,7 +102,6 @@ class Wants:
 
     layers: bool = False
     attentions: bool = False
-    columns: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     cache: bool = False
@@ -136,7 +146,7 @@ class Request:
     def needs(self) -> frozenset[str]:
         """The abilities that its executor must have; see `Executor.abilities`."""
         given = ("embeds", "positions", "encoder", "past")
-        wanted = ("layers", "attentions", "columns")
+        wanted = ("layers", "attentions")
         return frozenset(
             (
                 *self.strategy.needs,

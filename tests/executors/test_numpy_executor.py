@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everystep.engine import Continuous, Engine, Lockstep
-from everystep.errors import InvariantError, UnsupportedError
+from everystep.errors import InvariantError, RequestError, UnsupportedError
 from everystep.executors.numpy_executor import NumpyExecutor
 from everystep.models import Model
 from everystep.models.spec import NormSpec
@@ -232,7 +232,7 @@ def test_misuse_is_found(work: Work) -> None:
 
 
 def test_several_positions_per_input_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="one position per input"):
+    with pytest.raises(RequestError, match="one position per token"):
         fed("plain", positions=torch.zeros(3, len(IDS), dtype=torch.int64))
 
 

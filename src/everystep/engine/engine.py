@@ -28,6 +28,7 @@ from everystep.engine.apply import (
 )
 from everystep.engine.batches import Scored, score
 from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again, note_hidden
+from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
 from everystep.engine.readout import enough
@@ -103,6 +104,7 @@ class Engine:
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
+        require_fitting(request, self.executor.inputs)
         best = enough(request, self.executor.vocab_size) if self._tells_best else 0
         group = Group(request, self._submitted, best=best)
         group.live = [self._first_sequence(request)]
@@ -226,7 +228,7 @@ class Engine:
         return kinds, fed, work
 
     def _builder(self) -> WorkBuilder:
-        return WorkBuilder(self.table, self.ledger)
+        return WorkBuilder(self.table, self.ledger, self.executor.inputs)
 
     def _propose(self, kinds: list[list[Group]]) -> dict[int, np.ndarray]:
         """Drafts for the groups that will choose in this step, all of one kind at once."""

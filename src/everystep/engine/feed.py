@@ -8,23 +8,25 @@ likely the prompt is. Sequences that lost their rows feed what they share once (
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from everystep.engine.given import Span
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import PromptRows, prompt_rows
 from everystep.engine.regroup import debts, owed
+from everystep.errors import InvariantError, message
 from everystep.types import (
     COLUMNS,
     Columns,
     Companion,
     Extra,
-    Given,
     Group,
+    InputSpec,
     Prompt,
     Sequence,
     StepOutput,
@@ -87,11 +89,13 @@ class Fed:
 class WorkBuilder:
     """Collects feeds as parallel lists.
 
-    `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
+    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `wanted`,
+    `wanted_best`: rows of whole logits, and of the best of them, so far.
     """
 
     table: TokenTable
     ledger: Ledger
+    declared: Mapping[str, InputSpec]
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -121,7 +125,7 @@ class WorkBuilder:
         if unit.row is None:
             unit.row = self.ledger.allocate(prompt)
         start = unit.cached
-        extra = _extra(prompt, source, start, count, own=unit is source, chooses=chooses)
+        extra = self._extra(prompt, source, start, count, own=unit is source, chooses=chooses)
         if extra is not None:
             if extra.hidden:
                 self.hidden.append(Reading(source, len(self.rows), start))
@@ -154,6 +158,21 @@ class WorkBuilder:
             head = prompt.ids[start - prompt.before : inside - prompt.before]  # type: ignore[index]
         return np.concatenate([head, line[prompt.length + generated : end + generated]])
 
+    def _extra(
+        self, prompt: Prompt, source: Sequence, start: int, count: int, *, own: bool, chooses: bool
+    ) -> Extra | None:
+        """What a feed brings and wants beyond ids and logits; None for a plain one."""
+        request = source.request
+        wants = request.wants
+        layers, attentions = (chooses and wants.layers), (chooses and wants.attentions)
+        reads = own and "hidden" in request.strategy.needs
+        hidden = reads and start + count > columns_of(source).length
+        if not (prompt.brings or hidden or layers or attentions):
+            return None
+        span = Span(prompt, start, count)
+        inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
+        return Extra(inputs, positions, mask, hidden=hidden, layers=layers, attentions=attentions)
+
     def work(self, *, totals: bool = False) -> Work:
         """The finished work; the ledger's news go with it."""
         news = self.ledger.drain()
@@ -170,39 +189,6 @@ class WorkBuilder:
             best=np.array(self.best, dtype=np.int64) if self.wanted_best else None,
             totals=totals,
         )
-
-
-def _extra(
-    prompt: Prompt, source: Sequence, start: int, count: int, *, own: bool, chooses: bool
-) -> Extra | None:
-    """What a feed brings and wants beyond ids and logits; None for a plain one."""
-    request = source.request
-    wants = request.wants
-    layers, attentions = (chooses and wants.layers), (chooses and wants.attentions)
-    reads = own and "hidden" in request.strategy.needs
-    hidden = reads and start + count > columns_of(source).length
-    inputs = _inputs(prompt, start, count) if start < prompt.length else ()
-    positions = None if prompt.positions is None else _positions(prompt, start, count)
-    if not inputs and positions is None and not (hidden or layers or attentions):
-        return None
-    return Extra(inputs, positions, hidden=hidden, layers=layers, attentions=attentions)
-
-
-def _inputs(prompt: Prompt, start: int, count: int) -> tuple[Given, ...]:
-    """What the prompt gives for its positions among [start, start + count)."""
-    if prompt.embeds is None:
-        return ()
-    return (Given("embeds", 0, prompt.embeds[start - prompt.before :][:count]),)
-
-
-def _positions(prompt: Prompt, start: int, count: int) -> Tensor | None:
-    """Position ids of a feed: the given ones inside the prompt, then those after the greatest."""
-    if prompt.positions is None:
-        return None
-    inside = prompt.positions[..., start : start + count]
-    first, end = start - prompt.length, start + count - prompt.length
-    after = prompt.follows + torch.arange(max(first, 0), max(end, 0))
-    return torch.cat([inside, after.expand(*inside.shape[:-1], len(after))], dim=-1)
 
 
 def columns_of(sequence: Sequence) -> Columns:
@@ -222,8 +208,12 @@ def note_hidden(fed: Fed, output: StepOutput) -> None:
     """
     for sequence, feed, start in fed.hidden:
         columns = columns_of(sequence)
+        if columns.length < start:
+            raise InvariantError(
+                message("hidden states are missing", wanted=f"from {columns.length} on", got=start)
+            )
         hidden = cast(Tensor, output.answers[feed].hidden)
-        columns.write(columns.length, hidden[columns.length - start :])
+        columns.append(hidden[columns.length - start :])
 
 
 def chooses(grant: Grant, table: TokenTable) -> bool:

@@ -66,7 +66,7 @@ class NumpyDecoder:
         positions: np.ndarray,
         mask: np.ndarray | None = None,
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Reads (T, E) embeddings at (T,) position ids into the row.
+        """Reads (T, E) embeddings at (T,) or (axes, T) position ids into the row.
 
         `mask`: (1 or H, T, S) bool, what each position sees of the row, None for all before it.
 
@@ -79,7 +79,7 @@ class NumpyDecoder:
             layers.append(hidden)
             attentions.append(weights)
         layers[-1] = self._norm("norm", hidden)
-        row.length += len(positions)
+        row.length += len(hidden)
         return layers, attentions
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
@@ -223,13 +223,16 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, spec: NormSpec) -> np.ndarray:
 
 
 def rotated(x: np.ndarray, rope: Rope, positions: np.ndarray) -> np.ndarray:
-    """(T, H, D) at (T,) position ids: pairs (i, i + dim/2) turned, the rest as it is.
+    """(T, H, D) at (T,) or (axes, T) position ids: pairs (i, i + dim/2) turned, the rest as it is.
 
     The length that some frequencies depend on is the last of these positions and 1.
     """
     lengths = torch.full((len(x),), int(positions.max()) + 1) if rope.scaling.by_length else None
     frequencies = rope.scaling.frequencies(rope.dim, rope.theta, lengths)
-    angles = torch.tensor(positions)[:, None].float() * frequencies
+    places = (
+        positions[list(rope.axes)].T if positions.ndim > 1 and rope.axes else positions[:, None]
+    )
+    angles = torch.tensor(places).float() * frequencies
     factor = rope.scaling.attention_factor
     cos, sin = (float64(f(angles) * factor)[:, None] for f in (torch.cos, torch.sin))
     first, second, rest = np.split(x, [rope.dim // 2, rope.dim], axis=-1)

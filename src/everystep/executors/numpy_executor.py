@@ -7,16 +7,17 @@ computes is not known here, only that it does so for one row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.errors import InvariantError, message
 from everystep.executors.numpy_decoder import NumpyRow, float64, read_decoder
-from everystep.executors.positions import given_inputs
+from everystep.executors.positions import declared_inputs, given_inputs, position_ids
 from everystep.models import Model
-from everystep.types import Answer, Extra, StepOutput, Verb, Work
+from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
 
 _PLAIN = Extra()
 
@@ -49,7 +50,6 @@ class NumpyExecutor:
     """
 
     device = torch.device("cpu")
-    max_rows: int | None = None
     host_threads: int | None = None
     abilities = frozenset(
         {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
@@ -58,15 +58,17 @@ class NumpyExecutor:
     def __init__(self, model: Model) -> None:
         self._decoder = read_decoder(model)
         self._rows: dict[int, NumpyRow] = {}
+        self._axes = model.network.axes
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self.vocab_size: int = model.vocab_size
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want; logits are float64.
 
-        Raises UnsupportedError for several positions per input, InvariantError for every misuse.
+        Raises RequestError for positions that do not fit, InvariantError for every misuse.
         """
         feeds = _feeds(work)
-        positions = [_positions(work, feed) for feed in feeds]
+        positions = position_ids(work, self._axes)
         _require(not work.encoders, "encoder states were given to a decoder")
         for verb in work.verbs:
             self._apply(verb, work)
@@ -74,8 +76,8 @@ class NumpyExecutor:
             self._check(feed)
         hidden = self._inputs(work)
         fed = [
-            self._feed(feed, work.extras.get(feed.index, _PLAIN), _span(hidden, feed), places)
-            for feed, places in zip(feeds, positions, strict=True)
+            self._feed(feed, work.extras.get(feed.index, _PLAIN), hidden, positions)
+            for feed in feeds
         ]
         logits = np.concatenate([np.empty((0, self.vocab_size)), *(one.logits for one in fed)])
         answers = {f: fed[f].answer for f in work.extras}
@@ -135,7 +137,9 @@ class NumpyExecutor:
 
     def _feed(self, feed: _Feed, extra: Extra, hidden: np.ndarray, positions: np.ndarray) -> _Fed:
         row, mask = self._rows[feed.row], None if extra.mask is None else extra.mask.numpy()
-        layers, attentions = self._decoder.extend(row, hidden, positions, mask)
+        span = slice(feed.offset, feed.offset + feed.count)
+        found = self._decoder.extend(row, hidden[span], positions[..., span], mask)
+        layers, attentions = found
         wanted = layers[-1][feed.count - feed.logits :]
         answer = Answer(
             torch.from_numpy(layers[-1]) if extra.hidden else None,
@@ -154,26 +158,6 @@ def _feeds(work: Work) -> list[_Feed]:
     rows = columns[0]
     _require(len(set(rows)) == len(rows), f"a row was fed twice in one work: {rows}")
     return [*map(_Feed, range(len(rows)), offsets[:-1], *columns)]
-
-
-def _positions(work: Work, feed: _Feed) -> np.ndarray:
-    """(count,) position ids."""
-    own = work.extras.get(feed.index, _PLAIN).positions
-    if own is None:
-        return np.arange(feed.start, feed.start + feed.count)
-    if own.numel() != feed.count:
-        raise UnsupportedError(
-            message(
-                "this executor has one position per input",
-                wanted=f"{feed.count} position ids",
-                got=tuple(own.shape),
-            )
-        )
-    return own.flatten().cpu().numpy()
-
-
-def _span(values: np.ndarray, feed: _Feed) -> np.ndarray:
-    return values[feed.offset : feed.offset + feed.count]
 
 
 def _require(holds: bool, broken: str) -> None:

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.types import Extra, Work
+from everystep.nn.network import Network
+from everystep.types import Extra, InputSpec, Work
+
+
+def declared_inputs(network: Network) -> dict[str, InputSpec]:
+    """What the feeds of a network may bring, as in `Executor.inputs`."""
+    return {
+        "positions": InputSpec("positions", "token", (network.axes,), torch.int64),
+        "mask": InputSpec("mask", "token", (network.heads,), torch.bool),
+        **{one.name: one for one in network.inputs},
+    }
 
 
 def row_positions(work: Work) -> np.ndarray:

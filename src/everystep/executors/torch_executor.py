@@ -6,6 +6,7 @@ where they are wanted. The executor chooses nothing and waits for the device now
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +19,14 @@ from everystep.cache.context import Context
 from everystep.cache.kv_format import CacheDtype
 from everystep.cache.quantized_rows import QuantizedContext, QuantizedRowCache
 from everystep.executors.positions import (
+    declared_inputs,
     given_inputs,
     position_ids,
     row_lengths,
     wanted_places,
 )
-from everystep.nn.network import Inputs, Network
-from everystep.types import Answer, Extra, Past, StepOutput, Work
+from everystep.nn.network import Inputs, Network, Placed
+from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
 
 
 class Runnable(Protocol):
@@ -41,7 +43,6 @@ class TorchExecutor:
     or, without it, the type of the model.
     """
 
-    max_rows: int | None = None
     host_threads: int | None = None
 
     def __init__(
@@ -56,13 +57,15 @@ class TorchExecutor:
         self.device: torch.device = network.device
         # Models with an encoder have relative positions only.
         special = "encoder" if network.encodes else "positions"
-        self.abilities = frozenset({"embeds", "hidden", "layers", "past", special})
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
+        names = {one.name for one in network.inputs}
+        self.abilities = frozenset({"embeds", "hidden", "layers", "past", special, *names})
         self.cache: RowCache | QuantizedRowCache
         layout = (network.kv_shape, network.dtype, network.device)
         if quantization is not None:
             self.cache = QuantizedRowCache(*layout, quantization)
             return
-        self.abilities |= {"truncate", "attentions"}
+        self.abilities |= {"truncate", "attentions", *(() if network.encodes else ("mask",))}
         across = network.across if network.encodes else None
         self.cache = RowCache(*layout, across, cache_dtype)
 
@@ -72,15 +75,15 @@ class TorchExecutor:
 
         `logits` are float64 for a float64 model and float32 otherwise.
         """
-        places = position_ids(work)
+        places = position_ids(work, self._network.axes)
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())
         context = self.cache.begin(work)
         context.kept = [] if any(extra.layers for extra in work.extras.values()) else None
-        inputs = self._inputs(work, torch.from_numpy(places), context.order)
-        hidden = self._network.forward(inputs, context)
         back = _inverse(context.order)
+        inputs = self._inputs(work, torch.from_numpy(places), context.order, back)
+        hidden = self._network.forward(inputs, context)
         wanted = hidden if (rows := _wanted(work, back)) is None else hidden[rows.to(self.device)]
         logits = self._logits(wanted) if len(wanted) else self._no_logits()
         return StepOutput(logits, self._answers(work, context, hidden, back))
@@ -94,13 +97,28 @@ class TorchExecutor:
         """Row -> cached positions, for every row that is allocated."""
         return self.cache.lengths()
 
-    def _inputs(self, work: Work, places: Tensor, order: np.ndarray | None) -> Inputs:
+    def _inputs(
+        self, work: Work, places: Tensor, order: np.ndarray | None, back: Tensor | None
+    ) -> Inputs:
         """What the network reads, in packed order."""
         lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
         chosen = slice(None) if order is None else torch.from_numpy(order)
         return Inputs(
-            self._embedded(work)[chosen], places[..., chosen].to(self.device), lengths[chosen]
+            self._embedded(work)[chosen],
+            places[..., chosen].to(self.device),
+            lengths[chosen],
+            {one.name: self._placed(work, one, back) for one in self._network.inputs},
         )
+
+    def _placed(self, work: Work, declared: InputSpec, back: Tensor | None) -> Placed:
+        """All that feeds give of a declared input, in packed order."""
+        places, parts = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, *declared.shape)]
+        for start, values in given_inputs(work, declared.name):
+            places.append(torch.arange(start, start + len(values)))
+            parts.append(values)
+        at = torch.cat(places)
+        given = [part.to(self.device, declared.dtype) for part in parts]
+        return Placed((at if back is None else back[at]).to(self.device), torch.cat(given))
 
     def _embedded(self, work: Work) -> Tensor:
         """(N, E) embeddings in feed order."""

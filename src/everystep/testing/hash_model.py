@@ -8,6 +8,7 @@ was asked to do is counted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from everystep.errors import InvariantError, message
 from everystep.testing.hash_function import HashFunction
-from everystep.types import Answer, Extra, StepOutput, Verb, Work
+from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
 
 ABILITIES = frozenset(
     {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder"}
@@ -81,11 +82,13 @@ class HashExecutor:
         *,
         max_rows: int | None = None,
         abilities: frozenset[str] = ABILITIES,
+        inputs: tuple[InputSpec, ...] = (),
     ) -> None:
         self.function = HashFunction(vocab_size, embed_dim)
         self.vocab_size = vocab_size
         self.max_rows = max_rows
-        self.abilities = abilities
+        self.inputs: Mapping[str, InputSpec] = {one.name: one for one in inputs}
+        self.abilities = abilities | frozenset(self.inputs)
         self.counts = Counts()
         self.rows: dict[int, Row] = {}
 
@@ -194,16 +197,16 @@ class HashExecutor:
             found = self.function.keys(values.flatten(1).float())
             for i, key in enumerate(found, start):
                 keys[i] = key if name == "embeds" else self.function.joined(keys[i], name, key)
-        if feed.extra.mask is not None:
-            keys = [self._masked(feed, i, key) for i, key in enumerate(keys)]
-        return keys
-
-    def _masked(self, feed: Feed, i: int, key: int) -> int:
-        """The key of a position that sees only a part of what stands before it."""
-        mask, place = feed.extra.mask, feed.start + i
-        assert mask is not None
+        mask = feed.extra.mask
+        if mask is None:
+            return keys
         wanted = (feed.count, feed.start + feed.count)
         _require(tuple(mask.shape[1:]) == wanted, f"a mask is not (heads, *{wanted})")
+        return [self._masked(mask, feed.start, i, key) for i, key in enumerate(keys)]
+
+    def _masked(self, mask: Tensor, start: int, i: int, key: int) -> int:
+        """The key of a position that sees only a part of what stands before it."""
+        place = start + i
         _require(not mask[:, i, place + 1 :].any(), "a position sees what stands after it")
         seen = mask[:, i, : place + 1]
         if bool(seen.all()):

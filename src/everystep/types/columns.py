@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, message
-
 COLUMNS = "columns"
 """The name under which a sequence remembers its `Columns`."""
 _LEAST = 64
@@ -47,16 +45,8 @@ class Columns:
         shared = () if self._shelf is None else (self._shelf.rows[: self._shared],)
         return shared if self._own is None else (*shared, self._own)
 
-    def write(self, start: int, hidden: Tensor) -> None:
-        """The positions from `start` on are these (n, E), and nothing is known after them.
-
-        InvariantError where positions before them are not known.
-        """
-        if start > self.length:
-            raise InvariantError(
-                message("hidden states are missing", wanted=f"from {self.length} on", got=start)
-            )
-        self._cut(start)
+    def append(self, hidden: Tensor) -> None:
+        """The next positions are these (n, E), at least one."""
         self._settle()
         self._own = hidden
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 MOST_BEST = 64
@@ -34,6 +35,21 @@ class Verb(NamedTuple):
     kind: Literal["allocate", "fork", "truncate", "free"]
     row: int
     value: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """An input that a model declares: what it is given beside ids or embeddings.
+
+    `per`: "token": a prompt gives (length, *shape), one entry per position of it; "prompt": one
+    entry (*shape), which every position of the prompt is given; "row": one entry, which generated
+    positions are given too. `dtype`: what the model computes with; what can be cast to it is taken.
+    """
+
+    name: str
+    per: Literal["token", "row", "prompt"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Given(NamedTuple):

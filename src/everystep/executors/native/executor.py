@@ -7,6 +7,7 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
 from operator import add
@@ -21,10 +22,16 @@ from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import described_obstacles, model_obstacles, program_of
-from everystep.executors.positions import given_inputs, own_positions, position_ids, row_lengths
+from everystep.executors.positions import (
+    declared_inputs,
+    given_inputs,
+    own_positions,
+    position_ids,
+    row_lengths,
+)
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
-from everystep.types import Answer, Best, Past, StepOutput, Work
+from everystep.types import Answer, Best, InputSpec, Past, StepOutput, Work
 
 _LEAST_TABLE = 512
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -51,7 +58,6 @@ class NativeExecutor:
     """
 
     device = torch.device("cpu")
-    max_rows: int | None = None
     host_threads: int | None = 1
     abilities = frozenset({"truncate", "embeds", "positions", "hidden", "past", "best"})
 
@@ -64,6 +70,7 @@ class NativeExecutor:
         self.vocab_size: int = model.vocab_size
         self.rows = PagedRows()
         self._program = program_of(model)
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self._library = library.load()
         kv_type, runner = _KV_TYPES.index(cache_dtype or "float32"), c_void_p()
         _check(self._library.es_open(self._program.structure, kv_type, byref(runner)))
@@ -78,7 +85,8 @@ class NativeExecutor:
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
-        places = position_ids(work) if own_positions(work) else None
+        axes = self._program.decoder.axes
+        places = position_ids(work, axes) if own_positions(work) else None
         self._apply(work)
         told = self._told(work)
         hidden = self._hidden_room(work)
@@ -274,15 +282,20 @@ class _RopeTable:
         self._kept: _Turned | None = None
 
     def rows(self, work: Work, places: np.ndarray | None) -> _Turned:
-        """What each token of the work turns by; `places` (N,) where feeds give positions."""
+        """What each token of the work turns by.
+
+        `places`: (N,) or (axes, N) position ids of all, where a feed gives some.
+        """
         if places is None and not self._rope.scaling.by_length:
             # And the position after, should the library go on by itself.
             return self._kept_for(1 + max(map(add, work.starts.tolist(), work.counts.tolist())))
         places = position_ids(work) if places is None else places
-        if self._rope.scaling.by_length:
+        if places.ndim > 1 and not self._rope.axes:
+            places = places[0]
+        if self._rope.scaling.by_length or places.ndim > 1:
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
             tables = self._table(torch.from_numpy(places), lengths)
-            return self._turned(tables, np.arange(len(places), dtype=np.int32))
+            return self._turned(tables, np.arange(len(work.tokens), dtype=np.int32))
         return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
 
     def _kept_for(self, length: int) -> _Turned:

@@ -358,9 +358,8 @@ def last_events(after: Group) -> list[Event]:
 def release(sequence: Sequence, ledger: Ledger) -> None:
     """The sequence holds no row, and no memory that holds one."""
     drop_rows(sequence, ledger)
-    for value in sequence.memo.values():
-        if hasattr(value, "release"):
-            value.release()
+    for key in [key for key, value in sequence.memo.items() if hasattr(value, "release")]:
+        sequence.memo.pop(key).release()
 
 
 def forget(sequence: Sequence) -> None:

@@ -8,7 +8,6 @@ drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from everystep.draws import fork_lineage
 from everystep.engine.apply import sprout
-from everystep.engine.feed import Fed
+from everystep.engine.feed import Fed, columns_of
 from everystep.engine.readout import best_scores, log_probs
 from everystep.processors.best import told
 from everystep.processors.pipeline import shortened
@@ -161,7 +160,7 @@ def score(
         slots=len(follow) if drafted else width * submitted,
         draws=request.draws,
         vocabulary=output.logits.shape[-1],
-        columns=_columns(sources, output.columns),
+        columns=lambda s: columns_of(sources[s]),
         stops=_stops(follow, table, shown or None, reached),
     )
     return Scored(batch, sequences, drafts, first, owner, logits, scores, best, shown)
@@ -294,14 +293,6 @@ def _take(logits: Tensor, rows: np.ndarray) -> Tensor:
 def _totals(output: StepOutput, rows: np.ndarray) -> Tensor | None:
     """(R,) of the given rows of logits, where the executor told them."""
     return None if output.totals is None else output.totals[torch.from_numpy(rows)]
-
-
-def _columns(sources: list[Sequence], columns: Mapping[int, Tensor]):  # type: ignore[no-untyped-def]
-    def column(s: int) -> Tensor:
-        row = sources[s].row
-        return columns[row]  # type: ignore[index]
-
-    return column
 
 
 def _stops(

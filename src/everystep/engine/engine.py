@@ -29,14 +29,14 @@ from everystep.engine.apply import (
     Change,
     abandoned,
     changes,
-    drop_rows,
     forget,
     last_events,
     release,
     settled_events,
 )
 from everystep.engine.batches import History, Picked, Scored, score
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again, note_hidden
+from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import note_choices, with_prompt
 from everystep.engine.readout import enough
@@ -147,6 +147,7 @@ class Engine:
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
+        require_fitting(request, self.executor.inputs)
         best = enough(request, self.executor.vocab_size) if self._tells_best else 0
         group = Group(request, self._submitted, best=best)
         prompt = request.prompt
@@ -184,8 +185,7 @@ class Engine:
         self.counts.preemptions += held
         self.counts.preemptions_in_decode += held and group.opened
         for sequence in group.live:
-            drop_rows(sequence, self.ledger)
-            forget(sequence)
+            release(sequence, self.ledger)
 
     def flush(self) -> None:
         """The executor has heard of every fork, truncation and free."""
@@ -221,6 +221,7 @@ class Engine:
         if output is None:
             return
         self._count(fed)
+        note_hidden(fed, output)
         step = Step(fed, work, output, history=self._history)
         self._choose(kinds, step)
         self._note_prompts(step)
@@ -243,15 +244,12 @@ class Engine:
         builder = self._builder()
         feed(grants, fed, builder)
         requests = [grant.group.request for grant in grants]
-        work = builder.work(
-            layers=any(request.wants.layers for request in requests),
-            attentions=any(request.wants.attentions for request in requests),
-            totals=any(request.strategy.reads.scores == "log_probs" for request in requests),
-        )
+        totals = any(request.strategy.reads.scores == "log_probs" for request in requests)
+        work = builder.work(totals=totals)
         return _kinds(fed.ready), fed, work
 
     def _builder(self) -> WorkBuilder:
-        return WorkBuilder(self.table, self.ledger)
+        return WorkBuilder(self.table, self.ledger, self.executor.inputs)
 
     def _draft(self, groups: list[Group]) -> tuple[dict[int, np.ndarray], list[Change]]:
         """The drafts of groups that choose, and what becomes of those whose drafter fails."""
@@ -551,20 +549,10 @@ def _captures(
 ) -> dict[int, Capture]:
     """Batch index -> what the sequence's feed returned, for requests that want it."""
     captures: dict[int, Capture] = {}
-    if output.layers is None and output.attentions is None:
-        return captures
-    ends = np.cumsum(work.counts)
     source_of = {s.line: s for group in groups for s in group.live}
     for s, sequence in enumerate(sequences):
         f = fed.feed_of[id(source_of[sequence.line])]
-        start, end = int(ends[f] - work.counts[f]), int(ends[f])
-        layers, attentions = output.layers, output.attentions
-        cross = output.cross_attentions
-        captures[s] = Capture(
-            int(work.starts[f]),
-            int(work.counts[f]),
-            None if layers is None else tuple(layer[start:end] for layer in layers),
-            None if attentions is None else attentions[f],
-            None if cross is None else cross[f],
-        )
+        answer = output.answers.get(f)
+        if answer is not None and (answer.layers or answer.attentions):
+            captures[s] = Capture(int(work.starts[f]), int(work.counts[f]), answer)
     return captures

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
+from everystep.types.columns import Columns
 from everystep.types.protocols import Draws
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class Batch:
 
     `group_of`: (S,) index into `groups`; a group that opens stands here `width` times with the same
     source. `slot`: (S,) the place of each among the `slots` rows of the call's full rectangle.
-    `vocabulary`: V. `columns(s)`: (positions, E) hidden states. `stops(parents, tokens)` says of
+    `vocabulary`: V. `columns(s)`: the hidden states of all positions of a sequence, where
+    its strategy reads them. `stops(parents, tokens)` says of
     (C,) tokens after (C,) sequences which of them end it, and why.
     """
 
@@ -59,7 +60,7 @@ class Batch:
     slots: int
     draws: Draws
     vocabulary: int
-    columns: Callable[[int], Tensor]
+    columns: Callable[[int], Columns]
     stops: Check
 
     def __len__(self) -> int:

@@ -41,7 +41,8 @@ class Reads:
 
     `scores`: processed logits, or processed log-probabilities. `best`: how many of the best scores
     of a row decide, 0 for all of them. `shortlists`: whether `pick` takes a shortlist as it takes
-    whole rows. `columns`: whether it reads the last hidden states of every position. `alone`:
+    whole rows. `hidden`: whether it reads the last hidden states of every position, which are kept
+    as `Batch.columns`. `alone`:
     whether each sequence chooses one token from its own row, whatever the others do; such a
     strategy can be given drafts, of which it learns nothing.
     """
@@ -49,7 +50,7 @@ class Reads:
     scores: Literal["logits", "log_probs"] = "logits"
     best: int = 0
     shortlists: bool = False
-    columns: bool = False
+    hidden: bool = False
     alone: bool = False
 
 

@@ -9,8 +9,7 @@ prompt or one token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -121,8 +120,7 @@ class Engine:
         everything again, and those that are cancelled leave nothing behind.
         """
         try:
-            with _host_threads(self.executor.host_threads):
-                return self._step()
+            return self._step()
         except BaseException:
             self._let_go()
             raise
@@ -378,17 +376,3 @@ def _captures(
             None if cross is None else cross[f],
         )
     return captures
-
-
-@contextmanager
-def _host_threads(count: int | None) -> Iterator[None]:
-    """Within, torch uses so many threads on this one; None changes nothing."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

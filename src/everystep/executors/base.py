@@ -24,8 +24,6 @@ class Executor(Protocol):
     that where "truncate" allows it to read a row again."""
     max_rows: int | None
     """How many rows it can hold at once; None: as many as memory allows."""
-    host_threads: int | None
-    """How many threads torch may use around `run`, where it has threads of its own; None: any."""
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""

@@ -23,6 +23,8 @@ from everystep.executors.positions import (
     row_positions,
     wanted_places,
 )
+from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.nn.modes import inference_mode
 from everystep.nn.network import Inputs, Network
 from everystep.types import Past, StepOutput, Work
 
@@ -42,7 +44,6 @@ class TorchExecutor:
     """
 
     max_rows: int | None = None
-    host_threads: int | None = None
 
     def __init__(
         self,
@@ -66,12 +67,22 @@ class TorchExecutor:
         across = network.across if network.encodes else None
         self.cache = RowCache(*layout, network.spec.width, across, cache_dtype)
 
-    @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
 
-        `logits` are float64 for a float64 model and float32 otherwise.
+        `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
+        runs out.
         """
+        leave_if_ending()
+        try:
+            with inference_mode():
+                return self._run(work)
+        except (MemoryError, RuntimeError) as error:
+            if (shortage := out_of_memory(error)) is None:
+                raise
+            raise shortage from error
+
+    def _run(self, work: Work) -> StepOutput:
         check_positions(work)
         self.cache.apply(work)
         if not len(work.rows):
@@ -81,10 +92,10 @@ class TorchExecutor:
         hidden = self._network.forward(self._inputs(work, context.order), context)
         return self._output(work, context, hidden)
 
-    @torch.inference_mode()
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
-        return self.cache.export(row)
+        with inference_mode():
+            return self.cache.export(row)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""

@@ -27,8 +27,6 @@ class Executor(Protocol):
     inputs: Mapping[str, InputSpec]
     """What feeds may bring, where its form is known before compute: what the model declares,
     "positions" with the shape (axes,), "mask" with the shape (heads,)."""
-    host_threads: int | None
-    """How many threads torch may use around `run`, where it has threads of its own; None: any."""
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""

@@ -27,6 +27,10 @@ from everystep.executors.positions import (
 )
 from everystep.nn.network import Inputs, Network, Placed
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
+from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.nn.modes import inference_mode
+from everystep.nn.network import Inputs, Network
+from everystep.types import Past, StepOutput, Work
 
 
 class Runnable(Protocol):
@@ -42,8 +46,6 @@ class TorchExecutor:
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
     or, without it, the type of the model.
     """
-
-    host_threads: int | None = None
 
     def __init__(
         self,
@@ -69,12 +71,22 @@ class TorchExecutor:
         across = network.across if network.encodes else None
         self.cache = RowCache(*layout, across, cache_dtype)
 
-    @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
 
-        `logits` are float64 for a float64 model and float32 otherwise.
+        `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
+        runs out.
         """
+        leave_if_ending()
+        try:
+            with inference_mode():
+                return self._run(work)
+        except (MemoryError, RuntimeError) as error:
+            if (shortage := out_of_memory(error)) is None:
+                raise
+            raise shortage from error
+
+    def _run(self, work: Work) -> StepOutput:
         places = position_ids(work, self._network.axes)
         self.cache.apply(work)
         if not len(work.rows):
@@ -88,10 +100,10 @@ class TorchExecutor:
         logits = self._logits(wanted) if len(wanted) else self._no_logits()
         return StepOutput(logits, self._answers(work, context, hidden, back))
 
-    @torch.inference_mode()
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
-        return self.cache.export(row)
+        with inference_mode():
+            return self.cache.export(row)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,13 @@ from everystep.executors.choice import (
     open_executor,
     refuse_cache_dtype,
 )
-from everystep.models import Model, convert_model, named_weights, weight_bytes
+from everystep.models import (
+    Model,
+    convert_model,
+    learning_weights,
+    named_weights,
+    weight_bytes,
+)
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
 from everystep.types import Prompt
@@ -139,6 +145,31 @@ class LanguageModel:
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> LanguageModel:
+        """The model itself, whose weights require gradients from now on, or no longer do.
+
+        Packed weights become plain float tensors for that, and stay so. Such a model runs on torch
+        operators; a forward of it outside `torch.no_grad()` is differentiable. UnsupportedError for
+        quantised weights.
+        """
+        if requires_grad and not self._core.learns:
+            self._core = convert_model(self._core, learns=True)
+        if self._core.learns:
+            for weight in self.parameters():
+                weight.requires_grad_(requires_grad)
+        return self
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a model that can learn, by name, joined projections as one tensor.
+
+        A change of one changes the model. UnsupportedError before `requires_grad_`.
+        """
+        return iter(learning_weights(self._core))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The same without names, as optimizers take them."""
+        return (weight for _, weight in self.named_parameters())
+
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
         """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes."""
         return self._core.network.embed
@@ -185,30 +216,28 @@ class LanguageModel:
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
     ) -> Any:
-        """Logits of every position, (B, T, V), and the cache with these positions behind its own.
+        """Logits of every position, (B, T, V), and the cache with these positions after its own.
 
-        `input_ids` (B, T) or `inputs_embeds` (B, T, E) stand behind the S positions of
+        `input_ids` (B, T) or `inputs_embeds` (B, T, E) come after the S positions of
         `past_key_values`, a cache object that is filled in place. `attention_mask` (B, S + T).
         `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
         none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
-        the last positions logits are given, 0 for all, or (n,) of which. Returns a
-        `CausalLMOutput`, or with `return_dict=False` a tuple.
+        the last positions logits are given, 0 for all, or (n,) of which. Differentiable after
+        `requires_grad_`. Returns a `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
         kept = kept_positions(logits_to_keep, given)
         cache = cache_of_forward(self, inputs, past_key_values, use_cache)
-        # What callers get they may change in place, so it must not be made in inference mode.
-        with torch.no_grad():
-            logits = self._core.forward(
-                input_ids,
-                attention_mask,
-                position_ids,
-                inputs_embeds,
-                decoder_input_ids=decoder_input_ids,
-                cache=cache,
-                kept=kept,
-            )
+        logits = self._core.forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            decoder_input_ids=decoder_input_ids,
+            cache=cache,
+            kept=kept,
+        )
         result = CausalLMOutput(logits, cache)
         return result.to_tuple() if return_dict is False else result
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from everystep.adapters import LoRA, read_lora
 from everystep.api.arguments import refuse_absent
 from everystep.api.custom import require_loop
 from everystep.api.forward import CausalLMOutput, cache_of_forward, kept_positions
@@ -17,7 +19,7 @@ from everystep.api.transitions import compute_transition_scores
 from everystep.cache.affine import Quantization
 from everystep.cache.kv_format import CacheDtype, KvFormat
 from everystep.config import GenerationConfig
-from everystep.errors import ModelClassError, message
+from everystep.errors import ModelClassError, RequestError, message
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -68,6 +70,7 @@ class LanguageModel:
         self.name_or_path = name
         self._executor = executor
         self._cache_dtype = cache_dtype
+        self._adapters: dict[str, LoRA] = {}
 
     @property
     def core(self) -> Model:
@@ -143,7 +146,38 @@ class LanguageModel:
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor)
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
+            moved = self._core.device, self._core.dtype
+            self._adapters = {name: one.to(*moved) for name, one in self._adapters.items()}
         return self
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        """Requests may ask for the LoRA in a PEFT folder by this name from now on.
+
+        A call that is running goes on without it. See `read_lora` for what is refused.
+        """
+        if not isinstance(name, str) or not name or name in self._adapters:
+            raise RequestError(
+                message(
+                    "an adapter cannot have this name",
+                    wanted="a string, not the name of an adapter that is loaded",
+                    got=repr(name),
+                    do="Choose another, or call delete_adapter first",
+                )
+            )
+        self._adapters = {**self._adapters, name: read_lora(folder, self._core)}
+
+    def delete_adapter(self, name: str) -> None:
+        """No new call can ask for the adapter."""
+        if name not in self._adapters:
+            raise RequestError(
+                message("there is no such adapter", wanted=list(self._adapters), got=repr(name))
+            )
+        self._adapters = {key: one for key, one in self._adapters.items() if key != name}
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may ask for."""
+        return tuple(self._adapters)
 
     def requires_grad_(self, requires_grad: bool = True) -> LanguageModel:
         """The model itself, whose weights require gradients from now on, or no longer do.
@@ -198,7 +232,9 @@ class LanguageModel:
 
         `quantization`: how its rows will keep what they hold, None for full precision.
         """
-        return open_executor(self._core, self._executor, needs, quantization, self._cache_dtype)
+        return open_executor(
+            self._core, self._executor, needs, quantization, self._cache_dtype, self._adapters
+        )
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""

@@ -20,6 +20,7 @@ from everystep.engine.logprobs import PromptRows, prompt_rows
 from everystep.engine.regroup import debts, owed
 from everystep.types import (
     Companion,
+    Extra,
     Group,
     Prompt,
     Sequence,
@@ -86,6 +87,7 @@ class WorkBuilder:
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
     positions: list[Tensor | None] = field(default_factory=list)
     best: list[int] = field(default_factory=list)
+    extras: dict[int, Extra] = field(default_factory=dict)
     fed: int = 0
     wanted: int = 0
     wanted_best: int = 0
@@ -104,6 +106,8 @@ class WorkBuilder:
             columns = source.request.wants.columns and unit is source
             unit.row = self.ledger.allocate(prompt, columns=columns)
         start = unit.cached
+        if source.request.adapters:
+            self.extras[len(self.rows)] = Extra(adapters=source.request.adapters)
         self.rows.append(unit.row)
         self.starts.append(start)
         self.counts.append(count)
@@ -157,6 +161,7 @@ class WorkBuilder:
             attentions=attentions,
             best=np.array(self.best, dtype=np.int64) if self.wanted_best else None,
             totals=totals,
+            extras=self.extras,
         )
 
     def _all_positions(self) -> Tensor | None:

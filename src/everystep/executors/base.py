@@ -19,9 +19,10 @@ class Executor(Protocol):
     vocab_size: int
     device: torch.device
     abilities: frozenset[str]
-    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder", "past"
-    and "best", which is to tell the best logits of a row without the others; the engine asks for
-    that where "truncate" allows it to read a row again."""
+    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder", "past",
+    "adapters", with an `adapter_ability` for each that it holds, and "best", which is to tell the
+    best logits of a row without the others; the engine asks for that where "truncate" allows it to
+    read a row again."""
     max_rows: int | None
     """How many rows it can hold at once; None: as many as memory allows."""
     host_threads: int | None

@@ -6,12 +6,14 @@ where they are wanted. The executor chooses nothing and waits for the device now
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import LoRA, adapted
 from everystep.cache import RowCache
 from everystep.cache.affine import Quantization
 from everystep.cache.context import Context
@@ -23,8 +25,9 @@ from everystep.executors.positions import (
     row_positions,
     wanted_places,
 )
+from everystep.models.decoder import Decoder
 from everystep.nn.network import Inputs, Network
-from everystep.types import Past, StepOutput, Work
+from everystep.types import Past, StepOutput, Work, adapter_ability
 
 
 class Runnable(Protocol):
@@ -38,7 +41,7 @@ class TorchExecutor:
     """One engine's executor on a model of this library.
 
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
-    or, without it, the type of the model.
+    or, without it, the type of the model. `adapters`: what feeds may ask for, by name.
     """
 
     max_rows: int | None = None
@@ -49,14 +52,18 @@ class TorchExecutor:
         model: Runnable,
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
+        adapters: Mapping[str, LoRA] | None = None,
     ) -> None:
         network = model.network
         self._network = network
+        self._adapters = dict(adapters or {})
         self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
         # Models with an encoder have relative positions only.
         special = "encoder" if network.encodes else "positions"
         self.abilities = frozenset({"embeds", "layers", "past", special})
+        if isinstance(network, Decoder):
+            self.abilities |= {"adapters", *map(adapter_ability, self._adapters)}
         self.cache: RowCache | QuantizedRowCache
         layout = (network.kv_shape, network.dtype, network.device)
         if quantization is not None:
@@ -78,7 +85,8 @@ class TorchExecutor:
             return StepOutput(self._no_logits())
         context = self.cache.begin(work)
         context.kept = [] if work.layers else None
-        hidden = self._network.forward(self._inputs(work, context.order), context)
+        network = self._adapted(work, context.order)
+        hidden = network.forward(self._inputs(work, context.order), context)
         return self._output(work, context, hidden)
 
     @torch.inference_mode()
@@ -101,6 +109,17 @@ class TorchExecutor:
             positions.flatten()[chosen].to(self.device),
             lengths[chosen],
         )
+
+    def _adapted(self, work: Work, order: np.ndarray | None) -> Network:
+        """The network, with the adapters that feeds ask for."""
+        asking = {feed: extra.adapters for feed, extra in work.extras.items() if extra.adapters}
+        if not asking or not isinstance(self._network, Decoder):
+            return self._network
+        back, ends = _inverse(order), np.cumsum(work.counts)
+        fed = {feed: torch.arange(ends[feed] - work.counts[feed], ends[feed]) for feed in asking}
+        places = fed if back is None else {feed: back[at] for feed, at in fed.items()}
+        asked = [(pairs, places[feed]) for feed, pairs in asking.items()]
+        return adapted(self._network, self._adapters, asked)
 
     def _hidden(self, work: Work) -> Tensor:
         """(N, E) embeddings in feed order."""

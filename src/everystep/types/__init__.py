@@ -29,6 +29,7 @@ from everystep.types.shortlist import UndecidedError as UndecidedError
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
 from everystep.types.work import Best as Best
+from everystep.types.work import Extra as Extra
 from everystep.types.work import Past as Past
 from everystep.types.work import StepOutput as StepOutput
 from everystep.types.work import Verb as Verb
@@ -104,6 +105,7 @@ class Request:
 
     `strategy`, `processors`, `stops`, `draws` and `readout` follow the protocols of their packages.
     `companions` are further prompts whose rows mirror each sequence and appear in no output.
+    `adapters`: (name, weight) pairs of the adapters that all its feeds ask for.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
     index minus position. `prompt_visible`: how many ids, pad prefix included, stand before the
@@ -124,6 +126,7 @@ class Request:
     pad_token: int = 0
     prefix_token: int | None = None
     linger: bool = False
+    adapters: tuple[tuple[str, float], ...] = ()
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 
@@ -143,8 +146,15 @@ class Request:
                 *(name for name in given if getattr(self.prompt, name) is not None),
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),
+                *(("adapters",) if self.adapters else ()),
+                *(adapter_ability(name) for name, _ in self.adapters),
             )
         )
+
+
+def adapter_ability(name: str) -> str:
+    """The ability of an executor that holds the adapter of this name."""
+    return f"adapters: {name!r}"
 
 
 @dataclass(slots=True, eq=False)

@@ -37,6 +37,17 @@ class Verb(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Extra:
+    """What one feed brings and wants beyond ids and logits.
+
+    `adapters`: (name, weight) pairs; what each adds to the model's projections is added weight
+    times, for the positions of this feed alone.
+    """
+
+    adapters: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """All that an executor gets for one step.
 
@@ -48,7 +59,8 @@ class Work:
     for rows allocated by this work: encoder states per row; rows that keep hidden-state columns;
     what a row holds from the start. `best`: (F,) 0, or how many of the best logits feed f wants
     instead of whole rows, at most `MOST_BEST`; None for whole rows everywhere. `totals`: the
-    logarithms of the rows' sums of exponentials are of use.
+    logarithms of the rows' sums of exponentials are of use. `extras`: by the index of a feed, what
+    it brings and wants beside that; absent for a plain one.
     """
 
     verbs: tuple[Verb, ...]
@@ -66,6 +78,7 @@ class Work:
     attentions: bool = False
     best: np.ndarray | None = None
     totals: bool = False
+    extras: Mapping[int, Extra] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -155,7 +155,6 @@ class Call:
         return Wants(
             layers=asked and bool(self.effective.output_hidden_states),
             attentions=asked and bool(self.effective.output_attentions),
-            columns="columns" in self.strategy.needs,
             logprobs=self.user.logprobs,
             prompt_logprobs=self.user.prompt_logprobs,
             cache=self.keeps_cache,

@@ -126,7 +126,7 @@ def require_possible(call: Call, cache: Cache | None, loop: object) -> None:
         do = "Leave token_healing out"
         _refuse("does not go with token_healing", "one of the two", "both", do)
     require_abilities(call, cache, "past_key_values")
-    if loop is None and "columns" in call.strategy.needs:
+    if loop is None and "hidden" in call.strategy.needs:
         _refuse("lacks hidden states", "none, for penalty_alpha", type(cache).__name__, None)
     if call.user.prompt_logprobs is not None:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everystep.draws import fork_lineage
-from everystep.engine.feed import Fed
+from everystep.engine.feed import Fed, columns_of
 from everystep.engine.readout import best_scores, log_probs
 from everystep.engine.records import History
 from everystep.processors.best import told
@@ -145,7 +144,7 @@ def _gather(
         slots=submitted * width,
         draws=groups[0].request.draws,
         vocabulary=output.logits.shape[-1],
-        columns=_columns(sources, output.columns),
+        columns=lambda s: columns_of(sources[s]),
         stops=_stops(sequences, table, history),
     )
     return batch, [_source_rows(units, fed, batch) for units in _units(sources)]
@@ -222,14 +221,6 @@ def _rows(batch: Batch, table: TokenTable) -> Rows:
     owners = [batch.sequences[s] for s in owner.tolist()]
     visible = np.array([s.visible for s in owners], dtype=np.int64)
     return Rows(table, owners, visible + np.arange(len(owner)) - batch.first_row[owner])
-
-
-def _columns(sources: list[Sequence], columns: Mapping[int, Tensor]):  # type: ignore[no-untyped-def]
-    def column(s: int) -> Tensor:
-        row = sources[s].row
-        return columns[row]  # type: ignore[index]
-
-    return column
 
 
 def _stops(sequences: list[Sequence], table: TokenTable, history: History | None) -> Check:

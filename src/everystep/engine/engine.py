@@ -27,7 +27,8 @@ from everystep.engine.apply import (
     token_events,
 )
 from everystep.engine.batches import Scored, score
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again, note_hidden
+from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
 from everystep.engine.readout import enough
@@ -103,6 +104,7 @@ class Engine:
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
+        require_fitting(request, self.executor.inputs)
         best = enough(request, self.executor.vocab_size) if self._tells_best else 0
         group = Group(request, self._submitted, best=best)
         group.live = [self._first_sequence(request)]
@@ -132,6 +134,7 @@ class Engine:
         kinds, fed, work = self._feed(grants)
         output = self._run(work)
         self._count(fed)
+        note_hidden(fed, output)
         for asked in fed.prompt_rows:
             note_prompt(asked, output.logits)
         scored = [self._score(groups, fed, output) for groups in kinds]
@@ -220,15 +223,12 @@ class Engine:
         kinds = self._kinds(ready)
         fed = feed(grants, Fed(ready, self._propose(kinds)), builder)
         requests = [grant.group.request for grant in grants]
-        work = builder.work(
-            layers=any(request.wants.layers for request in requests),
-            attentions=any(request.wants.attentions for request in requests),
-            totals=any(request.strategy.scores == "log_probs" for request in requests),
-        )
+        totals = any(request.strategy.scores == "log_probs" for request in requests)
+        work = builder.work(totals=totals)
         return kinds, fed, work
 
     def _builder(self) -> WorkBuilder:
-        return WorkBuilder(self.table, self.ledger)
+        return WorkBuilder(self.table, self.ledger, self.executor.inputs)
 
     def _propose(self, kinds: list[list[Group]]) -> dict[int, np.ndarray]:
         """Drafts for the groups that will choose in this step, all of one kind at once."""
@@ -361,22 +361,12 @@ def _captures(
 ) -> dict[int, Capture]:
     """Batch index -> what the sequence's feed returned, for requests that want it."""
     captures: dict[int, Capture] = {}
-    if output.layers is None and output.attentions is None:
-        return captures
-    ends = np.cumsum(work.counts)
     source_of = {s.line: s for group in groups for s in group.live}
     for s, sequence in enumerate(sequences):
         f = fed.feed_of[id(source_of[sequence.line])]
-        start, end = int(ends[f] - work.counts[f]), int(ends[f])
-        layers, attentions = output.layers, output.attentions
-        cross = output.cross_attentions
-        captures[s] = Capture(
-            int(work.starts[f]),
-            int(work.counts[f]),
-            None if layers is None else tuple(layer[start:end] for layer in layers),
-            None if attentions is None else attentions[f],
-            None if cross is None else cross[f],
-        )
+        answer = output.answers.get(f)
+        if answer is not None and (answer.layers or answer.attentions):
+            captures[s] = Capture(int(work.starts[f]), int(work.counts[f]), answer)
     return captures
 
 

@@ -8,35 +8,28 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from everystep.types import Children, Group, Sequence
+from everystep.types import Answer, Children, Group, Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """What one sequence's feed returned beside logits: layers and attentions, layer by layer.
-
-    `start`, `count`: T = count positions were fed from position `start` on. `layers`: (T, E) each;
-    `attentions`: (H, T, S) each, S the positions up to the last one fed; `cross_attentions`:
-    (H, T, S) each, S the positions of the encoder.
-    """
+    """What one sequence's feed of `count` positions from `start` on returned beside logits."""
 
     start: int
     count: int
-    layers: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    cross_attentions: tuple[Tensor, ...] | None = None
+    answer: Answer
 
     def cut(self, first: int, last: int) -> Capture:
-        """What a feed of [first, last) of these T positions would have returned."""
-        behind = self.count - last
-        layers, own, across = self.layers, self.attentions, self.cross_attentions
-        return Capture(
-            self.start + first,
-            last - first,
-            layers and tuple(one[first:last] for one in layers),
-            own and tuple(one[:, first:last, : one.shape[-1] - behind] for one in own),
-            across and tuple(one[:, first:last] for one in across),
+        """What a feed of [first, last) of these positions would have returned."""
+        after = self.count - last
+        layers, own = self.answer.layers, self.answer.attentions
+        across = self.answer.cross_attentions
+        answer = Answer(
+            layers=layers and tuple(one[first:last] for one in layers),
+            attentions=own and tuple(one[:, first:last, : one.shape[-1] - after] for one in own),
+            cross_attentions=across and tuple(one[:, first:last] for one in across),
         )
+        return Capture(self.start + first, last - first, answer)
 
     def per_token(self, rows: int, accepted: int) -> list[Capture]:
         """One capture per accepted row: `rows` of the positions, the last ones, were read out."""

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from everystep.draws import Draws, Places, places_of
 from everystep.errors import RequestError, message
-from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.types import (
+    Best,
+    Children,
+    Columns,
+    Finished,
+    FinishReason,
+    Group,
+    Sequence,
+    TokenTable,
+)
 
 Drafts = list[np.ndarray]
 Check = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]]
@@ -33,7 +42,7 @@ class Batch:
     1 + len(drafts[s]), the first after its real tokens, the following ones after each draft.
     `slots`: how many rows the call's full rectangle has, `slots_per_group` for each request of it.
     `vocabulary`: V.
-    `columns(s)`: (positions, E) hidden states.
+    `columns(s)`: the hidden states of all positions of a sequence, where its strategy needs them.
     `stops(parents, tokens (C, n), counts)` says how many tokens of each child stand before it ends
     (the ending one included), and why it ends.
     """
@@ -49,7 +58,7 @@ class Batch:
     slots: int
     draws: Draws
     vocabulary: int
-    columns: Callable[[int], Tensor]
+    columns: Callable[[int], Columns]
     stops: Check
 
     def __len__(self) -> int:
@@ -120,7 +129,7 @@ class Strategy(Protocol):
     """Whether `pick` also takes a shortlist of the scores. Then the best of a row may be all that
     processors are shown; what it needs otherwise, see `FromBest`, is not asked."""
     needs: frozenset[str]
-    """Abilities asked of the executor, e.g. "truncate", "columns"."""
+    """Abilities asked of the executor, e.g. "truncate", "hidden"."""
 
     @property
     def kind(self) -> Hashable:

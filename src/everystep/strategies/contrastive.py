@@ -30,7 +30,7 @@ class Contrastive:
     streams: ClassVar[bool] = True
     scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
     shortlists: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset({"columns"})
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
     @property
     def width(self) -> int:
@@ -49,16 +49,19 @@ class Contrastive:
     def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
         """(S,) rating of each sibling; (S, top_k) probabilities and ids of its next tokens."""
         probabilities, tokens = torch.topk(torch.softmax(scores, dim=-1), self.top_k)
-        ratings = [self._rating(batch, s).to(scores.device) for s in range(len(batch))]
+        units: dict[tuple[int, int], Tensor] = {}
+        ratings = [self._rating(batch, s, units).to(scores.device) for s in range(len(batch))]
         return torch.stack(ratings), probabilities, tokens
 
-    def _rating(self, batch: Batch, s: int) -> Tensor:
+    def _rating(self, batch: Batch, s: int, units: dict[tuple[int, int], Tensor]) -> Tensor:
+        """() of sibling s; `units` keeps directions of hidden states that siblings share."""
         sequence = batch.sequences[s]
         if not sequence.provisional:  # the opening: there is nothing to choose between yet
             return torch.zeros((), dtype=torch.float64)
-        hidden = batch.columns(s).double()
-        hidden = hidden / hidden.norm(dim=-1, keepdim=True)
-        similarity = (hidden[:-1] @ hidden[-1]).max()
+        pieces = [_directions(piece, units) for piece in batch.columns(s).pieces]
+        last = pieces[-1][-1]
+        earlier = (piece for piece in (*pieces[:-1], pieces[-1][:-1]) if len(piece))
+        similarity = torch.stack([(piece @ last).max() for piece in earlier]).max()
         alpha = sequence.request.strategy.alpha
         return (1.0 - alpha) * sequence.score - alpha * similarity
 
@@ -105,3 +108,12 @@ class Contrastive:
 
     def finish(self, group: Group) -> list[Finished]:
         return group.done[:1]  # siblings that are cut short all hold the same settled tokens
+
+
+def _directions(hidden: Tensor, known: dict[tuple[int, int], Tensor]) -> Tensor:
+    """(n, E) hidden states -> float64 of length 1, worked out once for the same memory."""
+    place = (hidden.data_ptr(), len(hidden))
+    if place not in known:
+        wide = hidden.double()
+        known[place] = wide / wide.norm(dim=-1, keepdim=True)
+    return known[place]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from everystep import draws
-from everystep.engine import apply, batches, engine, feed, regroup
+from everystep.engine import apply, batches, engine, feed, given, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.hash_model import Row
@@ -129,14 +129,15 @@ def _chunk_leaves_nothing(grant: feed.Grant, fed: feed.Fed, builder: feed.WorkBu
                 left -= count
 
 
-_true_positions = feed._positions
+_true_positions = given.Span.positions
 
 
-@mutant("stale position", (feed, "_positions"))
-def _positions_stand_still(prompt: Prompt, start: int, count: int) -> Tensor | None:
-    if prompt.positions is None or start < prompt.length:
-        return _true_positions(prompt, start, count)
-    return (prompt.positions[..., -1:] + 1).expand(*prompt.positions.shape[:-1], count)
+@mutant("stale position", (given.Span, "positions"))
+def _positions_stand_still(span: given.Span) -> Tensor | None:
+    prompt = span.prompt
+    if prompt.positions is None or span.inside:
+        return _true_positions(span)
+    return torch.full((*prompt.positions.shape[:-1], span.count), prompt.follows)
 
 
 # --- scores and draws -----------------------------------------------------------------------------

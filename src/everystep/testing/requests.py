@@ -25,7 +25,7 @@ from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Prompt, Request
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -140,7 +140,6 @@ def _request(name: str, function: HashFunction, draw: Dice) -> Request:
         strategy=strategy,
         draws=SeededDraws(draw.between(0, 2**31)),
         processors=_processors(function.vocab_size, draw),
-        wants=Wants(columns="columns" in strategy.needs),
         max_length=prompt.length + max_new,
         pad_prefix=pad_prefix,
     )

@@ -135,10 +135,10 @@ def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
     else:
         given = [tuple(p) for p in prompt.positions.reshape(-1, prompt.length).T.tolist()]
     yield from given
-    place = given[-1]
+    last = max(map(max, given))
     while True:
-        place = tuple(coordinate + 1 for coordinate in place)
-        yield place
+        last += 1
+        yield (last,) * len(given[-1])
 
 
 # --- the loops ------------------------------------------------------------------------------------

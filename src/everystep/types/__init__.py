@@ -24,12 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.types.columns import COLUMNS as COLUMNS
+from everystep.types.columns import Columns as Columns
 from everystep.types.shortlist import Shortlist as Shortlist
 from everystep.types.shortlist import UndecidedError as UndecidedError
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
+from everystep.types.work import Answer as Answer
 from everystep.types.work import Best as Best
 from everystep.types.work import Extra as Extra
+from everystep.types.work import Given as Given
+from everystep.types.work import InputSpec as InputSpec
 from everystep.types.work import Past as Past
 from everystep.types.work import StepOutput as StepOutput
 from everystep.types.work import Verb as Verb
@@ -51,10 +56,15 @@ class Prompt:
     """What the model reads before the first choice.
 
     `ids`: (T,) int64 or None. `embeds`: (T, E) or None; where both are given the model reads the
-    embeddings and everybody else sees the ids. `positions`: (..., length) position ids or None for
-    0, 1, ... `encoder`: (S, E) encoder states for cross attention, or None. `past`: the first
-    positions as they were cached before, or None; `before` of them have no ids or embeddings here.
-    `length`: how many positions the prompt fills.
+    embeddings and everybody else sees the ids. `positions`: (length,) or (axes, length) position
+    ids, or None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`. `mask`:
+    (length, length) or (heads, length, length) bool: position i sees those j <= i where
+    mask[..., i, j], itself always; a generated position sees of the prompt what its last position
+    sees, and every generated one up to itself. `encoder`: (S, E) encoder states for cross
+    attention, or None. `past`: the first positions as they were cached before, or None; `before` of
+    them have no ids or embeddings here.
+    `length`: how many positions the prompt fills. `follows`: the position id of the first generated
+    token, one more than the greatest of the prompt's on any axis. `brings`: there is more than ids.
     """
 
     ids: np.ndarray | None = None
@@ -63,11 +73,22 @@ class Prompt:
     encoder: Tensor | None = None
     past: Past | None = None
     before: int = 0
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    mask: Tensor | None = None
     length: int = field(init=False)
+    follows: int = field(init=False)
+    brings: bool = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.ids if self.embeds is None else self.embeds
-        object.__setattr__(self, "length", self.before + (0 if given is None else len(given)))
+        length = self.before + (0 if given is None else len(given))
+        own = self.positions
+        object.__setattr__(self, "length", length)
+        last = length - 1 if own is None or not own.numel() else int(own.max())
+        object.__setattr__(self, "follows", last + 1)
+        given_more = (self.embeds, own, self.mask)
+        brings = bool(self.inputs) or any(one is not None for one in given_more)
+        object.__setattr__(self, "brings", brings)
 
     @property
     def hidden(self) -> int:
@@ -92,7 +113,6 @@ class Wants:
 
     layers: bool = False
     attentions: bool = False
-    columns: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     cache: bool = False
@@ -138,12 +158,14 @@ class Request:
     @property
     def needs(self) -> frozenset[str]:
         """The abilities that its executor must have; see `Executor.abilities`."""
-        given = ("embeds", "positions", "encoder", "past")
-        wanted = ("layers", "attentions", "columns")
+        given = ("embeds", "positions", "mask", "encoder", "past")
+        prompts = (self.prompt, *self.companions)
+        wanted = ("layers", "attentions")
         return frozenset(
             (
                 *self.strategy.needs,
-                *(name for name in given if getattr(self.prompt, name) is not None),
+                *(name for name in given for one in prompts if getattr(one, name) is not None),
+                *(name for one in prompts for name in one.inputs),
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),
                 *(("adapters",) if self.adapters else ()),

@@ -13,12 +13,12 @@ from everystep.api.lengths import Limits
 from everystep.config import FIELDS, Effective
 from everystep.draws import Draws, SeededDraws, SharedDraws
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.types.protocols import Stop
 from everystep.stops.criteria import merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime
 from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
 from everystep.text import Spelling
+from everystep.types.protocols import Stop
 
 _LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
 _BEAMS = "Set num_beams alone, or bad_words_ids and sequence_bias to steer words"

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from everystep.types.candidates import Candidates
-from everystep.types.protocols import Stop
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
 from everystep.stops.strings import StopStrings
 from everystep.types import FinishReason
+from everystep.types.candidates import Candidates
+from everystep.types.protocols import Stop
 
 ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, User)
 _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}

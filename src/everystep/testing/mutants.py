@@ -22,7 +22,7 @@ from everystep.engine import apply, batches, engine, feed, given, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.hash_model import Row
-from everystep.types import Companion, Prompt, Rows, Sequence, TokenTable, companion_length
+from everystep.types import Companion, Prompt, Rows, Sequence, companion_length
 
 Place = tuple[ModuleType | type, str]
 

@@ -372,4 +372,3 @@ class _RopeTable:
         """(N, dim) each."""
         table = rotary_table(self._rope, positions, lengths, torch.float32)
         return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()
-

@@ -57,6 +57,8 @@ def described_obstacles(spec: object) -> list[str]:
 def model_obstacles(model: Model) -> list[str]:
     """Why the library cannot run a model whose specification it can; empty if it can."""
     network = model.network
+    if model.learns:
+        return ["its weights may change, and the kernels read packed copies"]
     return list(_obstacles(network)) if isinstance(network, Decoder) else [_ENCODER]
 
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         AutoTokenizer,
     )
     from everystep.api.load import load, load_model
+    from everystep.api.many import Generated, chat, generate
     from everystep.api.model import LanguageModel
-    from everystep.api.session import Generated, Stream
-    from everystep.api.text import chat, generate, stream
+    from everystep.api.stream import Stream, stream
     from everystep.cache.containers import (
         Cache,
         DynamicCache,
@@ -160,7 +160,7 @@ _HOME = {
     "GenerateBeamEncoderDecoderOutput": "outputs",
     "GenerateDecoderOnlyOutput": "outputs",
     "GenerateEncoderDecoderOutput": "outputs",
-    "Generated": "api.session",
+    "Generated": "api.many",
     "GenerationConfig": "config",
     "GenerationMode": "config",
     "HammingDiversityLogitsProcessor": "processors.diversity",
@@ -190,7 +190,7 @@ _HOME = {
     "StopStringCriteria": "stops.criteria",
     "StoppingCriteria": "stops.criteria",
     "StoppingCriteriaList": "stops.criteria",
-    "Stream": "api.session",
+    "Stream": "api.stream",
     "SuppressTokensAtBeginLogitsProcessor": "processors.length",
     "SuppressTokensLogitsProcessor": "processors.length",
     "SynthIDTextWatermarkDetector": "processors.detectors",
@@ -212,12 +212,12 @@ _HOME = {
     "WeightedMeanDetector": "processors.detectors",
     "WhisperNoSpeechDetection": "processors.audio",
     "WhisperTimeStampLogitsProcessor": "processors.audio",
-    "chat": "api.text",
-    "generate": "api.text",
+    "chat": "api.many",
+    "generate": "api.many",
     "load": "api.load",
     "load_model": "api.load",
     "set_seed": "draws",
-    "stream": "api.text",
+    "stream": "api.stream",
     "validate_stopping_criteria": "stops.criteria",
 }
 """Public name -> the module that defines it."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         AutoTokenizer,
     )
     from everystep.api.load import load, load_model
-    from everystep.api.many import Generated, chat, generate
+    from everystep.api.many import Stream, chat, generate, stream
     from everystep.api.model import LanguageModel
-    from everystep.api.stream import Stream, stream
+    from everystep.api.session import Generated
     from everystep.cache.containers import (
         Cache,
         DynamicCache,
@@ -160,7 +160,7 @@ _HOME = {
     "GenerateBeamEncoderDecoderOutput": "outputs",
     "GenerateDecoderOnlyOutput": "outputs",
     "GenerateEncoderDecoderOutput": "outputs",
-    "Generated": "api.many",
+    "Generated": "api.session",
     "GenerationConfig": "config",
     "GenerationMode": "config",
     "HammingDiversityLogitsProcessor": "processors.diversity",
@@ -190,7 +190,7 @@ _HOME = {
     "StopStringCriteria": "stops.criteria",
     "StoppingCriteria": "stops.criteria",
     "StoppingCriteriaList": "stops.criteria",
-    "Stream": "api.stream",
+    "Stream": "api.many",
     "SuppressTokensAtBeginLogitsProcessor": "processors.length",
     "SuppressTokensLogitsProcessor": "processors.length",
     "SynthIDTextWatermarkDetector": "processors.detectors",
@@ -217,7 +217,7 @@ _HOME = {
     "load": "api.load",
     "load_model": "api.load",
     "set_seed": "draws",
-    "stream": "api.stream",
+    "stream": "api.many",
     "validate_stopping_criteria": "stops.criteria",
 }
 """Public name -> the module that defines it."""

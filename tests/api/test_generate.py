@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import everystep as es
-from everystep.api.many import Session
 from everystep.api.model import LanguageModel
+from everystep.api.session import Session
 from everystep.draws import seed_of
 from everystep.engine import Engine, audit
 from everystep.testing.models import tiny_llama

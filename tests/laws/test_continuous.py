@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import everystep as es
+from everystep.api import absent
 from everystep.api.prepare import completed, prepare
 from everystep.api.rectangle import read_call
 from everystep.engine.collect import Collector
@@ -33,7 +34,7 @@ from tests.laws.calls import MODELS, Call, calls
 from tests.parity.models import CATALOGUE, subject
 
 # What many prompts cannot be asked for, or only in a rectangle.
-ALONE = ("negative_prompt_ids", "min_length")
+ALONE = ("negative_prompt_ids", "min_length", *absent.ALONE)
 PER_ROW = ("temperature", "repetition_penalty", "top_p")
 TOGETHER = 4
 PER_BLOCK = 80

@@ -9,14 +9,14 @@ is refused here, before any compute.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.api.inputs import Inputs
-from everystep.api.options import Options
+from everystep.api.options import Host, Options
 from everystep.cache.affine import Quantization
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
@@ -32,9 +32,6 @@ from everystep.config.fields import OLD_CACHES
 from everystep.errors import UnsupportedError, refuse
 from everystep.types import Group, Past, Prompt
 
-if TYPE_CHECKING:
-    from everystep.api.model import LanguageModel
-
 _ABSENT = {
     "offloaded": "Use 'dynamic', or 'quantized' to save memory",
     "offloaded_static": "Use 'static', or 'quantized' to save memory",
@@ -48,7 +45,7 @@ _ABSENT = {
 # --- the one that is passed -----------------------------------------------------------------------
 
 
-def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel) -> Cache | None:
+def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cache | None:
     """The cache object that was passed, checked against the model and the configuration."""
     cache = given.get("past_key_values")
     if cache is None:
@@ -62,7 +59,7 @@ def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel
     return cache
 
 
-def require_cache(cache: object, model: LanguageModel) -> Cache:
+def require_cache(cache: object, model: Host) -> Cache:
     """The object, which is a cache that this model can go on from."""
     wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
     if not isinstance(cache, wanted):
@@ -181,7 +178,7 @@ def _require_held(inputs: Inputs, keys: Tensor) -> None:
             )
 
 
-def _require_shape(cache: Cache, model: LanguageModel) -> None:
+def _require_shape(cache: Cache, model: Host) -> None:
     shape = model.kv_shape
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if own.layer_class_to_replicate is None and len(own) != shape.layers:
@@ -256,7 +253,7 @@ def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
 
 
 def row_quantization(
-    effective: Effective, model: LanguageModel, passed: Cache | None = None
+    effective: Effective, model: Host, passed: Cache | None = None
 ) -> Quantization | None:
     """How rows keep what they hold: as the cache that was passed does, or as the configuration
     says; None for full precision."""
@@ -277,7 +274,7 @@ def row_quantization(
 
 
 def new_cache(
-    effective: Effective, inputs: Inputs, model: LanguageModel, positions: int, *, drafts: bool
+    effective: Effective, inputs: Inputs, model: Host, positions: int, *, drafts: bool
 ) -> Cache | None:
     """An empty cache of the kind that the configuration names, which can do what a call needs;
     None where the call goes without. `positions`: how many are cached in the end, at most."""

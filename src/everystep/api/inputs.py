@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.options import Options
+from everystep.api.options import Host, Options
 from everystep.errors import refuse
 from everystep.types import Prompt
-
-if TYPE_CHECKING:
-    from everystep.api.model import LanguageModel
 
 Given = Mapping[str, Any]
 
@@ -103,7 +100,7 @@ class Inputs:
         return table
 
 
-def read_inputs(model: LanguageModel, given: Given, options: Options) -> Inputs:
+def read_inputs(model: Host, given: Given, options: Options) -> Inputs:
     """The rectangle that tokens are added to, and the encoder's side of it, if there is one."""
     if model.is_encoder_decoder:
         source, batch = _read_source(model, given, options)
@@ -115,7 +112,7 @@ def read_inputs(model: LanguageModel, given: Given, options: Options) -> Inputs:
     return _read_rectangle(model, given, options)
 
 
-def with_negative(model: LanguageModel, given: Given, inputs: Inputs, options: Options) -> Inputs:
+def with_negative(model: Host, given: Given, inputs: Inputs, options: Options) -> Inputs:
     """The inputs with what guidance leads away from, if it was given."""
     ids, mask = given.get("negative_prompt_ids"), given.get("negative_prompt_attention_mask")
     if ids is None:
@@ -124,21 +121,16 @@ def with_negative(model: LanguageModel, given: Given, inputs: Inputs, options: O
             refuse(what, do="Pass both or neither")
         return inputs
     if options.effective.guidance_scale in (None, 1):
-        refuse(
-            "negative_prompt_ids has no effect without guidance_scale",
-            wanted="guidance_scale > 1",
-            got=options.effective.guidance_scale,
-            do="Set guidance_scale, or leave negative_prompt_ids out",
-        )
+        what, got = "negative_prompt_ids has no effect", options.effective.guidance_scale
+        do = "Set guidance_scale, or leave negative_prompt_ids out"
+        refuse(f"{what} without guidance_scale", wanted="guidance_scale > 1", got=got, do=do)
     passed = {"input_ids": ids, "attention_mask": mask}
     negative = _read_rectangle(model, passed, options, "negative_prompt_ids")
     _require_rows("negative_prompt_ids", negative.batch, inputs.batch)
     return replace(inputs, negative=negative.prompts)
 
 
-def _read_rectangle(
-    model: LanguageModel, given: Given, options: Options, name: str = "input_ids"
-) -> Inputs:
+def _read_rectangle(model: Host, given: Given, options: Options, name: str = "input_ids") -> Inputs:
     """Prompts of every row; padding on either side is recognised by the mask and left out.
 
     Without a mask, pad ids count as padding if the pad id is not an end id, as in the reference.
@@ -170,13 +162,12 @@ def _read_rectangle(
     if ids is None:
         none = (0,) * len(prompts)
         return Inputs(prompts, none, 0, width, margins=margins, firsts=firsts)
-    fills = tuple(_fill(row, span) for row, span in zip(ids, spans, strict=True))
+    fills = tuple(_fill(row, *span) for row, span in zip(ids, spans, strict=True))
     return Inputs(prompts, margins, width, 0, fills, margins, firsts)
 
 
-def _fill(row: np.ndarray, span: tuple[int, int]) -> int | None:
+def _fill(row: np.ndarray, first: int, last: int) -> int | None:
     """The outermost id of a row's padding."""
-    first, last = span
     if first > 0:
         return int(row[0])
     return int(row[-1]) if last < len(row) else None
@@ -315,15 +306,13 @@ def _row_positions(
     return row[..., first:last].detach().cpu()
 
 
-def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[Source, int]:
+def _read_source(model: Host, given: Given, options: Options) -> tuple[Source, int]:
     """The encoder's side and how many rows it has."""
     if given.get("position_ids") is not None:
-        refuse(
-            "position_ids has no meaning for this model, which knows distances alone",
-            wanted="a model with a decoder only",
-            got="one with an encoder",
-            do="Leave position_ids out",
+        what = (
+            "position_ids has no meaning for a model with an encoder, which knows distances alone"
         )
+        refuse(what, do="Leave position_ids out")
     if given.get("input_ids") is not None and given.get("inputs_embeds") is not None:
         what = "inputs_embeds and input_ids both say what the encoder reads"
         refuse(what, wanted="one of them", got="both", do="Leave one of them out")
@@ -359,15 +348,13 @@ def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ..
     return found, places
 
 
-def _read_decoder(model: LanguageModel, given: Given, options: Options, batch: int) -> Inputs:
+def _read_decoder(model: Host, given: Given, options: Options, batch: int) -> Inputs:
     """What the decoder starts from: the start token, or the caller's ids after it."""
     ids, mask = given.get("decoder_input_ids"), given.get("decoder_attention_mask")
-    passed = _starts(options, batch) if ids is None else ids
-    seen = mask if ids is not None else None
-    plain = replace(options, pad=None)
-    read = _read_rectangle(
-        model, {"input_ids": passed, "attention_mask": seen}, plain, "decoder_input_ids"
-    )
+    passed = {"input_ids": ids, "attention_mask": mask}
+    if ids is None:
+        passed = {"input_ids": _starts(options, batch)}
+    read = _read_rectangle(model, passed, replace(options, pad=None), "decoder_input_ids")
     if ids is None:
         return read
     _require_rows("decoder_input_ids", read.batch, batch)

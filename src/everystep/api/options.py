@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from everystep.api.absent import (
     ARGUMENTS_LATER,
@@ -12,12 +15,45 @@ from everystep.api.absent import (
     refuse_argument,
     refuse_unbuilt,
 )
-from everystep.config import FIELDS, META, Effective, merge_configs
+from everystep.cache.affine import Quantization
+from everystep.config import FIELDS, META, Effective, GenerationConfig, merge_configs
 from everystep.draws import Draws, SeededDraws, SharedDraws, seed_of
 from everystep.errors import UnknownArgumentError, nearest, refuse
+from everystep.executors.base import Executor
+from everystep.nn.network import Heard, KvShape
+from everystep.types import Prompt
 
-if TYPE_CHECKING:
-    from everystep.api.model import LanguageModel
+
+class Host(Protocol):
+    """The model, as far as preparing and running a call needs it; `LanguageModel` says what each
+    of these is."""
+
+    generation_config: GenerationConfig
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def context(self) -> int | None: ...
+    @property
+    def windows(self) -> Sequence[int | None]: ...
+    @property
+    def kv_shape(self) -> KvShape: ...
+    @property
+    def is_encoder_decoder(self) -> bool: ...
+    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor: ...
+    def generate(self, inputs: Tensor, generation_config: Any, **kwargs: Any) -> Any: ...
+    def executor(
+        self, needs: Set[str] = frozenset(), quantization: Quantization | None = None
+    ) -> Executor: ...
+
 
 MODEL_INPUTS = (
     "input_ids",
@@ -102,9 +138,7 @@ class Options:
         return tuple(map(SeededDraws, seeds))
 
 
-def read_options(
-    model: LanguageModel, config: Mapping[str, Any], objects: Mapping[str, Any]
-) -> Options:
+def read_options(model: Host, config: Mapping[str, Any], objects: Mapping[str, Any]) -> Options:
     """The options of a call with these fields by name and these of `OBJECTS`.
 
     RequestError for what is impossible, contradicts something else, or cannot be done.
@@ -113,12 +147,6 @@ def read_options(
     refuse_unbuilt(effective)
     for name in ("logprobs", "prompt_logprobs"):
         _require_count(name, objects.get(name), model.vocab_size)
-        if objects.get(name) is not None and not effective.return_dict_in_generate:
-            refuse(
-                "logprobs and prompt_logprobs are part of the output object",
-                wanted="return_dict_in_generate=True with them",
-                do="Set it, or leave them out",
-            )
     prefix = objects.get("prefix_allowed_tokens_fn")
     return Options(
         effective,
@@ -131,6 +159,17 @@ def read_options(
         logprobs=objects.get("logprobs"),
         prompt_logprobs=objects.get("prompt_logprobs"),
     )
+
+
+def require_output_object(options: Options) -> None:
+    """Log-probabilities have their place in the output object, so there must be one."""
+    asked = options.logprobs is not None or options.prompt_logprobs is not None
+    if asked and not options.effective.return_dict_in_generate:
+        refuse(
+            "logprobs and prompt_logprobs are part of the output object",
+            wanted="return_dict_in_generate=True with them",
+            do="Set it, or leave them out",
+        )
 
 
 def split(

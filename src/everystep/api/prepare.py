@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from warnings import warn
 
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs
-from everystep.api.options import Options
+from everystep.api.options import Host, Options
 from everystep.cache.affine import Quantization
 from everystep.cache.containers import Cache
 from everystep.config.effective import for_rows
@@ -36,9 +36,6 @@ from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
 from everystep.text import Spelling
 from everystep.types import Group, Prompt, Request, Wants
-
-if TYPE_CHECKING:
-    from everystep.api.model import LanguageModel
 
 Runs = Literal["continuous", "lockstep", "loop"]
 DEFAULT_NEW = 20
@@ -75,7 +72,7 @@ class Call:
 
 
 def prepare(
-    model: LanguageModel,
+    model: Host,
     options: Options,
     inputs: Inputs,
     past: Cache | None = None,
@@ -132,7 +129,7 @@ def prepare(
     return Call(options, inputs, requests, runs, cache, how, tuple(notices))
 
 
-def completed(model: LanguageModel, call: Call) -> Call:
+def completed(model: Host, call: Call) -> Call:
     """The call with what has to be computed before its requests can run: tokens that heal its
     prompts, and what an encoder makes of them."""
     if call.options.effective.token_healing:
@@ -317,7 +314,7 @@ def _watches(processors: Sequence[tuple[Any, ...]], stops: Sequence[Stop]) -> bo
 
 
 def _processors(
-    model: LanguageModel, options: Options, inputs: Inputs, new: int, width: int
+    model: Host, options: Options, inputs: Inputs, new: int, width: int
 ) -> list[tuple[Any, ...]]:
     """One tuple per row; the same one for all rows unless something depends on the row."""
     e, rows = options.effective, range(inputs.batch)

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from everystep.api.options import (
     MODEL_INPUTS,
     OBJECTS,
     OF_RECTANGLES,
+    Host,
     Options,
     read_options,
     require,
+    require_output_object,
     split,
 )
 from everystep.api.prepare import Call, completed, error_of, prepare
@@ -41,16 +43,13 @@ from everystep.streamers import Delivery, Wording
 from everystep.text import Tokenizer
 from everystep.types import Event, Finished, Group
 
-if TYPE_CHECKING:
-    from everystep.api.model import LanguageModel
-
 _READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
 
 
-def generate(model: LanguageModel, given: dict[str, Any]) -> Any:
+def generate(model: Host, given: dict[str, Any]) -> Any:
     """New tokens after every row; a (rows, length) tensor, or an output object on request.
 
-    `given`: every keyword of `LanguageModel.generate` by name.
+    `given`: every keyword of `model.generate` by name.
     """
     streamer = require("streamer", given.get("streamer"), "put", "end")
     loop = given.get("custom_generate")
@@ -70,10 +69,11 @@ def generate(model: LanguageModel, given: dict[str, Any]) -> Any:
         return run_loop(model, call, given, own)
 
 
-def read_call(model: LanguageModel, given: dict[str, Any]) -> tuple[Options, Inputs, Cache | None]:
+def read_call(model: Host, given: dict[str, Any]) -> tuple[Options, Inputs, Cache | None]:
     """What the keywords of a call say: its options, its inputs, and the cache it continues from."""
     config, rest = split(given, MODEL_INPUTS, OBJECTS, OF_RECTANGLES)
     options = read_options(model, config, rest)
+    require_output_object(options)
     past = read_cache(rest, options.effective, model)
     passed, seen = hide_past(rest, None if model.is_encoder_decoder else past)
     inputs = with_seen(read_inputs(model, passed, options), seen)
@@ -112,7 +112,7 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
     return Delivery(streamer, rows, strategy.returns, call.options.fill, wording)
 
 
-def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
+def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
     e, strategy = call.options.effective, call.strategy
     asked, cached = bool(e.return_dict_in_generate), e.use_cache is not False
     collector = Collector(

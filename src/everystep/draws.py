@@ -10,14 +10,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.types import Sequence, Shortlist
+from everystep.types import Shortlist
+from everystep.types.batch import Places
 from everystep.types.shortlist import dense
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6, "prompt": 7}
@@ -78,61 +79,6 @@ def _mix_one(value: int) -> int:
 _SMALL = 4096
 _BLOCK = 64
 _CACHED = 2**16  # weights that are made and summed at once, so that they stay in the cache
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where R choices stand: `seed`, `lineage` and `position` (R,) uint64, and their `slot` (R,)
-    among the `slots` rows of the call's full rectangle, finished rows included."""
-
-    seed: np.ndarray
-    lineage: np.ndarray
-    position: np.ndarray
-    slot: np.ndarray
-    slots: int
-
-
-def places_of(
-    sequences: list[Sequence], position: np.ndarray, slot: np.ndarray, slots: int
-) -> Places:
-    """Where choices of R sequences stand, each after `position` (R,) chosen tokens."""
-    seed = np.array([s.request.draws.seed & _MASK for s in sequences], dtype=np.uint64)
-    lineage = np.array([s.lineage for s in sequences], dtype=np.uint64)
-    return Places(seed, lineage, position.astype(np.uint64), slot, slots)
-
-
-class Draws(Protocol):
-    """Chooses tokens at random for rows that stand at given places."""
-
-    @property
-    def seed(self) -> int:
-        """What `Places.seed` holds for the rows of a request with these draws."""
-        ...
-
-    @property
-    def whole_rows(self) -> bool:
-        """Whether a choice looks at tokens without a score too."""
-        ...
-
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
-        """(R, V) scores -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
-
-        A shortlist gives the same as the rows that it stands for.
-        """
-        ...
-
-    def choose_without_replacement(
-        self, probabilities: Tensor, places: Places, count: int
-    ) -> Tensor:
-        """(R, n) probabilities -> (R, count) distinct indices per row, in order of the draw.
-
-        -1 where a row holds nan.
-        """
-        ...
-
-    def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
-        """(R, n) numbers in (0, 1) from a named stream."""
-        ...
 
 
 def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Driver:
     """A cache, and beside it a plain list of what every row should hold."""
 
     def __init__(self) -> None:
-        self.cache = RowCache(SHAPE, torch.float64, torch.device("cpu"), 4)
+        self.cache = RowCache(SHAPE, torch.float64, torch.device("cpu"))
         self.expected: dict[int, list[int]] = {}
         self._written = 0
 
@@ -232,19 +232,6 @@ def test_a_slot_is_wiped_before_it_is_used_again() -> None:
     assert bool(driver.cache._rows.tails.read(slot, 9)[0].isfinite()[:, :, 1:9].all())
 
 
-def test_columns_are_shared_by_forks_and_cut_with_their_row() -> None:
-    cache = Driver().cache
-    cache.allocate(0, columns=True)
-    cache._rows[0].tail = 3
-    cache.extend_columns(0, torch.ones(3, 4))
-    cache.fork(1, 0)
-    cache.truncate(0, 2)
-    cache.extend_columns(0, torch.zeros(1, 4))
-    columns = cache.columns()
-    assert columns[0].sum(dim=1).tolist() == [4, 4, 0]
-    assert columns[1].sum(dim=1).tolist() == [4, 4, 4]
-
-
 def test_encoder_states_are_projected_once_per_tensor() -> None:
     calls = []
 
@@ -252,7 +239,7 @@ def test_encoder_states_are_projected_once_per_tensor() -> None:
         calls.append(encoder)
         return torch.zeros(2, 2, 2, len(encoder), 3, dtype=torch.float64)
 
-    cache = RowCache(SHAPE, torch.float64, torch.device("cpu"), 4, project)
+    cache = RowCache(SHAPE, torch.float64, torch.device("cpu"), project)
     states, other = torch.ones(5, 4), torch.ones(6, 4)
     cache.allocate(0, states)
     cache.allocate(1, states)

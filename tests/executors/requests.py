@@ -11,7 +11,7 @@ from everystep.draws import SeededDraws
 from everystep.engine import Guidance
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Prompt, Request
 
 MAX_NEW = 10
 ENDS = (2, 17)
@@ -31,7 +31,6 @@ def request(name: str, strategy: Any, prompt: Prompt, **rest: Any) -> Request:
         strategy,
         SeededDraws(sum(map(ord, name))),
         stops=(EosToken(ENDS), MaxLength(length + MAX_NEW)),
-        wants=Wants(columns="columns" in strategy.needs),
         max_length=prompt.length + MAX_NEW,
         **rest,
     )

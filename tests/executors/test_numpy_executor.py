@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everystep.engine import Continuous, Engine, Lockstep
-from everystep.errors import InvariantError, UnsupportedError
+from everystep.errors import InvariantError, RequestError, UnsupportedError
 from everystep.executors.numpy_executor import NumpyExecutor
 from everystep.models import Model
 from everystep.models.spec import NormSpec
@@ -24,7 +24,17 @@ from everystep.types import Prompt, Request, StepOutput, Verb, Wants, Work
 from tests.executors.models import PLAIN, SPECS, family_model, random_model, with_mlp, with_norm
 from tests.executors.prefixes import Prefixes
 from tests.executors.requests import REQUESTS
-from tests.executors.works import Wanderer, expected_logits, ints, one_feed, only_verbs, read
+from tests.executors.works import (
+    Wanderer,
+    answer,
+    asking,
+    embedded,
+    expected_logits,
+    ints,
+    one_feed,
+    only_verbs,
+    read,
+)
 
 IDS = np.random.default_rng(7).integers(0, 40, 24).tolist()
 QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -38,7 +48,7 @@ def model_of(name: str) -> Model:
 
 def fed(name: str, tokens: list[int] = IDS, **wants: Any) -> StepOutput:
     """What a fresh executor makes of one feed into one row."""
-    work = replace(one_feed(tokens, verbs=(OPEN,)), **wants)
+    work = asking(one_feed(tokens, verbs=(OPEN,)), **wants)
     return NumpyExecutor(model_of(name)).run(work)
 
 
@@ -81,13 +91,13 @@ def test_narrower_models_differ_by_their_own_rounding(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("name", ["plain", "window", "plus one"])
 def test_layers_are_the_states_between_them(name: str) -> None:
     wanted = read(model_of(name), IDS).watched(model_of(name)).layers
-    assert_near(torch.stack(fed(name, layers=True).layers), torch.stack(wanted))
+    assert_near(torch.stack(answer(fed(name, layers=True)).layers), torch.stack(wanted))
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "capped scores"])
 def test_attentions_are_the_weights_of_every_head(name: str) -> None:
     wanted = read(model_of(name), IDS).watched(model_of(name)).attentions
-    (found,) = fed(name, attentions=True).attentions
+    found = answer(fed(name, attentions=True)).attentions
     assert_near(torch.stack(found), torch.stack(wanted))
 
 
@@ -152,28 +162,28 @@ def wander(wanderer: Wanderer) -> None:
         assert executor.audit() == held
 
 
-def test_columns_follow_truncation_and_fork() -> None:
+def test_hidden_states_are_those_of_the_fed_positions() -> None:
     executor = NumpyExecutor(model_of("plain"))
-    executor.run(replace(one_feed(IDS[:6], verbs=(OPEN,)), columns=frozenset({0})))
+    executor.run(one_feed(IDS[:6], verbs=(OPEN,)))
     verbs = (Verb("truncate", 0, 4), Verb("fork", 1, 0))
-    output = executor.run(one_feed(IDS[4:9], row=1, start=4, verbs=verbs))
+    work = asking(one_feed(IDS[4:9], row=1, start=4, verbs=verbs), hidden=True)
     states = read(model_of("plain"), IDS[:9]).watched(model_of("plain")).layers[-1]
-    assert_near(output.columns[1], states)
-    assert_near(output.columns[0], states[:4])
+    assert_near(answer(executor.run(work)).hidden, states[4:])
 
 
-def test_only_rows_that_asked_keep_columns() -> None:
-    assert fed("plain").columns == {}
+def test_a_plain_feed_has_no_answer() -> None:
+    assert fed("plain").answers[0].hidden is None
+    assert NumpyExecutor(model_of("plain")).run(one_feed(IDS, verbs=(OPEN,))).answers == {}
 
 
 def test_a_cached_row_gives_layers_of_the_fed_positions_only() -> None:
     executor = NumpyExecutor(model_of("plain"))
     executor.run(one_feed(IDS[:6], verbs=(OPEN,)))
     work = one_feed(IDS[6:9], start=6)
-    output = executor.run(replace(work, layers=True, attentions=True))
+    found = answer(executor.run(asking(work, layers=True, attentions=True)))
     watched = read(model_of("plain"), IDS[:9]).watched(model_of("plain"))
-    assert_near(torch.stack(output.layers), torch.stack(watched.layers)[:, 6:])
-    assert_near(torch.stack(output.attentions[0]), torch.stack(watched.attentions)[:, :, 6:])
+    assert_near(torch.stack(found.layers), torch.stack(watched.layers)[:, 6:])
+    assert_near(torch.stack(found.attentions), torch.stack(watched.attentions)[:, :, 6:])
 
 
 def test_a_work_of_verbs_alone_gives_no_logits() -> None:
@@ -200,8 +210,8 @@ def test_a_freed_row_may_be_allocated_again() -> None:
         one_feed([-1], start=3),
         replace(one_feed([1], start=3), logits=ints(2)),
         replace(one_feed([1], start=3), counts=ints(2)),
-        replace(one_feed([1], start=3), embeds=((0, torch.zeros(1, 32)),)),
-        replace(one_feed([-1], start=3), embeds=((0, torch.zeros(2, 32)),)),
+        replace(one_feed([1], start=3), extras={0: embedded(0, torch.zeros(1, 32))}),
+        replace(one_feed([-1], start=3), extras={0: embedded(0, torch.zeros(2, 32))}),
         Work((), ints(0, 0), ints(3, 3), ints(1, 1), ints(1, 1), ints(1, 1)),
         Work((), ints(0), ints(3, 3), ints(1), ints(1), ints(1)),
         only_verbs(OPEN),
@@ -222,7 +232,7 @@ def test_misuse_is_found(work: Work) -> None:
 
 
 def test_several_positions_per_input_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="one position per input"):
+    with pytest.raises(RequestError, match="one position per token"):
         fed("plain", positions=torch.zeros(3, len(IDS), dtype=torch.int64))
 
 

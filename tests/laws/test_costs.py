@@ -21,7 +21,7 @@ from everystep.strategies import Beam, Greedy, Sample, Speculative, single
 from everystep.testing.drive import Run, hash_executor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import Mix, random_mix
-from everystep.types import FinishReason, Prompt, Request, StepOutput, Work
+from everystep.types import Answer, FinishReason, Prompt, Request, StepOutput, Work
 
 SEEDS = range(40)
 
@@ -169,12 +169,16 @@ class OnDevice(Tensor):
 
 
 class DeviceExecutor(HashExecutor):
-    """The hash model, with logits and columns that pretend to lie on an accelerator."""
+    """The hash model, with logits and hidden states that pretend to lie on an accelerator."""
 
     def run(self, work: Work) -> StepOutput:
         output = super().run(work)
-        columns = {row: column.as_subclass(OnDevice) for row, column in output.columns.items()}
-        return replace(output, logits=output.logits.as_subclass(OnDevice), columns=columns)
+        answers = {
+            f: Answer(hidden=one.hidden.as_subclass(OnDevice))
+            for f, one in output.answers.items()
+            if one.hidden is not None
+        }
+        return replace(output, logits=output.logits.as_subclass(OnDevice), answers=answers)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

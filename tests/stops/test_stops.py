@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.stops.base import Candidates, Stop
+from everystep.types.candidates import Candidates
+from everystep.types.protocols import Stop
 from everystep.stops.check import check
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
 from everystep.stops.strings import StopStrings

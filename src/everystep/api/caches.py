@@ -123,18 +123,18 @@ def continued(inputs: Inputs, cache: Cache | None, width: int) -> Inputs:
 
 
 def require_possible(
-    cache: Cache, options: Options, positions: int, *, drafts: bool, columns: bool
+    cache: Cache, options: Options, positions: int, *, drafts: bool, hidden: bool
 ) -> None:
     """Raises if a call needs more than a cache that was passed can give.
 
-    `positions`: how many of a row are cached in the end, at most. `columns`: whether hidden states
-    of the prompt are needed.
+    `positions`: how many of a row are cached in the end, at most. `hidden`: whether the hidden
+    states of the prompt are needed.
     """
     if options.effective.token_healing:
         do = "Leave token_healing out"
         _refuse("does not go with token_healing", "one of the two", "both", do)
     _require_abilities(cache, positions, drafts, "past_key_values")
-    if columns:
+    if hidden:
         _refuse("lacks hidden states", "none, for penalty_alpha", type(cache).__name__)
     if options.prompt_logprobs is not None:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both")

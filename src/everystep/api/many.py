@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from everystep.api.model import LanguageModel
-from everystep.api.prepare import error_of
 from everystep.api.session import (
     Generated,
     Messages,
@@ -66,8 +65,8 @@ def generate(
                 errors[index], results[index] = found, session.failed(found)
             else:
                 results[index] = session.shaped(found)
-                if (error := error_of(found)) is not None:
-                    errors[index] = error
+                if found.error is not None:
+                    errors[index] = found.error
             advance()
     every = [results[index] for index in range(len(results))]
     if errors and on_error == "raise":

@@ -17,11 +17,12 @@ from everystep.api.absent import (
 )
 from everystep.cache.affine import Quantization
 from everystep.config import FIELDS, META, Effective, GenerationConfig, merge_configs
-from everystep.draws import Draws, SeededDraws, SharedDraws, seed_of
+from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import UnknownArgumentError, nearest, refuse
 from everystep.executors.base import Executor
 from everystep.nn.network import Heard, KvShape
 from everystep.types import Prompt
+from everystep.types.protocols import Draws
 
 
 class Host(Protocol):

@@ -18,7 +18,8 @@ from everystep.api.options import Host, Options
 from everystep.cache.affine import Quantization
 from everystep.cache.containers import Cache
 from everystep.config.effective import for_rows
-from everystep.engine import Guidance
+from everystep.engine import Guidance, PromptLookup
+from everystep.engine.collect import kept_rows
 from everystep.errors import refuse
 from everystep.nn.network import Heard
 from everystep.processors.build import build
@@ -28,14 +29,14 @@ from everystep.processors.guidance import (
 )
 from everystep.processors.stacking import varies
 from everystep.processors.user import User
-from everystep.stops.base import Stop
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime
 from everystep.stops.ends import User as Criterion
 from everystep.stops.strings import StopStrings
-from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
+from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.text import Spelling
-from everystep.types import Group, Prompt, Request, Wants
+from everystep.types import Prompt, Request, Wants
+from everystep.types.protocols import Drafter, Stop, Strategy
 
 Runs = Literal["continuous", "lockstep", "loop"]
 DEFAULT_NEW = 20
@@ -61,14 +62,19 @@ class Call:
     heard: tuple[Heard, ...] = ()
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> Strategy:
         """The strategy of every row."""
         return self.requests[0].strategy
 
     @property
     def drafts(self) -> bool:
         """Whether tokens are drafted and verified."""
-        return _drafts(self.strategy)
+        return self.requests[0].drafter is not None
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows per prompt in the scores and layers of a step that callers get."""
+        return kept_rows(self.strategy)
 
 
 def prepare(
@@ -89,12 +95,12 @@ def prepare(
     notices = [*options.effective.notices]
     options, new = _settled(options, inputs, model.context, notices)
     reach = max(inputs.width + new, longest(options.criteria))
-    strategy = _strategy(options, reach - inputs.width)
-    drafts, positions = _drafts(strategy), inputs.total_width + new - 1
+    strategy, drafter = _strategy(options, reach - inputs.width)
+    drafts, positions = drafter is not None, inputs.total_width + new - 1
     cache = past
     if past is not None:
-        columns = "columns" in strategy.needs and runs != "loop"
-        require_possible(past, options, positions, drafts=drafts, columns=columns)
+        hidden = strategy.reads.hidden and runs != "loop"
+        require_possible(past, options, positions, drafts=drafts, hidden=hidden)
         inputs = continued(inputs, past, strategy.width)
     elif runs != "continuous":
         made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
@@ -104,7 +110,8 @@ def prepare(
     processors = _processors(model, options, inputs, new, strategy.width)
     returned = options.captures or options.keeps_rows or cache is not None
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
-    wants = _wants(options, inputs, strategy, cached=cache is not None, lingers=lingers)
+    alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or not drafts)
+    wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
     readout = _readout(options)
     draws = options.draws(inputs.number, inputs.batch)
     requests = tuple(
@@ -117,6 +124,7 @@ def prepare(
             stops=stops,
             companions=() if readout is None else (_companion(inputs, row),),
             readout=readout,
+            drafter=drafter,
             wants=wants,
             max_length=reach - inputs.pads[row] + prompt.hidden,
             pad_prefix=inputs.pads[row],
@@ -215,8 +223,8 @@ def _check_least(options: Options, prompt: int, new: int) -> None:
     warn(text, UserWarning, stacklevel=6)
 
 
-def _strategy(options: Options, most: int) -> Any:
-    """What the configuration names, drafts included: the one place that makes strategies.
+def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
+    """What the configuration names: the one place that makes strategies and drafters.
 
     `most`: the most new tokens that a row can get.
     """
@@ -232,7 +240,7 @@ def _strategy(options: Options, most: int) -> Any:
             do="Leave one of the two out",
         )
     if width > 1:
-        return Beam(
+        beam = Beam(
             width=width,
             returns=returns,
             length_penalty=float(e.length_penalty),
@@ -241,17 +249,14 @@ def _strategy(options: Options, most: int) -> Any:
             max_new=most,
             sampled=bool(e.do_sample),
         )
+        return beam, None
     if contrastive:
-        return Contrastive(int(e.top_k), float(e.penalty_alpha))
+        return Contrastive(int(e.top_k), float(e.penalty_alpha)), None
     base = Sample(returns) if e.do_sample else Greedy()
     if e.prompt_lookup_num_tokens is None:
-        return base
+        return base, None
     ngram = 2 if e.max_matching_ngram_size is None else int(e.max_matching_ngram_size)
-    return Speculative(PromptLookup(int(e.prompt_lookup_num_tokens), ngram, options.eos), base)
-
-
-def _drafts(strategy: Any) -> bool:
-    return "truncate" in strategy.needs
+    return base, PromptLookup(int(e.prompt_lookup_num_tokens), ngram, options.eos)
 
 
 def _stops(options: Options, visible: int) -> tuple[Stop, ...]:
@@ -272,13 +277,12 @@ def _stops(options: Options, visible: int) -> tuple[Stop, ...]:
     return merge(stops, options.criteria)
 
 
-def _wants(
-    options: Options, inputs: Inputs, strategy: Any, *, cached: bool, lingers: bool
-) -> Wants:
+def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> Wants:
     """What is recorded only because the caller asked for it.
 
-    Criteria read scores where all rows take the same steps: drafts of several are not accepted
-    alike, and of candidates it is known a step later which row they came from.
+    `history`: criteria may read scores, since all rows take the same steps and stay. Drafts of
+    several are not accepted alike, and of candidates it is known a step later which row they came
+    from.
     """
     if options.prompt_logprobs is not None and any(one.ids is None for one in inputs.prompts):
         refuse(
@@ -289,17 +293,13 @@ def _wants(
         )
     e = options.effective
     asked = bool(e.return_dict_in_generate)
-    alike = inputs.batch == 1 or not _drafts(strategy)
-    alike = alike and strategy.kept_rows == strategy.width
-    scores = asked and bool(e.output_scores)
     return Wants(
         layers=asked and bool(e.output_hidden_states),
         attentions=asked and bool(e.output_attentions),
-        columns="columns" in strategy.needs,
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
         cache=cached,
-        history=scores and bool(options.criteria) and alike and lingers,
+        history=asked and bool(e.output_scores) and bool(options.criteria) and history,
     )
 
 
@@ -383,9 +383,3 @@ def _companion(inputs: Inputs, row: int) -> Prompt:
             do="Pass negative_prompt_ids",
         )
     return Prompt(ids=ids[-1:])
-
-
-def error_of(group: Group) -> Exception | None:
-    """What ended a group, if that was an error."""
-    reasons = (one.reason for one in group.done)
-    return next((reason.matched for reason in reasons if reason.kind == "error"), None)

@@ -26,7 +26,7 @@ from everystep.api.options import (
     require_output_object,
     split,
 )
-from everystep.api.prepare import Call, completed, error_of, prepare
+from everystep.api.prepare import Call, completed, prepare
 from everystep.cache.containers import Cache
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
@@ -116,8 +116,8 @@ def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
     e, strategy = call.options.effective, call.strategy
     asked, cached = bool(e.return_dict_in_generate), e.use_cache is not False
     collector = Collector(
-        slots=call.inputs.batch * strategy.kept_rows,
-        width=strategy.kept_rows,
+        slots=call.inputs.batch * call.kept_rows,
+        width=call.kept_rows,
         scores=asked and bool(e.output_scores),
         logits=asked and bool(e.output_logits),
         captures=call.options.captures,
@@ -200,8 +200,8 @@ def _loop(
         if follow is not None:
             follow(events)
         for group in groups:
-            if (error := error_of(group)) is not None:
-                raise error
+            if group.error is not None:
+                raise group.error
             if not cached:
                 engine.preempt(group)
     end = time.perf_counter()
@@ -239,7 +239,7 @@ def _output(
     beams = isinstance(call.strategy, Beam)
     # Rows that have ended wait for the last one, and where drafts stand it may catch up on them.
     steps = slice(None if beams else max(len(done.tokens) for done in finished))
-    pads = np.repeat(np.array(inputs.margins or inputs.pads), call.strategy.kept_rows)
+    pads = np.repeat(np.array(inputs.margins or inputs.pads), call.kept_rows)
     fields: dict[str, Any] = {
         "sequences": _sequences(call, finished, device),
         "scores": collector.score_steps()[steps] if e.output_scores else None,
@@ -273,7 +273,7 @@ def _output(
 def _attentions(call: Call, collector: Collector) -> tuple[tuple[Tensor, ...], ...]:
     inputs = call.inputs
     empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
-    return collector.attention_steps(np.repeat(empty, call.strategy.kept_rows), inputs.lead)
+    return collector.attention_steps(np.repeat(empty, call.kept_rows), inputs.lead)
 
 
 def _encoder_fields(call: Call, collector: Collector, steps: slice) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _encoder_fields(call: Call, collector: Collector, steps: slice) -> dict[str,
     if e.output_attentions:
         if call.heard:
             fields["encoder_attentions"] = placed([one.attentions for one in call.heard], 2)
-        across = np.repeat(np.array(starts), call.strategy.kept_rows)
+        across = np.repeat(np.array(starts), call.kept_rows)
         fields["cross_attentions"] = collector.cross_steps(across, width)[steps]
     return fields
 

@@ -23,7 +23,7 @@ from everystep.api.options import (
     require_output_object,
     split,
 )
-from everystep.api.prepare import Call, completed, error_of, prepare
+from everystep.api.prepare import Call, completed, prepare
 from everystep.config import META, GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
@@ -197,7 +197,7 @@ class Session:
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
-        if (error := error_of(group)) is not None:
+        if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
             return [self.failed(error, done.tokens, _prompt_length(group))]
         asked = group.request.wants.prompt_logprobs is not None
@@ -219,7 +219,7 @@ class Session:
     def shaped(self, group: Group) -> Any:
         """What `generate` gives for a group that has ended."""
         found = self.generated(group)
-        if error_of(group) is not None:
+        if group.error is not None:
             return found[0]
         e = self.asked(int(group.request.request_id)).options.effective
         values: list[Any] = list(found)

@@ -1,13 +1,13 @@
 """One step's view of the cache: stores new keys and values, and lets queries look at their rows.
 
 The layout comes from the plan; masks are made at the first layer that needs them and kept for the
-others. The usual step is one scatter and one attention per layer. Where attention weights are
-wanted, every feed is computed by itself over all its keys.
+others. The usual step is one scatter and one attention per layer. A feed that wants attention
+weights or brings a mask is computed by itself over all its keys, and no other one is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from everystep.nn.attention import (
     visible,
 )
 from everystep.nn.relative_bias import RelativeBias
+from everystep.types import Extra
 
 Mask = Tensor | None
 
@@ -35,14 +36,20 @@ class Context:
     """What the layers of a network see of the rows in one step."""
 
     def __init__(
-        self, rows: Rows, feeds: Sequence[Feed], device: torch.device, *, weights: bool
+        self,
+        rows: Rows,
+        feeds: Sequence[Feed],
+        device: torch.device,
+        extras: Mapping[int, Extra],
     ) -> None:
         self._rows = rows
         self._device = device
-        self.plan: Plan = make_plan(feeds, device)
+        self._extras = extras
+        lone = {f for f, extra in extras.items() if extra.attentions or extra.mask is not None}
+        self.plan: Plan = make_plan(feeds, device, lone)
         self._masks: dict[object, Mask] = {}
-        self.attentions: list[list[Tensor]] | None = _lists(feeds) if weights else None
-        self.cross_attentions: list[list[Tensor]] | None = _lists(feeds) if weights else None
+        self.attentions: dict[int, list[Tensor]] = {f: [] for f in lone}
+        self.cross_attentions: dict[int, list[Tensor]] = {f: [] for f in lone}
         self.kept: list[Tensor] | None = None
 
     @property
@@ -71,18 +78,18 @@ class Context:
         # Indices on both sides of a slice: the result's first dimension is theirs, (N, 2, K, D).
         self._rows.tails.layer(layer)[:, plan.slots, :, plan.places] = kept
         kv = self._rows.format.unpacked(kept)
-        if self.attentions is not None:
-            return self._weighed(layer, q, rule, bias, self.attentions)
         parts = []
         if plan.rectangle is not None:
             parts.append(self._rectangle(layer, q, plan.rectangle, rule, bias))
         parts += [self._span(layer, q, kv, span, rule, bias) for span in plan.spans]
+        stop = len(q) - sum(feed.count for feed in plan.alone)
+        for feed in plan.alone:
+            start, stop = stop, stop + feed.count
+            parts.append(self._alone(layer, q[start:stop], feed, rule, bias))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
         """Lets q (N, H, D) look at the encoder states of its rows, returns (N, H * D)."""
-        if self.cross_attentions is not None:
-            return self._weighed_across(layer, q, rule, self.cross_attentions)
         plan = self.plan
         parts = []
         if plan.rectangle is not None:
@@ -93,6 +100,12 @@ class Context:
                 k, v = self._across(layer, feed.row)
                 folded = fold_heads(q[None, start : start + span.count], k.shape[0])
                 parts.append(unfold_heads(attend(folded, k[None], v[None], rule, None), span.count))
+        stop = len(q) - sum(feed.count for feed in plan.alone)
+        for feed in plan.alone:
+            start, stop = stop, stop + feed.count
+            k, v = self._across(layer, feed.row)
+            kept = self.cross_attentions[feed.index]
+            parts.append(_weighed(q[start:stop], k, v, rule, None, kept))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # --- rectangles -------------------------------------------------------------------------------
@@ -205,40 +218,27 @@ class Context:
             return mask + bias(queries, keys)
         return mask.repeat_interleave(folded // feed.count, dim=1)
 
-    # --- weights wanted ---------------------------------------------------------------------------
+    # --- feeds by themselves ----------------------------------------------------------------------
 
-    def _weighed(
-        self,
-        layer: int,
-        q: Tensor,
-        rule: Rule,
-        bias: RelativeBias | None,
-        kept: list[list[Tensor]],
+    def _alone(
+        self, layer: int, q: Tensor, feed: Feed, rule: Rule, bias: RelativeBias | None
     ) -> Tensor:
-        """Feed by feed over all keys, so that the weights of each are at hand."""
-        outs, start = [], 0
-        for feed in self.plan.feeds:
-            k, v = torch.cat(self.segments(layer, feed.row), dim=2)
-            folded = fold_heads(q[None, start : start + feed.count], k.shape[0])
-            mask = self._feed_mask(feed, rule, bias, folded.shape[2])
-            weights = probabilities(folded @ k.transpose(-1, -2), rule, mask)
-            kept[feed.index].append(_per_head(weights[0], feed.count))
-            outs.append(unfold_heads(weights @ v, feed.count))
-            start += feed.count
-        return torch.cat(outs)
+        """(T, H * D) of one feed over all its keys."""
+        k, v = torch.cat(self.segments(layer, feed.row), dim=2)
+        key = ("alone", feed.index, rule.window, id(bias))
+        if key not in self._masks:
+            self._masks[key] = self._lone_mask(feed, rule, bias, q.shape[1] // k.shape[0])
+        return _weighed(q, k, v, rule, self._masks[key], self.attentions[feed.index])
 
-    def _weighed_across(
-        self, layer: int, q: Tensor, rule: Rule, kept: list[list[Tensor]]
-    ) -> Tensor:
-        outs, start = [], 0
-        for feed in self.plan.feeds:
-            k, v = self._across(layer, feed.row)
-            folded = fold_heads(q[None, start : start + feed.count], k.shape[0])
-            weights = probabilities(folded @ k.transpose(-1, -2), rule, None)
-            kept[feed.index].append(_per_head(weights[0], feed.count))
-            outs.append(unfold_heads(weights @ v, feed.count))
-            start += feed.count
-        return torch.cat(outs)
+    def _lone_mask(self, feed: Feed, rule: Rule, bias: RelativeBias | None, shared: int) -> Tensor:
+        """(1 or K, T * H/K, S); `shared`: how many heads look at one key head."""
+        mask = self._feed_mask(feed, rule, bias, shared * feed.count)
+        given = self._extras[feed.index].mask
+        if given is None:
+            return mask
+        heads = given.to(self._device).expand(max(len(given), shared), -1, -1).contiguous()
+        seen = heads.view(-1, shared, *heads.shape[1:]).transpose(1, 2).flatten(1, 2)
+        return mask + additive(seen, self._rows.dtype)
 
     def _across(self, layer: int, row: Row) -> Tensor:
         """(2, K, S, D)."""
@@ -250,10 +250,6 @@ class Context:
         return torch.from_numpy(array).to(self._device)
 
 
-def _lists(feeds: Sequence[Feed]) -> list[list[Tensor]]:
-    return [[] for _ in feeds]
-
-
 def _filled(q: Tensor, box: Rectangle) -> Tensor:
     """Packed queries (N, H, D) -> (rows, length, H, D)."""
     chosen = q[: box.packed] if box.gather is None else q[box.gather]
@@ -263,6 +259,14 @@ def _filled(q: Tensor, box: Rectangle) -> Tensor:
 def _packed(out: Tensor, box: Rectangle) -> Tensor:
     """(rows * length, x) -> (n, x)."""
     return out if box.scatter is None else out[box.scatter]
+
+
+def _weighed(q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Mask, kept: list[Tensor]) -> Tensor:
+    """(T, H * D) of one feed's queries (T, H, D) on (K, S, D); its weights are added to `kept`."""
+    folded = fold_heads(q[None], k.shape[0])
+    weights = probabilities(folded @ k.transpose(-1, -2), rule, mask)
+    kept.append(_per_head(weights[0], len(q)))
+    return unfold_heads(weights @ v, len(q))
 
 
 def _per_head(weights: Tensor, length: int) -> Tensor:

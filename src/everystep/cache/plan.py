@@ -1,14 +1,15 @@
 """How the feeds of a step are laid out for attention: decided once, used by every layer.
 
 Feeds of at most eight positions form one rectangle over the first slots of the pool; longer ones
-form spans, of which neighbours with equal lengths and nothing cached are one block. Positions are
-packed rectangle first, in the order of slots, so that the usual step (one position per row, every
-row) needs no gathering at all. Nothing here holds keys or values.
+form spans, of which neighbours with equal lengths and nothing cached are one block. Feeds that must
+be computed alone come last. Positions are packed rectangle first, in the order of slots, so that
+the usual step (one position per row, every row) needs no gathering at all. Nothing here holds keys
+or values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,27 +126,31 @@ class Plan:
     `slots`, `places` (N,): where the keys and values of packed positions are written.
     """
 
-    feeds: tuple[Feed, ...]
     rectangle: Rectangle | None
     spans: tuple[Span, ...]
+    alone: tuple[Feed, ...]
     order: np.ndarray | None
     slots: Tensor
     places: Tensor
 
 
-def make_plan(feeds: Sequence[Feed], device: torch.device) -> Plan:
-    """The layout of a step; every row has its slot."""
+def make_plan(
+    feeds: Sequence[Feed], device: torch.device, lone: Collection[int] = frozenset()
+) -> Plan:
+    """The layout of a step; every row has its slot. `lone`: the feeds that are computed alone."""
+    alone = [feed for feed in feeds if feed.index in lone]
+    others = [feed for feed in feeds if feed.index not in lone] if alone else feeds
     short = sorted(
-        (feed for feed in feeds if feed.count <= LONGEST_IN_RECTANGLE), key=lambda f: f.slot
+        (feed for feed in others if feed.count <= LONGEST_IN_RECTANGLE), key=lambda f: f.slot
     )
-    long = [feed for feed in feeds if feed.count > LONGEST_IN_RECTANGLE]
-    packed = [*short, *long]
+    long = [feed for feed in others if feed.count > LONGEST_IN_RECTANGLE]
+    packed = [*short, *long, *alone]
     slots = np.concatenate([np.full(feed.count, feed.slot) for feed in packed])
     places = np.concatenate([_run(feed.start - feed.row.base, feed.count) for feed in packed])
     return Plan(
-        feeds=tuple(packed),
         rectangle=_rectangle(short, device) if short else None,
         spans=_spans(long, sum(feed.count for feed in short)),
+        alone=tuple(alone),
         order=_order(feeds, packed),
         slots=torch.from_numpy(slots).to(device),
         places=torch.from_numpy(places).to(device),

@@ -3,13 +3,13 @@
 What a query sees depends on its position alone: at position i the first `Quantization.packed(i)`
 positions are what their codes stand for, the others are exact, however they were fed. Segments of
 codes and tails are never changed once a step is over, so forks share them. There are no windows, no
-encoders and no columns here, and nothing is taken back: the exact numbers of what was packed are
+encoders here, and nothing is taken back: the exact numbers of what was packed are
 gone. Every feed is computed by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,8 +128,6 @@ class QuantizedRowCache:
         self,
         row: int,
         encoder: Tensor | None = None,
-        *,
-        columns: bool = False,
         past: Past | None = None,
     ) -> None:
         """The row exists and holds `past`."""
@@ -166,13 +164,6 @@ class QuantizedRowCache:
         """Row -> cached positions."""
         return {number: row.length for number, row in self._rows.items()}
 
-    def columns(self) -> dict[int, Tensor]:
-        """Nothing: no row keeps hidden states."""
-        return {}
-
-    def extend_columns(self, row: int, hidden: Tensor) -> None:
-        """Nothing: no row keeps hidden states."""
-
     def _pack(self, row: QuantizedRow) -> None:
         """What no later query sees in full precision becomes codes."""
         count = self._how.packed(row.length) - row.base
@@ -185,8 +176,8 @@ class QuantizedRowCache:
 class QuantizedContext:
     """What the layers of a network see of quantised rows in one step."""
 
-    attentions: list[list[Tensor]] | None = None
-    cross_attentions: list[list[Tensor]] | None = None
+    attentions: Mapping[int, list[Tensor]] = {}
+    cross_attentions: Mapping[int, list[Tensor]] = {}
     order: np.ndarray | None = None
 
     def __init__(self, feeds: Sequence[QuantizedFeed], how: Quantization) -> None:

@@ -28,8 +28,6 @@ class Verbs(Protocol):
         self,
         row: int,
         encoder: Tensor | None = None,
-        *,
-        columns: bool = False,
         past: Past | None = None,
     ) -> None: ...
     def fork(self, row: int, source: int) -> None: ...
@@ -41,9 +39,7 @@ def perform(rows: Verbs, work: Work) -> None:
     """The verbs of a work have happened to the rows, in order."""
     for verb in work.verbs:
         if verb.kind == "allocate":
-            encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
-            past = work.pasts.get(verb.row)
-            rows.allocate(verb.row, encoder, columns=columns, past=past)
+            rows.allocate(verb.row, work.encoders.get(verb.row), work.pasts.get(verb.row))
         elif verb.kind == "fork":
             rows.fork(verb.row, verb.value)
         elif verb.kind == "truncate":
@@ -79,9 +75,8 @@ def fed_rows(work: Work, row_of: Callable[[int], FedRow]) -> Iterator[tuple[FedR
 class RowCache:
     """Rows of keys and values for one executor.
 
-    `width`: size of the hidden states that rows with columns keep. `project`: encoder states
-    (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder. `kept`: the type in which
-    rows keep keys and values, None for `dtype`.
+    `project`: encoder states (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder.
+    `kept`: the type in which rows keep keys and values, None for `dtype`.
     """
 
     def __init__(
@@ -89,14 +84,12 @@ class RowCache:
         shape: KvShape,
         dtype: torch.dtype,
         device: torch.device,
-        width: int,
         project: Callable[[Tensor], Tensor] | None = None,
         kept: CacheDtype | None = None,
     ) -> None:
         self._rows = Rows(shape, dtype, device, kept)
         self._project = project
         self._device = device
-        self._no_columns = torch.empty(0, width, dtype=dtype, device=device)
 
     @property
     def counts(self) -> Counts:
@@ -112,12 +105,10 @@ class RowCache:
         self,
         row: int,
         encoder: Tensor | None = None,
-        *,
-        columns: bool = False,
         past: Past | None = None,
     ) -> None:
         """The row exists and holds `past`; it looks at `encoder` (S, E) where the model has one."""
-        self._rows.allocate(row, self._no_columns if columns else None)
+        self._rows.allocate(row)
         if past is not None:
             self._rows.restore(row, past)
         if encoder is not None and self._project is not None:
@@ -159,15 +150,4 @@ class RowCache:
             row.tail += count
             feeds.append(Feed(index, row, row.slot, start, count))
         self._rows.make_room(feed.row for feed in feeds)
-        return Context(self._rows, feeds, self._device, weights=work.attentions)
-
-    def columns(self) -> dict[int, Tensor]:
-        """Row -> (positions, E) hidden states, for every row that keeps them."""
-        return {n: row.columns for n, row in self._rows.items() if row.columns is not None}
-
-    def extend_columns(self, row: int, hidden: Tensor) -> None:
-        """The row keeps these (n, E) too, if it keeps any."""
-        held = self._rows[row]
-        if held.columns is not None:
-            # A new tensor: forks of the row go on with the old one.
-            held.columns = torch.cat([held.columns, hidden])
+        return Context(self._rows, feeds, self._device, work.extras)

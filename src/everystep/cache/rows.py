@@ -8,8 +8,8 @@ if the parent is freed in the same round, the parent's own slot and no copy at a
 links, or uses fewer positions of one.
 
 Tails fill the first slots of one pool without gaps. When a row is freed, a new one takes its slot,
-or the last row moves there: at most one move per freed row. Columns are immutable tensors, so a
-fork shares them. What the positions mean is not known here.
+or the last row moves there: at most one move per freed row. What the positions mean is not known
+here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Row:
     slot: int = NOWHERE
     source: int = NOWHERE
     across: Segment | None = None
-    columns: Tensor | None = None
 
     @property
     def home(self) -> int:
@@ -96,9 +95,9 @@ class Rows:
         """Row numbers and rows."""
         return self._rows.items()
 
-    def allocate(self, row: int, columns: Tensor | None = None) -> None:
-        """The row exists and is empty; `columns` (0, E) where it keeps hidden states."""
-        self._add(row, Row(columns=columns))
+    def allocate(self, row: int) -> None:
+        """The row exists and is empty."""
+        self._add(row, Row())
 
     def attach(self, row: int, encoder: Tensor, project: Callable[[Tensor], Tensor]) -> None:
         """The row looks at encoder states (S, E), projected once per tensor to (L, 2, K, S, D)."""
@@ -139,7 +138,6 @@ class Rows:
             parent.tail,
             source=source_slot,
             across=parent.across,
-            columns=parent.columns,
         )
         self._add(row, child)
         self.counts.forks += 1
@@ -149,8 +147,6 @@ class Rows:
         held = self[row]
         if not 0 <= length <= held.length:
             raise InvariantError(message(f"row {row} cannot be cut", got=length))
-        if held.columns is not None:
-            held.columns = held.columns[:length]
         held.tail = max(0, length - held.base)
         if held.tail == 0:
             held.source = NOWHERE

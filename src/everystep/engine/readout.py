@@ -42,12 +42,11 @@ def enough(request: Request, vocabulary: int) -> int:
 
 def _of_scores(request: Request, vocabulary: int) -> int:
     """How many of the best scores the processors and the strategy have to see; 0 for all."""
-    strategy = request.strategy
-    if strategy.shortlists:
-        whole = strategy.scores != "logits" or request.draws.whole_rows
+    reads = request.strategy.reads
+    if reads.shortlists:
+        whole = reads.scores != "logits" or request.draws.whole_rows
         return 0 if whole else few(request.processors, vocabulary)
-    count: int = getattr(strategy, "enough", 0)
-    return 0 if request.processors else count
+    return 0 if request.processors else reads.best
 
 
 def log_probs(scores: Tensor, totals: Tensor | None) -> Tensor:

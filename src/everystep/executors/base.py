@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-from everystep.types import Past, StepOutput, Work
+from everystep.types import InputSpec, Past, StepOutput, Work
 
 
 class Executor(Protocol):
@@ -19,11 +20,13 @@ class Executor(Protocol):
     vocab_size: int
     device: torch.device
     abilities: frozenset[str]
-    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder", "past"
-    and "best", which is to tell the best logits of a row without the others; the engine asks for
-    that where "truncate" allows it to read a row again."""
-    max_rows: int | None
-    """How many rows it can hold at once; None: as many as memory allows."""
+    """Of "truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder",
+    "past", "adapters" and "best", and the names of the inputs that its model declares. "best" is to
+    answer with the best logits of a row without the others; the engine asks for that where
+    "truncate" allows it to read a row again."""
+    inputs: Mapping[str, InputSpec]
+    """What feeds may bring, where its form is known before compute: what the model declares,
+    "positions" with the shape (axes,), "mask" with the shape (heads,)."""
     host_threads: int | None
     """How many threads torch may use around `run`, where it has threads of its own; None: any."""
 

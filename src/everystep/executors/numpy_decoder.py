@@ -26,21 +26,19 @@ from everystep.nn.rotary import Rope
 
 @dataclass(slots=True, eq=False)
 class NumpyRow:
-    """`keys`, `values`: per layer (length, K, D). `hidden`: (length, E) if it is kept, normalised.
+    """`keys`, `values`: per layer (length, K, D).
 
     Arrays are replaced, never written into, so that outputs may share them.
     """
 
     keys: list[np.ndarray]
     values: list[np.ndarray]
-    hidden: np.ndarray | None
     length: int = 0
 
     def first(self, length: int) -> NumpyRow:
         """A copy of the first `length` positions."""
-        hidden = None if self.hidden is None else self.hidden[:length].copy()
         keys, values = ([x[:length].copy() for x in side] for side in (self.keys, self.values))
-        return NumpyRow(keys, values, hidden, length)
+        return NumpyRow(keys, values, length)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,34 +49,37 @@ class NumpyDecoder:
     weights: Mapping[str, np.ndarray]
     embed_scale: float
 
-    def empty_row(self, *, keep: bool) -> NumpyRow:
-        """A row without positions; `keep` says whether it keeps hidden states."""
+    def empty_row(self) -> NumpyRow:
+        """A row without positions."""
         attention, count = self.spec.attention, len(self.spec.layers)
         empty = np.empty((0, attention.kv_heads, attention.head_dim))
-        hidden = np.empty((0, self.spec.width)) if keep else None
-        return NumpyRow([empty] * count, [empty] * count, hidden)
+        return NumpyRow([empty] * count, [empty] * count)
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """(N,) ids -> (N, E), an array of its own."""
         return self.weights["embed"][tokens] * self.embed_scale
 
     def extend(
-        self, row: NumpyRow, hidden: np.ndarray, positions: np.ndarray
+        self,
+        row: NumpyRow,
+        hidden: np.ndarray,
+        positions: np.ndarray,
+        mask: np.ndarray | None = None,
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Reads (T, E) embeddings at (T,) position ids into the row.
+        """Reads (T, E) embeddings at (T,) or (axes, T) position ids into the row.
+
+        `mask`: (1 or H, T, S) bool, what each position sees of the row, None for all before it.
 
         Returns the (T, E) hidden states before the first layer and after each, the last of them
         normalised, and the (H, T, S) attention weights of each layer over all S positions.
         """
         layers, attentions = [hidden], []
         for index in range(len(self.spec.layers)):
-            hidden, weights = self._layer(index, hidden, positions, row)
+            hidden, weights = self._layer(index, hidden, positions, row, mask)
             layers.append(hidden)
             attentions.append(weights)
         layers[-1] = self._norm("norm", hidden)
-        row.length += len(positions)
-        if row.hidden is not None:
-            row.hidden = np.concatenate([row.hidden, layers[-1]])
+        row.length += len(hidden)
         return layers, attentions
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
@@ -88,18 +89,28 @@ class NumpyDecoder:
         return _capped(logits, self.spec.final_softcap)
 
     def _layer(
-        self, index: int, hidden: np.ndarray, positions: np.ndarray, row: NumpyRow
+        self,
+        index: int,
+        hidden: np.ndarray,
+        positions: np.ndarray,
+        row: NumpyRow,
+        mask: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         key = f"layers.{index}"
         normed = self._norm(f"{key}.attention_norm", hidden)
-        mixed, weights = self._attention(index, normed, positions, row)
+        mixed, weights = self._attention(index, normed, positions, row, mask)
         hidden = hidden + self._post_norm(f"{key}.attention", self._linear(f"{key}.out", mixed))
         if not self.spec.parallel:
             normed = self._norm(f"{key}.mlp_norm", hidden)
         return hidden + self._post_norm(f"{key}.mlp", self._mlp(key, normed)), weights
 
     def _attention(
-        self, index: int, x: np.ndarray, positions: np.ndarray, row: NumpyRow
+        self,
+        index: int,
+        x: np.ndarray,
+        positions: np.ndarray,
+        row: NumpyRow,
+        mask: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """(T, E) -> (T, H * D) and the weights (H, T, S); the row's keys and values grow by T."""
         spec = self.spec.attention
@@ -112,10 +123,15 @@ class NumpyDecoder:
             q, k = rotated(q, rope, positions), rotated(k, rope, positions)
         keys = row.keys[index] = np.concatenate([row.keys[index], k])
         values = row.values[index] = np.concatenate([row.values[index], v])
-        return self._mixed(q, keys, values, self.spec.layers[index].window)
+        return self._mixed(q, keys, values, self.spec.layers[index].window, mask)
 
     def _mixed(
-        self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, window: int | None
+        self,
+        q: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        window: int | None,
+        mask: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Queries (T, H, D) of the last T of S positions on keys and values (S, K, D)."""
         spec, start = self.spec.attention, len(keys) - len(q)
@@ -126,7 +142,9 @@ class NumpyDecoder:
             for t in range(len(q)):
                 last = start + t
                 first = 0 if window is None else max(0, last - window + 1)
-                seen = slice(first, last + 1)
+                seen = np.arange(first, last + 1)
+                if mask is not None:
+                    seen = seen[mask[head % len(mask), t, seen]]
                 scores = _capped(keys[seen, shared] @ q[t, head] * spec.scale, spec.softcap)
                 weights[head, t, seen] = softmax(scores)
                 out[t, head] = weights[head, t, seen] @ values[seen, shared]
@@ -205,13 +223,16 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, spec: NormSpec) -> np.ndarray:
 
 
 def rotated(x: np.ndarray, rope: Rope, positions: np.ndarray) -> np.ndarray:
-    """(T, H, D) at (T,) position ids: pairs (i, i + dim/2) turned, the rest as it is.
+    """(T, H, D) at (T,) or (axes, T) position ids: pairs (i, i + dim/2) turned, the rest as it is.
 
     The length that some frequencies depend on is the last of these positions and 1.
     """
     lengths = torch.full((len(x),), int(positions.max()) + 1) if rope.scaling.by_length else None
     frequencies = rope.scaling.frequencies(rope.dim, rope.theta, lengths)
-    angles = torch.tensor(positions)[:, None].float() * frequencies
+    places = (
+        positions[list(rope.axes)].T if positions.ndim > 1 and rope.axes else positions[:, None]
+    )
+    angles = torch.tensor(places).float() * frequencies
     factor = rope.scaling.attention_factor
     cos, sin = (float64(f(angles) * factor)[:, None] for f in (torch.cos, torch.sin))
     first, second, rest = np.split(x, [rope.dim // 2, rope.dim], axis=-1)

@@ -7,22 +7,26 @@ computes is not known here, only that it does so for one row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.errors import InvariantError, message
 from everystep.executors.numpy_decoder import NumpyRow, float64, read_decoder
+from everystep.executors.positions import declared_inputs, given_inputs, position_ids
 from everystep.models import Model
-from everystep.types import StepOutput, Verb, Work
+from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
+
+_PLAIN = Extra()
 
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
-    """One feed of a work: its place among the N inputs, its row, and what it wants."""
+    """One feed of a work: its index, its place among the N inputs, its row, and what it wants."""
 
+    index: int
     offset: int
     row: int
     start: int
@@ -32,11 +36,10 @@ class _Feed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fed:
-    """What one feed returns: (wanted, V) logits, (count, E) per layer, (H, count, S) per layer."""
+    """What one feed returns: (wanted, V) logits, and what it wants beyond them."""
 
     logits: np.ndarray
-    layers: list[np.ndarray]
-    attentions: list[np.ndarray]
+    answer: Answer
 
 
 class NumpyExecutor:
@@ -47,30 +50,38 @@ class NumpyExecutor:
     """
 
     device = torch.device("cpu")
-    max_rows: int | None = None
     host_threads: int | None = None
-    abilities = frozenset({"truncate", "embeds", "positions", "columns", "layers", "attentions"})
+    abilities = frozenset(
+        {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
+    )
 
     def __init__(self, model: Model) -> None:
         self._decoder = read_decoder(model)
         self._rows: dict[int, NumpyRow] = {}
+        self._axes = model.network.axes
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self.vocab_size: int = model.vocab_size
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want; logits are float64.
 
-        Raises UnsupportedError for several positions per input, InvariantError for every misuse.
+        Raises RequestError for positions that do not fit, InvariantError for every misuse.
         """
         feeds = _feeds(work)
-        positions = _positions(work, feeds)
+        positions = position_ids(work, self._axes)
         _require(not work.encoders, "encoder states were given to a decoder")
         for verb in work.verbs:
             self._apply(verb, work)
         for feed in feeds:
             self._check(feed)
         hidden = self._inputs(work)
-        fed = [self._feed(f, _span(hidden, f), _span(positions, f)) for f in feeds]
-        return self._output(work, fed)
+        fed = [
+            self._feed(feed, work.extras.get(feed.index, _PLAIN), hidden, positions)
+            for feed in feeds
+        ]
+        logits = np.concatenate([np.empty((0, self.vocab_size)), *(one.logits for one in fed)])
+        answers = {f: fed[f].answer for f in work.extras}
+        return StepOutput(torch.from_numpy(logits), answers)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -80,7 +91,7 @@ class NumpyExecutor:
 
     def _apply(self, verb: Verb, work: Work) -> None:
         if verb.kind == "allocate":
-            self._open(verb.row, self._decoder.empty_row(keep=verb.row in work.columns))
+            self._open(verb.row, self._decoder.empty_row())
         elif verb.kind == "fork":
             source = self._live(verb.value)
             self._open(verb.row, source.first(source.length))
@@ -112,35 +123,30 @@ class NumpyExecutor:
     def _inputs(self, work: Work) -> np.ndarray:
         """(N, E) embeddings of everything that is fed."""
         given = np.zeros(len(work.tokens), dtype=bool)
-        for offset, embeds in work.embeds:
-            _require(offset + len(embeds) <= len(given), "embeddings reach beyond the inputs")
-            given[offset : offset + len(embeds)] = True
+        embeds = [*given_inputs(work, "embeds")]
+        for start, values in embeds:
+            _require(start + len(values) <= len(given), "embeddings reach beyond the inputs")
+            given[start : start + len(values)] = True
         inside = (work.tokens >= 0) & (work.tokens < self.vocab_size)
         right = np.where(given, work.tokens == -1, inside)
         _require(bool(right.all()), f"neither ids nor embeddings were fed: {work.tokens[~right]}")
         hidden = self._decoder.embed(np.where(given, 0, work.tokens))
-        for offset, embeds in work.embeds:
-            hidden[offset : offset + len(embeds)] = float64(embeds)
+        for start, values in embeds:
+            hidden[start : start + len(values)] = float64(values)
         return hidden
 
-    def _feed(self, feed: _Feed, hidden: np.ndarray, positions: np.ndarray) -> _Fed:
-        layers, attentions = self._decoder.extend(self._rows[feed.row], hidden, positions)
+    def _feed(self, feed: _Feed, extra: Extra, hidden: np.ndarray, positions: np.ndarray) -> _Fed:
+        row, mask = self._rows[feed.row], None if extra.mask is None else extra.mask.numpy()
+        span = slice(feed.offset, feed.offset + feed.count)
+        found = self._decoder.extend(row, hidden[span], positions[..., span], mask)
+        layers, attentions = found
         wanted = layers[-1][feed.count - feed.logits :]
-        return _Fed(self._decoder.logits(wanted), layers, attentions)
-
-    def _output(self, work: Work, fed: list[_Fed]) -> StepOutput:
-        logits = np.concatenate([np.empty((0, self.vocab_size)), *(one.logits for one in fed)])
-        attentions = tuple(tuple(map(torch.from_numpy, one.attentions)) for one in fed)
-        return StepOutput(
-            torch.from_numpy(logits),
-            columns={
-                number: torch.from_numpy(row.hidden)
-                for number, row in self._rows.items()
-                if row.hidden is not None
-            },
-            layers=_layers(fed) if work.layers else None,
-            attentions=attentions if work.attentions else None,
+        answer = Answer(
+            torch.from_numpy(layers[-1]) if extra.hidden else None,
+            tuple(map(torch.from_numpy, layers)) if extra.layers else None,
+            tuple(map(torch.from_numpy, attentions)) if extra.attentions else None,
         )
+        return _Fed(self._decoder.logits(wanted), answer)
 
 
 def _feeds(work: Work) -> list[_Feed]:
@@ -151,33 +157,7 @@ def _feeds(work: Work) -> list[_Feed]:
     _require(offsets[-1] == len(work.tokens), "the counts of the feeds miss the inputs")
     rows = columns[0]
     _require(len(set(rows)) == len(rows), f"a row was fed twice in one work: {rows}")
-    return [_Feed(*values) for values in zip(offsets[:-1], *columns, strict=True)]
-
-
-def _positions(work: Work, feeds: list[_Feed]) -> np.ndarray:
-    """(N,) position ids."""
-    if work.positions is None:
-        places = [np.arange(feed.start, feed.start + feed.count) for feed in feeds]
-        return np.concatenate([np.empty(0, dtype=np.int64), *places])
-    if work.positions.numel() != len(work.tokens):
-        raise UnsupportedError(
-            message(
-                "this executor has one position per input",
-                wanted=f"{len(work.tokens)} position ids",
-                got=tuple(work.positions.shape),
-            )
-        )
-    return work.positions.flatten().cpu().numpy()
-
-
-def _layers(fed: list[_Fed]) -> tuple[Tensor, ...]:
-    """One (N, E) tensor per layer, embeddings first."""
-    by_layer = zip(*(one.layers for one in fed), strict=True)
-    return tuple(torch.from_numpy(np.concatenate(parts)) for parts in by_layer)
-
-
-def _span(values: np.ndarray, feed: _Feed) -> np.ndarray:
-    return values[feed.offset : feed.offset + feed.count]
+    return [*map(_Feed, range(len(rows)), offsets[:-1], *columns)]
 
 
 def _require(holds: bool, broken: str) -> None:

@@ -6,6 +6,7 @@ where they are wanted. The executor chooses nothing and waits for the device now
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +19,14 @@ from everystep.cache.context import Context
 from everystep.cache.kv_format import CacheDtype
 from everystep.cache.quantized_rows import QuantizedContext, QuantizedRowCache
 from everystep.executors.positions import (
-    check_positions,
+    declared_inputs,
+    given_inputs,
+    position_ids,
     row_lengths,
-    row_positions,
     wanted_places,
 )
-from everystep.nn.network import Inputs, Network
-from everystep.types import Past, StepOutput, Work
+from everystep.nn.network import Inputs, Network, Placed
+from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
 
 
 class Runnable(Protocol):
@@ -41,7 +43,6 @@ class TorchExecutor:
     or, without it, the type of the model.
     """
 
-    max_rows: int | None = None
     host_threads: int | None = None
 
     def __init__(
@@ -56,15 +57,17 @@ class TorchExecutor:
         self.device: torch.device = network.device
         # Models with an encoder have relative positions only.
         special = "encoder" if network.encodes else "positions"
-        self.abilities = frozenset({"embeds", "layers", "past", special})
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
+        names = {one.name for one in network.inputs}
+        self.abilities = frozenset({"embeds", "hidden", "layers", "past", special, *names})
         self.cache: RowCache | QuantizedRowCache
         layout = (network.kv_shape, network.dtype, network.device)
         if quantization is not None:
             self.cache = QuantizedRowCache(*layout, quantization)
             return
-        self.abilities |= {"truncate", "columns", "attentions"}
+        self.abilities |= {"truncate", "attentions", *(() if network.encodes else ("mask",))}
         across = network.across if network.encodes else None
-        self.cache = RowCache(*layout, network.spec.width, across, cache_dtype)
+        self.cache = RowCache(*layout, across, cache_dtype)
 
     @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:
@@ -72,14 +75,18 @@ class TorchExecutor:
 
         `logits` are float64 for a float64 model and float32 otherwise.
         """
-        check_positions(work)
+        places = position_ids(work, self._network.axes)
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())
         context = self.cache.begin(work)
-        context.kept = [] if work.layers else None
-        hidden = self._network.forward(self._inputs(work, context.order), context)
-        return self._output(work, context, hidden)
+        context.kept = [] if any(extra.layers for extra in work.extras.values()) else None
+        back = _inverse(context.order)
+        inputs = self._inputs(work, torch.from_numpy(places), context.order, back)
+        hidden = self._network.forward(inputs, context)
+        wanted = hidden if (rows := _wanted(work, back)) is None else hidden[rows.to(self.device)]
+        logits = self._logits(wanted) if len(wanted) else self._no_logits()
+        return StepOutput(logits, self._answers(work, context, hidden, back))
 
     @torch.inference_mode()
     def export(self, row: int) -> Past:
@@ -90,59 +97,74 @@ class TorchExecutor:
         """Row -> cached positions, for every row that is allocated."""
         return self.cache.lengths()
 
-    def _inputs(self, work: Work, order: np.ndarray | None) -> Inputs:
+    def _inputs(
+        self, work: Work, places: Tensor, order: np.ndarray | None, back: Tensor | None
+    ) -> Inputs:
         """What the network reads, in packed order."""
-        own = work.positions
-        positions = torch.from_numpy(row_positions(work)) if own is None else own
         lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
         chosen = slice(None) if order is None else torch.from_numpy(order)
         return Inputs(
-            self._hidden(work)[chosen],
-            positions.flatten()[chosen].to(self.device),
+            self._embedded(work)[chosen],
+            places[..., chosen].to(self.device),
             lengths[chosen],
+            {one.name: self._placed(work, one, back) for one in self._network.inputs},
         )
 
-    def _hidden(self, work: Work) -> Tensor:
+    def _placed(self, work: Work, declared: InputSpec, back: Tensor | None) -> Placed:
+        """All that feeds give of a declared input, in packed order."""
+        places, parts = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, *declared.shape)]
+        for start, values in given_inputs(work, declared.name):
+            places.append(torch.arange(start, start + len(values)))
+            parts.append(values)
+        at = torch.cat(places)
+        given = [part.to(self.device, declared.dtype) for part in parts]
+        return Placed((at if back is None else back[at]).to(self.device), torch.cat(given))
+
+    def _embedded(self, work: Work) -> Tensor:
         """(N, E) embeddings in feed order."""
-        if not work.embeds:
+        embeds = list(given_inputs(work, "embeds"))
+        if not embeds:
             return self._network.embed(torch.from_numpy(work.tokens).to(self.device))
         hidden = self._network.embed(torch.from_numpy(work.tokens.clip(min=0)).to(self.device))
-        for offset, embeds in work.embeds:
-            hidden[offset : offset + len(embeds)] = embeds.to(hidden)
+        for start, values in embeds:
+            hidden[start : start + len(values)] = values.to(hidden)
         return hidden
 
-    def _output(
-        self, work: Work, context: Context | QuantizedContext, hidden: Tensor
-    ) -> StepOutput:
-        back = _inverse(context.order)
-        columns = self.cache.columns()
-        if columns or work.layers:
-            hidden = self._network.finish(hidden if back is None else hidden[back])
-            self._extend_columns(work, hidden)
-            logits = self._logits(hidden, _wanted(work, None))
-        else:
-            logits = self._logits(hidden, _wanted(work, back), normed=False)
-        return StepOutput(
-            logits,
-            columns=self.cache.columns() if columns else {},
-            layers=None if context.kept is None else _layers(context.kept, back, hidden),
-            attentions=_tuples(context.attentions),
-            cross_attentions=_tuples(context.cross_attentions) if self._network.encodes else None,
-        )
+    def _answers(
+        self, work: Work, context: Context | QuantizedContext, hidden: Tensor, back: Tensor | None
+    ) -> dict[int, Answer]:
+        """What feeds want beyond logits; each from its own positions alone."""
+        answers, offsets = {}, work.offsets
+        for f, extra in work.extras.items():
+            if extra.hidden or extra.layers or extra.attentions:
+                # A feed is packed as one piece.
+                first = int(offsets[f] if back is None else back[offsets[f]])
+                span = slice(first, first + int(work.counts[f]))
+                answers[f] = self._answer(f, extra, span, context, hidden)
+        return answers
 
-    def _logits(self, hidden: Tensor, wanted: Tensor | None, *, normed: bool = True) -> Tensor:
-        """(R, V) of the wanted places; None stands for all of them."""
-        if wanted is not None:
-            if not len(wanted):
-                return self._no_logits()
-            hidden = hidden[wanted.to(self.device)]
-        logits = self._network.logits(hidden if normed else self._network.finish(hidden))
+    def _answer(
+        self,
+        feed: int,
+        extra: Extra,
+        span: slice,
+        context: Context | QuantizedContext,
+        hidden: Tensor,
+    ) -> Answer:
+        last = self._network.finish(hidden[span]) if extra.hidden or extra.layers else None
+        layers = own = across = None
+        if extra.layers and context.kept is not None and last is not None:
+            # As in the reference, the last entry is the normalised one.
+            layers = (*(one[span] for one in context.kept[:-1]), last)
+        if extra.attentions:
+            own = tuple(context.attentions[feed])
+            across = tuple(context.cross_attentions[feed]) if self._network.encodes else None
+        return Answer(last if extra.hidden else None, layers, own, across)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(R, E) hidden states after the last layer -> (R, V)."""
+        logits = self._network.logits(self._network.finish(hidden))
         return logits if logits.dtype.itemsize >= 4 else logits.float()
-
-    def _extend_columns(self, work: Work, hidden: Tensor) -> None:
-        ends = np.cumsum(work.counts)
-        for row, end, count in zip(work.rows.tolist(), ends, work.counts, strict=True):
-            self.cache.extend_columns(row, hidden[end - count : end])
 
     def _no_logits(self) -> Tensor:
         wide = self._network.dtype == torch.float64
@@ -165,13 +187,3 @@ def _inverse(order: np.ndarray | None) -> Tensor | None:
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return torch.from_numpy(back)
-
-
-def _layers(kept: list[Tensor], back: Tensor | None, last: Tensor) -> tuple[Tensor, ...]:
-    """Embeddings first; the last entry is the normalised one, as in the reference."""
-    inner = kept[:-1]
-    return (*(inner if back is None else [one[back] for one in inner]), last)
-
-
-def _tuples(lists: list[list[Tensor]] | None) -> tuple[tuple[Tensor, ...], ...] | None:
-    return None if lists is None else tuple(tuple(one) for one in lists)

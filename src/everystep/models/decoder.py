@@ -29,6 +29,7 @@ from everystep.nn.linear import (
 from everystep.nn.network import Context, Heard, Inputs, KvShape
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
+from everystep.types import InputSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +73,22 @@ class Decoder:
     def encodes(self) -> bool:
         """False: there is no encoder."""
         return False
+
+    @property
+    def heads(self) -> int:
+        """How many query heads a layer has."""
+        return self.spec.attention.heads
+
+    @property
+    def axes(self) -> int:
+        """How many position ids a position has."""
+        ropes = [layer.rope for layer in self.spec.layers if layer.rope is not None]
+        return 1 + max((axis for rope in ropes for axis in rope.axes), default=0)
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """Nothing: it reads ids or embeddings alone."""
+        return ()
 
     @property
     def kv_shape(self) -> KvShape:
@@ -119,7 +136,8 @@ class Decoder:
     def _tables(self, inputs: Inputs) -> dict[Rope, RotaryTable]:
         ropes = {layer.rope for layer in self.spec.layers if layer.rope is not None}
         return {
-            rope: rotary_table(rope, inputs.positions, inputs.lengths, self.dtype) for rope in ropes
+            rope: rotary_table(rope, inputs.places(rope.axes), inputs.lengths, self.dtype)
+            for rope in ropes
         }
 
     def _layer(

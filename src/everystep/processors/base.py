@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.processors.edits import Edit, Revision
-from everystep.types import Prompt, Request, Rows, Sequence, Shortlist, TokenTable
+from everystep.types import Prompt, Rows, Sequence, Shortlist, TokenTable, nobodys
 
 
 class Processor(Protocol):
@@ -146,7 +146,7 @@ def _require_keywords(processor: object, further: list[str], given: dict[str, An
         raise RequestError(text)
 
 
-_BARE = Request("", Prompt(ids=np.empty(0, dtype=np.int64)), strategy=None, draws=None)
+_BARE = nobodys(Prompt(ids=np.empty(0, dtype=np.int64)))
 
 
 def bare_rows(input_ids: Tensor) -> Rows:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE, integer
-from everystep.draws import places_of
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.filter import Filter
 from everystep.processors.stacking import Counts, Numbers, admit, column, counts
 from everystep.types import Rows, Shortlist
+from everystep.types.batch import places_of
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def _numbers(rows: Rows) -> Tensor:
     sequences, draws = rows.sequences, rows.sequences[0].request.draws
     if draws is None:
         return torch.rand(len(rows), 1, dtype=torch.float64)
-    prompts = np.fromiter((one.request.prompt_visible for one in sequences), np.int64, len(rows))
+    shifts = np.fromiter((one.request.shift for one in sequences), np.int64, len(rows))
     slots = np.arange(len(rows))
-    places = places_of(sequences, rows.lengths - prompts, slots, len(rows))
+    places = places_of(sequences, rows.lengths - shifts, slots, len(rows))
     numbers: Tensor = draws.uniform("xtc", places)
     return numbers

@@ -7,6 +7,7 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
 from operator import add
@@ -21,10 +22,16 @@ from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import described_obstacles, model_obstacles, program_of
-from everystep.executors.positions import check_positions, row_lengths, row_positions
+from everystep.executors.positions import (
+    declared_inputs,
+    given_inputs,
+    own_positions,
+    position_ids,
+    row_lengths,
+)
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
-from everystep.types import Best, Past, StepOutput, Work
+from everystep.types import Answer, Best, InputSpec, Past, StepOutput, Work
 
 _LEAST_TABLE = 512
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -51,9 +58,8 @@ class NativeExecutor:
     """
 
     device = torch.device("cpu")
-    max_rows: int | None = None
     host_threads: int | None = 1
-    abilities = frozenset({"truncate", "embeds", "positions", "columns", "past", "best"})
+    abilities = frozenset({"truncate", "embeds", "positions", "hidden", "past", "best"})
 
     def __init__(
         self, model: Model, cache_dtype: CacheDtype | None = None, *, ahead: bool = True
@@ -64,12 +70,12 @@ class NativeExecutor:
         self.vocab_size: int = model.vocab_size
         self.rows = PagedRows()
         self._program = program_of(model)
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self._library = library.load()
         kv_type, runner = _KV_TYPES.index(cache_dtype or "float32"), c_void_p()
         _check(self._library.es_open(self._program.structure, kv_type, byref(runner)))
         self._runner = runner.value
         weakref.finalize(self, self._library.es_close, self._runner)
-        self._columns: dict[int, Tensor] = {}
         self._threads = torch.get_num_threads()
         self._tables = [_RopeTable(rope) for rope in self._program.ropes]
         self._asked = _Asked(len(self._tables))
@@ -79,18 +85,16 @@ class NativeExecutor:
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
-        check_positions(work)
+        axes = self._program.decoder.axes
+        places = position_ids(work, axes) if own_positions(work) else None
         self._apply(work)
         told = self._told(work)
+        hidden = self._hidden_room(work)
         if len(work.rows):
-            hidden = self._hidden_room(work)
-            self._step(work, told, hidden)
-            self._extend_columns(work, hidden)
+            self._step(work, told, places, hidden)
         else:
             self._library.es_rest(self._runner)
-        return StepOutput(
-            told.logits, columns=dict(self._columns), best=told.best, totals=told.totals
-        )
+        return StepOutput(told.logits, _answers(work, hidden), told.best, told.totals)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -118,20 +122,13 @@ class NativeExecutor:
                 self._allocate(verb.row, work)
             elif verb.kind == "fork":
                 self.rows.fork(verb.row, verb.value)
-                if verb.value in self._columns:
-                    self._columns[verb.row] = self._columns[verb.value]
             elif verb.kind == "truncate":
                 self.rows.truncate(verb.row, verb.value)
-                if verb.row in self._columns:
-                    self._columns[verb.row] = self._columns[verb.row][: verb.value]
             else:
                 self.rows.free(verb.row)
-                self._columns.pop(verb.row, None)
 
     def _allocate(self, row: int, work: Work) -> None:
         self.rows.allocate(row)
-        if row in work.columns:
-            self._columns[row] = torch.empty(0, self._program.structure.width)
         past = work.pasts.get(row)
         if past is not None and past.length:
             self.rows.extend(row, past.length)
@@ -153,20 +150,10 @@ class NativeExecutor:
         return np.array(copied, np.int32).T.copy() if copied else None
 
     def _hidden_room(self, work: Work) -> Tensor | None:
-        """Where last hidden states go, if a row of this work keeps them."""
-        if not self._columns or self._columns.keys().isdisjoint(work.rows.tolist()):
+        """Where last hidden states go, if a feed wants them."""
+        if not any(extra.hidden for extra in work.extras.values()):
             return None
         return torch.empty(len(work.tokens), self._program.structure.width)
-
-    def _extend_columns(self, work: Work, hidden: Tensor | None) -> None:
-        if hidden is None:
-            return
-        ends = np.cumsum(work.counts).tolist()
-        for row, end, count in zip(work.rows.tolist(), ends, work.counts.tolist(), strict=True):
-            if row in self._columns:
-                # A new tensor: forks of the row go on with the old one.
-                own = hidden[end - count : end]
-                self._columns[row] = torch.cat([self._columns[row], own])
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -185,17 +172,20 @@ class NativeExecutor:
             logits, totals, Best(np.empty(shape, np.float32), np.empty(shape, np.int64), sums)
         )
 
-    def _step(self, work: Work, told: _Told, hidden: Tensor | None) -> None:
+    def _step(
+        self, work: Work, told: _Told, places: np.ndarray | None, hidden: Tensor | None
+    ) -> None:
         copied = self._grow(work)
-        turned = [table.rows(work) for table in self._tables]
-        embeds = [values.float().contiguous() for _, values in work.embeds]
+        turned = [table.rows(work, places) for table in self._tables]
+        embeds = [
+            (start, values.float().contiguous()) for start, values in given_inputs(work, "embeds")
+        ]
         step = self._asked.step(work, self.vocab_size)
         for place, rows in enumerate(turned):
             step.rope[place] = rows.structure
-        given = zip(work.embeds, embeds, strict=True)
         step.embeds = len(embeds)
         step.embed = (GivenEmbeds * len(embeds))(
-            *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
+            *(GivenEmbeds(start, len(x), x.data_ptr()) for start, x in embeds)
         )
         self._asked.pages(self.rows.table)
         step.logits, step.totals = told.logits.data_ptr(), _address(told.totals)
@@ -211,6 +201,14 @@ class NativeExecutor:
         _check(self._library.es_run(self._runner, step, self._threads))
         # Until now the step that was begun before may have read the tables of the last one.
         self._turned = turned
+
+
+def _answers(work: Work, hidden: Tensor | None) -> dict[int, Answer]:
+    """The hidden states (N, E) of the feeds that want them."""
+    if hidden is None:
+        return {}
+    parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
+    return {f: Answer(hidden=parts[f]) for f, extra in work.extras.items() if extra.hidden}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,17 +281,21 @@ class _RopeTable:
         self._held = 0
         self._kept: _Turned | None = None
 
-    def rows(self, work: Work) -> _Turned:
-        """What each token of the work turns by."""
-        own = work.positions
-        if own is None and not self._rope.scaling.by_length:
+    def rows(self, work: Work, places: np.ndarray | None) -> _Turned:
+        """What each token of the work turns by.
+
+        `places`: (N,) or (axes, N) position ids of all, where a feed gives some.
+        """
+        if places is None and not self._rope.scaling.by_length:
             # And the position after, should the library go on by itself.
             return self._kept_for(1 + max(map(add, work.starts.tolist(), work.counts.tolist())))
-        places = row_positions(work) if own is None else own.flatten().cpu().numpy()
-        if self._rope.scaling.by_length:
+        places = position_ids(work) if places is None else places
+        if places.ndim > 1 and not self._rope.axes:
+            places = places[0]
+        if self._rope.scaling.by_length or places.ndim > 1:
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
             tables = self._table(torch.from_numpy(places), lengths)
-            return self._turned(tables, np.arange(len(places), dtype=np.int32))
+            return self._turned(tables, np.arange(len(work.tokens), dtype=np.int32))
         return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
 
     def _kept_for(self, length: int) -> _Turned:

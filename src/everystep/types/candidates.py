@@ -1,16 +1,15 @@
-"""What a stop is: a frozen value that says which of many candidate sequences end now."""
+"""Sequences as they would be after a choice, for the stops that look at them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Steps
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from everystep.types import FinishReason, Prompt, Request, Sequence, TokenTable
+from everystep.types import Prompt, Sequence, TokenTable, nobodys
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,9 +17,9 @@ class Candidates:
     """C sequences as they would be after a choice.
 
     Candidate c is the visible ids of `parents[c]`, less its provisional ones, followed by `new[c]`
-    ((C, n), the first `counts[c]` >= 1 of them count). `steps`: scores (R, V) that the call chose
-    from in every step so far, then in this one, a drafted token being a step; None if nobody asked.
-    `settled`: how many of them are of earlier steps.
+    ((C, n), the first `counts[c]` of them count). `steps`: scores (R, V) that the call chose from
+    in every step so far, this one included; None if nobody asked. A drafted token is a step of its
+    own, and candidate c was chosen from the last of the first `reached[c]`.
     """
 
     table: TokenTable
@@ -28,14 +27,14 @@ class Candidates:
     new: np.ndarray
     counts: np.ndarray
     steps: Steps[Tensor] | None = None
-    settled: int = 0
+    reached: np.ndarray | None = None
 
     @classmethod
     def of_rows(cls, ids: np.ndarray) -> Candidates:
         """The rows of a rectangle (C, T) of visible ids, as if each had just got its last one."""
         table = TokenTable(*ids.shape)
         heads = [row[:-1] for row in ids]
-        requests = [Request("", Prompt(ids=head), strategy=None, draws=None) for head in heads]
+        requests = [nobodys(Prompt(ids=head)) for head in heads]
         parents = [
             Sequence(request, table.open(head), len(head))
             for request, head in zip(requests, heads, strict=True)
@@ -77,24 +76,13 @@ class Candidates:
 
     def scores(self, candidate: int) -> tuple[Tensor, ...] | None:
         """Per step up to the last token of a candidate, (R, V); None if nobody asked."""
-        if self.steps is None:
+        if self.steps is None or self.reached is None:
             return None
-        return tuple(self.steps[: self.settled + int(self.counts[candidate])])
+        return tuple(self.steps[: int(self.reached[candidate])])
 
     def select(self, indices: np.ndarray) -> Candidates:
         """The given candidates, in the given order."""
         chosen = [self.parents[i] for i in indices]
+        reached = None if self.reached is None else self.reached[indices]
         new, counts = self.new[indices], self.counts[indices]
-        return replace(self, parents=chosen, new=new, counts=counts)
-
-
-class Stop(Protocol):
-    """A function of candidates; equal stops of different requests are called once."""
-
-    def __call__(self, candidates: Candidates) -> np.ndarray:
-        """(C,) bool: which candidates end."""
-        ...
-
-    def reason(self, candidates: Candidates, index: int) -> FinishReason:
-        """Why candidate `index`, for which the call said True, ends."""
-        ...
+        return replace(self, parents=chosen, new=new, counts=counts, reached=reached)

@@ -29,7 +29,10 @@ class Tripwire:
         self.lines = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE) or "/testing/" in frame.f_code.co_filename:
+        if (
+            not frame.f_code.co_filename.startswith(PACKAGE)
+            or "/testing/" in frame.f_code.co_filename
+        ):
             return None
         if event == "line":
             self.lines += 1

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         AutoTokenizer,
     )
     from everystep.api.load import load, load_model
+    from everystep.api.many import Stream, chat, generate, stream
     from everystep.api.model import LanguageModel
-    from everystep.api.session import Generated, Stream
-    from everystep.api.text import chat, generate, stream
+    from everystep.api.session import Generated
     from everystep.cache.containers import (
         Cache,
         DynamicCache,
@@ -190,7 +190,7 @@ _HOME = {
     "StopStringCriteria": "stops.criteria",
     "StoppingCriteria": "stops.criteria",
     "StoppingCriteriaList": "stops.criteria",
-    "Stream": "api.session",
+    "Stream": "api.many",
     "SuppressTokensAtBeginLogitsProcessor": "processors.length",
     "SuppressTokensLogitsProcessor": "processors.length",
     "SynthIDTextWatermarkDetector": "processors.detectors",
@@ -212,12 +212,12 @@ _HOME = {
     "WeightedMeanDetector": "processors.detectors",
     "WhisperNoSpeechDetection": "processors.audio",
     "WhisperTimeStampLogitsProcessor": "processors.audio",
-    "chat": "api.text",
-    "generate": "api.text",
+    "chat": "api.many",
+    "generate": "api.many",
     "load": "api.load",
     "load_model": "api.load",
     "set_seed": "draws",
-    "stream": "api.text",
+    "stream": "api.many",
     "validate_stopping_criteria": "stops.criteria",
 }
 """Public name -> the module that defines it."""

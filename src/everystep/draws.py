@@ -21,7 +21,7 @@ from everystep.types import Shortlist
 from everystep.types.batch import Places
 from everystep.types.shortlist import dense
 
-_STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
+_STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6, "prompt": 7}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 2**64 - 1
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -51,6 +51,13 @@ def uniform(
     keys = _mix(keys + position.astype(np.uint64) * _GOLDEN + _GOLDEN)
     bits = _mix(keys[:, None] + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of prompt `index` where one is given for several; that of the first is itself."""
+    if index == 0:
+        return seed
+    return _mix_one(_mix_one(seed + _STREAMS["prompt"] * int(_GOLDEN)) + index * int(_GOLDEN))
 
 
 def fork_lineage(lineage: int, position: int, rank: int) -> int:

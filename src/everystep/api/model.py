@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from everystep.adapters import LoRA, read_lora
-from everystep.api.arguments import refuse_absent
+from everystep.api.absent import refuse_argument
+from everystep.api.caches import require_cache, require_room
 from everystep.api.custom import require_loop
-from everystep.api.forward import CausalLMOutput, cache_of_forward, kept_positions
-from everystep.api.generate import generate
-from everystep.api.transitions import compute_transition_scores
+from everystep.api.rectangle import generate
 from everystep.cache.affine import Quantization
+from everystep.cache.containers import Cache, DynamicCache
 from everystep.cache.kv_format import CacheDtype, KvFormat
 from everystep.config import GenerationConfig
-from everystep.errors import ModelClassError, RequestError, message
+from everystep.config.kinds import is_integer
+from everystep.errors import ModelClassError, RequestError, UnsupportedError, message, refuse
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -37,6 +38,7 @@ from everystep.models import (
 )
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
+from everystep.outputs import CausalLMOutput, compute_transition_scores
 from everystep.types import Prompt
 
 
@@ -56,13 +58,12 @@ class LanguageModel:
         cache_dtype: CacheDtype | None = None,
     ) -> None:
         if not isinstance(core, Model):
-            raise ModelClassError(
-                message(
-                    "this object is not a model that can generate",
-                    wanted="a models.Model",
-                    got=type(core).__name__,
-                    do="Use everystep.load_model",
-                )
+            refuse(
+                "this object is not a model that can generate",
+                wanted="a models.Model",
+                got=type(core).__name__,
+                do="Use everystep.load_model",
+                kind=ModelClassError,
             )
         refuse_cache_dtype(core, cache_dtype)
         self._core = core
@@ -263,8 +264,8 @@ class LanguageModel:
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
-        kept = kept_positions(logits_to_keep, given)
-        cache = cache_of_forward(self, inputs, past_key_values, use_cache)
+        kept = _kept_positions(logits_to_keep, given)
+        cache = _cache_of_forward(self, inputs, past_key_values, use_cache)
         logits = self._core.forward(
             input_ids,
             attention_mask,
@@ -310,9 +311,15 @@ class LanguageModel:
         k best there, before any processor; part of the output object (`TokenLogprobs`).
         `custom_generate`: a decoding loop of the caller's, see `api/custom.py`.
         """
-        refuse_absent("synced_gpus", synced_gpus)
-        refuse_absent("assistant_model", assistant_model)
-        user = {
+        refuse_argument("synced_gpus", synced_gpus)
+        refuse_argument("assistant_model", assistant_model)
+        if inputs is not None and kwargs.get("input_ids") is not None:
+            what = "the prompt was given twice: as the first argument and as input_ids"
+            refuse(what, do="Pass it once, as input_ids")
+        given = {
+            **kwargs,
+            "input_ids": kwargs.get("input_ids") if inputs is None else inputs,
+            "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
@@ -325,4 +332,57 @@ class LanguageModel:
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
         }
-        return generate(self, inputs, generation_config, user, dict(kwargs))
+        return generate(self, given)
+
+
+def _kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
+    """Of which positions of the inputs (B, T, ...) logits are given: the last `wanted` of them, all
+    for 0, or those that a tensor (n,) names; RequestError for anything else."""
+    length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
+    if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
+        return slice(-wanted, None)  # type: ignore[operator]
+    if isinstance(wanted, Tensor) and _are_places(wanted, length):
+        return wanted
+    refuse(
+        "logits_to_keep names no positions of the inputs",
+        wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",
+        got=repr(wanted),
+        do="Leave it out for the logits of every position",
+    )
+
+
+def _are_places(wanted: Tensor, length: int) -> bool:
+    inside = (wanted >= -length) & (wanted < length)
+    return wanted.dim() == 1 and wanted.dtype in (torch.int64, torch.int32) and bool(inside.all())
+
+
+def _cache_of_forward(
+    model: LanguageModel, inputs: Tensor | None, passed: object, use_cache: bool | None
+) -> Cache | None:
+    """The cache that a forward of `inputs` (B, T, ...) adds to; None if it keeps nothing.
+
+    As in the reference a passed one is filled whatever `use_cache` says, and without it the
+    model's configuration decides.
+    """
+    if passed is None and use_cache is None:
+        use_cache = bool(getattr(model.config, "use_cache", True)) and not model.is_encoder_decoder
+    if passed is None and not use_cache:
+        return None
+    if model.is_encoder_decoder:
+        refuse(
+            "a model with an encoder keeps no cache when it is called",
+            got="use_cache=True" if passed is None else "past_key_values",
+            do="Leave it out and pass all decoder_input_ids, or call generate",
+            kind=UnsupportedError,
+        )
+    if passed is None:
+        return DynamicCache(config=list(model.windows))
+    cache = require_cache(passed, model)
+    if inputs is not None and inputs.dim() > 1:
+        batch, length = inputs.shape[:2]
+        if cache.batch_size not in (-1, batch):
+            what, do = "past_key_values differs from the inputs in rows", "batch_select_indices"
+            refuse(what, wanted=batch, got=cache.batch_size, do=f"Choose rows with {do}")
+        if "grow" not in cache.abilities:
+            require_room(cache, int(cache.get_seq_length()) + length)
+    return cache

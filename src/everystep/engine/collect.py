@@ -17,6 +17,7 @@ from torch import Tensor
 
 from everystep.engine.records import Capture, StepRecord
 from everystep.types import Answer
+from everystep.types.protocols import Strategy
 
 
 @dataclass(slots=True)
@@ -117,10 +118,16 @@ class Collector:
         return tuple(steps)
 
 
+def kept_rows(strategy: Strategy) -> int:
+    """Rows per request in what callers get of a step: those of all its sequences, or, where they
+    are candidates of one that streams, of those alone that a token was chosen from."""
+    return strategy.returns if strategy.streams else strategy.width
+
+
 def _kept_rows(record: StepRecord) -> np.ndarray:
     """(S,) which of its request's rows each sequence is kept in, -1 for none."""
     strategy = record.groups[0].request.strategy
-    if strategy.kept_rows == strategy.width:
+    if kept_rows(strategy) == strategy.width:
         return np.array([sequence.index for sequence in record.sequences], dtype=np.int64)
     chosen_from = np.unique(record.children.parent[record.children.counts > 0])
     group = record.group_of[chosen_from]

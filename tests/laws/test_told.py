@@ -18,11 +18,11 @@ import torch
 
 import everystep as es
 from everystep.draws import SeededDraws, SharedDraws
+from everystep.engine import PromptLookup
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.engine import PromptLookup
 from everystep.strategies import Greedy, Sample
 from everystep.testing.drive import run_scheduled, run_together
 from everystep.testing.requests import Schedule

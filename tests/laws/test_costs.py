@@ -115,7 +115,8 @@ def needed_forks(record: StepRecord) -> int:
     """
     going = [p for p, reason in _children(record) if reason is None]
     groups = [record.groups[record.group_of[parent]] for parent in going]
-    sources = {p if g.opened else -g.rank - 1: g for p, g in zip(going, groups, strict=True)}
+    lines = [record.sequences[parent].line for parent in going]
+    sources = dict(zip(lines, groups, strict=True))
     prompts = [1 + len(group.request.companions) for group in groups]
     return sum(prompts) - sum(1 + len(group.request.companions) for group in sources.values())
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.types import Sequence, Shortlist
-from everystep.types.shortlist import dense
+from everystep.types import Scores, Sequence
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -107,10 +106,10 @@ class Draws(Protocol):
         """Whether a choice looks at tokens without a score too."""
         ...
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
-        """(R, V) scores -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
+    def choose(self, scores: Scores, places: Places) -> Tensor:
+        """R rows -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
 
-        A shortlist gives the same as the rows that it stands for.
+        Lists, with their ids in rising order, give the same as the rows that they stand for.
         """
         ...
 
@@ -208,9 +207,9 @@ class SharedDraws:
     seed: ClassVar[int] = 0
     whole_rows: ClassVar[bool] = True
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+    def choose(self, scores: Scores, places: Places) -> Tensor:
         # All tokens take part in the sum, in the order in which the reference adds them up.
-        probabilities = torch.softmax(dense(scores), dim=-1)
+        probabilities = torch.softmax(scores.whole().values, dim=-1)
         chosen = (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
         return _possible(chosen[:, None], probabilities)[:, 0]
 
@@ -246,12 +245,12 @@ class SeededDraws:
     seed: int
     whole_rows: ClassVar[bool] = False
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+    def choose(self, scores: Scores, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""
         numbers = self.uniform("choice", places)
-        if not isinstance(scores, Shortlist):
-            return _drawn(scores, numbers)
-        place = _drawn(scores.scores, numbers).numpy()
+        if not scores.listed or scores.tokens is None:
+            return _drawn(scores.whole().values, numbers)
+        place = _drawn(scores.values, numbers).numpy()
         token = scores.tokens.numpy()[np.arange(len(place)), place]
         return torch.from_numpy(np.where(place < 0, -1, token))
 

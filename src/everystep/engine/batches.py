@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import cast
 
 import numpy as np
 import torch
@@ -13,55 +12,33 @@ from torch import Tensor
 
 from everystep.draws import fork_lineage
 from everystep.engine.feed import Fed
-from everystep.engine.readout import best_scores, log_probs
 from everystep.engine.records import History
-from everystep.processors.best import told
-from everystep.processors.pipeline import shortened
+from everystep.processors.pipeline import apply
 from everystep.stops.base import Candidates
 from everystep.stops.check import check
 from everystep.strategies.base import Batch, Check, Drafts
 from everystep.types import (
-    Best,
     Companion,
     FinishReason,
     Group,
     Rows,
+    Scores,
     Sequence,
-    Shortlist,
     StepOutput,
     TokenTable,
 )
-from everystep.types.shortlist import dense
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
     """A batch with its rows: raw logits (R, V) float32, and what processors left of them.
 
-    `best`: what a strategy is told in their place where that is enough; then they are (0, V).
+    The logits are (0, V) where only the best of the rows were reported.
     """
 
     batch: Batch
     logits: Tensor
-    processed: Tensor | Shortlist
-    best: Best | None = None
-
-    @property
-    def scores(self) -> Tensor:
-        """(R, V) float32 processed scores."""
-        return dense(self.processed)
-
-    def pick(self) -> tuple[Tensor, ...]:
-        """What the strategy reduces the scores to."""
-        strategy = self.batch.groups[0].request.strategy
-        return strategy.pick(self.batch, self.processed if strategy.shortlists else self.scores)
-
-    def pick_best(self, best: Best) -> tuple[np.ndarray, ...]:
-        """The same of the best scores."""
-        picked: tuple[np.ndarray, ...] = self.batch.groups[0].request.strategy.pick_best(
-            self.batch, best
-        )
-        return picked
+    scores: Scores
 
 
 def score(
@@ -71,46 +48,37 @@ def score(
     table: TokenTable,
     submitted: int,
     history: History,
-    *,
-    whole: bool = False,
 ) -> Scored:
     """Groups of one kind -> their batch, with the scores that its strategy asks for.
 
     `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
-    scores become part of the `history` if its criteria want to read it. `whole`: the rows are there
-    also where the groups are told the best of them; UndecidedError where those did not suffice.
+    scores become part of the `history` if its criteria want to read it.
     """
     read = history if groups[0].request.wants.history else None
     batch, source_rows = _gather(groups, fed, output, table, submitted, read)
     request = groups[0].request
-    if groups[0].best and not whole:
-        return _score_best(batch, source_rows[0], output, table)
-    logits = _take(output.logits, source_rows[0])
-    mixed = logits
+    if groups[0].best and output.best is not None:
+        logits = output.logits[:0]
+        given = mixed = _reported(batch, source_rows[0], output.best)
+    else:
+        logits = _take(output.logits, source_rows[0])
+        given = mixed = Scores.of(logits, _totals(output, source_rows[0]))
     if request.readout is not None:
         companions = [_take(output.logits, rows) for rows in source_rows[1:]]
-        mixed = request.readout.mix(logits, companions)
-    if request.strategy.scores == "log_probs":
-        mixed = log_probs(mixed, None if mixed is not logits else _totals(output, source_rows[0]))
-    scores: Tensor | Shortlist = mixed
+        mixed = Scores.of(request.readout.mix(logits, companions))
+    if request.strategy.reads.scores == "log_probs":
+        mixed = mixed.log_probs()
+    scores = mixed
     if any(group.request.processors for group in groups):
-        scores = shortened(_rows(batch, table), mixed, owned=mixed is not logits)
+        scores = apply(_rows(batch, table), mixed, owned=mixed is not given)
     if read is not None:
-        read.show(dense(scores), drafted=int(batch.row_count.sum()) > len(batch))
+        read.show(scores.whole().values, drafted=int(batch.row_count.sum()) > len(batch))
     return Scored(batch, logits, scores)
 
 
-def _score_best(batch: Batch, rows: np.ndarray, output: StepOutput, table: TokenTable) -> Scored:
-    """The batch with what it was told of the best of its rows, those of `output.best`."""
-    counts = np.array([group.best for group in batch.groups])[batch.group_of[batch.row_sequence]]
-    best = cast(Best, output.best).select(rows, int(counts.max()))
-    none = output.logits[:0] if len(output.logits) else output.logits
-    strategy = batch.groups[0].request.strategy
-    if strategy.shortlists:
-        short = told(best, counts, batch.vocabulary)
-        return Scored(batch, none, shortened(_rows(batch, table), short))
-    logs = strategy.scores == "log_probs"
-    return Scored(batch, none, none, best_scores(best, log_probs=logs))
+def _reported(batch: Batch, rows: np.ndarray, best: Scores) -> Scores:
+    """The lists that were reported of the batch's rows, each as long as its group needs."""
+    return best.select(torch.from_numpy(rows), max(group.best for group in batch.groups))
 
 
 def _gather(

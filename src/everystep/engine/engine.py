@@ -27,10 +27,10 @@ from everystep.engine.apply import (
     token_events,
 )
 from everystep.engine.batches import Scored, score
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices, note_choices, note_prompt
-from everystep.engine.readout import enough
+from everystep.engine.readout import best_needed
 from everystep.engine.records import Capture, History, StepRecord
 from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
@@ -46,7 +46,6 @@ from everystep.types import (
     Sequence,
     StepOutput,
     TokenTable,
-    UndecidedError,
     Work,
 )
 
@@ -91,7 +90,7 @@ class Engine:
         self.ledger = Ledger()
         self.counts = Counts()
         # Observers are shown whole rows.
-        self._tells_best = {"best", "truncate"} <= executor.abilities and not self.observers
+        self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
         self._history = History()
 
@@ -103,7 +102,7 @@ class Engine:
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
-        best = enough(request, self.executor.vocab_size) if self._tells_best else 0
+        best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
         group = Group(request, self._submitted, best=best)
         group.live = [self._first_sequence(request)]
         try:
@@ -134,29 +133,19 @@ class Engine:
         self._count(fed)
         for asked in fed.prompt_rows:
             note_prompt(asked, output.logits)
-        scored = [self._score(groups, fed, output) for groups in kinds]
+        given = output, self.table, self._submitted, self._history
+        scored = [score(groups, fed, *given) for groups in kinds]
         events: list[Event] = []
         for one, picked in zip(scored, self._pick(scored), strict=True):
             events += self._choose(one, picked, fed, output, work)
         return events + self._retire(fed.ready)
-
-    def _score(self, groups: list[Group], fed: Fed, output: StepOutput) -> Scored:
-        given = self.table, self._submitted, self._history
-        try:
-            return score(groups, fed, output, *given)
-        except UndecidedError:
-            builder = self._builder()
-            again = feed_again(groups, fed, builder)
-            return score(groups, again, self._run(builder.work()), *given, whole=True)
 
     def _kinds(self, groups: list[Group]) -> list[list[Group]]:
         """Groups that select together: equal in kind of strategy, source of draws and readout."""
         kinds: dict[object, list[Group]] = {}
         for group in groups:
             request = group.request
-            # Shortlists may be of different lengths.
-            best = group.best > 0 if request.strategy.shortlists else group.best
-            key = (request.strategy.kind, type(request.draws), request.readout, best)
+            key = (request.strategy.kind, type(request.draws), request.readout, group.best > 0)
             kinds.setdefault(key, []).append(group)
         return list(kinds.values())
 
@@ -223,7 +212,7 @@ class Engine:
         work = builder.work(
             layers=any(request.wants.layers for request in requests),
             attentions=any(request.wants.attentions for request in requests),
-            totals=any(request.strategy.scores == "log_probs" for request in requests),
+            totals=any(request.strategy.reads.scores == "log_probs" for request in requests),
         )
         return kinds, fed, work
 
@@ -252,11 +241,11 @@ class Engine:
         self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
 
     def _pick(self, scored: list[Scored]) -> list[tuple[np.ndarray, ...]]:
-        """What every strategy needs on the host, in one transfer; the best scores are there."""
-        picked = [one.pick() for one in scored if one.best is None]
-        self.counts.syncs += bool(picked)
-        arrived = iter(_together(picked))
-        return [next(arrived) if one.best is None else one.pick_best(one.best) for one in scored]
+        """What every strategy needs on the host, in one transfer; reported lists are there."""
+        self.counts.syncs += any(not one.batch.groups[0].best for one in scored)
+        return _together(
+            [one.batch.groups[0].request.strategy.pick(one.batch, one.scores) for one in scored]
+        )
 
     def _choose(
         self,
@@ -281,7 +270,7 @@ class Engine:
                 batch.group_of,
                 batch.row_sequence,
                 one.logits,
-                one.scores,
+                one.scores.whole().values,
                 children,
                 captures,
             )

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from everystep.draws import Draws, Places, places_of
 from everystep.errors import RequestError, message
-from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence, TokenTable
 
 Drafts = list[np.ndarray]
 Check = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]]
@@ -100,11 +100,22 @@ def require_drawn(chosen: np.ndarray) -> None:
         )
 
 
-class Strategy(Protocol):
-    """Frozen; two strategies of equal `kind` select together.
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a strategy reads of a row.
 
-    One that a few of the best scores are enough for may say so; see `FromBest`.
+    `scores`: processed logits, or processed log-probabilities. `best`: how many of the best scores
+    decide where no processor changes them, or 0 for all of them. `shortlists`: whether `pick` needs
+    no token that processors left at -inf; then they may be shown the best of a row alone.
     """
+
+    scores: Literal["logits", "log_probs"] = "logits"
+    best: int = 0
+    shortlists: bool = False
+
+
+class Strategy(Protocol):
+    """Frozen; two strategies of equal `kind` select together."""
 
     width: int
     """Sequences per request from the first choice on."""
@@ -115,12 +126,13 @@ class Strategy(Protocol):
     or, where that is less, those that a token was chosen from."""
     streams: bool
     """Whether chosen tokens may be shown at once; if not, those that all `rivals` share are."""
-    scores: Literal["logits", "log_probs"]
-    shortlists: bool
-    """Whether `pick` also takes a shortlist of the scores. Then the best of a row may be all that
-    processors are shown; what it needs otherwise, see `FromBest`, is not asked."""
     needs: frozenset[str]
     """Abilities asked of the executor, e.g. "truncate", "columns"."""
+
+    @property
+    def reads(self) -> Reads:
+        """What `pick` reads of a row."""
+        ...
 
     @property
     def kind(self) -> Hashable:
@@ -135,8 +147,11 @@ class Strategy(Protocol):
         """Per sequence the ids to verify in this step beside the real ones; None: never any."""
         ...
 
-    def pick(self, batch: Batch, scores: Any) -> tuple[Tensor, ...]:
-        """(R, V) scores -> small tensors, all that `select` will get of them."""
+    def pick(self, batch: Batch, scores: Scores) -> tuple[Tensor, ...]:
+        """The scores of R rows -> small tensors, all that `select` will get of them.
+
+        Where lists do not decide, it reads whole rows.
+        """
         ...
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
@@ -155,13 +170,3 @@ class Strategy(Protocol):
         """The group's result, best first where there is an order."""
         ...
 
-
-class FromBest(Strategy, Protocol):
-    """A strategy that need not see whole rows where nothing else reads them either."""
-
-    enough: int
-    """How many of the best scores of a row decide, or 0 for all of them."""
-
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """What `pick` would have given of the whole rows, from at least `enough` of each."""
-        ...

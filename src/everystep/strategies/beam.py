@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from everystep.draws import Places
-from everystep.strategies.base import MAX_SEED, Batch, Drafts, require_drawn
-from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.strategies.base import MAX_SEED, Batch, Drafts, Reads, require_drawn
+from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence, TokenTable
 
 _NEVER = -1.0e9
 _NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
@@ -40,8 +40,6 @@ class Beam:
     max_new: int = 2**31
     sampled: bool = False
     streams: ClassVar[bool] = False
-    scores: ClassVar[Literal["logits", "log_probs"]] = "log_probs"
-    shortlists: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -58,9 +56,9 @@ class Beam:
         return max(2, 1 + self.eos_count) * self.width
 
     @property
-    def enough(self) -> int:
+    def reads(self) -> Reads:
         """All ranked candidates may come from one beam; draws look at every token."""
-        return 0 if self.sampled else self.ranked
+        return Reads("log_probs", best=0 if self.sampled else self.ranked)
 
     def horizon(self, length: int) -> int:
         """The length at which a running beam of `length` tokens is judged."""
@@ -74,10 +72,14 @@ class Beam:
     def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
         return None
 
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores) -> tuple[Tensor, ...]:
         """(G, ranked) accumulated scores and flat indices width * V."""
-        running = torch.tensor([s.score for s in batch.sequences], dtype=scores.dtype)
-        total = scores + running.to(scores.device)[:, None]
+        enough = scores.values.shape[1] >= min(self.ranked, scores.vocabulary)
+        if scores.tokens is not None and scores.rest is not None and enough and not self.sampled:
+            return self._pick_listed(batch, scores.values.numpy(), scores.tokens.numpy())
+        values = scores.whole().values
+        running = torch.tensor([s.score for s in batch.sequences], dtype=values.dtype)
+        total = values + running.to(values.device)[:, None]
         total = total.reshape(len(batch.groups), -1)  # (G, W * V)
         if not self.sampled:
             return tuple(torch.topk(total, self.ranked))
@@ -87,15 +89,17 @@ class Beam:
         )
         return total.gather(1, drawn.clamp(min=0)), drawn
 
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """The same of the best scores of each beam; of equals the earlier beam's better one."""
+    def _pick_listed(
+        self, batch: Batch, values: np.ndarray, tokens: np.ndarray
+    ) -> tuple[Tensor, ...]:
+        """The same of the best of each beam; of equals the earlier beam's better one."""
         groups = np.arange(len(batch.groups))[:, None]
         running = np.array([s.score for s in batch.sequences], dtype=np.float32)
-        total = (best.values + running[:, None]).reshape(len(groups), -1)  # (G, W * k)
+        total = (values + running[:, None]).reshape(len(groups), -1)  # (G, W * k)
         order = (-total).argsort(axis=1, kind="stable")[:, : self.ranked]
-        beam = order // best.tokens.shape[1]
-        token = best.tokens.reshape(total.shape)[groups, order]
-        return total[groups, order], beam * batch.vocabulary + token
+        flat = order // tokens.shape[1] * batch.vocabulary
+        flat += tokens.reshape(total.shape)[groups, order]
+        return torch.from_numpy(total[groups, order]), torch.from_numpy(flat)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         """Candidates that end are banked, the best others go on; all groups at once."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.strategies.base import Batch, Drafts
-from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.strategies.base import Batch, Drafts, Reads
+from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence, TokenTable
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class Contrastive:
     returns: ClassVar[int] = 1
     kept_rows: ClassVar[int] = 1
     streams: ClassVar[bool] = True
-    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
-    shortlists: ClassVar[bool] = False
+    reads: ClassVar[Reads] = Reads()
     needs: ClassVar[frozenset[str]] = frozenset({"columns"})
 
     @property
@@ -46,10 +45,11 @@ class Contrastive:
     def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
         return None
 
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores) -> tuple[Tensor, ...]:
         """(S,) rating of each sibling; (S, top_k) probabilities and ids of its next tokens."""
-        probabilities, tokens = torch.topk(torch.softmax(scores, dim=-1), self.top_k)
-        ratings = [self._rating(batch, s).to(scores.device) for s in range(len(batch))]
+        values = scores.whole().values
+        probabilities, tokens = torch.topk(torch.softmax(values, dim=-1), self.top_k)
+        ratings = [self._rating(batch, s).to(values.device) for s in range(len(batch))]
         return torch.stack(ratings), probabilities, tokens
 
     def _rating(self, batch: Batch, s: int) -> Tensor:

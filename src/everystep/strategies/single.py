@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.draws import on_host
-from everystep.strategies.base import Batch, Drafts, require_drawn
-from everystep.types import Best, Children, Finished, Group, Sequence, Shortlist, TokenTable
+from everystep.strategies.base import Batch, Drafts, Reads, require_drawn
+from everystep.types import Children, Finished, Group, Scores, Sequence, TokenTable
 
 
 def continue_each(batch: Batch, tokens: np.ndarray, counts: np.ndarray) -> Children:
@@ -40,11 +40,9 @@ class Greedy:
 
     width: ClassVar[int] = 1
     returns: ClassVar[int] = 1
-    enough: ClassVar[int] = 1
     kept_rows: ClassVar[int] = 1
     streams: ClassVar[bool] = True
-    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
-    shortlists: ClassVar[bool] = False
+    reads: ClassVar[Reads] = Reads(best=1, shortlists=True)
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -57,15 +55,15 @@ class Greedy:
     def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
         return None
 
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores) -> tuple[Tensor, ...]:
         """(R,) the choice of every row."""
-        if on_host(scores):  # there numpy is ten times as fast
-            return (torch.from_numpy(scores.numpy().argmax(axis=-1)),)
-        return (scores.argmax(dim=-1),)
-
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """(R,) the choice of every row."""
-        return (best.tokens[:, 0],)
+        values = scores.values
+        if on_host(values):  # there numpy is ten times as fast
+            best = torch.from_numpy(values.numpy().argmax(axis=-1))
+        else:
+            best = values.argmax(dim=-1)
+        # In either order of a list the first of equals is the lowest id.
+        return (best if scores.tokens is None else scores.tokens.gather(1, best[:, None])[:, 0],)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         return continue_each(batch, picked[0][batch.first_row, None], np.array([1] * len(batch)))
@@ -83,8 +81,7 @@ class Sample:
 
     width: int = 1
     streams: ClassVar[bool] = True
-    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
-    shortlists: ClassVar[bool] = True
+    reads: ClassVar[Reads] = Reads(shortlists=True)
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -105,7 +102,7 @@ class Sample:
     def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
         return None
 
-    def pick(self, batch: Batch, scores: Tensor | Shortlist) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores) -> tuple[Tensor, ...]:
         """(R,) the choice of every row."""
         return (batch.draws.choose(scores, batch.row_places()),)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from everystep.strategies.base import Batch, Drafts
+from everystep.strategies.base import Batch, Drafts, Reads
 from everystep.strategies.single import Greedy, Sample, continue_each
-from everystep.types import Best, Children, Finished, Group, Sequence, TokenTable
+from everystep.types import Children, Finished, Group, Scores, Sequence, TokenTable
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -69,7 +69,6 @@ class Speculative:
     drafter: Drafter
     base: Greedy | Sample
     streams: ClassVar[bool] = True
-    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
     needs: ClassVar[frozenset[str]] = frozenset({"truncate"})
 
     @property
@@ -85,12 +84,8 @@ class Speculative:
         return self.base.kept_rows
 
     @property
-    def shortlists(self) -> bool:
-        return self.base.shortlists
-
-    @property
-    def enough(self) -> int:
-        return self.base.enough if isinstance(self.base, Greedy) else 0
+    def reads(self) -> Reads:
+        return self.base.reads
 
     @property
     def kind(self) -> Hashable:
@@ -109,11 +104,8 @@ class Speculative:
         drafter: Drafter = sequence.request.strategy.drafter
         return drafter.draft(table.data[sequence.line, : sequence.visible], room)
 
-    def pick(self, batch: Batch, scores: Any) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores) -> tuple[Tensor, ...]:
         return self.base.pick(batch, scores)
-
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        return cast(Greedy, self.base).pick_best(batch, best)
 
     def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
         """A draft stands while it equals the choice before it; then follows one choice more."""

@@ -155,7 +155,7 @@ def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
 @mutant("normalising after processors", (batches, "shortened"))
 def _normalise_late(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
     scores = pipeline.apply(rows, scores)
-    if rows.sequences[0].request.strategy.scores == "log_probs":
+    if rows.sequences[0].request.strategy.reads.scores == "log_probs":
         scores = scores.log_softmax(dim=-1)
     return scores
 

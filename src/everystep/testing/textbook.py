@@ -66,7 +66,7 @@ class Prefix:
         if isinstance(self.request.readout, Guidance):
             other = logits(self.function, self.request.companions[0], tokens).log_softmax(-1)
             mixed = self.request.readout.scale * (mixed.log_softmax(-1) - other) + other
-        if self.request.strategy.scores == "log_probs":
+        if self.request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in self.request.processors:
             sequence, table = self._written(tokens)

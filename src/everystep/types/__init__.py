@@ -24,11 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.types.shortlist import Shortlist as Shortlist
-from everystep.types.shortlist import UndecidedError as UndecidedError
+from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
-from everystep.types.work import Best as Best
 from everystep.types.work import Past as Past
 from everystep.types.work import StepOutput as StepOutput
 from everystep.types.work import Verb as Verb

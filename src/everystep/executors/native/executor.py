@@ -6,9 +6,12 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Callable
 from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 
 import numpy as np
@@ -24,7 +27,7 @@ from everystep.executors.native.program import described_obstacles, model_obstac
 from everystep.executors.positions import check_positions, row_lengths, row_positions
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
-from everystep.types import Best, Past, StepOutput, Work
+from everystep.types import Past, Scores, StepOutput, Work
 
 _LEAST_TABLE = 512
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -81,15 +84,16 @@ class NativeExecutor:
         """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
         check_positions(work)
         self._apply(work)
-        told = self._told(work)
+        room = self._room(work)
         if len(work.rows):
             hidden = self._hidden_room(work)
-            self._step(work, told, hidden)
+            self._step(work, room, hidden)
             self._extend_columns(work, hidden)
         else:
             self._library.es_rest(self._runner)
+        best = None if room.best is None else room.best.scores(work, self._read_out)
         return StepOutput(
-            told.logits, columns=dict(self._columns), best=told.best, totals=told.totals
+            room.logits, columns=dict(self._columns), best=best, totals=room.totals
         )
 
     def audit(self) -> dict[int, int]:
@@ -170,22 +174,34 @@ class NativeExecutor:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def _told(self, work: Work) -> _Told:
-        """Room for what the work is told of its wanted positions."""
+    def _read_out(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """(R, E) last hidden states -> (n, V) logits of the given rows, those of their step."""
+        states = hidden[rows]
+        logits = torch.empty(len(rows), self.vocab_size)
+        given = states.data_ptr(), len(rows), logits.data_ptr()
+        _check(self._library.es_read_out(self._runner, *given))
+        return logits
+
+    def _room(self, work: Work) -> _Room:
+        """Room for what is reported of the work's wanted positions."""
         wanted = work.logits.tolist()
         most = [0] * len(wanted) if work.best is None else work.best.tolist()
         whole = sum(count for count, best in zip(wanted, most, strict=True) if not best)
         logits = torch.empty(whole, self.vocab_size) if whole else self._nothing
         totals = torch.empty(whole) if whole and work.totals else None
         if whole == sum(wanted):
-            return _Told(logits, totals)
-        shape = (sum(wanted) - whole, min(max(most), self.vocab_size))
-        sums = np.empty(shape[0], np.float32) if work.totals else None
-        return _Told(
-            logits, totals, Best(np.empty(shape, np.float32), np.empty(shape, np.int64), sums)
+            return _Room(logits, totals)
+        rows, most_best = sum(wanted) - whole, min(max(most), self.vocab_size)
+        best = _BestRoom(
+            torch.empty(rows, most_best),
+            torch.empty(rows, most_best, dtype=torch.int64),
+            torch.empty(rows, self._program.structure.width),
+            torch.empty(rows) if work.totals else None,
+            self.vocab_size,
         )
+        return _Room(logits, totals, best)
 
-    def _step(self, work: Work, told: _Told, hidden: Tensor | None) -> None:
+    def _step(self, work: Work, room: _Room, hidden: Tensor | None) -> None:
         copied = self._grow(work)
         turned = [table.rows(work) for table in self._tables]
         embeds = [values.float().contiguous() for _, values in work.embeds]
@@ -198,11 +214,12 @@ class NativeExecutor:
             *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
         )
         self._asked.pages(self.rows.table)
-        step.logits, step.totals = told.logits.data_ptr(), _address(told.totals)
-        best = told.best
+        step.logits, step.totals = room.logits.data_ptr(), _address(room.totals)
+        best = room.best
         step.most = 0 if best is None else best.values.shape[1]
-        step.best_values = None if best is None else _address(best.values)
-        step.best_tokens = None if best is None else _address(best.tokens)
+        step.best_values = None if best is None else best.values.data_ptr()
+        step.best_tokens = None if best is None else best.tokens.data_ptr()
+        step.best_hidden = None if best is None else best.hidden.data_ptr()
         step.best_totals = None if best is None else _address(best.totals)
         step.hidden = _address(hidden)
         step.copies = 0 if copied is None else copied.shape[1]
@@ -214,12 +231,38 @@ class NativeExecutor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Told:
-    """Room for what a work is told of its wanted positions."""
+class _BestRoom:
+    """Room for the best of R rows, their last hidden states, and their totals where wanted."""
+
+    values: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    totals: Tensor | None
+    vocabulary: int
+
+    def scores(self, work: Work, read: Callable[[Tensor, Tensor], Tensor]) -> Scores:
+        """The lists of the rows, each as long as its feed wants."""
+        own = np.repeat(work.best, work.logits)  # type: ignore[arg-type]
+        most, values = self.values.shape[1], self.values
+        count = np.minimum(own[own > 0], most)
+        rest = values[:, -1:]
+        if count.min() < most:
+            last = torch.from_numpy(count)[:, None]
+            rest = values.gather(1, last - 1)
+            beyond = torch.arange(most) >= last
+            values.masked_fill_(beyond, -math.inf)
+            self.tokens.masked_fill_(beyond, 0)
+        whole = partial(read, self.hidden)
+        return Scores(values, self.tokens, self.vocabulary, rest, self.totals, whole)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """Room for what is reported of a work's wanted positions."""
 
     logits: Tensor
     totals: Tensor | None
-    best: Best | None = None
+    best: _BestRoom | None = None
 
 
 class _Asked:

@@ -8,7 +8,7 @@ using namespace everystep;
 
 extern "C" {
 
-int32_t es_interface() { return 7; }
+int32_t es_interface() { return 8; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -70,6 +70,17 @@ void es_rest(void* runner) { static_cast<Runner*>(runner)->give_up_ahead(); }
 void es_guesses(void* runner, int64_t* out) {
     out[0] = static_cast<Runner*>(runner)->guess().made();
     out[1] = static_cast<Runner*>(runner)->guess().true_ones();
+}
+
+// Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm. 0, or 1 without
+// the memory for it. What was begun ahead goes on.
+int32_t es_read_out(const void* runner, const float* hidden, int64_t rows, float* logits) {
+    try {
+        static_cast<const Runner*>(runner)->read_out(hidden, rows, logits);
+        return 0;
+    } catch (const std::exception&) {
+        return 1;
+    }
 }
 
 // 0, 1 without the memory for it, or 2 where an id is beyond the vocabulary.

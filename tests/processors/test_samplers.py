@@ -16,12 +16,12 @@ from everystep.errors import RequestError
 from everystep.processors.dry import Dry
 from everystep.processors.mirostat import Mirostat
 from everystep.processors.penalties import LogitBias, OccurrencePenalty
-from everystep.processors.pipeline import apply
 from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
 from everystep.types import Rows
 from tests.processors.making import (
     FINITE_MAXIMUM,
     VOCABULARY,
+    applied,
     rectangle,
     rows_of,
     some_scores,
@@ -306,7 +306,7 @@ def test_rows_of_different_requests_are_as_if_alone(seed: int) -> None:
         sequence.request = replace(sequence.request, processors=(one,))
     scores, given = some_scores(len(MANY)), None
     given = scores.clone()
-    ours = apply(together, scores)
+    ours = applied(together, scores)
     assert torch.equal(scores, given)
     for r, one in enumerate(MANY):
         alone = seeded([ids[r]], seed, [lineages[r]])

@@ -16,7 +16,7 @@ from everystep.processors.allowed import (
     InfNanRemoveLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
 )
-from everystep.processors.base import Processor, reads_rows
+from everystep.processors.base import Processor, User, reads_rows
 from everystep.processors.bias import (
     NoBadWordsLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -45,7 +45,6 @@ from everystep.processors.repetition import (
 from everystep.processors.sampling import FOR_SAMPLING, ordered
 from everystep.processors.stacking import at_row
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from everystep.processors.user import User
 from everystep.processors.warpers import LogitNormalization
 from everystep.processors.watermark import WatermarkLogitsProcessor
 

@@ -10,6 +10,7 @@ from everystep.processors.allowed import (
     InfNanRemoveLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
 )
+from everystep.processors.base import User
 from everystep.processors.bias import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 from everystep.processors.dry import Dry
 from everystep.processors.length import (
@@ -31,7 +32,6 @@ from everystep.processors.repetition import (
 )
 from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from everystep.processors.user import User
 from everystep.processors.warpers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,

@@ -6,7 +6,7 @@ Each names its source. All their numbers may be given per row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE, integer
 from everystep.draws import places_of
-from everystep.processors.base import LogitsProcessor
-from everystep.processors.filter import Filter
+from everystep.processors.base import Filter, LogitsProcessor
 from everystep.processors.stacking import Counts, Numbers, admit, column, counts
-from everystep.types import Rows, Shortlist
+from everystep.types import Rows, Scores
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class DynamicTemperature(LogitsProcessor):
     exponent: Numbers = 1.0
 
     per_row = ("temperature", "spread", "exponent")
+    narrows = True
 
     def __post_init__(self) -> None:
         admit(self, "temperature", POSITIVE)
@@ -74,9 +74,9 @@ class DynamicTemperature(LogitsProcessor):
         heat = middle - spread + 2 * spread * share ** column(self.exponent, scores)
         return torch.where(number > 1, scores / heat, scores)
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens."""
-        return replace(short, scores=self.process(rows, short.scores))
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """The same tokens of a list."""
+        return self.relisted(rows, scores)
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Xtc(LogitsProcessor):
     min_tokens_to_keep: Counts = 1
 
     per_row = ("probability", "threshold", "min_tokens_to_keep")
+    narrows = True
 
     def __post_init__(self) -> None:
         admit(self, "probability", FRACTION, "xtc_probability")
@@ -105,9 +106,9 @@ class Xtc(LogitsProcessor):
         strikes = _numbers(rows).to(scores.device) < column(self.probability, scores)
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens, of which some have no score any more."""
-        return replace(short, scores=self.process(rows, short.scores))
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """The same tokens of a list, of which some have no score any more."""
+        return self.relisted(rows, scores)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool: what goes where it strikes."""

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from everystep.config.kinds import Kind, is_integer, plain
 from everystep.errors import RequestError, message
-from everystep.processors.base import LogitsProcessor
+
+if TYPE_CHECKING:
+    from everystep.processors.base import LogitsProcessor
 
 Numbers = float | tuple[float, ...]
 Counts = int | tuple[int, ...]
 
-P = TypeVar("P", bound=LogitsProcessor)
+P = TypeVar("P", bound="LogitsProcessor")
 
 
 def admit(
@@ -64,13 +66,19 @@ def admit_ids(processor: LogitsProcessor, name: str, label: str = "") -> None:
     object.__setattr__(processor, name, ids)
 
 
-def stack_key(processor: object) -> Hashable:
+def stack_key(processor: Any) -> Hashable:
     """Equal for processors that differ only in what they may have per row; None if nothing may."""
-    if not isinstance(processor, LogitsProcessor) or not processor.per_row:
+    names = _names(processor)
+    if not names:
         return None
-    fixed = [one.name for one in fields(processor) if one.name not in processor.per_row]  # type: ignore[arg-type]
-    absent = tuple(getattr(processor, name) is None for name in processor.per_row)
+    fixed = [one.name for one in fields(processor) if one.name not in names]
+    absent = tuple(getattr(processor, name) is None for name in names)
     return (type(processor), absent, *(getattr(processor, name) for name in fixed))
+
+
+def _names(processor: Any) -> tuple[str, ...]:
+    """What it may have per row; nothing for what is not ours."""
+    return getattr(processor, "per_row", ())
 
 
 def stacked(instances: Sequence[P]) -> P:
@@ -85,8 +93,7 @@ def stacked(instances: Sequence[P]) -> P:
 
 def varies(processor: object) -> bool:
     """Whether it has a parameter per row."""
-    names = processor.per_row if isinstance(processor, LogitsProcessor) else ()
-    return any(isinstance(getattr(processor, name), tuple) for name in names)
+    return any(isinstance(getattr(processor, name), tuple) for name in _names(processor))
 
 
 def at_row(processor: P, row: int, rows: int) -> P:

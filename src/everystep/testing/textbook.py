@@ -19,7 +19,7 @@ from everystep.errors import UnsupportedError, message
 from everystep.stops.base import Candidates
 from everystep.strategies import Beam, Contrastive, Greedy, Sample, Speculative
 from everystep.testing.hash_function import HashFunction
-from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
 
 _NEVER = -1.0e9
 
@@ -158,7 +158,7 @@ def sample(prefix: Prefix, index: int) -> Hypothesis:
     lineage = fork_lineage(0, 0, index) if index else 0
 
     def choose(scores: Tensor, tokens: list[int]) -> int:
-        return int(prefix.request.draws.choose(scores[None], prefix.places(tokens, lineage)))
+        return int(prefix.request.draws.choose(Scores.of(scores[None]), prefix.places(tokens, lineage)))
 
     return follow(prefix, choose)
 

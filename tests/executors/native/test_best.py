@@ -13,7 +13,7 @@ from everystep.executors.native import NativeExecutor
 from everystep.models import Model
 from everystep.types import MOST_BEST, Scores, StepOutput, Verb, Work
 from tests.executors.members import members
-from tests.executors.models import PLAIN, random_model
+from tests.executors.models import PLAIN, narrow_model, random_model
 
 pytestmark = pytest.mark.native
 WIDE = 1_300  # two whole groups of columns and a part of one
@@ -67,6 +67,24 @@ def test_feeds_that_want_the_best_stand_beside_feeds_that_want_all() -> None:
     for r, row in enumerate(rows.tolist()):
         one = found.best.select(torch.tensor([r]), int(most[row]))
         assert_best_of(whole.logits[row : row + 1], one, int(most[row]))
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap", "int8", "int4"])
+def test_rows_that_are_read_after_all_have_the_bits_of_their_step(name: str) -> None:
+    model = read_model(name)
+    whole, found = told([0] * len(COUNTS), model), told([3] * len(COUNTS), model, threads=3)
+    assert found.best is not None
+    assert torch.equal(found.best.whole().values, whole.logits)
+    some = torch.tensor([14, 0, 3])
+    assert torch.equal(found.best.select(some, 1).whole().values, whole.logits[some])
+
+
+def read_model(name: str) -> Model:
+    if name.startswith("int"):
+        return narrow_model("llama", name)
+    cap = 2.0 if name == "softcap" else None
+    spec = replace(PLAIN, vocab_size=WIDE, tied=False, final_softcap=cap)
+    return random_model(spec, dtype=torch.float32)
 
 
 def test_of_equals_the_lower_id_comes_first() -> None:

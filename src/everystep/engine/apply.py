@@ -10,13 +10,14 @@ After it `cached < length` holds for every live sequence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from everystep.draws import fork_lineage
-from everystep.engine.batches import copy_memory, sprout
+from everystep.engine.batches import sprout
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import Likelihood, last_choices
 from everystep.errors import InvariantError, message
@@ -177,6 +178,11 @@ def rewind_memory(sequence: Sequence, visible: int) -> None:
             rewind(visible)
 
 
+def lasting(memo: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a memory is no cache of a prefix that goes on."""
+    return {key: value for key, value in memo.items() if not hasattr(value, "copy")}
+
+
 def _trim(unit: Sequence | Companion, excess: int, ledger: Ledger) -> None:
     if unit.row is not None:
         unit.cached -= excess
@@ -196,8 +202,7 @@ def _finished(table: TokenTable, parent: Sequence, child: Child) -> Finished:
     first = parent.request.prompt_visible
     head = table.data[parent.line, first : parent.visible]
     tokens = np.concatenate([head, np.array(child.tokens, dtype=np.int64)])
-    memo = {key: copy_memory(value) for key, value in parent.memo.items()}
-    memo.update(child.memo or {})
+    memo = {**lasting(parent.memo), **(child.memo or {})}
     assert child.finish is not None, "only what ends is finished"
     return Finished(tokens, child.score, child.finish, parent.lineage, child.rank, memo)
 
@@ -282,7 +287,7 @@ def abandon(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledge
                     reason,
                     sequence.lineage,
                     sequence.index,
-                    dict(sequence.memo),
+                    lasting(sequence.memo),
                 )
             )
         release(sequence, table, ledger)

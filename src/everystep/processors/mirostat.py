@@ -1,13 +1,15 @@
 """Mirostat 2: a limit on surprise that follows the surprise of what was chosen.
 
-What it remembers of a sequence cannot be read off the ids: the limit at each place, and the
-surprises among which the tokens after the last places are being chosen.
+What it remembers of a sequence cannot be read off the ids: the limit at the last places, and the
+surprises among which the tokens there are chosen. So it is no cache that may be dropped but an
+immutable value, found from that of the place before: scoring a place again gives it again.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,33 +18,25 @@ from torch import Tensor
 from everystep.config.kinds import FRACTION, POSITIVE, integer
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.stacking import Counts, Numbers, admit, counts
-from everystep.types import Rows
+from everystep.types import Rows, Sequence
 
 _KEY = "mirostat"
 
 
-@dataclass(slots=True)
-class _Limits:
-    """Per length of the prefix: the limit there, and (V,) the surprise of each next token."""
+class _Choice(NamedTuple):
+    """The limit where the prefix has `length` ids, and the surprises (n,) of the kept `tokens`,
+    which rise."""
 
-    limit: dict[int, float] = field(default_factory=dict)
-    surprise: dict[int, Tensor] = field(default_factory=dict)
+    length: int
+    limit: float
+    tokens: np.ndarray
+    surprises: np.ndarray
 
-    def copy(self) -> _Limits:
-        """One that knows the same; the tensors are never changed."""
-        return _Limits(self.limit.copy(), self.surprise.copy())
-
-    def rewind(self, length: int) -> None:
-        """What was known when the prefix had `length` ids."""
-        for known in (self.limit, self.surprise):
-            for place in [n for n in known if n > length]:
-                del known[place]
-
-    def forget(self, length: int) -> None:
-        """What lies so far back that no choice can be taken back to it is gone."""
-        for known in (self.limit, self.surprise):
-            for place in [n for n in known if n < length]:
-                del known[place]
+    def error(self, token: int, tau: float) -> float:
+        """By how much the surprise of the chosen token was above tau; 0 where it was removed."""
+        place = int(np.searchsorted(self.tokens, token))
+        kept = place < len(self.tokens) and self.tokens[place] == token
+        return float(self.surprises[place]) - tau if kept else 0.0
 
 
 @dataclass(frozen=True)
@@ -72,14 +66,16 @@ class Mirostat(LogitsProcessor):
         kept = torch.empty_like(scores)
         for wave in _waves(rows):
             # The rows of a wave follow drafts whose surprises the wave before has told.
-            limits = torch.tensor([self._limit(rows, r) for r in wave], dtype=torch.float64)
+            found = [self._limit(rows, r) for r in wave.tolist()]
+            limits = torch.tensor(found, dtype=torch.float64)
             at = torch.from_numpy(wave).to(scores.device)
             far = surprise[at] > limits[:, None].to(scores)
             far &= ~self._spared(scores, at)
             kept[at] = scores[at].masked_fill(far, -math.inf)
-            told = -kept[at].log_softmax(dim=-1) / math.log(2)
-            for r, row in zip(wave, told, strict=True):
-                _memory(rows, r).surprise[int(rows.lengths[r])] = row
+            left = -kept[at].log_softmax(dim=-1) / math.log(2)
+            for r, limit, row in zip(wave.tolist(), found, left.cpu().numpy(), strict=True):
+                tokens = np.flatnonzero(np.isfinite(row))
+                _note(rows, r, _Choice(int(rows.lengths[r]), limit, tokens, row[tokens]))
         return kept
 
     def _spared(self, scores: Tensor, at: Tensor) -> Tensor:
@@ -92,28 +88,27 @@ class Mirostat(LogitsProcessor):
         return torch.zeros_like(scores[at], dtype=torch.bool).scatter(-1, best, among)
 
     def _limit(self, rows: Rows, r: int) -> float:
-        """The limit in row r, found from that of the id before where it is not known yet."""
-        memory, length = _memory(rows, r), int(rows.lengths[r])
+        """The limit in row r, from that of the id before."""
         tau, eta = _own(self.tau, r), _own(self.eta, r)
-        memory.forget(rows.sequences[r].visible - rows.sequences[r].provisional - 1)
-        if length not in memory.limit:
-            limit = memory.limit.get(length - 1, 2 * tau)
-            if length - 1 in memory.surprise:
-                limit -= eta * _error(memory.surprise[length - 1], rows, r, tau)
-            memory.limit[length] = limit
-        return memory.limit[length]
+        sequence, length = rows.sequences[r], int(rows.lengths[r])
+        before = next((one for one in _known(sequence) if one.length == length - 1), None)
+        if before is None:
+            return 2 * tau
+        token = int(rows.table.data[sequence.line, length - 1])
+        return before.limit - eta * before.error(token, tau)
 
 
-def _error(surprise: Tensor, rows: Rows, r: int, tau: float) -> float:
-    """By how much the surprise of row r's last id was above tau; 0 where it had been removed."""
-    token = int(rows.table.data[rows.sequences[r].line, rows.lengths[r] - 1])
-    told = float(surprise[token])
-    return told - tau if math.isfinite(told) else 0.0
+def _known(sequence: Sequence) -> tuple[_Choice, ...]:
+    known: tuple[_Choice, ...] = sequence.memo.get(_KEY, ())
+    return known
 
 
-def _memory(rows: Rows, r: int) -> _Limits:
-    memory: _Limits = rows.sequences[r].memo.setdefault(_KEY, _Limits())
-    return memory
+def _note(rows: Rows, r: int, choice: _Choice) -> None:
+    """The sequence remembers the choice, and those before it that it may still be taken back to."""
+    sequence = rows.sequences[r]
+    first = sequence.visible - sequence.provisional - 1
+    kept = (one for one in _known(sequence) if first <= one.length < choice.length)
+    sequence.memo[_KEY] = (*kept, choice)
 
 
 def _own(value: Numbers, r: int) -> float:

@@ -168,7 +168,7 @@ def _first_row_speaks_for_all(canvas: pipeline._Canvas) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@mutant("shared memory", (batches, "copy_memory"), (apply, "copy_memory"))
+@mutant("shared memory", (batches, "copy_memory"))
 def _memory_is_shared(value: object) -> object:
     return value
 

@@ -55,7 +55,8 @@ class ReadyExecutor:
         self._logits = torch.randn(2 * rows, vocab_size, generator=generator)
         self._logits[:, END] = -100.0  # nothing ends before its length
         values, tokens = torch.topk(self._logits, MOST_BEST)
-        self._best = Scores(values, tokens, vocab_size, values[:, -1:], read=self._logits.__getitem__)
+        read = self._logits.__getitem__
+        self._best = Scores(values, tokens, vocab_size, values[:, -1:], read=read)
         self._rows = rows
         self._step = 0
 

@@ -12,14 +12,14 @@ import pytest
 
 from everystep.engine import Engine, Lockstep
 from everystep.executors.base import Executor
-from everystep.processors.dry import Dry
-from everystep.processors.mirostat import Mirostat
-from everystep.processors.penalties import LogitBias, OccurrencePenalty
-from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
+from everystep.processors.bias import LogitBias
 from everystep.processors.repetition import (
+    Dry,
     NoRepeatNGramLogitsProcessor,
+    OccurrencePenalty,
     RepetitionPenaltyLogitsProcessor,
 )
+from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from everystep.strategies import Beam
 from everystep.testing.drive import Run, hash_executor, run_together

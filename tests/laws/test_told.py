@@ -54,7 +54,7 @@ class WholeNative(NativeExecutor):
 
 
 class CountingNative(NativeExecutor):
-    """Counts the rows that are reported whole, those of which the best are, and those read again."""
+    """Counts rows that are reported whole, those of which the best are, and those read again."""
 
     whole = told = read = 0
 

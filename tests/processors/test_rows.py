@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.processors.allowed import PrefixConstrainedLogitsProcessor
 from everystep.processors.base import Processor, User
-from everystep.processors.bias import SequenceBiasLogitsProcessor
+from everystep.processors.bias import PrefixConstrainedLogitsProcessor, SequenceBiasLogitsProcessor
 from everystep.processors.order import CANONICAL
 from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
 from everystep.processors.warpers import (
@@ -25,7 +24,15 @@ from everystep.processors.warpers import (
     TypicalLogitsWarper,
 )
 from everystep.types import Rows, TokenTable
-from tests.processors.making import VOCABULARY, a_sequence, applied, rectangle, rows_of, same, some_scores
+from tests.processors.making import (
+    VOCABULARY,
+    a_sequence,
+    applied,
+    rectangle,
+    rows_of,
+    same,
+    some_scores,
+)
 from tests.processors.test_parity import CASES, WITHOUT_INFINITY
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from everystep.draws import SeededDraws, uniform
 from everystep.errors import RequestError
-from everystep.processors.dry import Dry
-from everystep.processors.mirostat import Mirostat
-from everystep.processors.penalties import LogitBias, OccurrencePenalty
-from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
+from everystep.processors.bias import LogitBias
+from everystep.processors.repetition import Dry, OccurrencePenalty
+from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.types import Rows
 from tests.processors.making import (
     FINITE_MAXIMUM,

@@ -94,7 +94,9 @@ def test_a_shortlist_stands_for_the_rows(width: int, chain: int, kind: str) -> N
     assert torch.equal(scores.nan_to_num(), kept.nan_to_num())
     for position in range(20):
         where = at_position(position)
-        assert torch.equal(SeededDraws(0).choose(short, where), SeededDraws(0).choose(Scores.of(whole), where))
+        assert torch.equal(
+            SeededDraws(0).choose(short, where), SeededDraws(0).choose(Scores.of(whole), where)
+        )
 
 
 @pytest.mark.parametrize("chain", range(4))

@@ -28,10 +28,10 @@ from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
 from everystep.nn.network import Heard, KvShape
 from everystep.processors.build import build
-from everystep.processors.facts import Facts
 from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
+from everystep.processors.order import Facts
 from everystep.processors.stacking import varies
 from everystep.stops.criteria import longest
 from everystep.types import Prompt, Request, Wants

@@ -22,7 +22,7 @@ from torch import Tensor
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit, Revision
-from everystep.processors.stacking import Numbers
+from everystep.processors.stacking import Numbers, require_rows
 from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
 
 
@@ -59,7 +59,7 @@ class LogitsProcessor:
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         """(R, V) scores of prefixes, (R, T) ids or `Rows` -> (R, V) scores; nothing is changed."""
         if not isinstance(input_ids, Rows):
-            self.require_rows(len(input_ids))
+            require_rows(self, len(input_ids))
             input_ids = bare_rows(input_ids)
         return self.process(input_ids, scores)
 
@@ -97,19 +97,6 @@ class LogitsProcessor:
             do="Define it in the class",
         )
         raise UnsupportedError(text)
-
-    def require_rows(self, rows: int) -> None:
-        """RequestError unless every parameter is one number, or one for each of the rows."""
-        for name in self.per_row:
-            value = getattr(self, name)
-            if isinstance(value, tuple) and len(value) != rows:
-                text = message(
-                    f"{name} of {type(self).__name__} does not fit the rows",
-                    wanted=f"one number, or {rows} of them",
-                    got=len(value),
-                    do="Give one number per row of input_ids",
-                )
-                raise RequestError(text)
 
 
 class Filter(LogitsProcessor):

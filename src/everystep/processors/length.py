@@ -204,7 +204,7 @@ def _only(
 
 def _forced(scores: Scores, which: np.ndarray, tokens: tuple[int, ...]) -> Scores | None:
     """As `_only`, as lists, where it holds in every row of wide scores."""
-    if not which.all() or scores.tokens is None and not is_wide(scores.values):
+    if not which.all() or not (scores.tokens is not None or is_wide(scores.values)):
         return None
     ids = [token for token in sorted(set(tokens)) if 0 <= token < scores.vocabulary]
     if not ids:

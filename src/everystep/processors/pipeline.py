@@ -164,7 +164,7 @@ def _run_stacked(canvas: _Canvas, groups: list[tuple[Processors, list[int]]]) ->
         ((i, processors[0]) for processors, indices in groups for i in indices),
         key=lambda entry: entry[0],
     )
-    canvas.run((stacked([one for _, one in owner]),), [i for i, _ in owner])  # type: ignore[type-var]
+    canvas.run((stacked([one for _, one in owner]),), [i for i, _ in owner])
 
 
 def _apply_mixed(canvas: _Canvas) -> None:

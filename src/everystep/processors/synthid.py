@@ -8,7 +8,7 @@ generation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -45,9 +45,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
     device: Any = "cpu"
     skip_first_ngram_calls: bool = False
     debug_mode: bool = False
-    _by_hand: list[list[int]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    _by_hand: list[list[int]] = field(default_factory=list, init=False, repr=False, compare=False)
     _layers: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -202,3 +200,48 @@ def _table(size: int, seed: int) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     bits: np.ndarray = torch.randint(0, 2, (size,), generator=generator).numpy()
     return bits
+
+
+@dataclass(frozen=True)
+class WeightedMeanDetector:
+    """The mean g-value of what the mask keeps, earlier layers weighing more; needs no training.
+
+    Weights fall evenly from 10 to 1. About 0.5 for unmarked texts, more for marked ones. Source:
+    Dathathri et al. 2024, the weighted mean score.
+    """
+
+    def __call__(self, g_values: Tensor, mask: Tensor) -> Tensor:
+        """(B, T, depth) g-values, (B, T) mask -> (B,) scores, nan where nothing is kept."""
+        depth = g_values.shape[-1]
+        weights = torch.linspace(10, 1, depth, dtype=torch.float64, device=g_values.device)
+        weights = weights / weights.mean()
+        kept = mask.to(torch.float64)
+        total = (g_values * weights * kept[..., None]).sum(dim=(1, 2))
+        return total / (depth * kept.sum(dim=1))
+
+
+class SynthIDTextWatermarkDetector:
+    """Scores how likely texts carry a SynthID watermark.
+
+    `detector_module(g_values, mask)` judges; `WeightedMeanDetector()` where none is given.
+    `tokenizer` has the `eos_token_id` from which on a text does not count. Source:
+    SynthIDTextWatermarkDetector.
+    """
+
+    def __init__(
+        self,
+        detector_module: Callable[[Tensor, Tensor], Any] | None,
+        logits_processor: SynthIDTextWatermarkLogitsProcessor,
+        tokenizer: Any,
+    ) -> None:
+        self.detector_module = detector_module or WeightedMeanDetector()
+        self.logits_processor = logits_processor
+        self.tokenizer = tokenizer
+
+    def __call__(self, tokenized_outputs: Tensor) -> Any:
+        """(B, T) ids -> what the module says of their g-values."""
+        processor, ids = self.logits_processor, tokenized_outputs
+        before_end = processor.compute_eos_token_mask(ids, self.tokenizer.eos_token_id)
+        mask = processor.compute_context_repetition_mask(ids)
+        mask = mask * before_end[:, processor.ngram_len - 1 :]
+        return self.detector_module(processor.compute_g_values(ids), mask)

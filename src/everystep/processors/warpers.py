@@ -169,9 +169,7 @@ class TopPLogitsWarper(Filter):
         if not (total_weight(listed) > self._share * whole * (1 + _ROUNDING)).all():
             return None
         keep = np.asarray(self.min_tokens_to_keep)[..., None]
-        return without(
-            found, torch.from_numpy(beyond_mass(listed, self._share, keep, whole))
-        )
+        return without(found, torch.from_numpy(beyond_mass(listed, self._share, keep, whole)))
 
     @property
     def _share(self) -> np.ndarray:

@@ -158,7 +158,8 @@ def sample(prefix: Prefix, index: int) -> Hypothesis:
     lineage = fork_lineage(0, 0, index) if index else 0
 
     def choose(scores: Tensor, tokens: list[int]) -> int:
-        return int(prefix.request.draws.choose(Scores.of(scores[None]), prefix.places(tokens, lineage)))
+        place = prefix.places(tokens, lineage)
+        return int(prefix.request.draws.choose(Scores.of(scores[None]), place))
 
     return follow(prefix, choose)
 

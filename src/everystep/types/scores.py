@@ -83,7 +83,7 @@ class Scores:
             values[at] = -math.inf
             values[at, :held], tokens[at, :held] = one.values, one.tokens  # type: ignore[assignment]
             rest[at] = -math.inf if one.rest is None else one.rest
-        if self.rest is None and part.rest is None or bool((rest == -math.inf).all()):
+        if bool((rest == -math.inf).all()):
             return Scores(values, tokens, self.vocabulary)
         place = torch.full((len(self),), -1)
         place[rows] = torch.arange(len(rows))

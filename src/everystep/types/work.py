@@ -76,8 +76,8 @@ class StepOutput:
 
     `logits`: (R, V) of the feeds that want whole rows, in feed order, float32 or wider; R is the
     sum of their wanted counts. `best`: likewise of the feeds that want the best, as lists on the
-    host, float32, best first, of equals the lowest id first, a nan above all; or None. `totals`: (R,)
-    logarithms of the sums of exponentials, or None: whoever needs them takes them from logits.
+    host, float32, best first, of equals the lowest id first, a nan above all; or None. `totals`:
+    (R,) logarithms of the sums of exponentials, or None: whoever needs them takes them from logits.
     `columns`: row -> (cached positions, E) last hidden states of rows that keep columns.
     `layers`: one (N, E) tensor per layer, embeddings first, or None.
     `attentions`, `cross_attentions`: per feed a tuple of (H, counts, S) tensors, or None.

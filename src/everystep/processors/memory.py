@@ -2,7 +2,7 @@
 
 A memory is a cache of the ids: it may be dropped at any time and is made again from them. It holds
 a part that its copies share and that never changes, and the few ids that came since, so that a fork
-costs those few; it can be rewound to any earlier length.
+costs those few (and one plain copy of a table of numbers); it can be rewound to any earlier length.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ S = TypeVar("S", bound=_Shared)
 class _Memory(Generic[S]):
     """Base of both kinds: the shared part, the ids since, and what `_add` makes of those."""
 
-    __slots__ = ("_recent", "_shared", "start")
+    __slots__ = ("_recent", "_room", "_shared", "start")
 
     def __init__(self, nothing: S, start: int = 0) -> None:
         self.start = start
@@ -46,6 +46,7 @@ class _Memory(Generic[S]):
         """Nothing came after the shared part."""
         self._shared = shared
         self._recent: list[int] = []
+        self._room = _KEPT + max(_ROOM, 4 * isqrt(shared.length))
 
     def _nothing(self) -> S:
         """The shared part of no ids."""
@@ -64,6 +65,10 @@ class _Memory(Generic[S]):
 
     def read(self, line: np.ndarray, length: int) -> None:
         """It speaks of the first `length` ids of the line, which begins as what it has read."""
+        known = self.length
+        if length == known + 1 and len(self._recent) < self._room:  # as in nearly every step
+            self._add(int(line[known]))
+            return
         self.rewind(length)
         known = self.length
         if known < length:
@@ -71,7 +76,7 @@ class _Memory(Generic[S]):
 
     def extend(self, ids: list[int]) -> None:
         """The prefix is longer by these ids."""
-        if len(self._recent) + len(ids) > _KEPT + max(_ROOM, 4 * isqrt(self._shared.length)):
+        if len(self._recent) + len(ids) > self._room:
             every = self._recent + ids
             self._anew(self._shared.after(every[:-_KEPT]))
             ids = every[-_KEPT:]
@@ -115,7 +120,7 @@ class Occurrences(_Memory[_Counted]):
     Most are sorted, so that who looks their scores up goes through memory in one direction.
     """
 
-    __slots__ = ("_again", "_highest", "_new")
+    __slots__ = ("_highest", "_new", "_table", "_times")
 
     def __init__(self, start: int = 0) -> None:
         super().__init__(_NOTHING, start)
@@ -125,29 +130,50 @@ class Occurrences(_Memory[_Counted]):
 
     def _anew(self, shared: _Counted) -> None:
         super()._anew(shared)
-        self._new: dict[int, int] = {}  # how often ids stand that are not in the shared part
-        self._again: dict[int, int] = {}  # and how often more those that are
+        self._new: dict[int, int] = {}  # places of ids that are not in the shared part
+        self._times: dict[int, int] = {}  # how often ids stand after it
+        self._table: np.ndarray | None = None  # (2, room) ids and counts, made when asked for
         self._highest = int(shared.tokens[-1]) if len(shared.tokens) else -1
+
+    def _place(self, token: int) -> int:
+        place = self._shared.place.get(token)
+        return self._new[token] if place is None else place
 
     def _add(self, token: int) -> None:
         self._recent.append(token)
-        times = self._again if token in self._shared.place else self._new
-        times[token] = times.get(token, 0) + 1
-        self._highest = max(self._highest, token)
+        self._times[token] = self._times.get(token, 0) + 1
+        if token not in self._shared.place and token not in self._new:
+            place = self._new[token] = len(self._shared.tokens) + len(self._new)
+            self._highest = max(self._highest, token)
+            if self._table is not None:
+                self._table[:, place] = token, 1
+        elif self._table is not None:
+            self._table[1, self._place(token)] += 1
 
     def _take_back(self) -> None:
         token = self._recent.pop()
-        times = self._again if token in self._shared.place else self._new
-        times[token] -= 1
-        if not times[token]:
-            del times[token]
+        if self._table is not None:
+            self._table[1, self._place(token)] -= 1
+        self._times[token] -= 1
+        if not self._times[token]:
+            del self._times[token]
+            self._new.pop(token, None)  # if it is there, it came last of all that are
+
+    def _listed(self) -> np.ndarray:
+        """(2, n) ids and counts."""
+        known, count = len(self._shared.tokens), len(self._shared.tokens) + len(self._new)
+        if self._table is None:
+            self._table = np.zeros((2, known + self._room), dtype=np.int64)
+            self._table[:, :known] = self._shared.tokens, self._shared.counts
+            self._table[0, known:count] = [*self._new]
+            for token, times in self._times.items():
+                self._table[1, self._place(token)] += times
+        return self._table[:, :count]
 
     @property
     def tokens(self) -> np.ndarray:
-        """(n,) each id once; not to be changed."""
-        if not self._new:
-            return self._shared.tokens
-        return np.concatenate([self._shared.tokens, np.fromiter(self._new, np.int64)])
+        """(n,) each id once; a view."""
+        return self._listed()[0]
 
     def below(self, size: int) -> np.ndarray:
         """(n,) those of `tokens` that are below `size`."""
@@ -156,18 +182,16 @@ class Occurrences(_Memory[_Counted]):
 
     @property
     def counts(self) -> np.ndarray:
-        """(n,) how often each of `tokens` stands."""
-        counts, place = self._shared.counts.copy(), self._shared.place
-        if self._again:
-            counts[[place[token] for token in self._again]] += np.array([*self._again.values()])
-        return np.concatenate([counts, np.fromiter(self._new.values(), np.int64)])
+        """(n,) how often each of `tokens` stands; a view."""
+        return self._listed()[1]
 
     def copy(self) -> Occurrences:
         """One that knows the same; what changes is not shared."""
         other = Occurrences(self.start)
-        other._shared, other._highest = self._shared, self._highest
+        other._shared, other._highest, other._room = self._shared, self._highest, self._room
         other._recent = self._recent.copy()
-        other._new, other._again = self._new.copy(), self._again.copy()
+        other._new, other._times = self._new.copy(), self._times.copy()
+        other._table = None if self._table is None else self._table.copy()
         return other
 
 
@@ -244,7 +268,8 @@ class NGrams(_Memory[_Grams]):
     def copy(self) -> NGrams:
         """One that knows the same; what changes is not shared."""
         other = NGrams(self.size)
-        other._shared, other._recent = self._shared, self._recent.copy()
+        other._shared, other._room = self._shared, self._room
+        other._recent = self._recent.copy()
         other._following, other._news = self._following.copy(), self._news.copy()
         return other
 

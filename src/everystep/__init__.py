@@ -49,10 +49,6 @@ if TYPE_CHECKING:
         GenerateDecoderOnlyOutput,
         GenerateEncoderDecoderOutput,
     )
-    from everystep.processors.allowed import (
-        InfNanRemoveLogitsProcessor,
-        PrefixConstrainedLogitsProcessor,
-    )
     from everystep.processors.audio import (
         AlternatingCodebooksLogitsProcessor,
         BarkEosPrioritizerLogitsProcessor,
@@ -62,17 +58,16 @@ if TYPE_CHECKING:
         WhisperTimeStampLogitsProcessor,
     )
     from everystep.processors.base import LogitsProcessor, LogitsProcessorList
-    from everystep.processors.bias import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
-    from everystep.processors.detectors import (
-        SynthIDTextWatermarkDetector,
-        WatermarkDetector,
-        WatermarkDetectorOutput,
-        WeightedMeanDetector,
+    from everystep.processors.bias import (
+        InfNanRemoveLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
+        SequenceBiasLogitsProcessor,
     )
-    from everystep.processors.diversity import HammingDiversityLogitsProcessor
     from everystep.processors.guidance import (
         ClassifierFreeGuidanceLogitsProcessor,
         DiaClassifierFreeGuidanceLogitsProcessor,
+        HammingDiversityLogitsProcessor,
         UnbatchedClassifierFreeGuidanceLogitsProcessor,
     )
     from everystep.processors.length import (
@@ -90,7 +85,11 @@ if TYPE_CHECKING:
         NoRepeatNGramLogitsProcessor,
         RepetitionPenaltyLogitsProcessor,
     )
+    from everystep.processors.synthid import (
+        SynthIDTextWatermarkDetector as SynthIDTextWatermarkDetector,
+    )
     from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
+    from everystep.processors.synthid import WeightedMeanDetector as WeightedMeanDetector
     from everystep.processors.warpers import (
         EpsilonLogitsWarper,
         EtaLogitsWarper,
@@ -102,6 +101,8 @@ if TYPE_CHECKING:
         TopPLogitsWarper,
         TypicalLogitsWarper,
     )
+    from everystep.processors.watermark import WatermarkDetector as WatermarkDetector
+    from everystep.processors.watermark import WatermarkDetectorOutput as WatermarkDetectorOutput
     from everystep.processors.watermark import WatermarkLogitsProcessor
     from everystep.stops.criteria import (
         ConfidenceCriteria,
@@ -163,8 +164,8 @@ _HOME = {
     "Generated": "api.session",
     "GenerationConfig": "config",
     "GenerationMode": "config",
-    "HammingDiversityLogitsProcessor": "processors.diversity",
-    "InfNanRemoveLogitsProcessor": "processors.allowed",
+    "HammingDiversityLogitsProcessor": "processors.guidance",
+    "InfNanRemoveLogitsProcessor": "processors.bias",
     "LanguageModel": "api.model",
     "LiveBeam": "streamers",
     "LogitNormalization": "processors.warpers",
@@ -179,7 +180,7 @@ _HOME = {
     "NoRepeatNGramLogitsProcessor": "processors.repetition",
     "OffloadedCache": "cache.containers",
     "OffloadedStaticCache": "cache.containers",
-    "PrefixConstrainedLogitsProcessor": "processors.allowed",
+    "PrefixConstrainedLogitsProcessor": "processors.bias",
     "QuantizedCache": "cache.containers",
     "RepetitionPenaltyLogitsProcessor": "processors.repetition",
     "SequenceBiasLogitsProcessor": "processors.bias",
@@ -193,7 +194,7 @@ _HOME = {
     "Stream": "api.many",
     "SuppressTokensAtBeginLogitsProcessor": "processors.length",
     "SuppressTokensLogitsProcessor": "processors.length",
-    "SynthIDTextWatermarkDetector": "processors.detectors",
+    "SynthIDTextWatermarkDetector": "processors.synthid",
     "SynthIDTextWatermarkLogitsProcessor": "processors.synthid",
     "SynthIDTextWatermarkingConfig": "config",
     "TemperatureLogitsWarper": "processors.warpers",
@@ -205,11 +206,11 @@ _HOME = {
     "TopPLogitsWarper": "processors.warpers",
     "TypicalLogitsWarper": "processors.warpers",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
-    "WatermarkDetector": "processors.detectors",
-    "WatermarkDetectorOutput": "processors.detectors",
+    "WatermarkDetector": "processors.watermark",
+    "WatermarkDetectorOutput": "processors.watermark",
     "WatermarkLogitsProcessor": "processors.watermark",
     "WatermarkingConfig": "config",
-    "WeightedMeanDetector": "processors.detectors",
+    "WeightedMeanDetector": "processors.synthid",
     "WhisperNoSpeechDetection": "processors.audio",
     "WhisperTimeStampLogitsProcessor": "processors.audio",
     "chat": "api.many",

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.types import Shortlist
+from everystep.types import Scores
 from everystep.types.batch import Places
-from everystep.types.shortlist import dense
 
 _STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6, "prompt": 7}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -161,9 +160,9 @@ class SharedDraws:
     seed: ClassVar[int] = 0
     whole_rows: ClassVar[bool] = True
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+    def choose(self, scores: Scores, places: Places) -> Tensor:
         # All tokens take part in the sum, in the order in which the reference adds them up.
-        probabilities = torch.softmax(dense(scores), dim=-1)
+        probabilities = torch.softmax(scores.whole().values, dim=-1)
         chosen = (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
         return _possible(chosen[:, None], probabilities)[:, 0]
 
@@ -199,12 +198,12 @@ class SeededDraws:
     seed: int
     whole_rows: ClassVar[bool] = False
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+    def choose(self, scores: Scores, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""
         numbers = self.uniform("choice", places)
-        if not isinstance(scores, Shortlist):
-            return _drawn(scores, numbers)
-        place = _drawn(scores.scores, numbers).numpy()
+        if not scores.listed or scores.tokens is None:
+            return _drawn(scores.whole().values, numbers)
+        place = _drawn(scores.values, numbers).numpy()
         token = scores.tokens.numpy()[np.arange(len(place)), place]
         return torch.from_numpy(np.where(place < 0, -1, token))
 

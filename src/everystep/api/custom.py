@@ -31,7 +31,7 @@ from everystep.config import GenerationConfig
 from everystep.errors import UnsupportedError, refuse
 from everystep.processors.pipeline import apply
 from everystep.stops.criteria import by_hand
-from everystep.types import Request, Rows, Sequence, TokenTable
+from everystep.types import Request, Rows, Scores, Sequence, TokenTable
 
 Loop = Callable[..., Any]
 _STANDARD = ("logits_processor", "stopping_criteria", "generation_config")
@@ -116,7 +116,7 @@ class Processing:
             for index, (request, row) in enumerate(zip(self.requests, ids, strict=True))
         ]
         lengths = np.full(len(ids), ids.shape[1])
-        return apply(Rows(table, sequences, lengths), scores)
+        return apply(Rows(table, sequences, lengths), Scores.of(scores)).whole().values
 
 
 def _ids(call: Call, width: int) -> Tensor:

@@ -23,12 +23,12 @@ from everystep.engine.collect import kept_rows
 from everystep.errors import refuse
 from everystep.nn.network import Heard
 from everystep.processors.build import build
-from everystep.processors.facts import Facts
+from everystep.processors.order import Facts
 from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
 from everystep.processors.stacking import varies
-from everystep.processors.user import User
+from everystep.processors.base import User
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime
 from everystep.stops.ends import User as Criterion

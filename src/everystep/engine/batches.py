@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,27 +19,23 @@ from torch import Tensor
 from everystep.draws import fork_lineage
 from everystep.engine.apply import sprout
 from everystep.engine.feed import Fed, columns_of
-from everystep.engine.readout import best_scores, log_probs
-from everystep.processors.best import told
-from everystep.processors.pipeline import shortened
+from everystep.processors.pipeline import apply
 from everystep.stops.check import check
 from everystep.strategies.base import Batch
 from everystep.types import (
-    Best,
     Children,
     Companion,
     FinishReason,
     Group,
     Rows,
+    Scores,
     Sequence,
-    Shortlist,
     StepOutput,
     TokenTable,
     is_memory,
 )
 from everystep.types.batch import Check
 from everystep.types.candidates import Candidates
-from everystep.types.shortlist import dense
 
 Picked = tuple[tuple[np.ndarray, ...], ...]
 History = tuple[Tensor, ...]
@@ -51,8 +47,8 @@ class Scored:
     """Groups that choose together: raw logits (R, V) float32, and what processors left of them.
 
     `sequences`: S of them; `owner` (R,): whose each row is; `first` (S,): the first row of each.
-    `batch`: the R rows as sequences. `best`: what a strategy is told in place of whole rows where
-    that is enough; then these are (0, V). `shown`: the scores of all steps, for criteria.
+    `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
+    reported. `shown`: the scores of all steps, for criteria.
     """
 
     batch: Batch
@@ -61,8 +57,7 @@ class Scored:
     first: np.ndarray
     owner: np.ndarray
     logits: Tensor
-    processed: Tensor | Shortlist
-    best: Best | None
+    scores: Scores
     shown: History
 
     @property
@@ -75,23 +70,9 @@ class Scored:
         """Whether any sequence has more than one row."""
         return len(self.batch) > len(self.sequences)
 
-    @property
-    def scores(self) -> Tensor:
-        """(R, V) float32 processed scores."""
-        return dense(self.processed)
-
     def pick(self, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """What the strategy reduces the scores to in its next round."""
-        strategy = self.groups[0].request.strategy
-        given = self.processed if strategy.reads.shortlists else self.scores
-        return strategy.pick(self.batch, given, earlier)
-
-    def pick_best(self, best: Best) -> tuple[np.ndarray, ...]:
-        """The same of the best scores."""
-        picked: tuple[np.ndarray, ...] = self.groups[0].request.strategy.pick_best(  # type: ignore[attr-defined]
-            self.batch, best
-        )
-        return picked
+        return self.groups[0].request.strategy.pick(self.batch, self.scores, earlier)
 
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
@@ -117,14 +98,11 @@ def score(
     table: TokenTable,
     submitted: int,
     history: History,
-    *,
-    whole: bool = False,
 ) -> Scored:
     """Groups with equal strategies -> the scores that these ask for.
 
     `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
-    scores follow the `history` where criteria want to read it. `whole`: the rows are there also
-    where the groups are told the best of them; UndecidedError where those did not suffice.
+    scores follow the `history` where criteria want to read it.
     """
     request = groups[0].request
     sequences, group_of, sources = _members(groups)
@@ -136,15 +114,10 @@ def score(
     lengths = [s.visible for s in sequences]
     visible = np.array(lengths, dtype=np.int64)[owner] + np.arange(len(owner)) - first[owner]
     seen = Rows(table, [sequences[s] for s in owner.tolist()], visible)
-    best: Best | None = None
-    if groups[0].best and not whole:
-        logits = output.logits[:0] if len(output.logits) else output.logits
-        scores, best = _told(groups, np.array(group_of)[owner], rows[0], output, seen)
-    else:
-        logits, scores = _read(groups, rows, output, seen)
+    logits, scores = _read(groups, rows, output, seen)
     shown: History = ()
     if request.wants.history:
-        new = dense(scores)
+        new = scores.whole().values
         shown = (*history, *(new[:, None] if len(owner) > len(sequences) else (new,)))
     reached = 1 + len(history) + np.arange(len(owner)) - first[owner]
     follow = _after_drafts(sequences, drafts)
@@ -163,36 +136,28 @@ def score(
         columns=lambda s: columns_of(sources[s]),
         stops=_stops(follow, table, shown or None, reached),
     )
-    return Scored(batch, sequences, drafts, first, owner, logits, scores, best, shown)
-
-
-def _told(
-    groups: list[Group], group_of: np.ndarray, rows: np.ndarray, output: StepOutput, seen: Rows
-) -> tuple[Tensor | Shortlist, Best | None]:
-    """Scores of rows of which the best were told: a shortlist of them, or the best as they are."""
-    counts = np.array([group.best for group in groups])[group_of]
-    best = cast(Best, output.best).select(rows, int(counts.max()))
-    reads = groups[0].request.strategy.reads
-    if reads.shortlists:
-        short = told(best, counts, output.logits.shape[-1])
-        return shortened(seen, short), None
-    return output.logits[:0], best_scores(best, log_probs=reads.scores == "log_probs")
+    return Scored(batch, sequences, drafts, first, owner, logits, scores, shown)
 
 
 def _read(
     groups: list[Group], rows: list[np.ndarray], output: StepOutput, seen: Rows
-) -> tuple[Tensor, Tensor | Shortlist]:
-    """(R, V) raw logits, and the scores that become of them."""
+) -> tuple[Tensor, Scores]:
+    """(R, V) raw logits, and the scores that become of them; or none, and the best of the rows."""
     request = groups[0].request
-    logits = _take(output.logits, rows[0])
-    mixed = logits
+    if groups[0].best and output.best is not None:
+        logits = output.logits[:0]
+        most = max([group.best for group in groups])
+        given = mixed = output.best.select(torch.from_numpy(rows[0]), most)
+    else:
+        logits = _take(output.logits, rows[0])
+        given = mixed = Scores.of(logits, _totals(output, rows[0]))
     if request.readout is not None:
         companions = [_take(output.logits, one) for one in rows[1:]]
-        mixed = request.readout.mix(logits, companions)
+        mixed = Scores.of(request.readout.mix(logits, companions))
     if request.strategy.reads.scores == "log_probs":
-        mixed = log_probs(mixed, None if mixed is not logits else _totals(output, rows[0]))
+        mixed = mixed.log_probs()
     if any(group.request.processors for group in groups):
-        return logits, shortened(seen, mixed, owned=mixed is not logits)
+        return logits, apply(seen, mixed, owned=mixed is not given)
     return logits, mixed
 
 

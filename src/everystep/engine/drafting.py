@@ -19,7 +19,7 @@ from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch
-from everystep.types import Prompt, Rows, Sequence, TokenTable, Work, is_memory
+from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, Work, is_memory
 from everystep.types.protocols import Drafting
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -162,13 +162,13 @@ class DraftRows:
         """(S,) what each request would choose, strategy by strategy."""
         chosen = np.zeros(len(rows), dtype=np.int64)
         for own in _alike(rows.sequences):
-            part, given = rows.select(own), scores[torch.from_numpy(own)]
-            given = apply(part, given)
+            part = rows.select(own)
+            given = apply(part, Scores.of(scores[torch.from_numpy(own)])).rising()
             request = part.sequences[0].request
             if request.draws.whole_rows:  # unseeded draws are the verifier's alone
-                chosen[own] = given.argmax(dim=-1).cpu().numpy()
+                chosen[own] = given.whole().values.argmax(dim=-1).cpu().numpy()
                 continue
-            (tokens,) = request.strategy.pick(_batch(part, done, given.shape[1]), given)
+            (tokens,) = request.strategy.pick(_batch(part, done, given.vocabulary), given)
             chosen[own] = tokens.cpu().numpy()
         return chosen.clip(min=0).tolist()
 

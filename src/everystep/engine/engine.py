@@ -35,11 +35,11 @@ from everystep.engine.apply import (
     settled_events,
 )
 from everystep.engine.batches import History, Picked, Scored, score
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again, note_hidden
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, note_hidden
 from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import note_choices, with_prompt
-from everystep.engine.readout import enough
+from everystep.engine.readout import best_needed
 from everystep.engine.records import Capture, StepRecord
 from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
@@ -55,7 +55,6 @@ from everystep.types import (
     Sequence,
     StepOutput,
     TokenTable,
-    UndecidedError,
     Work,
 )
 from everystep.types.protocols import Drafter, Drafting
@@ -130,7 +129,7 @@ class Engine:
         self.counts = Counts()
         self.drafting: dict[Drafter, Drafting] = {}
         # Observers are shown whole rows.
-        self._tells_best = {"best", "truncate"} <= executor.abilities and not self.observers
+        self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
         self._history: History = ()
         self._suspects: list[Group] = []
@@ -151,7 +150,7 @@ class Engine:
         drafter = request.drafter
         if drafter is not None and drafter not in self.drafting:
             self.drafting[drafter] = drafter.start(self.executor.vocab_size)
-        best = enough(request, self.executor.vocab_size) if self._tells_best else 0
+        best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
         group = Group(request, self._submitted, best=best)
         prompt = request.prompt
         companions = tuple(Companion(one) for one in request.companions)
@@ -327,12 +326,10 @@ class Engine:
     def _choose(self, kinds: list[list[Group]], step: Step) -> None:
         """What every group that chooses becomes; one transfer serves all of them."""
         scored = [one for groups in kinds for one in self._scored(groups, step)]
-        on_device = [one.pick() for one in scored if one.best is None]
-        self.counts.syncs += bool(on_device)
-        arrived = iter(_together(on_device))
-        for one in scored:
-            picked = next(arrived) if one.best is None else one.pick_best(one.best)
-            self._selected(one, picked, step)
+        picked = [one.pick() for one in scored]
+        self.counts.syncs += bool(picked)
+        for one, arrived in zip(scored, _together(picked), strict=True):
+            self._selected(one, arrived, step)
 
     def _scored(self, groups: list[Group], step: Step) -> list[Scored]:
         """The scores of groups with equal strategies; if that fails, of each for itself."""
@@ -349,15 +346,9 @@ class Engine:
             return [one for group in groups for one in self._scored([group], step)]
 
     def _score(self, groups: list[Group], step: Step) -> Scored:
-        known = self.table, self._submitted, self._history
-        try:
-            return score(groups, step.fed, step.output, *known)
-        except UndecidedError:
-            builder = self._builder()
-            again = feed_again(groups, step.fed, builder)
-            output = self.executor.run(builder.work())
-            self.counts.forwards += 1
-            return score(groups, again, output, *known, whole=True)
+        return score(
+            groups, step.fed, step.output, self.table, self._submitted, self._history
+        )
 
     def _selected(self, scored: Scored, first: tuple[np.ndarray, ...], step: Step) -> None:
         """What becomes of groups that chose together; if that fails, of each for itself."""
@@ -539,7 +530,7 @@ def _record(scored: Scored, children: Children, step: Step) -> StepRecord:
         batch.group_of,
         scored.owner,
         scored.logits,
-        scored.scores,
+        scored.scores.whole().values,
         children,
         captures,
     )

@@ -238,18 +238,6 @@ def feed(grants: list[Grant], fed: Fed, builder: WorkBuilder) -> Fed:
     return fed
 
 
-def feed_again(groups: list[Group], fed: Fed, builder: WorkBuilder) -> Fed:
-    """Feeds once more the positions that the groups choose from in this step, for whole rows."""
-    again = Fed(ready=groups, drafts=fed.drafts)
-    for group in groups:
-        for sequence in group.live:
-            for unit in sequence.units:
-                unit.cached -= 1 + len(fed.draft(sequence))
-                builder.ledger.truncate(cast(int, unit.row), unit.cached)
-        _feed_whole(group, again, builder, 0)
-    return again
-
-
 def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder, best: int) -> None:
     for sequence in group.live:
         draft = fed.draft(sequence)

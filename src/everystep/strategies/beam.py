@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
 from everystep.strategies.single import Picked
-from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence
+from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
 
 _NEVER = -1.0e9
 _NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
@@ -73,14 +73,18 @@ class Beam:
         late = self.early_stopping == "never" and self.length_penalty > 0.0
         return self.max_new if late else length
 
-    def pick(self, batch: Batch, scores: Tensor, earlier: Picked = ()) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """(G, ranked) accumulated scores of one search per request, and flat indices beams * V."""
-        running = torch.from_numpy(self._running(batch)).to(scores)[:, None]
+        enough = scores.values.shape[1] >= min(self.ranked, scores.vocabulary)
+        if self.reads.best and scores.tokens is not None and scores.rest is not None and enough:
+            return self._pick_listed(batch, scores.values.numpy(), scores.tokens.numpy())
+        values = scores.whole().values
+        running = torch.from_numpy(self._running(batch)).to(values)[:, None]
         if self.searches > 1:
             own = self._beams_of(batch, len(earlier))
-            penalty = self._penalty(batch, scores, earlier)
-            scores, running = scores[own] - penalty.repeat_interleave(self.beams, 0), running[own]
-        total = (scores + running).reshape(len(batch.groups), -1)  # (G, beams * V)
+            penalty = self._penalty(batch, values, earlier)
+            values, running = values[own] - penalty.repeat_interleave(self.beams, 0), running[own]
+        total = (values + running).reshape(len(batch.groups), -1)  # (G, beams * V)
         if not self.sampled:
             return tuple(torch.topk(total, self.ranked))
         drawn = batch.draws.choose_without_replacement(
@@ -88,14 +92,16 @@ class Beam:
         )
         return total.gather(1, drawn.clamp(min=0)), drawn
 
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """The same of the best scores of each beam; of equals the earlier beam's better one."""
+    def _pick_listed(
+        self, batch: Batch, values: np.ndarray, tokens: np.ndarray
+    ) -> tuple[Tensor, ...]:
+        """The same of the best of each beam; of equals the earlier beam's better one."""
         groups = np.arange(len(batch.groups))[:, None]
-        total = (best.values + self._running(batch)[:, None]).reshape(len(groups), -1)  # (G, W * k)
+        total = (values + self._running(batch)[:, None]).reshape(len(groups), -1)  # (G, W * k)
         order = (-total).argsort(axis=1, kind="stable")[:, : self.ranked]
-        beam = order // best.tokens.shape[1]
-        token = best.tokens.reshape(total.shape)[groups, order]
-        return total[groups, order], beam * batch.vocabulary + token
+        flat = order // tokens.shape[1] * batch.vocabulary
+        flat += tokens.reshape(total.shape)[groups, order]
+        return torch.from_numpy(total[groups, order]), torch.from_numpy(flat)
 
     def _running(self, batch: Batch) -> np.ndarray:
         """(S,) float32 accumulated scores; of equal siblings only the first of a search counts."""

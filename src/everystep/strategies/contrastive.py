@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everystep.strategies.base import Batch, Reads, strategy
 from everystep.strategies.single import Picked
-from everystep.types import Children, Finished, FinishReason, Group
+from everystep.types import Children, Finished, FinishReason, Group, Scores
 
 
 @strategy("contrastive")
@@ -35,11 +35,12 @@ class Contrastive:
     def width(self) -> int:
         return self.top_k
 
-    def pick(self, batch: Batch, scores: Tensor, earlier: Picked = ()) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """(S,) rating of each sibling; (S, top_k) probabilities and ids of its next tokens."""
-        probabilities, tokens = torch.topk(torch.softmax(scores, dim=-1), self.top_k)
+        values = scores.whole().values
+        probabilities, tokens = torch.topk(torch.softmax(values, dim=-1), self.top_k)
         units: dict[tuple[int, int], Tensor] = {}
-        ratings = [self._rating(batch, s, units).to(scores.device) for s in range(len(batch))]
+        ratings = [self._rating(batch, s, units).to(values.device) for s in range(len(batch))]
         return torch.stack(ratings), probabilities, tokens
 
     def _rating(self, batch: Batch, s: int, units: dict[tuple[int, int], Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everystep.draws import on_host
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
-from everystep.types import Best, Children, Finished, Group, Shortlist
+from everystep.types import Children, Finished, Group, Scores
 
 Picked = tuple[tuple[np.ndarray, ...], ...]
 
@@ -53,18 +53,18 @@ class Greedy:
     width: ClassVar[int] = 1
     returns: ClassVar[int] = 1
     streams: ClassVar[bool] = True
-    reads: ClassVar[Reads] = Reads(best=1, alone=True)
+    reads: ClassVar[Reads] = Reads(best=1, shortlists=True, alone=True)
     rounds: ClassVar[int] = 1
 
-    def pick(self, batch: Batch, scores: Tensor, earlier: Picked = ()) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """(S,) the choice of every row."""
-        if on_host(scores):  # there numpy is ten times as fast
-            return (torch.from_numpy(scores.numpy().argmax(axis=-1)),)
-        return (scores.argmax(dim=-1),)
-
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """(S,) the choice of every row."""
-        return (best.tokens[:, 0],)
+        values = scores.values
+        if on_host(values):  # there numpy is ten times as fast
+            best = torch.from_numpy(values.numpy().argmax(axis=-1))
+        else:
+            best = values.argmax(dim=-1)
+        # In either order of a list the first of equals is the lowest id.
+        return (best if scores.tokens is None else scores.tokens.gather(1, best[:, None])[:, 0],)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
         """One child each."""
@@ -89,9 +89,7 @@ class Sample:
     def returns(self) -> int:
         return self.width
 
-    def pick(
-        self, batch: Batch, scores: Tensor | Shortlist, earlier: Picked = ()
-    ) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """(S,) the choice of every row."""
         return (batch.draws.choose(scores, batch.places()),)
 

@@ -22,7 +22,7 @@ from everystep.engine import apply, batches, engine, feed, given, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.hash_model import Row
-from everystep.types import Companion, Prompt, Rows, Sequence, companion_length
+from everystep.types import Companion, Prompt, Rows, Scores, Sequence, companion_length
 
 Place = tuple[ModuleType | type, str]
 
@@ -153,11 +153,11 @@ def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
     return lineage
 
 
-@mutant("normalising after processors", (batches, "shortened"))
-def _normalise_late(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
+@mutant("normalising after processors", (batches, "apply"))
+def _normalise_late(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
     scores = pipeline.apply(rows, scores)
     if rows.sequences[0].request.strategy.reads.scores == "log_probs":
-        scores = scores.log_softmax(dim=-1)
+        scores = Scores.of(scores.whole().values.log_softmax(dim=-1))
     return scores
 
 

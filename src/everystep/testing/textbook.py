@@ -18,7 +18,7 @@ from everystep.engine.readout import Guidance
 from everystep.errors import UnsupportedError, message
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
-from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
 from everystep.types.batch import Places
 from everystep.types.candidates import Candidates
 
@@ -157,7 +157,8 @@ def sample(prefix: Prefix, index: int) -> Hypothesis:
     lineage = fork_lineage(0, 0, index) if index else 0
 
     def choose(scores: Tensor, tokens: list[int]) -> int:
-        return int(prefix.request.draws.choose(scores[None], prefix.places(tokens, lineage)))
+        place = prefix.places(tokens, lineage)
+        return int(prefix.request.draws.choose(Scores.of(scores[None]), place))
 
     return follow(prefix, choose)
 

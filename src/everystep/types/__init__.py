@@ -34,12 +34,10 @@ from everystep.types.protocols import (
     Stop,
     Strategy,
 )
-from everystep.types.shortlist import Shortlist as Shortlist
-from everystep.types.shortlist import UndecidedError as UndecidedError
+from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
 from everystep.types.work import Answer as Answer
-from everystep.types.work import Best as Best
 from everystep.types.work import Extra as Extra
 from everystep.types.work import Given as Given
 from everystep.types.work import InputSpec as InputSpec

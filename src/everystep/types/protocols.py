@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
     from everystep.types.batch import Batch, Places
     from everystep.types.candidates import Candidates
-    from everystep.types.shortlist import Shortlist
+    from everystep.types.scores import Scores
 
 
 class Memory(Protocol):
@@ -40,8 +40,8 @@ class Reads:
     """What a strategy reads of a step.
 
     `scores`: processed logits, or processed log-probabilities. `best`: how many of the best scores
-    of a row decide, 0 for all of them. `shortlists`: whether `pick` takes a shortlist as it takes
-    whole rows. `hidden`: whether it reads the last hidden states of every position, which are kept
+    of a row decide where no processor changes them, or 0 for all of them. `shortlists`: whether
+    `pick` needs no token that processors left at -inf; then they may be shown the best of a row. `hidden`: whether it reads the last hidden states of every position, which are kept
     as `Batch.columns`. `alone`:
     whether each sequence chooses one token from its own row, whatever the others do; such a
     strategy can be given drafts, of which it learns nothing.
@@ -87,10 +87,11 @@ class Strategy(Protocol):
         ...
 
     def pick(
-        self, batch: Batch, scores: Any, earlier: tuple[tuple[np.ndarray, ...], ...] = ()
+        self, batch: Batch, scores: Scores, earlier: tuple[tuple[np.ndarray, ...], ...] = ()
     ) -> tuple[Tensor, ...]:
-        """(S, V) scores -> small tensors, all that `select` will get of them.
+        """The scores of S rows -> small tensors, all that `select` will get of them.
 
+        Where lists do not decide, it reads whole rows.
         `earlier`: what the earlier rounds of this step picked, on the host.
         """
         ...
@@ -125,10 +126,10 @@ class Draws(Protocol):
         """Whether a choice looks at tokens without a score too."""
         ...
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
-        """(R, V) scores -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
+    def choose(self, scores: Scores, places: Places) -> Tensor:
+        """R rows -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
 
-        A shortlist gives the same as the rows that it stands for.
+        Lists, with their ids in rising order, give the same as the rows that they stand for.
         """
         ...
 

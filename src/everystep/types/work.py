@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.types.scores import Scores
+
 MOST_BEST = 64
 """The most best logits of a row that a feed may want in place of the whole row."""
 
@@ -131,35 +133,17 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Best:
-    """The k best logits of R rows, on the host: best first, of equals the lowest id first.
-
-    `values`: (R, k) float32; `tokens`: (R, k) int64 ids; k is the most that any row of the work
-    wanted, or V, and what stands in a row beyond its own want has no meaning. `totals`: (R,) as in
-    `StepOutput`.
-    """
-
-    values: np.ndarray
-    tokens: np.ndarray
-    totals: np.ndarray | None = None
-
-    def select(self, rows: np.ndarray, count: int) -> Best:
-        """The first `count` of the given rows, in the given order."""
-        totals = None if self.totals is None else self.totals[rows]
-        return Best(self.values[rows, :count], self.tokens[rows, :count], totals)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
     """What a work produced.
 
     `logits`: (R, V) of the feeds that want whole rows, in feed order, float32 or wider; R is the
-    sum of their wanted counts. `best`: likewise of the feeds that want the best, or None. `totals`:
+    sum of their wanted counts. `best`: likewise of the feeds that want the best, as lists on the
+    host, float32, best first, of equals the lowest id first, a nan above all; or None. `totals`:
     (R,) logarithms of the sums of exponentials, or None: whoever needs them takes them from logits.
     `answers`: what feeds wanted beyond logits, by the index of the feed.
     """
 
     logits: Tensor
     answers: Mapping[int, Answer] = field(default_factory=dict)
-    best: Best | None = None
+    best: Scores | None = None
     totals: Tensor | None = None

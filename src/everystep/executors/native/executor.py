@@ -6,10 +6,12 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import c_int64
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 
 import numpy as np
@@ -37,7 +39,7 @@ from everystep.executors.positions import (
 from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
-from everystep.types import Answer, Best, InputSpec, Past, StepOutput, Work
+from everystep.types import Answer, InputSpec, Past, Scores, StepOutput, Work
 
 _LEAST_TABLE = 512
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -134,13 +136,14 @@ class NativeExecutor:
         axes = self._program.decoder.axes
         places = position_ids(work, axes) if own_positions(work) else None
         self._apply(work)
-        told = self._told(work)
+        room = self._room(work)
         hidden = self._hidden_room(work)
         if len(work.rows):
-            self._step(work, told, places, hidden)
+            self._step(work, room, places, hidden)
         else:
             self._library.es_rest(self._runner)
-        return StepOutput(told.logits, _answers(work, hidden), told.best, told.totals)
+        best = None if room.best is None else room.best.scores(work, self._read_out)
+        return StepOutput(room.logits, _answers(work, hidden), best, room.totals)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -203,23 +206,35 @@ class NativeExecutor:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def _told(self, work: Work) -> _Told:
-        """Room for what the work is told of its wanted positions."""
+    def _read_out(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """(R, E) last hidden states -> (n, V) logits of the given rows, those of their step."""
+        states = hidden[rows]
+        logits = torch.empty(len(rows), self.vocab_size)
+        given = states.data_ptr(), len(rows), logits.data_ptr()
+        check(self._library.es_read_out(self._runner, *given))
+        return logits
+
+    def _room(self, work: Work) -> _Room:
+        """Room for what is reported of the work's wanted positions."""
         wanted = work.logits.tolist()
         most = [0] * len(wanted) if work.best is None else work.best.tolist()
         whole = sum(count for count, best in zip(wanted, most, strict=True) if not best)
         logits = torch.empty(whole, self.vocab_size) if whole else self._nothing
         totals = torch.empty(whole) if whole and work.totals else None
         if whole == sum(wanted):
-            return _Told(logits, totals)
-        shape = (sum(wanted) - whole, min(max(most), self.vocab_size))
-        sums = np.empty(shape[0], np.float32) if work.totals else None
-        return _Told(
-            logits, totals, Best(np.empty(shape, np.float32), np.empty(shape, np.int64), sums)
+            return _Room(logits, totals)
+        rows, most_best = sum(wanted) - whole, min(max(most), self.vocab_size)
+        best = _BestRoom(
+            torch.empty(rows, most_best),
+            torch.empty(rows, most_best, dtype=torch.int64),
+            torch.empty(rows, self._program.structure.width),
+            torch.empty(rows) if work.totals else None,
+            self.vocab_size,
         )
+        return _Room(logits, totals, best)
 
     def _step(
-        self, work: Work, told: _Told, places: np.ndarray | None, hidden: Tensor | None
+        self, work: Work, room: _Room, places: np.ndarray | None, hidden: Tensor | None
     ) -> None:
         copied = self._grow(work)
         turned = [table.rows(work, places) for table in self._tables]
@@ -234,11 +249,12 @@ class NativeExecutor:
             *(GivenEmbeds(start, len(x), x.data_ptr()) for start, x in embeds)
         )
         self._asked.pages(self.rows.table)
-        step.logits, step.totals = told.logits.data_ptr(), _address(told.totals)
-        best = told.best
+        step.logits, step.totals = room.logits.data_ptr(), _address(room.totals)
+        best = room.best
         step.most = 0 if best is None else best.values.shape[1]
-        step.best_values = None if best is None else _address(best.values)
-        step.best_tokens = None if best is None else _address(best.tokens)
+        step.best_values = None if best is None else best.values.data_ptr()
+        step.best_tokens = None if best is None else best.tokens.data_ptr()
+        step.best_hidden = None if best is None else best.hidden.data_ptr()
         step.best_totals = None if best is None else _address(best.totals)
         step.hidden = _address(hidden)
         step.copies = 0 if copied is None else copied.shape[1]
@@ -259,12 +275,38 @@ def _answers(work: Work, hidden: Tensor | None) -> dict[int, Answer]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Told:
-    """Room for what a work is told of its wanted positions."""
+class _BestRoom:
+    """Room for the best of R rows, their last hidden states, and their totals where wanted."""
+
+    values: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    totals: Tensor | None
+    vocabulary: int
+
+    def scores(self, work: Work, read: Callable[[Tensor, Tensor], Tensor]) -> Scores:
+        """The lists of the rows, each as long as its feed wants."""
+        own = np.repeat(work.best, work.logits)  # type: ignore[arg-type]
+        most, values = self.values.shape[1], self.values
+        count = np.minimum(own[own > 0], most)
+        rest = values[:, -1:]
+        if count.min() < most:
+            last = torch.from_numpy(count)[:, None]
+            rest = values.gather(1, last - 1)
+            beyond = torch.arange(most) >= last
+            values.masked_fill_(beyond, -math.inf)
+            self.tokens.masked_fill_(beyond, 0)
+        whole = partial(read, self.hidden)
+        return Scores(values, self.tokens, self.vocabulary, rest, self.totals, whole)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """Room for what is reported of a work's wanted positions."""
 
     logits: Tensor
     totals: Tensor | None
-    best: Best | None = None
+    best: _BestRoom | None = None
 
 
 class _Turn:

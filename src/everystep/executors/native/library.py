@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import Settings
 
-INTERFACE = 8
+INTERFACE = 9
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -109,7 +109,8 @@ class StepWork(Structure):
         ("best", c_void_p),
         ("most", c_int64),
         *((name, c_void_p) for name in ("logits", "totals")),
-        *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals", "hidden")),
+        *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals")),
+        *((name, c_void_p) for name in ("best_hidden", "hidden")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         ("ahead", c_int64),
@@ -183,6 +184,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.es_rest.argtypes = (c_void_p,)
     library.es_guesses.restype = None
     library.es_guesses.argtypes = (c_void_p, POINTER(c_int64))
+    library.es_read_out.restype = c_int32
+    library.es_read_out.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
     library.es_run.restype = c_int32
     library.es_run.argtypes = (c_void_p, POINTER(StepWork), c_int32)
     return library

@@ -22,6 +22,7 @@ struct Wanted {
     float* values;    // (best,), best first
     int64_t* tokens;  // (best,)
     float* total;     // the logarithm of the sum of exponentials, or null
+    float* hidden;    // (width,) after the last norm, or null
 };
 
 struct Candidate {

@@ -38,7 +38,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 8; }
+int32_t es_interface() { return 9; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -87,6 +87,12 @@ void es_rest(void* runner) { of(runner).give_up_ahead(); }
 void es_guesses(void* runner, int64_t* out) {
     out[0] = of(runner).guess().made();
     out[1] = of(runner).guess().true_ones();
+}
+
+// Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm. What was begun
+// ahead goes on.
+int32_t es_read_out(void* runner, const float* hidden, int64_t rows, float* logits) {
+    return failure_of([&] { of(runner).read_out(hidden, rows, logits); });
 }
 
 int32_t es_run(void* runner, const Work* work, int32_t threads) {

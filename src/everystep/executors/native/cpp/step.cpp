@@ -174,7 +174,7 @@ void Runner::run_ahead(const Work& work) {
     if (crew_->size() == 1 || work.feeds > kMostTokens) return;
     if (!Guess::follows(work) || !guess_.worth_it()) return;
     try {
-        start_ahead(guess_.after(work));
+        start_ahead(guess_.after(work, model_.width));
     } catch (const std::bad_alloc&) {
         ahead_.reset();  // It need not be begun before it is asked for.
     }
@@ -223,7 +223,7 @@ void Runner::list_wanted(const Work& work) {
     for (int64_t feed = 0; feed < work.feeds; ++feed) {
         end += work.counts[feed];
         for (int64_t i = work.wanted[feed]; i > 0; --i) {
-            Wanted one{end - i, work.best[feed], nullptr, nullptr, nullptr, nullptr};
+            Wanted one{end - i, work.best[feed], nullptr, nullptr, nullptr, nullptr, nullptr};
             if (one.best == 0) {
                 one.logits = work.logits + whole * model_.vocabulary;
                 if (work.totals) one.total = work.totals + whole;
@@ -232,6 +232,7 @@ void Runner::list_wanted(const Work& work) {
                 one.values = work.best_values + best * work.most;
                 one.tokens = work.best_tokens + best * work.most;
                 if (work.best_totals) one.total = work.best_totals + best;
+                if (work.best_hidden) one.hidden = work.best_hidden + best * model_.width;
                 ++best;
             }
             wanted_.push_back(one);
@@ -435,26 +436,51 @@ void Runner::finish(Member& member, const Part& part) {
     if (rows == 0) return;
     const bool coded = reads_codes(model_.head);
     crew_->share(member, rows, [&](int64_t row) {
-        const int64_t token = wanted_[part.wanted_begin + row].token - part.begin;
-        normalise(kind, hidden_.data() + token * model_.width, model_.width, model_.eps, model_.norm,
-                  last_.row(row));
+        const Wanted& to = wanted_[part.wanted_begin + row];
+        normalise(kind, hidden_.data() + (to.token - part.begin) * model_.width, model_.width,
+                  model_.eps, model_.norm, last_.row(row));
+        if (to.hidden) std::copy_n(last_.row(row), model_.width, to.hidden);
         if (coded) quantise_row(last_.inputs(), row);
     });
-    const float cap = model_.final_softcap;
-    constexpr int64_t kPanels = Head::kColumns / kPanel;
-    const int64_t panels = panels_in(model_.head);
     crew_->share(member, head_.groups(), [&](int64_t group) {
-        const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
-            using namespace simd;
-            if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
-            write(head_.place(member.index, row, group) + column - group * Head::kColumns, x, count);
-        };
-        const int64_t last = std::min(panels, (group + 1) * kPanels);
-        for (int64_t panel = group * kPanels; panel < last; ++panel)
-            multiply_panel(model_.head, panel, last_.inputs(), rows, use);
+        head_columns(group, last_.inputs(), rows,
+                     [&](int64_t row) { return head_.place(member.index, row, group); });
         head_.digest(member.index, group);
     });
     crew_->share(member, rows, [&](int64_t row) { head_.tell(row); });
+}
+
+// The logits of one group of columns, of every row to where its group begins.
+template <class Place>
+void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, Place place) const {
+    const float cap = model_.final_softcap;
+    const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
+        using namespace simd;
+        if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
+        write(place(row) + column - group * Head::kColumns, x, count);
+    };
+    constexpr int64_t kPanels = Head::kColumns / kPanel;
+    const int64_t last = std::min(panels_in(model_.head), (group + 1) * kPanels);
+    for (int64_t panel = group * kPanels; panel < last; ++panel)
+        multiply_panel(model_.head, panel, in, rows, use);
+}
+
+void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
+    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
+    const bool coded = reads_codes(model_.head);
+    for (int64_t begin = 0; begin < rows; begin += kTogether) {
+        const int64_t count = std::min<int64_t>(kTogether, rows - begin);
+        InputBuffer in(count, model_.width);
+        in.expect(count);
+        for (int64_t row = 0; row < count; ++row) {
+            std::copy_n(hidden + (begin + row) * model_.width, model_.width, in.row(row));
+            if (coded) quantise_row(in.inputs(), row);
+        }
+        for (int64_t group = 0; group < groups; ++group)
+            head_columns(group, in.inputs(), count, [&](int64_t row) {
+                return logits + (begin + row) * model_.vocabulary + group * Head::kColumns;
+            });
+    }
 }
 
 }  // namespace everystep

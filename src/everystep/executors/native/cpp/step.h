@@ -46,6 +46,10 @@ class Runner {
     // threads cannot be made. Nothing is lost then, and rows that are not fed hold what they held.
     void run(const Work& work, int threads);
 
+    // Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm, bit for bit
+    // those of their step. It runs on the caller's thread in memory of its own: others may be ahead.
+    void read_out(const float* hidden, int64_t rows, float* logits) const;
+
     // There are at least so many pages.
     void reserve(int64_t pages);
 
@@ -94,6 +98,8 @@ class Runner {
     void embed_token(const Part& part, int64_t token);
     void run_layer(Member& member, const Part& part, int64_t index);
     void finish(Member& member, const Part& part);
+    template <class Place>
+    void head_columns(int64_t group, const Inputs& in, int64_t rows, Place place) const;
     void place(const Part& part, int64_t layer, int64_t token);
     void attend_all(Member& member, const Part& part, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;

@@ -59,9 +59,9 @@ class Model:
 
         They stand behind the S positions that `cache` holds, 0 without one, and are added to it.
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
-        as in the reference's `forward`. With an encoder these describe what it reads, the logits
-        are those of `decoder_input_ids` (B, T), and there is no cache. `kept`: the positions whose
-        logits are given.
+        as (B, T) or (axes, B, T), as in the reference's `forward`. With an encoder these describe
+        what it reads, the logits are those of `decoder_input_ids` (B, T), and there is no cache.
+        `kept`: the positions whose logits are given.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from parts.steps import WARPERS, Kind
 from everystep.engine import Engine, Lockstep
 from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.types import MOST_BEST, Scores, StepOutput, Work
+from everystep.types import MOST_BEST, InputSpec, Scores, StepOutput, Work
 
 PROMPT = 16
 WARM_UP = 20
@@ -44,7 +45,7 @@ class ReadyExecutor:
     """Answers with logits that it has, in different order from step to step; keeps no rows."""
 
     device = torch.device("cpu")
-    max_rows: int | None = None
+    inputs: Mapping[str, InputSpec] = {}
 
     def __init__(self, vocab_size: int, rows: int, told: bool) -> None:
         self.vocab_size = vocab_size

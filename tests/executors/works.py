@@ -56,7 +56,7 @@ def only_verbs(*verbs: Verb) -> Work:
 
 @dataclass
 class History:
-    """Everything that a row has read: (T, E) embeddings at (T,) position ids."""
+    """Everything that a row has read: (T, E) embeddings at (T,) or (axes, T) position ids."""
 
     inputs: Tensor
     positions: Tensor
@@ -68,12 +68,12 @@ class History:
     def logits(self, model: Model) -> Tensor:
         """(T, V), by one forward over everything."""
         with torch.inference_mode():
-            return model.forward(None, None, self.positions[None], self.inputs[None])[0]
+            return model.forward(None, None, self.positions[..., None, :], self.inputs[None])[0]
 
     def watched(self, model: Model) -> Watcher:
         """The same forward with everything that can be seen inside."""
-        watcher = Watcher(DenseContext(1, len(self.positions), None))
-        lengths = self.positions.amax().add(1).expand(len(self.positions))
+        watcher = Watcher(DenseContext(1, len(self.inputs), None))
+        lengths = self.positions.amax().add(1).expand(len(self.inputs))
         with torch.inference_mode():
             hidden = model.network.forward(Inputs(self.inputs, self.positions, lengths), watcher)
             watcher.layers[-1] = model.network.finish(hidden)

@@ -18,12 +18,12 @@ from everystep.cache.kv_format import CacheDtype
 from everystep.engine import DraftModel
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
-from everystep.executors.numpy_executor import NumpyExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 from everystep.nn.rounding import Rounding
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.laws import Laws
+from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.testing.requests import Mix, random_mix
 from everystep.types import Prompt, Request
 from everystep.types.protocols import Drafter

@@ -69,6 +69,8 @@ def row_lengths(work: Work) -> np.ndarray:
 
 def given_inputs(work: Work, name: str) -> Iterator[tuple[int, Tensor]]:
     """Where values of the named input begin among all N inputs, and the values (n, ...)."""
+    if not work.extras:
+        return
     offsets = work.offsets
     for f, extra in work.extras.items():
         for given in extra.inputs:

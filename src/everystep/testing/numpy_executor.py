@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from everystep.errors import InvariantError, message
-from everystep.executors.numpy_decoder import NumpyRow, float64, read_decoder
 from everystep.executors.positions import declared_inputs, given_inputs, position_ids
 from everystep.models import Model
+from everystep.testing.numpy_decoder import NumpyRow, float64, read_decoder
 from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
 
 _PLAIN = Extra()

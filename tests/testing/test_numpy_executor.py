@@ -15,11 +15,11 @@ from torch import Tensor
 
 from everystep.engine import Continuous, Engine, Lockstep
 from everystep.errors import InvariantError, RequestError, UnsupportedError
-from everystep.executors.numpy_executor import NumpyExecutor
 from everystep.models import Model
 from everystep.models.spec import NormSpec
 from everystep.testing import textbook
 from everystep.testing.drive import Run, run_together
+from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.types import Prompt, Request, StepOutput, Verb, Wants, Work
 from tests.executors.models import PLAIN, SPECS, family_model, random_model, with_mlp, with_norm
 from tests.executors.prefixes import Prefixes

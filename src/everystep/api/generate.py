@@ -34,6 +34,7 @@ from everystep.config import GenerationConfig, merge_configs
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.errors import UnsupportedError, message
+from everystep.nn.modes import inference_mode, modes_kept, ordinary_mode
 from everystep.outputs import Output
 from everystep.streamers import Delivery, Wording
 from everystep.text import Tokenizer
@@ -60,14 +61,14 @@ def generate(
     call, source = prepare(model, generation_config, user, kwargs)
     tokenizer = user.get("tokenizer")
     delivery = None if streamer is None else _delivery(call, streamer, tokenizer)
-    with torch.inference_mode():
+    with inference_mode():
         if call.effective.token_healing:
             call = with_cache(_heal(model, call), model, source, None)
         call = encode(call, model, source)
         if loop is None:
             out = _run(model, call, delivery, source)
     if loop is not None:
-        with torch.no_grad():
+        with modes_kept(), torch.no_grad():
             return run_loop(model, call, loop_cache(call, model, source), user, own)
     if isinstance(out, Output) and tokenizer is not None:
         out.text = [tokenizer.decode(ids, skip_special_tokens=True) for ids in out.new_tokens or ()]
@@ -187,7 +188,7 @@ def _run(model: Host, call: Call, delivery: Delivery | None, source: Source) -> 
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_mode(), torch.no_grad():
         past = leave(call, groups, source.places)
         if not asked:
             return rectangle.sequences(call, groups, model.device)

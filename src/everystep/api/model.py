@@ -28,6 +28,7 @@ from everystep.executors.choice import (
 )
 from everystep.models import Model, convert_model, named_weights, weight_bytes
 from everystep.models.device import usable_device
+from everystep.nn.modes import modes_kept
 from everystep.nn.network import Heard, KvShape
 from everystep.types import Prompt
 
@@ -199,7 +200,7 @@ class LanguageModel:
         kept = kept_positions(logits_to_keep, given)
         cache = cache_of_forward(self, inputs, past_key_values, use_cache)
         # What callers get they may change in place, so it must not be made in inference mode.
-        with torch.no_grad():
+        with modes_kept(), torch.no_grad():
             logits = self._core.forward(
                 input_ids,
                 attention_mask,

@@ -19,6 +19,7 @@ from everystep.api.inputs import Inputs, read_inputs, read_mask
 from everystep.api.resolve import Tokens
 from everystep.config import Effective
 from everystep.errors import RequestError, message
+from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard
 from everystep.types import Prompt, Wants
 
@@ -117,7 +118,7 @@ def encode(call: Call, model: Host, source: Source) -> Call:
     user = replace(call.user, negative=_with_states(call.user.negative, states))
     told = [one for one in heard if one is not None]
     # This goes to the caller, see `generate`.
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_mode(), torch.no_grad():
         shown = _shown(call.wants, source, told)
     return replace(call, inputs=inputs, user=user, encoder=shown)
 

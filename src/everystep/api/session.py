@@ -23,6 +23,7 @@ from everystep.config import GenerationConfig, merge_configs
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import RequestError, message
+from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.streamers import BeamEvent, Wording, beam_event
@@ -115,7 +116,7 @@ class Session:
         refuse_beyond(len(ids), self._model.context)
         if self._model.is_encoder_decoder:
             source = Prompt(ids=ids)
-            with torch.inference_mode():
+            with inference_mode():
                 states = self._model.encode(source)
             inputs = Inputs(
                 (Prompt(np.array(self._tokens.starts[:1]), encoder=states),), (0,), 1, 0
@@ -156,7 +157,7 @@ class Session:
 
     def step(self) -> list[Event]:
         """One step of the engine."""
-        with torch.inference_mode():
+        with inference_mode():
             return self.engine.step()
 
     def generated(self, group: Group) -> list[Generated]:

@@ -24,6 +24,7 @@ from everystep.executors.positions import (
     wanted_places,
 )
 from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.models import refuse_copies
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Inputs, Network
 from everystep.types import Past, StepOutput, Work
@@ -43,6 +44,7 @@ class TorchExecutor:
     or, without it, the type of the model.
     """
 
+    __reduce_ex__ = refuse_copies
     max_rows: int | None = None
 
     def __init__(

@@ -11,7 +11,7 @@ from everystep.models.load import (
     stored_weights,
     weight_bytes,
 )
-from everystep.models.model import Model
+from everystep.models.model import Model, refuse_copies
 
 __all__ = [
     "Model",
@@ -20,6 +20,7 @@ __all__ = [
     "complete_config",
     "convert_model",
     "named_weights",
+    "refuse_copies",
     "stored_weights",
     "weight_bytes",
 ]

@@ -28,7 +28,7 @@ from everystep.executors.native.program import (
 )
 from everystep.executors.positions import check_positions, row_lengths, row_positions
 from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
-from everystep.models import Model
+from everystep.models import Model, refuse_copies
 from everystep.nn.rotary import Rope, rotary_table
 from everystep.types import Best, Past, StepOutput, Work
 
@@ -55,6 +55,7 @@ class NativeExecutor:
     likely comes next, while the caller looks at a step's results.
     """
 
+    __reduce_ex__ = refuse_copies
     device = torch.device("cpu")
     max_rows: int | None = None
     abilities = frozenset({"truncate", "embeds", "positions", "columns", "past", "best"})
@@ -370,4 +371,3 @@ class _RopeTable:
         """(N, dim) each."""
         table = rotary_table(self._rope, positions, lengths, torch.float32)
         return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()
-

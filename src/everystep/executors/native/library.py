@@ -7,13 +7,19 @@ The library is loaded once per process. Nothing here knows what a decoder is.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from collections.abc import Mapping
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from everystep.errors import CapacityError, EverystepError, InvariantError, UnsupportedError, message
+from everystep.errors import (
+    CapacityError,
+    EverystepError,
+    InvariantError,
+    UnsupportedError,
+    message,
+)
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import Settings
 

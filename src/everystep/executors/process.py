@@ -67,10 +67,19 @@ class _End:
     """The end of the interpreter: not begun, until the last of its exit functions runs."""
 
     begun = False
+    forked = False
     thread: int | None = None
+
+    def note_fork(self) -> None:
+        """This is a child, with the memory of threads that it does not have."""
+        self.forked = True
 
     def begin(self) -> None:
         """Other threads leave this package; waits until they did, or for as long as is decent."""
+        if self.forked:
+            # Torch has a second pool of threads, which it joins when the process ends, though they
+            # are in the parent. Being set to what it is, torch replaces the pool by one of its own.
+            torch.set_num_threads(torch.get_num_threads())
         self.thread, self.begun = threading.get_ident(), True
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until and any(map(_is_inside, self._others())):
@@ -93,4 +102,4 @@ pause_torch_threads = _torch_pause()
 _end = _End()
 atexit.register(_end.begin)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=pause_torch_threads)
+    os.register_at_fork(before=pause_torch_threads, after_in_child=_end.note_fork)

@@ -36,6 +36,7 @@ from everystep.engine.schedule import Scheduler
 from everystep.engine.settled import settled_events
 from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor, Exporting
+from everystep.executors.process import set_threads_here
 from everystep.types import (
     Companion,
     Event,
@@ -119,11 +120,15 @@ class Engine:
         After an error or an interrupt inside, no sequence holds a row: requests that go on feed
         everything again, and those that are cancelled leave nothing behind.
         """
+        threads = torch.get_num_threads()
         try:
+            set_threads_here(self.executor.host_threads or threads)
             return self._step()
         except BaseException:
             self._let_go()
             raise
+        finally:
+            set_threads_here(threads)
 
     def _step(self) -> list[Event]:
         grants = self.scheduler.plan(self.preempt)

@@ -24,6 +24,9 @@ class Executor(Protocol):
     that where "truncate" allows it to read a row again."""
     max_rows: int | None
     """How many rows it can hold at once; None: as many as memory allows."""
+    host_threads: int | None
+    """How many threads torch may use for the thread that steps, while it steps; None: as many as
+    before. An executor with threads of its own sets 1, since those of torch wait by spinning."""
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""

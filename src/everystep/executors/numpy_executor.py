@@ -48,6 +48,7 @@ class NumpyExecutor:
 
     device = torch.device("cpu")
     max_rows: int | None = None
+    host_threads: int | None = None
     abilities = frozenset({"truncate", "embeds", "positions", "columns", "layers", "attentions"})
 
     def __init__(self, model: Model) -> None:

@@ -46,6 +46,7 @@ class TorchExecutor:
 
     __reduce_ex__ = refuse_copies
     max_rows: int | None = None
+    host_threads: int | None = None
 
     def __init__(
         self,

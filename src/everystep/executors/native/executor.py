@@ -58,6 +58,7 @@ class NativeExecutor:
     __reduce_ex__ = refuse_copies
     device = torch.device("cpu")
     max_rows: int | None = None
+    host_threads: int | None = 1
     abilities = frozenset({"truncate", "embeds", "positions", "columns", "past", "best"})
 
     def __init__(

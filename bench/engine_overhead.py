@@ -46,6 +46,7 @@ class ReadyExecutor:
 
     device = torch.device("cpu")
     inputs: Mapping[str, InputSpec] = {}
+    host_threads: int | None = None
 
     def __init__(self, vocab_size: int, rows: int, told: bool) -> None:
         self.vocab_size = vocab_size

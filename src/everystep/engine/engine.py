@@ -45,6 +45,8 @@ from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
 from everystep.errors import InvariantError, UnsupportedError, message
 from everystep.executors.base import Executor, Exporting
+from everystep.executors.process import set_threads_here
+from everystep.executors.process import set_threads_here
 from everystep.types import (
     Children,
     Companion,
@@ -167,8 +169,13 @@ class Engine:
         """
         self.recover()
         if not self._outbox:
+            threads = torch.get_num_threads()
             self._broken = True
-            self._step()
+            try:
+                set_threads_here(self.executor.host_threads or threads)
+                self._step()
+            finally:
+                set_threads_here(threads)
             self._broken = False
         return self._taken()
 

@@ -28,6 +28,9 @@ class Executor(Protocol):
     inputs: Mapping[str, InputSpec]
     """What feeds may bring, where its form is known before compute: what the model declares,
     "positions" with the shape (axes,), "mask" with the shape (heads,)."""
+    host_threads: int | None
+    """How many threads torch may use for the thread that steps, while it steps; None: as many as
+    before. An executor with threads of its own sets 1, since those of torch wait by spinning."""
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""

@@ -52,25 +52,34 @@ def out_of_memory(error: Exception) -> CapacityError | None:
     )
 
 
-def _torch_pause() -> Callable[[], object]:
-    """A function that ends the pool of threads that torch keeps for the calling thread."""
+def _of_openmp(name: str) -> Callable[[int], object]:
+    """A function of the OpenMP that torch was linked with; does nothing where there is none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        # Found in what torch was linked with, whichever OpenMP that is.
-        pause = ctypes.CDLL(str(library)).omp_pause_resource_all
+        function = ctypes.CDLL(str(library))[name]
     except (OSError, AttributeError):
-        return lambda: None
-    return lambda: pause(_HARD)
+        return lambda _: None
+    function.argtypes, function.restype = (ctypes.c_int,), None
+    return function
 
 
 class _End:
     """The end of the interpreter: not begun, until the last of its exit functions runs."""
 
     begun = False
+    forked = False
     thread: int | None = None
+
+    def note_fork(self) -> None:
+        """This is a child, with the memory of threads that it does not have."""
+        self.forked = True
 
     def begin(self) -> None:
         """Other threads leave this package; waits until they did, or for as long as is decent."""
+        if self.forked:
+            # Torch has a second pool of threads, which it joins when the process ends, though they
+            # are in the parent. Being set to what it is, torch replaces the pool by one of its own.
+            torch.set_num_threads(torch.get_num_threads())
         self.thread, self.begun = threading.get_ident(), True
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until and any(map(_is_inside, self._others())):
@@ -89,8 +98,18 @@ def _is_inside(frame: FrameType | None) -> bool:
     return False
 
 
-pause_torch_threads = _torch_pause()
+set_threads_here = _of_openmp("omp_set_num_threads")
+"""Torch uses so many threads for what the calling thread asks of it. For other threads, and for
+those to come, nothing changes. Called in a `finally`, no interrupt comes between."""
+_pause = _of_openmp("omp_pause_resource_all")
+
+
+def pause_torch_threads() -> None:
+    """The pool of threads that torch keeps for the calling thread has ended."""
+    _pause(_HARD)
+
+
 _end = _End()
 atexit.register(_end.begin)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=pause_torch_threads)
+    os.register_at_fork(before=pause_torch_threads, after_in_child=_end.note_fork)

@@ -27,6 +27,7 @@ from everystep.executors.positions import (
     wanted_places,
 )
 from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.models import refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Inputs, Network, Placed
@@ -46,6 +47,9 @@ class TorchExecutor:
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
     or, without it, the type of the model. `adapters`: what feeds may ask for, by name.
     """
+
+    __reduce_ex__ = refuse_copies
+    host_threads: int | None = None
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from everystep.models.load import (
     stored_weights,
     weight_bytes,
 )
-from everystep.models.model import Model
+from everystep.models.model import Model, refuse_copies
 
 __all__ = [
     "Model",
@@ -22,6 +22,7 @@ __all__ = [
     "convert_model",
     "learning_weights",
     "named_weights",
+    "refuse_copies",
     "stored_weights",
     "weight_bytes",
 ]

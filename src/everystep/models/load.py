@@ -28,6 +28,7 @@ from everystep.models.slots import (
     nothing_kept,
 )
 from everystep.nn.linear import Rows, Weight, dense, rows_of
+from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Network
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
@@ -188,7 +189,7 @@ class _Held:
 
 def _network(family: Family, spec: Any, source: Source, storage: Storage, kept: Kept) -> Network:
     # Whoever takes these weights out may train them, which tensors of inference mode cannot be.
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_mode(), torch.no_grad():
         return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
 
 

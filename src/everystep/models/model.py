@@ -8,7 +8,7 @@ keeps; executors run works against rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,8 +17,22 @@ from everystep.cache.containers import Cache
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits, paired_logits
+from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network
 from everystep.types import Prompt
+
+
+def refuse_copies(holder: object, protocol: object) -> NoReturn:
+    """As `__reduce_ex__`: an object with a model in it is not pickled, nor copied with its weights.
+
+    That would take gigabytes, and twice as many on the way.
+    """
+    raise UnsupportedError(
+        message(
+            f"a {type(holder).__name__} holds the weights of a model, and is not copied or pickled",
+            do="Let threads share one model; in another process load it again",
+        )
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +46,7 @@ class Model:
     spec: Any = field(repr=False)
     network: Network = field(repr=False)
     learns: bool = False
+    __reduce_ex__ = refuse_copies
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,15 +107,17 @@ class Model:
             self.network, ids, attention_mask, inputs_embeds, decoder_input_ids, kept
         )
 
-    @torch.inference_mode()
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
         if not self.network.encodes:
             raise UnsupportedError(message("this model has no encoder"))
-        if prompt.embeds is not None:
-            hidden = prompt.embeds.to(self.device, self.dtype)
-        elif prompt.ids is not None:
-            hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
-        else:
-            raise RequestError(message("there is nothing to encode", wanted="ids or embeddings"))
-        return self.network.encode(hidden[None], None, heard)[0]
+        with inference_mode():
+            if prompt.embeds is not None:
+                hidden = prompt.embeds.to(self.device, self.dtype)
+            elif prompt.ids is not None:
+                hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
+            else:
+                raise RequestError(
+                    message("there is nothing to encode", wanted="ids or embeddings")
+                )
+            return self.network.encode(hidden[None], None, heard)[0]

@@ -19,8 +19,13 @@ def inference_mode() -> AbstractContextManager[None]:
 
 
 def ordinary_mode() -> AbstractContextManager[None]:
-    """Within, tensors are ordinary ones and gradients are on; both, and `no_grad`, end with it."""
+    """Within, tensors are ordinary ones and gradients are on; ends a `no_grad` within too."""
     return _modes(False)
+
+
+def modes_kept() -> AbstractContextManager[None]:
+    """Within, inference mode is as it was; what is changed within, by `no_grad`, ends with it."""
+    return _modes(torch.is_inference_mode_enabled())
 
 
 def _modes(inference: bool) -> AbstractContextManager[None]:

@@ -50,6 +50,7 @@ class NumpyExecutor:
     """
 
     device = torch.device("cpu")
+    host_threads: int | None = None
     abilities = frozenset(
         {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
     )

@@ -37,7 +37,7 @@ from everystep.executors.positions import (
     row_lengths,
 )
 from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
-from everystep.models import Model
+from everystep.models import Model, refuse_copies
 from everystep.nn.rotary import Rope, rotary_table
 from everystep.types import Answer, InputSpec, Past, Scores, StepOutput, Work
 
@@ -64,7 +64,9 @@ class NativeExecutor:
     likely comes next, while the caller looks at a step's results.
     """
 
+    __reduce_ex__ = refuse_copies
     device = torch.device("cpu")
+    host_threads: int | None = 1
     abilities = frozenset({"truncate", "embeds", "positions", "hidden", "past", "best"})
 
     def __init__(

@@ -11,13 +11,12 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from ctypes import CDLL, byref, c_void_p
-from typing import NoReturn, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from everystep.errors import UnsupportedError, message
 from everystep.executors.native.library import (
     DecoderWeights,
     LayerWeights,
@@ -26,7 +25,7 @@ from everystep.executors.native.library import (
     NormWeights,
     check,
 )
-from everystep.models import Model
+from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder, Layer
 from everystep.models.spec import DecoderSpec
 from everystep.nn.linear import JoinedLinear, QuantizedLinear, Weight, rows_of, weights_of
@@ -220,8 +219,7 @@ class Runner(int):
         library, _program = opened.pop(self)
         library.es_close(self)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UnsupportedError(message("a native executor cannot be copied or pickled"))
+    __reduce_ex__ = refuse_copies
 
 
 def open_runner(library: CDLL, program: Program, kv_type: int) -> Runner:

@@ -45,7 +45,6 @@ class ReadyExecutor:
 
     device = torch.device("cpu")
     max_rows: int | None = None
-    host_threads: int | None = None
 
     def __init__(self, vocab_size: int, rows: int, told: bool) -> None:
         self.vocab_size = vocab_size

@@ -45,7 +45,7 @@ class Fails:
         if len(self.calls) >= self.call:
             raise self.error
 
-    def start(self) -> Fails:
+    def start(self, vocabulary: int) -> Fails:
         return self
 
     def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:

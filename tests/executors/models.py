@@ -115,15 +115,18 @@ class Slots(dict[str, Tensor]):
     exact_activations = False
 
 
-def random_model(spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
+def random_model(
+    spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64, *, learns: bool = False
+) -> Model:
     """A model of the specification whose values are drawn widely."""
     generator = torch.Generator().manual_seed(seed)
     tensors = Slots()
     for slot in decoder_slots(spec, Names()):
         spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
         drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
-        tensors[slot.key] = (drawn * spread).to(dtype)
-    return Model(ModelConfig({"model_type": "llama"}), spec, assemble_decoder(spec, tensors))
+        tensors[slot.key] = (drawn * spread).to(dtype).requires_grad_(learns)
+    network = assemble_decoder(spec, tensors)
+    return Model(ModelConfig({"model_type": "llama"}), spec, network, learns)
 
 
 def family_model(model_type: str, **config: Any) -> Model:

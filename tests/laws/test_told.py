@@ -18,11 +18,12 @@ import torch
 
 import everystep as es
 from everystep.draws import SeededDraws, SharedDraws
+from everystep.engine import PromptLookup
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Greedy, PromptLookup, Sample, Speculative
+from everystep.strategies import Greedy, Sample
 from everystep.testing.drive import run_scheduled, run_together
 from everystep.testing.requests import Schedule
 from everystep.types import Prompt, Request, StepOutput, Work
@@ -82,7 +83,7 @@ def strategy(rng: np.random.Generator) -> Any:
     """Mostly sampling; with drafts, several sequences, or greedy among it."""
     kind = rng.random()
     if kind < 0.2:
-        return Speculative(PromptLookup(3, 2), Sample())
+        return Sample()
     return Greedy() if kind < 0.3 else Sample(int(rng.choice([1, 1, 3])))
 
 
@@ -103,6 +104,7 @@ def requests(seed: int, highest: int) -> tuple[Request, ...]:
             processors=() if plain else shared if rng.random() < 0.5 else warpers(rng),
             stops=(EosToken((0,)), MaxLength(len(prompt) + length)),
             max_length=len(prompt) + length,
+            drafter=PromptLookup(3, 2) if chosen == Sample() and rng.random() < 0.5 else None,
         )
         batch.append(request)
     return tuple(batch)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from everystep.adapters import LoRA, read_lora
 from everystep.api.absent import refuse_argument
 from everystep.api.caches import require_cache, require_room
 from everystep.api.custom import require_loop
@@ -18,7 +20,7 @@ from everystep.cache.containers import Cache, DynamicCache
 from everystep.cache.kv_format import CacheDtype, KvFormat
 from everystep.config import GenerationConfig
 from everystep.config.kinds import is_integer
-from everystep.errors import ModelClassError, UnsupportedError, refuse
+from everystep.errors import ModelClassError, RequestError, UnsupportedError, message, refuse
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -27,7 +29,13 @@ from everystep.executors.choice import (
     open_executor,
     refuse_cache_dtype,
 )
-from everystep.models import Model, convert_model, named_weights, weight_bytes
+from everystep.models import (
+    Model,
+    convert_model,
+    learning_weights,
+    named_weights,
+    weight_bytes,
+)
 from everystep.models.device import usable_device
 from everystep.nn.network import Heard, KvShape
 from everystep.outputs import CausalLMOutput, compute_transition_scores
@@ -63,6 +71,7 @@ class LanguageModel:
         self.name_or_path = name
         self._executor = executor
         self._cache_dtype = cache_dtype
+        self._adapters: dict[str, LoRA] = {}
 
     @property
     def core(self) -> Model:
@@ -138,7 +147,63 @@ class LanguageModel:
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor)
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
+            moved = self._core.device, self._core.dtype
+            self._adapters = {name: one.to(*moved) for name, one in self._adapters.items()}
         return self
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        """Requests may ask for the LoRA in a PEFT folder by this name from now on.
+
+        A call that is running goes on without it. See `read_lora` for what is refused.
+        """
+        if not isinstance(name, str) or not name or name in self._adapters:
+            raise RequestError(
+                message(
+                    "an adapter cannot have this name",
+                    wanted="a string, not the name of an adapter that is loaded",
+                    got=repr(name),
+                    do="Choose another, or call delete_adapter first",
+                )
+            )
+        self._adapters = {**self._adapters, name: read_lora(folder, self._core)}
+
+    def delete_adapter(self, name: str) -> None:
+        """No new call can ask for the adapter."""
+        if name not in self._adapters:
+            raise RequestError(
+                message("there is no such adapter", wanted=list(self._adapters), got=repr(name))
+            )
+        self._adapters = {key: one for key, one in self._adapters.items() if key != name}
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may ask for."""
+        return tuple(self._adapters)
+
+    def requires_grad_(self, requires_grad: bool = True) -> LanguageModel:
+        """The model itself, whose weights require gradients from now on, or no longer do.
+
+        Packed weights become plain float tensors for that, and stay so. Such a model runs on torch
+        operators; a forward of it outside `torch.no_grad()` is differentiable. UnsupportedError for
+        quantised weights.
+        """
+        if requires_grad and not self._core.learns:
+            self._core = convert_model(self._core, learns=True)
+        if self._core.learns:
+            for weight in self.parameters():
+                weight.requires_grad_(requires_grad)
+        return self
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a model that can learn, by name, joined projections as one tensor.
+
+        A change of one changes the model. UnsupportedError before `requires_grad_`.
+        """
+        return iter(learning_weights(self._core))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The same without names, as optimizers take them."""
+        return (weight for _, weight in self.named_parameters())
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
         """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes."""
@@ -168,7 +233,9 @@ class LanguageModel:
 
         `quantization`: how its rows will keep what they hold, None for full precision.
         """
-        return open_executor(self._core, self._executor, needs, quantization, self._cache_dtype)
+        return open_executor(
+            self._core, self._executor, needs, quantization, self._cache_dtype, self._adapters
+        )
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""
@@ -188,28 +255,26 @@ class LanguageModel:
     ) -> Any:
         """Logits of every position, (B, T, V), and the cache with these positions after its own.
 
-        `input_ids` (B, T) or `inputs_embeds` (B, T, E) stand after the S positions of
+        `input_ids` (B, T) or `inputs_embeds` (B, T, E) come after the S positions of
         `past_key_values`, a cache object that is filled in place. `attention_mask` (B, S + T).
         `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
         none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
-        the last positions logits are given, 0 for all, or (n,) of which. Returns a
-        `CausalLMOutput`, or with `return_dict=False` a tuple.
+        the last positions logits are given, 0 for all, or (n,) of which. Differentiable after
+        `requires_grad_`. Returns a `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
         kept = _kept_positions(logits_to_keep, given)
         cache = _cache_of_forward(self, inputs, past_key_values, use_cache)
-        # What callers get they may change in place, so it must not be made in inference mode.
-        with torch.no_grad():
-            logits = self._core.forward(
-                input_ids,
-                attention_mask,
-                position_ids,
-                inputs_embeds,
-                decoder_input_ids=decoder_input_ids,
-                cache=cache,
-                kept=kept,
-            )
+        logits = self._core.forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            decoder_input_ids=decoder_input_ids,
+            cache=cache,
+            kept=kept,
+        )
         result = CausalLMOutput(logits, cache)
         return result.to_tuple() if return_dict is False else result
 

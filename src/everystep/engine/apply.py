@@ -24,6 +24,7 @@ from everystep.engine.regroup import common_length
 from everystep.errors import InvariantError, message
 from everystep.strategies.base import Batch, DecidesLate
 from everystep.types import (
+    COLUMNS,
     Children,
     Companion,
     Event,
@@ -87,12 +88,16 @@ def changes(
             change.after.done.append(_finished(table, parent, child))
         change.events += _events(table, parent, child)
     # First of all, so that no group ever needs more rows than it declared.
-    for g, source in {s.line: (g, s) for g, s in zip(group_of, batch.sequences, strict=True)}.values():
+    for g, source in {
+        s.line: (g, s) for g, s in zip(group_of, batch.sequences, strict=True)
+    }.values():
         if source.line not in heirs and g not in failed:
             release(source, ledger)
             found[g].closed.append(source.line)
     staying = [child for child in born if child.goes_on]
-    for child, sequence in zip(staying, _fork_all(batch, staying, heirs, table, ledger), strict=True):
+    for child, sequence in zip(
+        staying, _fork_all(batch, staying, heirs, table, ledger), strict=True
+    ):
         _extend(sequence, drafts[child.parent], child, table, ledger)
         found[group_of[child.parent]].after.live.append(sequence)
     for g, change in enumerate(found):
@@ -363,11 +368,14 @@ def release(sequence: Sequence, ledger: Ledger) -> None:
 
 
 def forget(sequence: Sequence) -> None:
-    """No memory is left, nor a row that one of them held."""
+    """No memory of a caller's code is left, nor a row that one held; hidden states are."""
+    columns = sequence.memo.get(COLUMNS)
     for value in sequence.memo.values():
         if hasattr(value, "release"):
             value.release()
     sequence.forget()
+    if columns is not None:
+        sequence.memo[COLUMNS] = columns
 
 
 def drop_rows(sequence: Sequence, ledger: Ledger) -> None:

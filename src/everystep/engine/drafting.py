@@ -15,6 +15,7 @@ import torch
 
 from everystep.engine.apply import sprout
 from everystep.engine.ledger import Ledger
+from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch
@@ -36,7 +37,7 @@ class PromptLookup:
     max_ngram: int = 2
     stop_ids: tuple[int, ...] = ()
 
-    def start(self) -> PromptLookup:
+    def start(self, vocabulary: int) -> PromptLookup:
         """Itself: it keeps nothing."""
         return self
 
@@ -87,9 +88,19 @@ class DraftModel:
     open: Callable[[], Executor]
     tokens: int = 5
 
-    def start(self) -> Drafting:
+    def start(self, vocabulary: int) -> Drafting:
         """One at work, on an executor of its own."""
-        return DraftRows(self.open(), self.tokens)
+        executor = self.open()
+        if executor.vocab_size != vocabulary:
+            raise RequestError(
+                message(
+                    "the draft model has another vocabulary",
+                    wanted=f"{vocabulary} ids",
+                    got=executor.vocab_size,
+                    do="Choose a draft model with the tokenizer of the model itself",
+                )
+            )
+        return DraftRows(executor, self.tokens)
 
 
 @dataclass(slots=True)

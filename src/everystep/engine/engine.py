@@ -148,6 +148,9 @@ class Engine:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
         require_fitting(request, self.executor.inputs)
+        drafter = request.drafter
+        if drafter is not None and drafter not in self.drafting:
+            self.drafting[drafter] = drafter.start(self.executor.vocab_size)
         best = enough(request, self.executor.vocab_size) if self._tells_best else 0
         group = Group(request, self._submitted, best=best)
         prompt = request.prompt
@@ -288,8 +291,6 @@ class Engine:
         open_ones = [s for s in sequences if s.finish is None and _room(s) > 0]
         if not open_ones:
             return {}
-        if drafter not in self.drafting:
-            self.drafting[drafter] = drafter.start()
         proposed = self.drafting[drafter].propose(open_ones, self.table)
         pairs = zip(open_ones, proposed, strict=True)
         return {id(s): draft[: _room(s)] for s, draft in pairs if len(draft)}

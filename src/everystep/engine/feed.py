@@ -167,11 +167,11 @@ class WorkBuilder:
         layers, attentions = (chooses and wants.layers), (chooses and wants.attentions)
         reads = own and request.strategy.reads.hidden
         hidden = reads and start + count > columns_of(source).length
-        if not (prompt.brings or hidden or layers or attentions):
+        if not (prompt.brings or request.adapters or hidden or layers or attentions):
             return None
         span = Span(prompt, start, count)
         inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
-        return Extra(inputs, positions, mask, hidden=hidden, layers=layers, attentions=attentions)
+        return Extra(inputs, positions, mask, request.adapters, hidden, layers, attentions)
 
     def work(self, *, totals: bool = False) -> Work:
         """The finished work; the ledger's news go with it."""

@@ -21,14 +21,13 @@ class Executor(Protocol):
     device: torch.device
     abilities: frozenset[str]
     """Of "truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder",
-    "past", "adapters" and "best", and the names of the inputs that its model declares. "best" is to
-    answer with the best logits of a row without the others; the engine asks for that where
-    "truncate" allows it to read a row again."""
+    "past", "adapters" and "best", the names of the inputs that its model declares, and an
+    `adapter_ability` for each adapter that it holds. "best" is to answer with the best logits of a
+    row without the others; the engine asks for that where "truncate" allows it to read a row
+    again."""
     inputs: Mapping[str, InputSpec]
     """What feeds may bring, where its form is known before compute: what the model declares,
     "positions" with the shape (axes,), "mask" with the shape (heads,)."""
-    host_threads: int | None
-    """How many threads torch may use around `run`, where it has threads of its own; None: any."""
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""

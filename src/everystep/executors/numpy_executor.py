@@ -50,7 +50,6 @@ class NumpyExecutor:
     """
 
     device = torch.device("cpu")
-    host_threads: int | None = None
     abilities = frozenset(
         {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
     )

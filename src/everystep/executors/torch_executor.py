@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import LoRA, adapted
 from everystep.cache import RowCache
 from everystep.cache.affine import Quantization
 from everystep.cache.context import Context
@@ -25,8 +26,11 @@ from everystep.executors.positions import (
     row_lengths,
     wanted_places,
 )
+from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.models.decoder import Decoder
+from everystep.nn.modes import inference_mode
 from everystep.nn.network import Inputs, Network, Placed
-from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work
+from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work, adapter_ability
 
 
 class Runnable(Protocol):
@@ -40,19 +44,19 @@ class TorchExecutor:
     """One engine's executor on a model of this library.
 
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
-    or, without it, the type of the model.
+    or, without it, the type of the model. `adapters`: what feeds may ask for, by name.
     """
-
-    host_threads: int | None = None
 
     def __init__(
         self,
         model: Runnable,
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
+        adapters: Mapping[str, LoRA] | None = None,
     ) -> None:
         network = model.network
         self._network = network
+        self._adapters = dict(adapters or {})
         self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
         # Models with an encoder have relative positions only.
@@ -60,6 +64,8 @@ class TorchExecutor:
         self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
         names = {one.name for one in network.inputs}
         self.abilities = frozenset({"embeds", "hidden", "layers", "past", special, *names})
+        if isinstance(network, Decoder):
+            self.abilities |= {"adapters", *map(adapter_ability, self._adapters)}
         self.cache: RowCache | QuantizedRowCache
         layout = (network.kv_shape, network.dtype, network.device)
         if quantization is not None:
@@ -69,12 +75,22 @@ class TorchExecutor:
         across = network.across if network.encodes else None
         self.cache = RowCache(*layout, across, cache_dtype)
 
-    @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
 
-        `logits` are float64 for a float64 model and float32 otherwise.
+        `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
+        runs out.
         """
+        leave_if_ending()
+        try:
+            with inference_mode():
+                return self._run(work)
+        except (MemoryError, RuntimeError) as error:
+            if (shortage := out_of_memory(error)) is None:
+                raise
+            raise shortage from error
+
+    def _run(self, work: Work) -> StepOutput:
         places = position_ids(work, self._network.axes)
         self.cache.apply(work)
         if not len(work.rows):
@@ -83,15 +99,15 @@ class TorchExecutor:
         context.kept = [] if any(extra.layers for extra in work.extras.values()) else None
         back = _inverse(context.order)
         inputs = self._inputs(work, torch.from_numpy(places), context.order, back)
-        hidden = self._network.forward(inputs, context)
+        hidden = self._adapted(work, back).forward(inputs, context)
         wanted = hidden if (rows := _wanted(work, back)) is None else hidden[rows.to(self.device)]
         logits = self._logits(wanted) if len(wanted) else self._no_logits()
         return StepOutput(logits, self._answers(work, context, hidden, back))
 
-    @torch.inference_mode()
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
-        return self.cache.export(row)
+        with inference_mode():
+            return self.cache.export(row)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -109,6 +125,17 @@ class TorchExecutor:
             lengths[chosen],
             {one.name: self._placed(work, one, back) for one in self._network.inputs},
         )
+
+    def _adapted(self, work: Work, back: Tensor | None) -> Network:
+        """The network, with the adapters that feeds ask for."""
+        asking = {feed: extra.adapters for feed, extra in work.extras.items() if extra.adapters}
+        if not asking or not isinstance(self._network, Decoder):
+            return self._network
+        starts = {feed: int(work.offsets[feed]) for feed in asking}
+        fed = {feed: torch.arange(at, at + int(work.counts[feed])) for feed, at in starts.items()}
+        places = fed if back is None else {feed: back[at] for feed, at in fed.items()}
+        asked = [(pairs, places[feed]) for feed, pairs in asking.items()]
+        return adapted(self._network, self._adapters, asked)
 
     def _placed(self, work: Work, declared: InputSpec, back: Tensor | None) -> Placed:
         """All that feeds give of a declared input, in packed order."""

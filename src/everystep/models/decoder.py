@@ -158,9 +158,10 @@ class Decoder:
         qkv = layer.qkv(x).view(-1, turning + spec.kv_heads, spec.head_dim)
         q, kv = qkv[:, : spec.heads], qkv[:, spec.heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q.copy_(layer.q_norm(q))
             keys = kv[:, : spec.kv_heads]
-            keys.copy_(layer.k_norm(keys))
+            # A norm's gradient needs what the norm has read, so it reads a copy.
+            q.copy_(layer.q_norm(q.clone()))
+            keys.copy_(layer.k_norm(keys.clone()))
         if table is not None:
             rotate_(qkv[:, :turning], table)
         kv = kv.view(-1, 2, spec.kv_heads, spec.head_dim)

@@ -1,8 +1,8 @@
 """A model: a network with the configuration it was made from, and a plain forward.
 
-A model never changes once it is built, so any number of calls may share it. It holds no cache: the
-plain forward reads rectangles of tokens, and a cache object that its caller keeps; executors run
-works against rows.
+A model that does not learn never changes once it is built, so any number of calls may share it. It
+holds no cache: the plain forward reads rectangles of tokens, and a cache object that its caller
+keeps; executors run works against rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from everystep.types import Prompt
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """`config`: the values of config.json. `spec`: what the network was built from."""
+    """`config`: the values of config.json. `spec`: what the network was built from.
+
+    `learns`: its weights are plain float tensors, which may require gradients and change.
+    """
 
     config: ModelConfig
     spec: Any = field(repr=False)
     network: Network = field(repr=False)
+    learns: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,11 +61,12 @@ class Model:
     ) -> Tensor:
         """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
-        They stand behind the S positions that `cache` holds, 0 without one, and are added to it.
+        They come after the S positions that `cache` holds, 0 without one, and are added to it.
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
         as in the reference's `forward`. With an encoder these describe what it reads, the logits
         are those of `decoder_input_ids` (B, T), and there is no cache. `kept`: the positions whose
-        logits are given.
+        logits are given. Differentiable where the weights are plain; UnsupportedError where a
+        gradient would have to pass through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(

@@ -351,7 +351,12 @@ class Banks:
     def states(self) -> list[tuple[Bank, ...]]:
         """The banks of every request after this step."""
         rows = zip(
-            self.banks, self.scores, self.filled, self.serials, self.open[:, 0].tolist(), strict=True
+            self.banks,
+            self.scores,
+            self.filled,
+            self.serials,
+            self.open[:, 0].tolist(),
+            strict=True,
         )
         after = [
             replace(bank, scores=s, filled=f, serials=n, open=o, born=bank.born + self.ranked)

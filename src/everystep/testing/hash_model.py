@@ -73,7 +73,6 @@ class HashExecutor:
     """Runs works on the hash function; every misuse is an `InvariantError`."""
 
     device = torch.device("cpu")
-    host_threads: int | None = None
 
     def __init__(
         self,

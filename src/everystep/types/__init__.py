@@ -131,7 +131,9 @@ class Wants:
 class Request:
     """A prompt and every resolved choice; nothing in it changes while it runs.
 
-    `drafter` proposes tokens that the strategy may accept; None for none. `companions` are further prompts whose rows mirror each sequence and appear in no output.
+    `drafter` proposes tokens that the strategy may accept; None for none. `companions` are further
+    prompts whose rows mirror each sequence and appear in no output. `adapters`: (name, weight)
+    pairs of the adapters that all its feeds ask for.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
     index minus position. `prompt_visible`: how many ids, pad prefix included, stand before the
@@ -153,6 +155,7 @@ class Request:
     pad_token: int = 0
     prefix_token: int | None = None
     linger: bool = False
+    adapters: tuple[tuple[str, float], ...] = ()
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 
@@ -175,6 +178,8 @@ class Request:
                 *(name for one in prompts for name in one.inputs),
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),
+                *(("adapters",) if self.adapters else ()),
+                *(adapter_ability(name) for name, _ in self.adapters),
             )
         )
 
@@ -182,6 +187,11 @@ class Request:
 def nobodys(prompt: Prompt) -> Request:
     """A request for plain ids that no engine runs, so that rows of them can be looked at."""
     return Request("", prompt, cast(Strategy, None), cast(Draws, None))
+
+
+def adapter_ability(name: str) -> str:
+    """The ability of an executor that holds the adapter of this name."""
+    return f"adapters: {name!r}"
 
 
 @dataclass(slots=True, eq=False)

@@ -196,6 +196,7 @@ class Drafting(Protocol):
 class Drafter(Protocol):
     """A frozen value that guesses how sequences go on; equal ones work together."""
 
-    def start(self) -> Drafting:
-        """A drafter at work, with storage of its own where it needs some."""
+    def start(self, vocabulary: int) -> Drafting:
+        """A drafter at work for an engine with so many ids, with storage of its own if it needs
+        some; RequestError if it cannot draft for them."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from ctypes import byref, c_int64, c_void_p
+from ctypes import c_int64
 from dataclasses import dataclass
 from operator import add
 
@@ -17,11 +17,16 @@ import torch
 from torch import Tensor
 
 from everystep.cache.kv_format import CacheDtype
-from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.errors import InvariantError, RequestError, UnsupportedError, message
 from everystep.executors.native import library
-from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
+from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
-from everystep.executors.native.program import described_obstacles, model_obstacles, program_of
+from everystep.executors.native.program import (
+    described_obstacles,
+    model_obstacles,
+    open_runner,
+    program_of,
+)
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
@@ -29,6 +34,7 @@ from everystep.executors.positions import (
     position_ids,
     row_lengths,
 )
+from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
 from everystep.models import Model
 from everystep.nn.rotary import Rope, rotary_table
 from everystep.types import Answer, Best, InputSpec, Past, StepOutput, Work
@@ -51,14 +57,12 @@ def spec_obstacles(spec: object) -> list[str]:
 class NativeExecutor:
     """One engine's executor on a decoder; UnsupportedError where there are `obstacles`.
 
-    As many threads work as torch was set to use when it was opened. Those of torch wait for more
-    work by spinning, which would take their cores from these: so around a run torch uses one.
-    `cache_dtype`: the type in which pages keep keys and values; None: float32. `ahead`: the other
-    threads begin with what most likely comes next, while the caller looks at a step's results.
+    As many threads work as torch was set to use when it was opened. `cache_dtype`: the type in
+    which pages keep keys and values; None: float32. `ahead`: the other threads begin with what most
+    likely comes next, while the caller looks at a step's results.
     """
 
     device = torch.device("cpu")
-    host_threads: int | None = 1
     abilities = frozenset({"truncate", "embeds", "positions", "hidden", "past", "best"})
 
     def __init__(
@@ -72,19 +76,61 @@ class NativeExecutor:
         self._program = program_of(model)
         self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self._library = library.load()
-        kv_type, runner = _KV_TYPES.index(cache_dtype or "float32"), c_void_p()
-        _check(self._library.es_open(self._program.structure, kv_type, byref(runner)))
-        self._runner = runner.value
-        weakref.finalize(self, self._library.es_close, self._runner)
+        kv_type = _KV_TYPES.index(cache_dtype or "float32")
+        self._runner = open_runner(self._library, self._program, kv_type)
         self._threads = torch.get_num_threads()
         self._tables = [_RopeTable(rope) for rope in self._program.ropes]
         self._asked = _Asked(len(self._tables))
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
         self._turned: list[_Turned] = []
+        self._turns: list[weakref.ref[_Turn]] = []
+        self._cut_short = False
 
     def run(self, work: Work) -> StepOutput:
-        """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
+        """Apply the verbs in order, run the feeds, return what they want; logits are float32.
+
+        After any error or interrupt the executor can be used, but what its rows hold is unknown.
+        CapacityError where memory or threads do not suffice; RequestError where another run of it
+        has not ended, in another thread or in the one that was interrupted by this call.
+        """
+        leave_if_ending()
+        turn = self._enter()
+        try:
+            return self._run(work)
+        except (MemoryError, RuntimeError) as error:
+            if (shortage := out_of_memory(error)) is None:
+                raise
+            raise shortage from error
+        finally:
+            # An error that somebody keeps keeps this frame.
+            del turn
+
+    def _enter(self) -> _Turn:
+        """The right to run, for as long as it exists; so no interrupt can keep it from ending."""
+        turn = _Turn()
+        self._turns.append(weakref.ref(turn, self._turns.remove))
+        if self._turns[0]() is not turn:
+            raise RequestError(
+                message(
+                    "a step was asked for inside another step of the same executor",
+                    do="Let one thread at a time read a stream",
+                )
+            )
+        return turn
+
+    def _run(self, work: Work) -> StepOutput:
+        if self._cut_short:
+            self._library.es_rest(self._runner)
+            self.rows.recount()
+        self._cut_short = True
+        # Waiting threads of torch spin, on the cores that are needed now.
+        pause_torch_threads()
+        output = self._output(work)
+        self._cut_short = False
+        return output
+
+    def _output(self, work: Work) -> StepOutput:
         axes = self._program.decoder.axes
         places = position_ids(work, axes) if own_positions(work) else None
         self._apply(work)
@@ -132,7 +178,7 @@ class NativeExecutor:
         past = work.pasts.get(row)
         if past is not None and past.length:
             self.rows.extend(row, past.length)
-            _check(self._library.es_reserve(self._runner, self.rows.total))
+            check(self._library.es_reserve(self._runner, self.rows.total))
             kv, pages = past.kv.float().contiguous(), self.rows.pages(row)
             self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
 
@@ -146,7 +192,7 @@ class NativeExecutor:
             pair = self.rows.extend(row, count)
             if pair is not None:
                 copied.append(pair)
-        _check(self._library.es_reserve(self._runner, self.rows.total))
+        check(self._library.es_reserve(self._runner, self.rows.total))
         return np.array(copied, np.int32).T.copy() if copied else None
 
     def _hidden_room(self, work: Work) -> Tensor | None:
@@ -198,8 +244,9 @@ class NativeExecutor:
         step.copies = 0 if copied is None else copied.shape[1]
         step.copy_from, step.copy_to = (None, None) if copied is None else map(_address, copied)
         step.ahead = self._ahead and all(map(self.rows.has_room, work.rows.tolist()))
-        _check(self._library.es_run(self._runner, step, self._threads))
-        # Until now the step that was begun before may have read the tables of the last one.
+        # What was begun ahead reads the tables of the step before, what it begins reads these.
+        self._turned = [*self._turned, *turned]
+        check(self._library.es_run(self._runner, step, self._threads))
         self._turned = turned
 
 
@@ -220,16 +267,23 @@ class _Told:
     best: Best | None = None
 
 
-class _Asked:
-    """The structure that the library reads, made once; a step writes what is new in it.
+class _Turn:
+    """The right to run an executor."""
 
-    The numbers of all feeds lie one after another in one piece of memory, whose address is known.
+    __slots__ = ("__weakref__",)
+
+
+class _Asked:
+    """The structure that the library reads, made once; every step writes all of it.
+
+    The numbers of all feeds lie one after another in one piece of memory. An array and its address
+    are replaced together, so that no interrupt can part them.
     """
 
     def __init__(self, ropes: int) -> None:
         self._structure = StepWork(ropes=ropes, rope=(RopeRows * ropes)())
-        self._table: np.ndarray | None = None
-        self._make_room(256)
+        self._numbers = _addressed(np.empty(256, np.int64))
+        self._table = _addressed(np.empty((0, 0), np.int32))
 
     def step(self, work: Work, vocab_size: int) -> StepWork:
         """The structure with the numbers of the work's feeds."""
@@ -237,23 +291,26 @@ class _Asked:
         best = np.zeros_like(work.rows) if best is None else np.minimum(best, vocab_size)
         fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
         tokens, feeds = len(work.tokens), len(work.rows)
-        if tokens + 5 * feeds > len(self._numbers):
-            self._make_room(2 * (tokens + 5 * feeds))
-        np.concatenate(fields, out=self._numbers[: tokens + 5 * feeds])
-        step.tokens, step.feeds, step.ids = tokens, feeds, self._first
-        behind = range(self._first + 8 * tokens, self._first + 8 * (tokens + 5 * feeds), 8 * feeds)
-        step.rows, step.starts, step.counts, step.wanted, step.best = behind
+        count = tokens + 5 * feeds
+        if count > len(self._numbers[0]):
+            self._numbers = _addressed(np.empty(2 * count, np.int64))
+        numbers, first = self._numbers
+        np.concatenate(fields, out=numbers[:count])
+        step.tokens, step.feeds, step.ids = tokens, feeds, first
+        after = range(first + 8 * tokens, first + 8 * count, 8 * feeds)
+        step.rows, step.starts, step.counts, step.wanted, step.best = after
         return step
 
     def pages(self, table: np.ndarray) -> None:
         """The structure points to the pages of all rows."""
-        if table is not self._table:
-            self._table, self._structure.stride = table, table.shape[1]
-            self._structure.pages = _address(table)
+        if table is not self._table[0]:
+            self._table = _addressed(table)
+        self._structure.stride, self._structure.pages = table.shape[1], self._table[1]
 
-    def _make_room(self, count: int) -> None:
-        self._numbers = np.empty(count, np.int64)
-        self._first = self._numbers.ctypes.data
+
+def _addressed(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """An array, and where it lies."""
+    return array, array.__array_interface__["data"][0]
 
 
 def _address(array: np.ndarray | Tensor | None) -> int | None:
@@ -278,7 +335,6 @@ class _RopeTable:
 
     def __init__(self, rope: Rope) -> None:
         self._rope = rope
-        self._held = 0
         self._kept: _Turned | None = None
 
     def rows(self, work: Work, places: np.ndarray | None) -> _Turned:
@@ -300,10 +356,11 @@ class _RopeTable:
 
     def _kept_for(self, length: int) -> _Turned:
         """The table of at least so many positions, for tokens that turn by their own."""
-        if self._kept is None or self._held < length:
-            self._held = max(_LEAST_TABLE, 2 * length)
-            self._kept = self._turned(self._table(torch.arange(self._held), None), None)
-        return self._kept
+        kept = self._kept
+        if kept is None or len(kept.tables[0]) < length:
+            longer = torch.arange(max(_LEAST_TABLE, 2 * length))
+            self._kept = kept = self._turned(self._table(longer, None), None)
+        return kept
 
     def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> _Turned:
         cos, sin = tables
@@ -315,12 +372,3 @@ class _RopeTable:
         """(N, dim) each."""
         table = rotary_table(self._rope, positions, lengths, torch.float32)
         return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()
-
-
-def _check(failed: bool | int) -> None:
-    if failed == 2:
-        raise InvariantError(message("an id beyond the vocabulary was fed"))
-    if failed == 3:
-        raise InvariantError(message("matrices that are joined are not whole panels"))
-    if failed:
-        raise MemoryError("the native executor ran out of memory")

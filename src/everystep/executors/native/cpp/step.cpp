@@ -91,11 +91,13 @@ void Pages::reserve(int64_t count) {
     while (this->count() < count) {
         // Fresh memory is zeros, and takes room only when it is written.
         const size_t bytes = kSlabPages * bytes_ + 64;
-        void* slab = std::calloc(bytes, 1);
+        std::unique_ptr<void, Freed> slab(std::calloc(bytes, 1));
         if (!slab) throw std::bad_alloc();
-        prefer_large_pages(slab, bytes);
-        slabs_.emplace_back(slab);
-        const auto address = reinterpret_cast<uintptr_t>(slab);
+        if (pages_.capacity() < pages_.size() + kSlabPages)
+            pages_.reserve(2 * pages_.size() + kSlabPages);
+        prefer_large_pages(slab.get(), bytes);
+        const auto address = reinterpret_cast<uintptr_t>(slab.get());
+        slabs_.push_back(std::move(slab));
         uint8_t* first = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);
         for (int64_t i = 0; i < kSlabPages; ++i) pages_.push_back(first + i * bytes_);
     }
@@ -130,10 +132,32 @@ Runner::Runner(const Model& model, KvType type)
     if (!fits) throw std::invalid_argument("a matrix begins within a panel");
 }
 
-void Runner::run(const Work& work, int threads) {
+void Runner::check(const Work& work) const {
     if (std::any_of(work.ids, work.ids + work.tokens,
                     [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
         throw std::out_of_range("an id beyond the vocabulary");
+    for (int64_t feed = 0; feed < work.feeds; ++feed) {
+        const int64_t end = work.starts[feed] + work.counts[feed];
+        const int64_t used = (end + kPagePositions - 1) / kPagePositions;
+        const int32_t* numbers = work.pages + work.rows[feed] * work.stride;
+        if (used > work.stride || std::any_of(numbers, numbers + used, [&](int32_t number) {
+                return number < 0 || number >= pages_.count();
+            }))
+            throw std::logic_error("a row lies in pages that there are not");
+    }
+}
+
+// Its threads are not in this process: it is neither told to end nor waited for, and never freed.
+void Runner::forget_lost_crew() {
+    if (!crew_ || !crew_->lost()) return;
+    ahead_.reset();
+    static_cast<void>(crew_.release());
+}
+
+void Runner::run(const Work& work, int threads) {
+    check(work);
+    forget_lost_crew();
+    const Cores::Turn turn(threads);
     if (!was_ahead(work, threads)) {
         list_wanted(work);
         if (!crew_ || crew_->size() != threads) crew_ = std::make_unique<Crew>(threads);
@@ -142,14 +166,21 @@ void Runner::run(const Work& work, int threads) {
         for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
             run_part(make_part(work, begin));
     }
-    if (work.ahead) run_ahead(work);
+    if (work.ahead && !turn.is_crowded()) run_ahead(work);
 }
 
 // The members but the caller begin with what most likely comes next.
 void Runner::run_ahead(const Work& work) {
     if (crew_->size() == 1 || work.feeds > kMostTokens) return;
     if (!Guess::follows(work) || !guess_.worth_it()) return;
-    const Work& next = guess_.after(work);
+    try {
+        start_ahead(guess_.after(work));
+    } catch (const std::bad_alloc&) {
+        ahead_.reset();  // It need not be begun before it is asked for.
+    }
+}
+
+void Runner::start_ahead(const Work& next) {
     list_wanted(next);
     ahead_.emplace(make_part(next, 0));
     make_room(*ahead_);
@@ -175,6 +206,7 @@ bool Runner::was_ahead(const Work& work, int threads) {
 }
 
 void Runner::give_up_ahead() {
+    forget_lost_crew();
     if (ahead_) crew_->give_up();
     ahead_.reset();
 }

@@ -41,7 +41,9 @@ class Runner {
     Runner(const Model& model, KvType type);
     ~Runner() { give_up_ahead(); }
 
-    // `threads`: how many members the crew has from now on. std::out_of_range where an id is not one.
+    // `threads`: how many members the crew has from now on. std::out_of_range where an id is not one,
+    // std::logic_error where a row is said to lie in pages that there are not, std::system_error where
+    // threads cannot be made. Nothing is lost then, and rows that are not fed hold what they held.
     void run(const Work& work, int threads);
 
     // There are at least so many pages.
@@ -82,7 +84,10 @@ class Runner {
     Part make_part(const Work& work, int64_t begin) const;
     void run_part(const Part& part);
     void make_room(const Part& part);
+    void check(const Work& work) const;
+    void forget_lost_crew();
     void run_ahead(const Work& work);
+    void start_ahead(const Work& next);
     bool was_ahead(const Work& work, int threads);
     void run_layers(Member& member, const Part& part, int64_t from);
     void embed(Member& member, const Part& part);

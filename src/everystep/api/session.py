@@ -28,6 +28,7 @@ from everystep.config import META, GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import CapacityError, EverystepError, refuse
+from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.text import Tokenizer, Trimmer
@@ -158,7 +159,7 @@ class Session:
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)
-        with torch.inference_mode():
+        with inference_mode():
             return completed(self._model, prepare(self._model, options, inputs))
 
     def submit(self, prompt: PromptLike, index: int) -> Group:
@@ -168,7 +169,7 @@ class Session:
 
     def step(self) -> list[Event]:
         """One step of the engine."""
-        with torch.inference_mode():
+        with inference_mode():
             return self.engine.step()
 
     def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Group | Exception]]:

@@ -22,7 +22,7 @@ import everystep as es
 from everystep.api import absent
 from everystep.api.prepare import completed, prepare
 from everystep.api.rectangle import read_call
-from everystep.engine.collect import Collector
+from everystep.engine.collect import Collector, kept_rows
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import EverystepError
 from everystep.outputs import TokenLogprobs
@@ -149,7 +149,7 @@ class Mixture:
         group = self.run.groups[f"{name} {row}"]
         call, done = self.calls[name], group.request.strategy.finish(group)
         first = group.rank * self.collector.width
-        slots = range(first, first + group.request.strategy.kept_rows)
+        slots = range(first, first + kept_rows(group.request.strategy))
         asked = "logprobs" in call.own
         return Answer(
             tokens=[one.tokens.tolist() for one in done],

@@ -32,6 +32,7 @@ from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import UnsupportedError, refuse
+from everystep.nn.modes import inference_mode, ordinary_mode
 from everystep.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -61,7 +62,7 @@ def generate(model: Host, given: dict[str, Any]) -> Any:
     for notice in (*call.notices, *_padding_notices(given, inputs, options)):
         warnings.warn(notice, stacklevel=3)
     delivery = None if streamer is None else _delivery(call, streamer)
-    with torch.inference_mode():
+    with inference_mode():
         call = completed(model, call)
         if loop is None:
             return _run(model, call, delivery)
@@ -135,7 +136,7 @@ def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
     with _freed(engine, groups), _opened(delivery, call):
         timings = _loop(engine, groups, delivery, cached=cached)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_mode(), torch.no_grad():
         past = fill_cache(call.cache, call.inputs, groups)
         finished = [done for group in groups for done in strategy.finish(group)]
         if not asked:

@@ -1,0 +1,366 @@
+"""One engine for many prompts: what is asked for each, its turn, and what became of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.absent import refuse_rectangular
+from everystep.api.caches import row_quantization
+from everystep.api.inputs import Inputs, read_inputs
+from everystep.api.model import LanguageModel
+from everystep.api.options import (
+    OBJECTS,
+    Options,
+    read_options,
+    read_seeds,
+    require_output_object,
+    split,
+)
+from everystep.api.prepare import Call, completed, prepare
+from everystep.config import META, GenerationConfig
+from everystep.engine import Continuous, Engine
+from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
+from everystep.errors import CapacityError, EverystepError, refuse
+from everystep.nn.modes import inference_mode
+from everystep.outputs import TokenLogprobs
+from everystep.stops.strings import StopStrings
+from everystep.text import Tokenizer, Trimmer
+from everystep.types import Event, Finished, FinishReason, Group
+
+Messages = Sequence[Mapping[str, Any]]
+PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
+OptionsLike = Mapping[str, Any] | GenerationConfig
+
+_OF_TEXTS = ("add_generation_prompt", "trim_stop_strings")
+_ROWS = 32
+_TOKEN_BUDGET = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One continuation: its text without special tokens, its ids, why it ended, its score.
+
+    `logprobs` of its tokens and `prompt_logprobs` of its prompt's where they were asked for. Where
+    the reason is an error, the text and the ids are as far as they came.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    score: float
+    prompt_tokens: int
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What is asked for one prompt: `options`, and what becomes of text before and after."""
+
+    options: Options
+    starts_answer: bool
+    trims: bool
+
+
+class Session:
+    """One engine for many prompts of one model.
+
+    `options`: what holds for each prompt beside the `common` keywords. `seed`: from it and the
+    prompt's number come the draws of each prompt, and from nothing else; without it one is taken
+    from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
+    stream, whose events have room for log-probabilities. Everything about the options is checked
+    here, before any compute.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer | None,
+        prompts: Iterable[PromptLike],
+        options: Sequence[OptionsLike] | None,
+        seed: int | Sequence[int] | None,
+        common: Mapping[str, Any],
+        *,
+        gives_events: bool = False,
+    ) -> None:
+        self._model = model
+        self._gives_events = gives_events
+        self._tokenizer = tokenizer
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        if type(seed) is not int:
+            seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
+        self._seed = seed
+        if options is None:
+            self._asked = [self._read(common)]
+        else:
+            self._asked = self._read_each(common, options, prompts)
+        self._shared = options is None
+        for notice in {one: None for a in self._asked for one in a.options.effective.notices}:
+            warnings.warn(notice, stacklevel=3)
+        rows = max(_ROWS, *map(_rows_of, self._asked))
+        how = row_quantization(self._asked[0].options.effective, model) if self._asked else None
+        executor = model.executor(quantization=how)
+        self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
+
+    def _read(self, given: Mapping[str, Any]) -> _Asked:
+        """What is asked for a prompt by these keywords."""
+        names = [name for name in OBJECTS if name != "tokenizer"]
+        config, rest = split(given, names, _OF_TEXTS)
+        options = read_options(self._model, config, {**rest, "tokenizer": self._tokenizer})
+        refuse_rectangular(options.effective)
+        if not self._gives_events:
+            require_output_object(options)
+        if options.seed is not None:
+            options = replace(options, seed=read_seeds(options.seed, 1))
+        starts, trims = rest.get("add_generation_prompt"), rest.get("trim_stop_strings")
+        return _Asked(options, starts is not False, bool(trims) and self._tokenizer is not None)
+
+    def _read_each(
+        self,
+        common: Mapping[str, Any],
+        options: Sequence[OptionsLike],
+        prompts: Iterable[PromptLike],
+    ) -> list[_Asked]:
+        """What is asked for each prompt; an error names the prompt."""
+        count = _count(prompts, "options each")
+        if isinstance(options, Mapping | GenerationConfig) or len(options) != count:
+            wanted = f"a list of {count}, one per prompt"
+            refuse("options do not fit the prompts", wanted=wanted, got=_length_of(options))
+        asked: list[_Asked] = []
+        for index, own in enumerate(options):
+            try:
+                asked.append(self._read({**common, **_said(own)}))
+                if index:
+                    _require_alike(self._model, asked[0].options, asked[-1].options)
+            except EverystepError as error:
+                raise type(error)(f"options[{index}]: {error}") from error
+        return asked
+
+    def asked(self, index: int) -> _Asked:
+        """What is asked for the prompt of this number."""
+        return self._asked[0 if self._shared else index]
+
+    def call(self, prompt: PromptLike, index: int) -> Call:
+        """Everything about the prompt of this number decided and computed, but for its tokens."""
+        asked = self.asked(index)
+        ids = self._ids(prompt, asked.starts_answer)
+        passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
+        inputs: Inputs = replace(read_inputs(self._model, passed, asked.options), number=index)
+        _require_room(len(ids), self._model.context)
+        options = asked.options
+        if options.seed is None:
+            own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
+            options = replace(options, seed=own)
+        with inference_mode():
+            return completed(self._model, prepare(self._model, options, inputs))
+
+    def submit(self, prompt: PromptLike, index: int) -> Group:
+        """The prompt waits for its turn; the id of its request is its number."""
+        (request,) = self.call(prompt, index).requests
+        return self.engine.submit(request)
+
+    def step(self) -> list[Event]:
+        """One step of the engine."""
+        with inference_mode():
+            return self.engine.step()
+
+    def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Group | Exception]]:
+        """Every prompt by number, as it ends: its group, or the error that keeps it from running.
+
+        No more of them wait in the engine than it can soon admit.
+        """
+        coming = iter(enumerate(prompts))
+        inside: dict[int, Group] = {}
+        more = True
+        while more or inside:
+            while more and len(inside) < 2 * _ROWS:
+                try:
+                    number, prompt = next(coming)
+                except StopIteration:
+                    more = False
+                    break
+                try:
+                    inside[number] = self.submit(prompt, number)
+                except Exception as error:
+                    yield number, error
+            if inside:
+                self.step()
+            for number in [n for n, group in inside.items() if not group.live]:
+                yield number, inside.pop(number)
+
+    def generated(self, group: Group) -> list[Generated]:
+        """The result of a group that has ended."""
+        if (error := group.error) is not None:
+            done = next(one for one in group.done if one.reason.kind == "error")
+            return [self.failed(error, done.tokens, _prompt_length(group))]
+        asked = group.request.wants.prompt_logprobs is not None
+        of_prompt = prompt_logprobs(group) if asked else None
+        finished = group.request.strategy.finish(group)
+        found = [self._generated(one, group, of_prompt) for one in finished]
+        if (trim := self.trim(group)) is None:
+            return found
+        return [
+            replace(one, text=Trimmer(*trim).finish(one.text, one.finish_reason.matched))
+            for one in found
+        ]
+
+    def failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
+        """What stands in the place of a prompt that failed after these tokens."""
+        ids = tuple(int(token) for token in tokens)
+        return Generated(self._text(ids), ids, FinishReason("error", error), 0.0, prompt)
+
+    def shaped(self, group: Group) -> Any:
+        """What `generate` gives for a group that has ended."""
+        found = self.generated(group)
+        if group.error is not None:
+            return found[0]
+        e = self.asked(int(group.request.request_id)).options.effective
+        values: list[Any] = list(found)
+        if not e.return_dict_in_generate:
+            plain = self._tokenizer is None
+            values = [list(one.tokens) if plain else one.text for one in found]
+        return values[0] if len(values) == 1 else values
+
+    def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:
+        """The stop strings that the texts of a group lose and the end of its prompt, if asked."""
+        if not self.asked(int(group.request.request_id)).trims:
+            return None
+        stops = (stop for stop in group.request.stops if isinstance(stop, StopStrings))
+        strings = tuple(string for stop in stops for string in stop.strings)
+        ids = group.request.prompt.ids
+        longest = max((len(string.encode()) for string in strings), default=0)
+        before = [] if ids is None or not longest else ids[-longest:].tolist()
+        return strings, self._text(before)
+
+    def _generated(
+        self, done: Finished, group: Group, of_prompt: TokenLogprobs | None
+    ) -> Generated:
+        ids, wants = done.tokens.tolist(), group.request.wants
+        known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
+        text, length = self._text(ids), _prompt_length(group)
+        return Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _ids(self, prompt: PromptLike, starts_answer: bool) -> np.ndarray:
+        """The ids of a text, of messages through the chat template, or of ids as they are."""
+        if not isinstance(prompt, str) and not is_messages(prompt):
+            ids = torch.as_tensor(prompt if isinstance(prompt, Tensor) else _plain(prompt))
+        elif self._tokenizer is None:
+            refuse(
+                "text needs a tokenizer",
+                wanted="a tokenizer, or prompts given as ids",
+                got="no tokenizer",
+                do="Pass the tokenizer that es.load returned",
+            )
+        elif isinstance(prompt, str):
+            ids = torch.as_tensor(self._tokenizer.encode(prompt))
+        else:
+            rendered = self._tokenizer.apply_chat_template(
+                list(prompt),
+                tokenize=True,
+                add_generation_prompt=starts_answer,
+                return_dict=False,
+            )
+            ids = torch.as_tensor(rendered)
+        if ids.dim() != 1 or not len(ids):
+            do = "Pass a text, messages, or a list with at least one id"
+            refuse("a prompt is empty, or no row of ids", got=f"shape {tuple(ids.shape)}", do=do)
+        found: np.ndarray = ids.detach().cpu().numpy()
+        return found
+
+
+def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
+    """The prompts, and whether it is a single one that was not in a list."""
+    if isinstance(prompts, str) or is_messages(prompts):
+        return [prompts], True
+    if isinstance(prompts, Tensor | np.ndarray):
+        return ([prompts], True) if prompts.ndim < 2 else (list(prompts), False)
+    if isinstance(prompts, (list, tuple)):
+        of_ids = bool(prompts) and isinstance(prompts[0], int | float | np.integer)
+        return ([prompts], True) if of_ids else (prompts, False)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+        do = "Pass a text, a list of ids or of messages, or several of them in a list"
+        refuse("prompts are of no known kind", got=type(prompts).__name__, do=do)
+    return prompts, False
+
+
+def is_messages(prompt: object) -> bool:
+    """Whether a prompt is a conversation."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def noted(error: Exception, index: int) -> Exception:
+    """The error, which says at which prompt it arose."""
+    error.add_note(f"This was prompt {index}.")
+    return error
+
+
+def _plain(prompt: Any) -> Any:
+    return prompt if isinstance(prompt, np.ndarray) else list(prompt)
+
+
+def _prompt_length(group: Group) -> int:
+    ids = group.request.prompt.ids
+    return 0 if ids is None else len(ids)
+
+
+def _said(own: Any) -> Mapping[str, Any]:
+    """The keywords that one prompt's options stand for."""
+    if isinstance(own, GenerationConfig):
+        return {name: value for name, value in own.to_diff_dict().items() if name not in META}
+    if not isinstance(own, Mapping):
+        wanted = "a mapping or a GenerationConfig"
+        refuse("they are no options", wanted=wanted, got=type(own).__name__)
+    return own
+
+
+def _require_alike(model: LanguageModel, first: Options, other: Options) -> None:
+    """RequestError unless the rows of both can lie in one cache."""
+    kinds = [row_quantization(one.effective, model) for one in (first, other)]
+    if kinds[0] != kinds[1]:
+        names = "cache_implementation and cache_config"
+        refuse(f"{names} differ from those of prompt 0", do="Give all prompts the same")
+
+
+def _rows_of(asked: _Asked) -> int:
+    """How many rows a prompt takes."""
+    e = asked.options.effective
+    width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1))
+    return width * (2 if e.guidance_scale else 1)
+
+
+def _require_room(length: int, context: int | None) -> None:
+    if context is not None and length >= context:
+        refuse(
+            "the prompt fills the model's context",
+            wanted=f"fewer than {context} tokens",
+            got=length,
+            do="Shorten the prompt, or take a model with a longer context",
+            kind=CapacityError,
+        )
+
+
+def _count(prompts: Any, what: str) -> int:
+    """How many prompts there are; RequestError where nobody can know it."""
+    if isinstance(prompts, Sized):
+        return len(prompts)
+    do = "Pass list(prompts), or what holds for all of them"
+    refuse(f"prompts that come one by one cannot have {what}", wanted="a list of prompts", do=do)
+
+
+def _length_of(options: Any) -> object:
+    if isinstance(options, Sized) and not isinstance(options, Mapping):
+        return len(options)
+    return type(options).__name__

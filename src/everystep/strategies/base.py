@@ -169,4 +169,3 @@ class Strategy(Protocol):
     def finish(self, group: Group) -> list[Finished]:
         """The group's result, best first where there is an order."""
         ...
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isqrt
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,36 +19,25 @@ _KEPT = 32  # ids at the end that are never shared, so that drafts can be taken 
 _ROOM = 96  # further ones before they are
 
 
-class _Shared(Protocol):
-    """What is known of the first ids of a prefix; never changed."""
+class _Memory:
+    """Base of both kinds: the shared part, the ids since, and what `_add` makes of those.
 
-    @property
-    def length(self) -> int: ...
-
-    def after(self, ids: list[int]) -> Self:
-        """The same of a prefix that is longer by these ids."""
-        ...
-
-
-S = TypeVar("S", bound=_Shared)
-
-
-class _Memory(Generic[S]):
-    """Base of both kinds: the shared part, the ids since, and what `_add` makes of those."""
+    A shared part has a `length`, and `after(ids)`, the same of a prefix that is longer.
+    """
 
     __slots__ = ("_recent", "_room", "_shared", "start")
 
-    def __init__(self, nothing: S, start: int = 0) -> None:
+    def __init__(self, nothing: Any, start: int = 0) -> None:
         self.start = start
         self._anew(nothing)
 
-    def _anew(self, shared: S) -> None:
+    def _anew(self, shared: Any) -> None:
         """Nothing came after the shared part."""
         self._shared = shared
         self._recent: list[int] = []
         self._room = _KEPT + max(_ROOM, 4 * isqrt(shared.length))
 
-    def _nothing(self) -> S:
+    def _nothing(self) -> Any:
         """The shared part of no ids."""
         raise NotImplementedError
 
@@ -114,7 +103,7 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 _NOTHING = _Counted(0, _NO_IDS, _NO_IDS, {})
 
 
-class Occurrences(_Memory[_Counted]):
+class Occurrences(_Memory):
     """The ids of a prefix from place `start` on, and how often each stands there.
 
     Most are sorted, so that who looks their scores up goes through memory in one direction.
@@ -217,7 +206,7 @@ class _Grams(NamedTuple):
         return _Grams(self.size, self.length + len(ids), following, tail)
 
 
-class NGrams(_Memory[_Grams]):
+class NGrams(_Memory):
     """Which ids follow which `size - 1` ids in a prefix."""
 
     __slots__ = ("_following", "_news", "size")

@@ -59,15 +59,17 @@ class Scores:
         return Scores.of(full, self.totals)
 
     def select(self, rows: Tensor, most: int | None = None) -> Scores:
-        """The given rows, (n,), in the given order; of lists the first `most` places."""
+        """The given rows, (n,), in the given order; of lists, best first, the `most` best."""
         if self.tokens is None:
             return Scores.of(self.values[rows], _at(self.totals, rows))
-        read = self.read
+        read, rest = self.read, _at(self.rest, rows)
+        if rest is not None and most is not None and most < self.values.shape[1]:
+            rest = torch.maximum(rest, self.values[rows, most : most + 1])
         return Scores(
             self.values[rows, :most],
             self.tokens[rows, :most],
             self.vocabulary,
-            _at(self.rest, rows),
+            rest,
             _at(self.totals, rows),
             None if read is None else lambda some: read(rows[some]),
         )

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from ctypes import c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import add
 
@@ -144,7 +144,9 @@ class NativeExecutor:
             self._step(work, room, places, hidden)
         else:
             self._library.es_rest(self._runner)
-        best = None if room.best is None else room.best.scores(work, self._read_out)
+        best = room.best
+        if best is not None and room.hidden is not None:
+            best = _ended(best, work, partial(self._read_out, room.hidden))
         return StepOutput(room.logits, _answers(work, hidden), best, room.totals)
 
     def audit(self) -> dict[int, int]:
@@ -226,14 +228,13 @@ class NativeExecutor:
         if whole == sum(wanted):
             return _Room(logits, totals)
         rows, most_best = sum(wanted) - whole, min(max(most), self.vocab_size)
-        best = _BestRoom(
+        best = Scores(
             torch.empty(rows, most_best),
             torch.empty(rows, most_best, dtype=torch.int64),
-            torch.empty(rows, self._program.structure.width),
-            torch.empty(rows) if work.totals else None,
             self.vocab_size,
+            totals=torch.empty(rows) if work.totals else None,
         )
-        return _Room(logits, totals, best)
+        return _Room(logits, totals, best, torch.empty(rows, self._program.structure.width))
 
     def _step(
         self, work: Work, room: _Room, places: np.ndarray | None, hidden: Tensor | None
@@ -255,9 +256,9 @@ class NativeExecutor:
         best = room.best
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values = None if best is None else best.values.data_ptr()
-        step.best_tokens = None if best is None else best.tokens.data_ptr()
-        step.best_hidden = None if best is None else best.hidden.data_ptr()
+        step.best_tokens = None if best is None else _address(best.tokens)
         step.best_totals = None if best is None else _address(best.totals)
+        step.best_hidden = _address(room.hidden)
         step.hidden = _address(hidden)
         step.copies = 0 if copied is None else copied.shape[1]
         step.copy_from, step.copy_to = (None, None) if copied is None else map(_address, copied)
@@ -277,38 +278,27 @@ def _answers(work: Work, hidden: Tensor | None) -> dict[int, Answer]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BestRoom:
-    """Room for the best of R rows, their last hidden states, and their totals where wanted."""
-
-    values: Tensor
-    tokens: Tensor
-    hidden: Tensor
-    totals: Tensor | None
-    vocabulary: int
-
-    def scores(self, work: Work, read: Callable[[Tensor, Tensor], Tensor]) -> Scores:
-        """The lists of the rows, each as long as its feed wants."""
-        own = np.repeat(work.best, work.logits)  # type: ignore[arg-type]
-        most, values = self.values.shape[1], self.values
-        count = np.minimum(own[own > 0], most)
-        rest = values[:, -1:]
-        if count.min() < most:
-            last = torch.from_numpy(count)[:, None]
-            rest = values.gather(1, last - 1)
-            beyond = torch.arange(most) >= last
-            values.masked_fill_(beyond, -math.inf)
-            self.tokens.masked_fill_(beyond, 0)
-        whole = partial(read, self.hidden)
-        return Scores(values, self.tokens, self.vocabulary, rest, self.totals, whole)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Room:
-    """Room for what is reported of a work's wanted positions."""
+    """Room for what is reported of a work's wanted positions: rows, their totals, and lists of the
+    best with the last hidden states of their rows."""
 
     logits: Tensor
     totals: Tensor | None
-    best: _BestRoom | None = None
+    best: Scores | None = None
+    hidden: Tensor | None = None
+
+
+def _ended(best: Scores, work: Work, read: Callable[[Tensor], Tensor]) -> Scores:
+    """Lists that were filled, each as long as its feed wants, with what the rest is below."""
+    own = np.repeat(work.best, work.logits)  # type: ignore[arg-type]
+    most, rest = best.values.shape[1], best.values[:, -1:]
+    count = np.minimum(own[own > 0], most)
+    if count.min() < most:
+        last = torch.from_numpy(count)[:, None]
+        rest, beyond = best.values.gather(1, last - 1), torch.arange(most) >= last
+        best.values.masked_fill_(beyond, -math.inf)
+        best.tokens.masked_fill_(beyond, 0)  # type: ignore[union-attr]
+    return replace(best, rest=rest, read=read)
 
 
 class _Turn:

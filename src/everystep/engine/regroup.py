@@ -36,15 +36,6 @@ def regroup(group: Group, table: TokenTable, ledger: Ledger) -> None:
             if unit.row is None and source.row is not None:
                 unit.row, unit.cached = ledger.fork(source.row), source.cached
         _share_columns(lead, other)
-        _share_columns(lead, other)
-
-
-def _share_columns(lead: Sequence, other: Sequence) -> None:
-    """The other knows the hidden states of what it has cached, if the first does."""
-    columns, known = lead.memo.get(COLUMNS), other.memo.get(COLUMNS)
-    if columns is not None and (known is None or known.length < other.cached):
-        other.memo[COLUMNS] = shared = columns.copy()
-        shared.rewind(other.cached + other.request.shift)
 
 
 def _share_columns(lead: Sequence, other: Sequence) -> None:

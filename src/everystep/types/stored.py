@@ -1,0 +1,140 @@
+"""Values as bytes and back: what a running generation knows, written without pickle.
+
+Plain values, arrays and the classes that are registered here can be written, and nothing else can
+be read: a file names no code. The bytes are a line of JSON, which tells the form, and then the
+numbers of all arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from everystep.errors import FormatError, RequestError, message
+
+C = TypeVar("C", bound=type)
+_KINDS: dict[str, type] = {}
+_NAMES: dict[type, str] = {}
+_DTYPES = ("int64", "int32", "uint64", "float64", "float32", "bool", "uint8")
+
+
+class Chain(NamedTuple):
+    """Values of which each was added after the earlier ones, the last one first; never changed, so
+    that forks share it."""
+
+    last: Any
+    earlier: Chain | None
+
+    def values(self) -> list[Any]:
+        """All of them, the first one first."""
+        found: list[Any] = []
+        chain: Chain | None = self
+        while chain is not None:
+            found.append(chain.last)
+            chain = chain.earlier
+        return found[::-1]
+
+
+def stored(name: str) -> Callable[[C], C]:
+    """Values of the decorated dataclass or named tuple are written under this name, by their
+    fields."""
+
+    def register(kind: C) -> C:
+        _KINDS[name], _NAMES[kind] = kind, name
+        return kind
+
+    return register
+
+
+def to_bytes(value: Any) -> bytes:
+    """The value as bytes; RequestError for anything that cannot be written."""
+    arrays: list[np.ndarray] = []
+    form = json.dumps(_form(value, arrays), separators=(",", ":")).encode()
+    parts = [len(form).to_bytes(8, "little"), form, *(array.tobytes() for array in arrays)]
+    return b"".join(parts)
+
+
+def from_bytes(data: bytes) -> Any:
+    """The value that was written; FormatError if these are other bytes."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise FormatError(message("these bytes hold no saved generation", got=f"{len(data)} bytes"))
+    try:
+        return _value(json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :])
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise FormatError(message("a saved generation is damaged", got=error)) from error
+
+
+def _form(value: Any, arrays: list[np.ndarray]) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        return {"float": float(value).hex()}
+    if isinstance(value, np.ndarray):
+        return _array_form(value, arrays)
+    if isinstance(value, Chain):
+        return {"chain": [_form(one, arrays) for one in value.values()]}
+    if type(value) in _NAMES:
+        return {"kind": _NAMES[type(value)], "fields": [_form(x, arrays) for x in _fields(value)]}
+    if type(value) in (list, tuple, frozenset):
+        return {type(value).__name__: [_form(one, arrays) for one in value]}
+    if type(value) is dict:
+        return {"dict": [[_form(k, arrays), _form(v, arrays)] for k, v in value.items()]}
+    raise RequestError(
+        message(
+            f"a value of type {type(value).__name__} cannot be saved with a generation",
+            wanted="plain values, arrays, or a class registered with everystep.types.stored",
+            do="Leave out the processor, criterion or strategy that keeps it",
+        )
+    )
+
+
+def _array_form(array: np.ndarray, arrays: list[np.ndarray]) -> dict[str, Any]:
+    if array.dtype.name not in _DTYPES:
+        raise RequestError(message("an array of this type cannot be saved", got=array.dtype))
+    start = sum(one.nbytes for one in arrays)
+    arrays.append(np.ascontiguousarray(array))
+    return {"array": [array.dtype.name, list(array.shape), start]}
+
+
+def _fields(value: Any) -> list[Any]:
+    if isinstance(value, tuple):
+        return list(value)
+    return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+
+
+def _value(form: Any, numbers: memoryview) -> Any:
+    if not isinstance(form, dict):
+        return form
+    if "kind" in form:
+        return _KINDS[form["kind"]](*(_value(one, numbers) for one in form["fields"]))
+    ((name, held),) = form.items()
+    if name == "float":
+        return float.fromhex(held)
+    if name == "array":
+        return _array(held, numbers)
+    if name == "dict":
+        return {_value(k, numbers): _value(v, numbers) for k, v in held}
+    values = [_value(one, numbers) for one in held]
+    if name == "chain":
+        chain: Chain | None = None
+        for one in values:
+            chain = Chain(one, chain)
+        return chain
+    return {"list": list, "tuple": tuple, "frozenset": frozenset}[name](values)
+
+
+def _array(held: list[Any], numbers: memoryview) -> np.ndarray:
+    name, shape, start = held
+    if name not in _DTYPES or start < 0 or any(size < 0 for size in shape):
+        raise ValueError(f"an array of {name}, {shape}")
+    dtype, count = np.dtype(name), int(np.prod(shape, dtype=object)) if shape else 1
+    if start + count * dtype.itemsize > len(numbers):
+        raise ValueError("an array ends after the file")
+    return np.frombuffer(numbers, dtype, count, start).reshape(shape).copy()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.numpy_executor import NumpyExecutor

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import NoReturn
 
 from everystep.api.call import Call, Host
-from everystep.api.past import require_abilities
+from everystep.api.past import is_recurrent, require_abilities
 from everystep.api.prompts import Source
-from everystep.cache.affine import Quantization
+from everystep.cache.formats import Quantization
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
@@ -46,6 +46,8 @@ def with_cache(call: Call, model: Host, source: Source, passed: Cache | None) ->
     if call.effective.use_cache is False:
         return call
     chosen = _new_cache(call, model, source)
+    if chosen is None:
+        return call
     require_abilities(call, chosen, f"cache_implementation={_kind(call.effective)!r}")
     kept = chosen if call.effective.return_dict_in_generate else None
     return replace(call, past=kept, quantization=row_quantization(call.effective, model))
@@ -98,10 +100,14 @@ def _kind(effective: Effective) -> str:
     return "dynamic"
 
 
-def _new_cache(call: Call, model: Host, source: Source) -> Cache:
-    """An empty cache of the kind that the configuration names."""
-    kind, layers = _kind(call.effective), model.kv_shape.layers
-    windows = list(model.windows) or [None] * layers
+def _new_cache(call: Call, model: Host, source: Source) -> Cache | None:
+    """An empty cache of the kind that the configuration names; None if no object holds states."""
+    kind, windows = _kind(call.effective), list(model.windows)
+    if is_recurrent(model):
+        if kind != "dynamic":
+            what = "rows of a model with recurrent layers hold states, not keys and values"
+            _refuse(what, f"cache_implementation={kind!r}", "Leave cache_implementation out")
+        return None
     how = row_quantization(call.effective, model)
     if how is not None:
         return QuantizedCache("everystep", windows, how.bits, None, None, how.group, how.residual)
@@ -113,7 +119,7 @@ def _new_cache(call: Call, model: Host, source: Source) -> Cache:
     if not model.is_encoder_decoder:
         return static
     read = max(int(places[-1]) + 1 for places in source.places)
-    return EncoderDecoderCache(static, StaticCache([None] * layers, read))
+    return EncoderDecoderCache(static, StaticCache([None] * len(windows), read))
 
 
 def _refuse(what: str, got: str, do: str) -> NoReturn:

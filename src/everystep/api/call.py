@@ -19,14 +19,14 @@ from everystep.api.resolve import (
     read_stops,
     read_strategy,
 )
-from everystep.cache.affine import Quantization
+from everystep.cache.formats import Quantization
 from everystep.cache.containers import Cache
 from everystep.config import Effective, GenerationConfig
 from everystep.config.effective import for_rows
 from everystep.engine import Guidance
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
-from everystep.nn.network import Heard, KvShape
+from everystep.nn.network import Heard, Store
 from everystep.processors.build import build
 from everystep.processors.facts import Facts
 from everystep.processors.guidance import (
@@ -73,8 +73,8 @@ class Host(Protocol):
         ...
 
     @property
-    def kv_shape(self) -> KvShape:
-        """What one position of a cache costs."""
+    def stores(self) -> Sequence[Sequence[Store]]:
+        """What each layer keeps of a row."""
         ...
 
     @property

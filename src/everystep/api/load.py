@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.api.model import LanguageModel
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
 from everystep.errors import (
     MissingFileError,

@@ -14,8 +14,8 @@ from everystep.api.custom import require_loop
 from everystep.api.forward import CausalLMOutput, cache_of_forward, kept_positions
 from everystep.api.generate import generate
 from everystep.api.transitions import compute_transition_scores
-from everystep.cache.affine import Quantization
-from everystep.cache.kv_format import CacheDtype, KvFormat
+from everystep.cache.formats import Quantization
+from everystep.cache.formats import CacheDtype, KvFormat
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor
@@ -28,7 +28,7 @@ from everystep.executors.choice import (
 )
 from everystep.models import Model, convert_model, named_weights, weight_bytes
 from everystep.models.device import usable_device
-from everystep.nn.network import Heard, KvShape
+from everystep.nn.network import Heard, Store, Window
 from everystep.types import Prompt
 
 
@@ -106,12 +106,16 @@ class LanguageModel:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many positions it looks back; None for all."""
-        return tuple(layer.window for layer in getattr(self._core.spec, "layers", ()))
+        sizes = [
+            [one.size for one in layer if isinstance(one, Window)]
+            for layer in self._core.network.stores
+        ]
+        return tuple(size[0] if size else None for size in sizes)
 
     @property
-    def kv_shape(self) -> KvShape:
-        """What one position of a cache costs."""
-        return self._core.network.kv_shape
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        """What each layer keeps of a row."""
+        return self._core.network.stores
 
     @property
     def is_encoder_decoder(self) -> bool:

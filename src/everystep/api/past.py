@@ -17,9 +17,11 @@ from everystep.api.call import Call, Host
 from everystep.api.inputs import Inputs
 from everystep.cache.containers import Cache, EncoderDecoderCache
 from everystep.cache.layers import CacheLayer, QuantizedLayer
+from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
 from everystep.errors import RequestError, message
-from everystep.types import Group, Past, Prompt
+from everystep.nn.network import State
+from everystep.types import Group, Prompt
 
 
 def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cache | None:
@@ -36,8 +38,16 @@ def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cach
     return cache
 
 
+def is_recurrent(model: Host) -> bool:
+    """Whether rows of the model hold states, which no cache object does."""
+    return any(isinstance(store, State) for layer in model.stores for store in layer)
+
+
 def require_cache(cache: object, model: Host) -> Cache:
     """The object, which is a cache that this model can go on from."""
+    if is_recurrent(model):
+        do = "Pass the whole prompt as input_ids"
+        _refuse("is for models of attention", "none", type(cache).__name__, do)
     wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
     if not isinstance(cache, wanted):
         do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
@@ -155,36 +165,38 @@ def leave(call: Call, groups: list[Group], across_places: tuple[np.ndarray, ...]
         return None
     places = [_row_places(call, row, past.length) for row, past in enumerate(pasts)]
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    _fill(own, _placed([past.kv for past in pasts], places))
+    _fill(own, _placed([*map(kv_of, pasts)], places))
     if isinstance(cache, EncoderDecoderCache):
         width = call.strategy.width
         read = [across_places[row // width] for row in range(len(pasts))]
-        across = [past.across for past in pasts if past.across is not None]
+        across = [kv for kv in map(across_of, pasts) if kv is not None]
         _fill(cache.cross_attention_cache, _placed(across, read))
         cache.is_updated = dict.fromkeys(range(len(cache)), True)
     return cache
 
 
 def _require_shape(cache: Cache, model: Host) -> None:
-    shape = model.kv_shape
+    stores = model.stores
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if own.layer_class_to_replicate is None and len(own) != shape.layers:
-        _refuse("is of another model", f"{shape.layers} layers", f"{len(own)} layers", None)
+    if own.layer_class_to_replicate is None and len(own) != len(stores):
+        _refuse("is of another model", f"{len(stores)} layers", f"{len(own)} layers", None)
     lengths = {int(layer.get_seq_length()) for layer in own.layers}
     if len(lengths) > 1:
         _refuse("is not the same in all layers", "one length", sorted(lengths), None)
     if lengths in ({0}, set()):
         return
-    for layer in own.layers:
+    for layer, (store, *_) in zip(own.layers, stores, strict=True):
         keys, values = layer.keys, layer.values
-        if keys is None or values is None:
+        if keys is None or values is None or isinstance(store, State):
             raise RequestError(
                 message("a layer of past_key_values is empty", do="Fill all or none")
             )
-        got = (keys.shape[1], keys.shape[3], keys.dtype, keys.device.type)
-        wanted = (shape.kv_heads, shape.head_dim, model.dtype, model.device.type)
-        if got != wanted or keys.shape != values.shape:
-            _refuse("is of another model", f"(heads, size, type, device) {wanted}", got, None)
+        got = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device.type)
+        sizes = (store.heads, store.key_dim, store.value_dim)
+        wanted = (*sizes, model.dtype, model.device.type)
+        if got != wanted or keys.shape[:3] != values.shape[:3]:
+            what = "(heads, size of keys, of values, type, device)"
+            _refuse("is of another model", f"{what} {wanted}", got, None)
 
 
 def require_room(cache: Cache, needed: int) -> None:
@@ -239,7 +251,7 @@ def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
             prompt.length,
             "Pass the whole sequence, new tokens included",
         )
-    return replace(prompt, past=Past(count, kv[..., first:, :]) if count else None)
+    return replace(prompt, past=past_of(kv[..., first:, :]) if count else None)
 
 
 def _behind(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
@@ -249,7 +261,7 @@ def _behind(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
     if positions is not None:
         lead = torch.arange(count).expand(*positions.shape[:-1], count)
         positions = torch.cat([lead, positions], dim=-1)
-    past = Past(count, kv[..., inputs.seen[row], :]) if count else None
+    past = past_of(kv[..., inputs.seen[row], :]) if count else None
     return replace(prompt, positions=positions, past=past)
 
 

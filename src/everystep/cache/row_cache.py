@@ -1,102 +1,56 @@
-"""The cache as an executor sees it: the four verbs, and a context per step.
+"""The cache of one executor: verbs in, then a context for each step.
 
-Row numbers are chosen by the engine. What the network computes is not known here.
+    step:  apply(work)            forks, truncations and frees since the last step
+           begin(work) -> Context the layers of the network store and look through it
+
+Row numbers are the engine's. Projections of encoder states are computed once per tensor and shared
+by every row that looks at it. A row of a model with windows, codes or recurrent states can be cut
+back to 0 and to what its last feed wanted logits of, the position before included; others to any
+length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from everystep.cache.context import Context
-from everystep.cache.kv_format import CacheDtype
-from everystep.cache.plan import Feed
+from everystep.cache.formats import CacheDtype, Quantization
+from everystep.cache.plan import Feed, is_long
 from everystep.cache.pool import Counts
-from everystep.cache.rows import Rows
+from everystep.cache.rows import Row, Rows
 from everystep.errors import InvariantError, message
-from everystep.nn.network import KvShape
+from everystep.nn.network import Store
 from everystep.types import Past, Work
 
 
-class Verbs(Protocol):
-    """What happens to rows."""
-
-    def allocate(
-        self,
-        row: int,
-        encoder: Tensor | None = None,
-        *,
-        columns: bool = False,
-        past: Past | None = None,
-    ) -> None: ...
-    def fork(self, row: int, source: int) -> None: ...
-    def truncate(self, row: int, length: int) -> None: ...
-    def free(self, row: int) -> None: ...
-
-
-def perform(rows: Verbs, work: Work) -> None:
-    """The verbs of a work have happened to the rows, in order."""
-    for verb in work.verbs:
-        if verb.kind == "allocate":
-            encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
-            past = work.pasts.get(verb.row)
-            rows.allocate(verb.row, encoder, columns=columns, past=past)
-        elif verb.kind == "fork":
-            rows.fork(verb.row, verb.value)
-        elif verb.kind == "truncate":
-            rows.truncate(verb.row, verb.value)
-        else:
-            rows.free(verb.row)
-
-
-class Held(Protocol):
-    """A row, as far as a feed asks."""
-
-    @property
-    def length(self) -> int:
-        """How many positions are cached."""
-        ...
-
-
-FedRow = TypeVar("FedRow", bound=Held)
-
-
-def fed_rows(work: Work, row_of: Callable[[int], FedRow]) -> Iterator[tuple[FedRow, int, int]]:
-    """Each fed row with the start and count of its feed; InvariantError if it ends elsewhere."""
-    numbers = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
-    for number, start, count in numbers:
-        row = row_of(number)
-        if row.length != start:
-            raise InvariantError(
-                message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
-            )
-        yield row, start, count
-
-
 class RowCache:
-    """Rows of keys and values for one executor.
+    """Rows for one executor; `stores`: what each layer of its network keeps of a row.
 
     `width`: size of the hidden states that rows with columns keep. `project`: encoder states
-    (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder. `kept`: the type in which
-    rows keep keys and values, None for `dtype`.
+    (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder. `kept`: in which form
+    rows keep keys and values, None for `dtype` as it is.
     """
 
     def __init__(
         self,
-        shape: KvShape,
+        stores: Sequence[Sequence[Store]],
         dtype: torch.dtype,
         device: torch.device,
         width: int,
         project: Callable[[Tensor], Tensor] | None = None,
-        kept: CacheDtype | None = None,
+        kept: CacheDtype | Quantization | None = None,
     ) -> None:
-        self._rows = Rows(shape, dtype, device, kept)
+        self._rows = Rows(stores, dtype, device, kept)
         self._project = project
         self._device = device
         self._no_columns = torch.empty(0, width, dtype=dtype, device=device)
+        self._all_alone = isinstance(kept, Quantization)
+
+    def __getitem__(self, row: int) -> Row:
+        return self._rows[row]
 
     @property
     def counts(self) -> Counts:
@@ -106,7 +60,7 @@ class RowCache:
     @property
     def shared(self) -> int:
         """How many segments are held, encoder states included."""
-        return self._rows.shelf.held + self._rows.across.held
+        return self._rows.shared
 
     def allocate(
         self,
@@ -145,21 +99,64 @@ class RowCache:
 
     def apply(self, work: Work) -> None:
         """Does what happened since the last step, in order, and copies what has to be."""
-        perform(self, work)
+        for verb in work.verbs:
+            if verb.kind == "allocate":
+                encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
+                self.allocate(verb.row, encoder, columns=columns, past=work.pasts.get(verb.row))
+            elif verb.kind == "fork":
+                self.fork(verb.row, verb.value)
+            elif verb.kind == "truncate":
+                self.truncate(verb.row, verb.value)
+            else:
+                self.free(verb.row)
         self._rows.settle()
 
-    def begin(self, work: Work) -> Context:
+    def begin(
+        self,
+        work: Work,
+        masks: Mapping[int, Tensor] | None = None,
+        weights: Collection[int] = (),
+    ) -> Context:
         """A context for the feeds of a work whose verbs were applied.
 
-        Afterwards every fed row has the length it will have when the step is over.
+        `masks`: what each position of a feed sees, (1 or H, count, start + count) bool, by the
+        index of the feed; `weights`: the feeds whose attention weights are wanted. Afterwards every
+        fed row has the length it will have when the step is over.
         """
-        feeds = []
-        fed = fed_rows(work, self._rows.__getitem__)
-        for index, (row, start, count) in enumerate(fed):
-            row.tail += count
-            feeds.append(Feed(index, row, row.slot, start, count))
-        self._rows.make_room(feed.row for feed in feeds)
-        return Context(self._rows, feeds, self._device, weights=work.attentions)
+        masks = masks or {}
+        arrays = (work.rows, work.starts, work.counts, work.logits)
+        numbers = zip(*(array.tolist() for array in arrays), strict=True)
+        feeds = [
+            self._feed(index, *one, masks.get(index), index in weights)
+            for index, one in enumerate(numbers)
+        ]
+        fed = [feed.row for feed in feeds]
+        self._rows.rest(fed)
+        self._rows.make_room(fed)
+        context = Context(self._rows, feeds, self._device)
+        self._rows.mark(context.plan.feeds)
+        return context
+
+    def _feed(
+        self,
+        index: int,
+        number: int,
+        start: int,
+        count: int,
+        wanted: int,
+        mask: Tensor | None,
+        weights: bool,
+    ) -> Feed:
+        """The row holds `count` more positions, whose keys, values and states follow."""
+        row = self._rows[number]
+        if row.length != start:
+            raise InvariantError(
+                message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
+            )
+        alone = self._all_alone or weights or mask is not None
+        before = self._rows.prepare(row)
+        self._rows.extend(row, count, wanted, alone=alone or is_long(count))
+        return Feed(index, row, start, count, wanted, before, row.parts, mask, weights, alone)
 
     def columns(self) -> dict[int, Tensor]:
         """Row -> (positions, E) hidden states, for every row that keeps them."""

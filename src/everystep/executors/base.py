@@ -20,8 +20,13 @@ class Executor(Protocol):
     device: torch.device
     abilities: frozenset[str]
     """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder", "past"
-    and "best", which is to tell the best logits of a row without the others; the engine asks for
-    that where "truncate" allows it to read a row again."""
+    and "best".
+
+    "truncate": what the last feed of a row wanted logits of can be taken back, one position after
+    another, and so can everything at once (to 0). Whoever wants to go back further frees the row
+    and feeds it again: a window has dropped what lies before, a recurrent state cannot be cut.
+    "best": to tell the best logits of a row without the others; the engine asks for that where
+    "truncate" allows it to read a row again."""
     max_rows: int | None
     """How many rows it can hold at once; None: as many as memory allows."""
     host_threads: int | None

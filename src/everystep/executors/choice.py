@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Literal
 
-from everystep.cache.affine import Quantization
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import Quantization
+from everystep.cache.formats import CacheDtype
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status

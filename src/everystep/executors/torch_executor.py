@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from everystep.cache import RowCache
-from everystep.cache.affine import Quantization
 from everystep.cache.context import Context
-from everystep.cache.kv_format import CacheDtype
-from everystep.cache.quantized_rows import QuantizedContext, QuantizedRowCache
+from everystep.cache.formats import CacheDtype, Quantization
 from everystep.executors.positions import (
     check_positions,
     row_lengths,
     row_positions,
     wanted_places,
 )
-from everystep.nn.network import Inputs, Network
+from everystep.nn.network import Full, Inputs, Network, Window
 from everystep.types import Past, StepOutput, Work
 
 
@@ -56,15 +54,12 @@ class TorchExecutor:
         self.device: torch.device = network.device
         # Models with an encoder have relative positions only.
         special = "encoder" if network.encodes else "positions"
-        self.abilities = frozenset({"embeds", "layers", "past", special})
-        self.cache: RowCache | QuantizedRowCache
-        layout = (network.kv_shape, network.dtype, network.device)
-        if quantization is not None:
-            self.cache = QuantizedRowCache(*layout, quantization)
-            return
-        self.abilities |= {"truncate", "columns", "attentions"}
+        self.abilities = frozenset({"embeds", "layers", "past", "truncate", "columns", special})
+        if any(isinstance(one, Full | Window) for layer in network.stores for one in layer):
+            self.abilities |= {"attentions"}
         across = network.across if network.encodes else None
-        self.cache = RowCache(*layout, network.spec.width, across, cache_dtype)
+        layout = (network.stores, network.dtype, network.device, network.spec.width, across)
+        self.cache = RowCache(*layout, quantization or cache_dtype)
 
     @torch.inference_mode()
     def run(self, work: Work) -> StepOutput:
@@ -76,7 +71,7 @@ class TorchExecutor:
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())
-        context = self.cache.begin(work)
+        context = self.cache.begin(work, weights=range(len(work.rows)) if work.attentions else ())
         context.kept = [] if work.layers else None
         hidden = self._network.forward(self._inputs(work, context.order), context)
         return self._output(work, context, hidden)
@@ -111,9 +106,7 @@ class TorchExecutor:
             hidden[offset : offset + len(embeds)] = embeds.to(hidden)
         return hidden
 
-    def _output(
-        self, work: Work, context: Context | QuantizedContext, hidden: Tensor
-    ) -> StepOutput:
+    def _output(self, work: Work, context: Context, hidden: Tensor) -> StepOutput:
         back = _inverse(context.order)
         columns = self.cache.columns()
         if columns or work.layers:
@@ -126,8 +119,10 @@ class TorchExecutor:
             logits,
             columns=self.cache.columns() if columns else {},
             layers=None if context.kept is None else _layers(context.kept, back, hidden),
-            attentions=_tuples(context.attentions),
-            cross_attentions=_tuples(context.cross_attentions) if self._network.encodes else None,
+            attentions=_tuples(context.attentions) if work.attentions else None,
+            cross_attentions=_tuples(context.cross_attentions)
+            if work.attentions and self._network.encodes
+            else None,
         )
 
     def _logits(self, hidden: Tensor, wanted: Tensor | None, *, normed: bool = True) -> Tensor:
@@ -173,5 +168,5 @@ def _layers(kept: list[Tensor], back: Tensor | None, last: Tensor) -> tuple[Tens
     return (*(inner if back is None else [one[back] for one in inner]), last)
 
 
-def _tuples(lists: list[list[Tensor]] | None) -> tuple[tuple[Tensor, ...], ...] | None:
-    return None if lists is None else tuple(tuple(one) for one in lists)
+def _tuples(by_feed: dict[int, list[Tensor]]) -> tuple[tuple[Tensor, ...], ...]:
+    return tuple(tuple(by_feed[feed]) for feed in range(len(by_feed)))

@@ -14,7 +14,7 @@ from everystep.models import Model, build_model, named_weights
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import find_family
-from everystep.models.names import Names, decoder_slots
+from everystep.models.names import Names, Slot, decoder_slots
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from everystep.nn.rotary import (
     Dynamic,
@@ -117,19 +117,26 @@ class Slots(dict[str, Tensor]):
 
 def random_model(spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
     """A model of the specification whose values are drawn widely."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = Slots()
-    for slot in decoder_slots(spec, Names()):
-        spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
-        drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
-        tensors[slot.key] = (drawn * spread).to(dtype)
+    tensors = _drawn(decoder_slots(spec, Names()), seed, dtype)
     return Model(ModelConfig({"model_type": "llama"}), spec, assemble_decoder(spec, tensors))
 
 
 def family_model(model_type: str, **config: Any) -> Model:
     """A model of the family's own reading of CONFIG and `config`."""
     family = find_family(model_type)
-    return random_model(family.read_spec({**family.defaults, **CONFIG, **config}))
+    spec = family.read_spec({**family.defaults, **CONFIG, **config})
+    network = family.assemble(spec, _drawn(family.slots(spec), 0, torch.float64))
+    return Model(ModelConfig({"model_type": model_type}), spec, network)
+
+
+def _drawn(slots: list[Slot], seed: int, dtype: torch.dtype) -> Slots:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = Slots()
+    for slot in slots:
+        spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
+        drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
+        tensors[slot.key] = (drawn * spread).to(dtype)
+    return tensors
 
 
 class _Weights:

@@ -17,7 +17,7 @@ from everystep.errors import RequestError
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
 from everystep.types import Prompt, StepOutput, Verb, Work
-from tests.executors.models import SPECS, random_model
+from tests.executors.models import SPECS, family_model, random_model
 from tests.executors.works import Wanderer, expected_logits, ints, one_feed, only_verbs, read
 from tests.models.tiny import ours, reference_t5
 
@@ -56,6 +56,19 @@ def test_rows_hold_what_they_have_read(name: str, most: int, seed: int, position
     rng = np.random.default_rng(seed)
     anywhere = name != "window"
     wander(Wanderer(model_of(name), rng, positions, 4 * most + 20, most, anywhere))
+
+
+@pytest.mark.parametrize("most", [1, 7, 30])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15)
+def test_states_are_those_of_what_was_read(most: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    wander(Wanderer(mamba(), rng, False, 4 * most + 20, most, anywhere=False))
+
+
+@cache
+def mamba() -> Model:
+    return family_model("mamba", state_size=4)
 
 
 @pytest.mark.parametrize("name", SPECS)

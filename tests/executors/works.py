@@ -51,7 +51,8 @@ class History:
     def logits(self, model: Model) -> Tensor:
         """(T, V), by one forward over everything."""
         with torch.inference_mode():
-            return model.forward(None, None, self.positions[None], self.inputs[None])[0]
+            places = self.positions[None] if model.has_positions else None
+            return model.forward(None, None, places, self.inputs[None])[0]
 
     def watched(self, model: Model) -> Watcher:
         """The same forward with everything that can be seen inside."""

@@ -67,6 +67,30 @@ def test_the_laws_hold(model: Model, executor: Callable[[Model], Executor], bloc
     check(executor, model, block)
 
 
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("name", ["mistral", "mamba"])
+def test_the_laws_hold_where_rows_forget(name: str, block: int) -> None:
+    config = {"sliding_window": 5} if name == "mistral" else {"state_size": 4}
+    model = family_model(name, **config)
+    laws = Laws(lambda mix, max_rows: TorchExecutor(model))
+    for seed in range(block * MIXES, (block + 1) * MIXES):
+        mix = for_decoder(random_mix(seed))
+        laws.check(mix if model.has_positions else without_positions(mix))
+
+
+def without_positions(mix: Mix) -> Mix:
+    """The mix with prompts whose positions are nobody's choice."""
+    requests = (
+        replace(
+            request,
+            prompt=replace(request.prompt, positions=None),
+            companions=tuple(replace(one, positions=None) for one in request.companions),
+        )
+        for request in mix.requests
+    )
+    return replace(mix, requests=tuple(requests))
+
+
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
 def test_the_laws_hold_in_narrow_rows(model: Model, cache_dtype: CacheDtype) -> None:
     check(partial(TorchExecutor, cache_dtype=cache_dtype), model, 0)

@@ -52,11 +52,11 @@ class TorchExecutor:
         self._network = network
         self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
-        # Models with an encoder have relative positions only.
-        special = "encoder" if network.encodes else "positions"
-        self.abilities = frozenset({"embeds", "layers", "past", "truncate", "columns", special})
-        if any(isinstance(one, Full | Window) for layer in network.stores for one in layer):
-            self.abilities |= {"attentions"}
+        # Models with an encoder have relative positions only, recurrent layers none at all.
+        special = {"attentions", "encoder" if network.encodes else "positions"}
+        attends = any(isinstance(one, Full | Window) for layer in network.stores for one in layer)
+        self.abilities = frozenset({"embeds", "layers", "past", "truncate", "columns"})
+        self.abilities |= special if attends else set()
         across = network.across if network.encodes else None
         layout = (network.stores, network.dtype, network.device, network.spec.width, across)
         self.cache = RowCache(*layout, quantization or cache_dtype)

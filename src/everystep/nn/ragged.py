@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,14 +15,16 @@ class Ragged:
     """R feeds of `lengths` (R,) positions, T at most.
 
     `places`: where the N packed positions stand among R * T, None if they are the same; `chosen`:
-    which of the `total` packed positions count, None for all. `rows`, `steps` (M,): the states to keep, of
-    feed `rows[m]` after its first `steps[m]` positions, feed by feed; on the CPU.
+    which of the `total` packed positions count, None for all. `rows`, `steps` (M,): the states to
+    keep, of feed `rows[m]` after its first `steps[m]` positions, feed by feed. `ends`: step -> which
+    of the M states are to be kept after it, and of which feeds.
     """
 
     lengths: np.ndarray
     longest: int
-    rows: np.ndarray
-    steps: np.ndarray
+    rows: Tensor
+    steps: Tensor
+    ends: Mapping[int, tuple[Tensor, Tensor]]
     places: Tensor | None
     chosen: Tensor | None = None
     total: int = 0
@@ -39,8 +41,12 @@ class Ragged:
         places = None
         if (lengths != longest).any():
             seen = np.arange(longest) < lengths[:, None]
-            places = torch.from_numpy(np.flatnonzero(seen)).to(device)
-        return Ragged(lengths, longest, rows, steps, places)
+            places = _on(device, np.flatnonzero(seen))
+        ends = {}
+        for step in np.unique(steps).tolist():
+            entries = np.flatnonzero(steps == step)
+            ends[step] = (_on(device, entries), _on(device, rows[entries]))
+        return Ragged(lengths, longest, _on(device, rows), _on(device, steps), ends, places)
 
     @staticmethod
     def of_rectangle(batch: int, length: int, seen: Tensor | None, device: torch.device) -> Ragged:
@@ -70,3 +76,7 @@ class Ragged:
         room = x.new_zeros(self.total, *x.shape[2:])
         room[self.chosen] = found
         return room
+
+
+def _on(device: torch.device, array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -41,18 +41,18 @@ _ACTIVATIONS = {
 }
 _NORMS = {"rms": 0, "layer": 1}
 _MOST_TURNING = 1024
-_ENCODER = "the model has an encoder"
+_OTHER = "there are no kernels for this family of models"
 
 
 def described_obstacles(spec: object) -> list[str]:
     """What the library cannot do of this specification; empty if it can do all."""
-    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_ENCODER]
+    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_OTHER]
 
 
 def model_obstacles(model: Model) -> list[str]:
     """Why the library cannot run a model whose specification it can; empty if it can."""
     network = model.network
-    return list(_obstacles(network)) if isinstance(network, Decoder) else [_ENCODER]
+    return list(_obstacles(network)) if isinstance(network, Decoder) else [_OTHER]
 
 
 def _kernels_missing(spec: DecoderSpec) -> Iterator[str]:

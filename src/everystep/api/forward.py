@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.api.call import Host
-from everystep.api.past import require_cache, require_room
+from everystep.api.past import is_recurrent, require_cache, require_room
 from everystep.cache.containers import Cache, DynamicCache
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, UnsupportedError, message
@@ -81,8 +81,10 @@ def cache_of_forward(
     As in the reference a passed one is filled whatever `use_cache` says, and without it the
     model's configuration decides.
     """
+    recurrent = is_recurrent(model)
     if passed is None and use_cache is None:
-        use_cache = bool(getattr(model.config, "use_cache", True)) and not model.is_encoder_decoder
+        holds = not (model.is_encoder_decoder or recurrent)
+        use_cache = bool(getattr(model.config, "use_cache", True)) and holds
     if passed is None and not use_cache:
         return None
     if model.is_encoder_decoder:
@@ -91,6 +93,14 @@ def cache_of_forward(
                 "a model with an encoder keeps no cache when it is called",
                 got="use_cache=True" if passed is None else "past_key_values",
                 do="Leave it out and pass all decoder_input_ids, or call generate",
+            )
+        )
+    if passed is None and recurrent:
+        raise UnsupportedError(
+            message(
+                "a model with recurrent layers keeps no cache object",
+                got="use_cache=True",
+                do="Leave it out and pass all input_ids each time, or call generate",
             )
         )
     if passed is None:

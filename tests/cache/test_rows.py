@@ -239,8 +239,8 @@ def test_columns_are_shared_by_forks_and_cut_with_their_row() -> None:
     cache = driver.cache
     cache[0].columns = torch.empty(0, 4)
     cache.extend_columns(0, torch.ones(3, 4))
-    cache.fork(1, 0)
-    cache.truncate(0, 2)
+    cache._rows.fork(1, 0)
+    cache._rows.truncate(0, 2)
     cache.extend_columns(0, torch.zeros(1, 4))
     columns = cache.columns()
     assert columns[0].sum(dim=1).tolist() == [4, 4, 0]
@@ -254,16 +254,18 @@ def test_encoder_states_are_projected_once_per_tensor() -> None:
         calls.append(encoder)
         return torch.zeros(2, 2, 2, len(encoder), 3, dtype=torch.float64)
 
-    cache = RowCache([[FULL, Cross(2, 3, 3)]] * LAYERS, torch.float64, torch.device("cpu"), 4, project)
+    cache = RowCache(
+        [[FULL, Cross(2, 3, 3)]] * LAYERS, torch.float64, torch.device("cpu"), 4, project
+    )
     states, other = torch.ones(5, 4), torch.ones(6, 4)
     cache.allocate(0, states)
     cache.allocate(1, states)
     cache.allocate(2, other)
-    cache.fork(3, 0)
+    cache._rows.fork(3, 0)
     assert len(calls) == 2
     assert cache.shared == 2
     for row in (0, 1, 3):
-        cache.free(row)
+        cache._rows.free(row)
     assert cache.shared == 1
 
 

@@ -129,7 +129,9 @@ def test_logits_are_those_of_a_forward_over_everything(family: str, chunk: int) 
     for start in range(0, 40, chunk):
         fed = [row for row in range(2) if start < lengths[row]]
         counts = np.array([min(chunk, lengths[row] - start) for row in fed])
-        tokens = np.concatenate([read[row, start : start + chunk][:n] for row, n in zip(fed, counts, strict=True)])
+        tokens = np.concatenate(
+            [read[row, start : start + chunk][:n] for row, n in zip(fed, counts, strict=True)]
+        )
         verbs = () if start else (OPEN, Verb("allocate", 1))
         work = Work(verbs, np.array(fed), np.full(len(fed), start), counts, counts, tokens)
         for row, logits in zip(fed, executor.run(work).logits.split(counts.tolist()), strict=True):
@@ -293,7 +295,7 @@ def test_a_recurrent_model_has_no_cache_object() -> None:
     out = model.generate(PROMPTS, **QUIET, return_dict_in_generate=True)
     assert out.past_key_values is None
     for options in ({"past_key_values": es.DynamicCache()}, {"cache_implementation": "static"}):
-        with pytest.raises(EverystepError, match="models of attention|recurrent layers"):
+        with pytest.raises(EverystepError, match=r"models of attention|recurrent layers"):
             model.generate(PROMPTS, **QUIET, **options)
     assert model(PROMPTS).past_key_values is None
     with pytest.raises(EverystepError, match="recurrent"):
@@ -306,5 +308,5 @@ def test_a_recurrent_model_has_no_positions_and_no_weights() -> None:
     with pytest.raises(UnsupportedError, match="position_ids"):
         model(PROMPTS, position_ids=places)
     for options in ({"position_ids": places}, {"output_attentions": True}):
-        with pytest.raises(EverystepError, match="positions|attentions"):
+        with pytest.raises(EverystepError, match=r"positions|attentions"):
             model.generate(PROMPTS, **QUIET, **options, return_dict_in_generate=True)

@@ -13,7 +13,6 @@ from typing import NoReturn
 from everystep.api.call import Call, Host
 from everystep.api.past import is_recurrent, require_abilities
 from everystep.api.prompts import Source
-from everystep.cache.formats import Quantization
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
@@ -22,6 +21,7 @@ from everystep.cache.containers import (
     QuantizedCache,
     StaticCache,
 )
+from everystep.cache.formats import Quantization
 from everystep.cache.layers import QuantizedLayer
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES

@@ -19,8 +19,8 @@ from everystep.api.resolve import (
     read_stops,
     read_strategy,
 )
-from everystep.cache.formats import Quantization
 from everystep.cache.containers import Cache
+from everystep.cache.formats import Quantization
 from everystep.config import Effective, GenerationConfig
 from everystep.config.effective import for_rows
 from everystep.engine import Guidance

@@ -14,8 +14,7 @@ from everystep.api.custom import require_loop
 from everystep.api.forward import CausalLMOutput, cache_of_forward, kept_positions
 from everystep.api.generate import generate
 from everystep.api.transitions import compute_transition_scores
-from everystep.cache.formats import Quantization
-from everystep.cache.formats import CacheDtype, KvFormat
+from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, message
 from everystep.executors.base import Executor

@@ -103,7 +103,7 @@ class Bank:
         return Part(length - count, (Link(segment, count),))
 
     def fork(self, part: Part, slot: int) -> Part:
-        """What two rows share from now on; the tail in `slot`, if it still has one, is not shared."""
+        """What two rows share from now on, but for the tail in `slot`, if it still has one."""
         least = LATER_FREEZE if part.chain else FIRST_FREEZE
         if self.coding is None and part.tail >= least and len(part.chain) < MAX_CHAIN:
             segment = self.shelf.store(self.tails.read(slot, part.tail))

@@ -188,7 +188,14 @@ def _write(tails: Tensor, writes: Writes, kept: Tensor) -> None:
 
 
 def _chained(
-    bank: Bank, index: int, q: Tensor, k: Tensor, v: Tensor, box: Box, rule: Rule, mask: Tensor | None
+    bank: Bank,
+    index: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    box: Box,
+    rule: Rule,
+    mask: Tensor | None,
 ) -> Tensor:
     """One softmax over the scores of every level of segments and of the tails."""
     shelf = bank.shelf.pool.layer(index)
@@ -242,9 +249,7 @@ def _span_sight(feed: Feed, first: int) -> Sight:
 # --- codes ----------------------------------------------------------------------------------------
 
 
-def _coded(
-    bank: Bank, index: int, feed: Feed, before: Part, after: Part, own: Tensor
-) -> Tensor:
+def _coded(bank: Bank, index: int, feed: Feed, before: Part, after: Part, own: Tensor) -> Tensor:
     """(2, 1, K, S, D): what some query sees as codes, then what some query sees exactly.
 
     Stores `own` (2, K, count, D).

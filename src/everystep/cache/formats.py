@@ -3,7 +3,8 @@
 A narrower type (`KvFormat`) costs what rounding costs and nothing else: whoever looks at a
 position, in the step that fed it too, sees what its row keeps. A position depends on itself alone,
 so neither chunks nor the batch change it. Codes of 8 bits have one scale per position and head,
-which follows them in memory, so that rows are copied, shared and cut without knowing what they hold.
+which follows them in memory, so that rows are copied, shared and cut without knowing what they
+hold.
 
 Affine codes (`Quantization`) of 8 or 4 bits have a step and a least value per group. Keys are
 grouped along positions, channel by channel, because a few channels are large at every position;

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from everystep.cache.formats import Codes
 
-
 _LEAST_CAPACITY = 64
 _PAGED_BYTES = 1 << 20
 

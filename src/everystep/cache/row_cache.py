@@ -77,18 +77,6 @@ class RowCache:
         if encoder is not None and self._project is not None:
             self._rows.attach(row, encoder, self._project)
 
-    def fork(self, row: int, source: int) -> None:
-        """The row holds what `source` holds."""
-        self._rows.fork(row, source)
-
-    def truncate(self, row: int, length: int) -> None:
-        """The row holds its first `length` positions."""
-        self._rows.truncate(row, length)
-
-    def free(self, row: int) -> None:
-        """The row is gone, and with it every segment that no other row refers to."""
-        self._rows.free(row)
-
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
         return self._rows.export(row)
@@ -104,11 +92,11 @@ class RowCache:
                 encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
                 self.allocate(verb.row, encoder, columns=columns, past=work.pasts.get(verb.row))
             elif verb.kind == "fork":
-                self.fork(verb.row, verb.value)
+                self._rows.fork(verb.row, verb.value)
             elif verb.kind == "truncate":
-                self.truncate(verb.row, verb.value)
+                self._rows.truncate(verb.row, verb.value)
             else:
-                self.free(verb.row)
+                self._rows.free(verb.row)
         self._rows.settle()
 
     def begin(
@@ -127,8 +115,8 @@ class RowCache:
         arrays = (work.rows, work.starts, work.counts, work.logits)
         numbers = zip(*(array.tolist() for array in arrays), strict=True)
         feeds = [
-            self._feed(index, *one, masks.get(index), index in weights)
-            for index, one in enumerate(numbers)
+            self._feed(index, row, start, count, wanted, masks.get(index), index in weights)
+            for index, (row, start, count, wanted) in enumerate(numbers)
         ]
         fed = [feed.row for feed in feeds]
         self._rows.rest(fed)

@@ -1,8 +1,8 @@
 """Cache rows: what each holds in every bank, and in which slot of the banks its tails lie.
 
 Verbs only note what happens; `settle` does the copying that is left. A fork shares the parent's
-segments and gets a copy of its tails; or, if the parent is freed in the same round, the parent's own
-slot and no copy at all.
+segments and gets a copy of its tails; or, if the parent is freed in the same round, the parent's
+own slot and no copy at all.
 
 Tails fill the first slots of the pools without gaps; a row has the same slot in every bank. When a
 row is freed, a new one takes its slot, or the last row moves there: at most one move per freed row.
@@ -53,7 +53,7 @@ class Row:
     @property
     def has_tails(self) -> bool:
         """Whether anything of it lies in a slot."""
-        return any([part.tail for part in self.parts])
+        return any(part.tail for part in self.parts)
 
 
 class Feeding(Protocol):
@@ -295,9 +295,7 @@ class Rows:
         if self.recurrent:
             marks = [feed.row.marks for feed in feeds]
             counts, wanted = [feed.count for feed in feeds], [feed.wanted for feed in feeds]
-            for feed, made in zip(
-                feeds, self.recurrence.begin(marks, counts, wanted), strict=True
-            ):
+            for feed, made in zip(feeds, self.recurrence.begin(marks, counts, wanted), strict=True):
                 feed.row.marks = made
 
     def rest(self, fed: Sequence[Row]) -> None:
@@ -317,7 +315,9 @@ class Rows:
 
     def _cut(self, row: Row, length: int) -> None:
         row.marks = cut_marks(row.marks, length) if self.recurrent else ()
-        row.parts = [bank.cut(part, length) for bank, part in zip(self.banks, row.parts, strict=True)]
+        row.parts = [
+            bank.cut(part, length) for bank, part in zip(self.banks, row.parts, strict=True)
+        ]
         row.length, row.floor = length, min(row.floor, length)
         if not row.has_tails:
             row.source = NOWHERE

@@ -1,10 +1,10 @@
 """What rows hold of recurrent layers: states at some of their positions, which are its marks.
 
-A state cannot be cut to a shorter length, so a row keeps one for every position that it may be cut
-back to: those whose logits its last feed wanted, and the one before them. The states of all rows of
-a step are one record per step, immutable, so that forks share it and the usual step gathers nothing.
-A row that sits a step out takes what is its own out of the record, or one idle row would keep the
-states of a whole batch in memory.
+A state cannot be cut to a shorter length, so a row keeps one for every length that it may be cut
+back to: a feed that wants the logits of n positions leaves n + 1 of them, or one where it wants
+none. The states of all rows of a step are one record, immutable, so that forks share it. A row that
+sits a step out takes what is its own out of the record, or one idle row would keep the states of a
+whole batch in memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Mark(NamedTuple):
 
     position: int
     record: Record
-    index: int
+    entry: int
 
     @property
     def states(self) -> tuple[tuple[Tensor, ...], ...]:
         """Per recurrent layer one tensor of each shape, as copies."""
-        return tuple(tuple(x[self.index].clone() for x in one) for one in self.record.layers)
+        return tuple(tuple(x[self.entry].clone() for x in one) for one in self.record.layers)
 
     def apart(self) -> Mark:
         """The same states in a record of their own."""
@@ -71,9 +71,7 @@ def cut_marks(marks: tuple[Mark, ...], length: int) -> tuple[Mark, ...]:
 class Recurrence:
     """The states of one step: what the feeds begin with, and the record that they end in."""
 
-    def __init__(
-        self, stores: Sequence[State], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, stores: Sequence[State], dtype: torch.dtype, device: torch.device) -> None:
         self._stores = stores
         self._dtype = torch.promote_types(dtype, torch.float32)
         self._device = device
@@ -103,7 +101,7 @@ class Recurrence:
         for row, mark in enumerate(marks):
             if mark is not None:
                 _, entries, rows = found.setdefault(id(mark.record), (mark.record, [], []))
-                entries.append(mark.index)
+                entries.append(mark.entry)
                 rows.append(row)
         return [
             (record, *(torch.tensor(x, device=self._device) for x in pair))  # type: ignore[misc]

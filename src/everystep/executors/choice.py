@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Literal
 
-from everystep.cache.formats import Quantization
-from everystep.cache.formats import CacheDtype
+from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status

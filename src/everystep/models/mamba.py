@@ -136,7 +136,7 @@ class Mamba:
         x, gate = layer.inward(x).chunk(2, dim=-1)
         x, last_inputs = _convolve(layer, x, last_inputs, feeds)
         x = ACTIVATIONS[spec.activation](x)
-        sizes, b, c = layer.select(x).split([spec.rank, spec.state, spec.state], dim=-1)
+        sizes, b, c = torch.split(layer.select(x), [spec.rank, spec.state, spec.state], dim=-1)
         sizes = F.softplus(layer.step(sizes) + layer.step_bias.float().to(x.dtype))
         out, state = _scan(layer, x, sizes, b, c, state, feeds)
         context.remember(index, (last_inputs, state))
@@ -144,9 +144,7 @@ class Mamba:
         return layer.outward((out * F.silu(gate)).to(self.dtype))
 
 
-def _convolve(
-    layer: MambaLayer, x: Tensor, before: Tensor, feeds: Ragged
-) -> tuple[Tensor, Tensor]:
+def _convolve(layer: MambaLayer, x: Tensor, before: Tensor, feeds: Ragged) -> tuple[Tensor, Tensor]:
     """(N, I) after the convolution, and the (M, kernel - 1, I) inputs that it will read next."""
     inputs = torch.cat([before.to(x.dtype), feeds.padded(x)], dim=1)
     run = torch.arange(before.shape[1], device=x.device)
@@ -254,9 +252,7 @@ def _layer_slots(spec: MambaSpec, key: str, name: str) -> Iterator[Slot]:
     yield slot(f"{key}.step_bias", f"{mixer}.dt_proj.bias", inner)
     yield slot(f"{key}.decay", f"{mixer}.A_log", inner, spec.state)
     yield slot(f"{key}.skip", f"{mixer}.D", inner)
-    yield from linear(
-        f"{key}.outward", ((f"{mixer}.out_proj", spec.width),), inner, bias=spec.bias
-    )
+    yield from linear(f"{key}.outward", ((f"{mixer}.out_proj", spec.width),), inner, bias=spec.bias)
 
 
 def assemble_mamba(spec: MambaSpec, slots: Filled) -> Mamba:

@@ -106,7 +106,9 @@ def look(
 ) -> Tensor:
     """Queries (R, T, H, D) on keys and values (R, K, S, D) -> (R * T, H * D)."""
     if sight.is_plain(rule, bias):
-        return attend_causally(q.transpose(1, 2), k, v, rule).transpose(1, 2).flatten(0, 1).flatten(1)
+        return (
+            attend_causally(q.transpose(1, 2), k, v, rule).transpose(1, 2).flatten(0, 1).flatten(1)
+        )
     out = attend(fold_heads(q, k.shape[1]), k, v, rule, sight.mask(rule, bias, q, k.shape[1]))
     return unfold_heads(out, q.shape[1])
 
@@ -167,9 +169,7 @@ def probabilities(scores: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
     return torch.softmax(scores, dim=-1, dtype=exact).to(scores.dtype)
 
 
-def visible(
-    queries: Tensor, keys: Tensor, window: int | None, *, causal: bool = True
-) -> Tensor:
+def visible(queries: Tensor, keys: Tensor, window: int | None, *, causal: bool = True) -> Tensor:
     """Which key positions (..., S) are seen from which query positions (..., T): (..., T, S)."""
     i, j = queries[..., :, None], keys[..., None, :]
     if window is None:

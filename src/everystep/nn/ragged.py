@@ -16,8 +16,8 @@ class Ragged:
 
     `places`: where the N packed positions stand among R * T, None if they are the same; `chosen`:
     which of the `total` packed positions count, None for all. `rows`, `steps` (M,): the states to
-    keep, of feed `rows[m]` after its first `steps[m]` positions, feed by feed. `ends`: step -> which
-    of the M states are to be kept after it, and of which feeds.
+    keep, of feed `rows[m]` after its first `steps[m]` positions, feed by feed. `ends`: step ->
+    which of the M states are to be kept after it, and of which feeds.
     """
 
     lengths: np.ndarray
@@ -30,9 +30,7 @@ class Ragged:
     total: int = 0
 
     @staticmethod
-    def of(
-        counts: Sequence[int], kept: Sequence[Sequence[int]], device: torch.device
-    ) -> Ragged:
+    def of(counts: Sequence[int], kept: Sequence[Sequence[int]], device: torch.device) -> Ragged:
         """Feeds of so many positions, with states kept after so many of each."""
         lengths = np.array(counts, dtype=np.int64)
         longest = int(lengths.max(initial=0))
@@ -50,7 +48,7 @@ class Ragged:
 
     @staticmethod
     def of_rectangle(batch: int, length: int, seen: Tensor | None, device: torch.device) -> Ragged:
-        """B rows of T positions of which `seen` (B, T) count, wherever they stand; no state kept."""
+        """B rows of T positions of which `seen` (B, T) count; no state is kept."""
         if seen is None:
             return Ragged.of([length] * batch, [[]] * batch, device)
         ragged = Ragged.of(seen.sum(dim=1).tolist(), [[]] * batch, device)

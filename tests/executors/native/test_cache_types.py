@@ -50,7 +50,9 @@ def test_rows_are_the_judges(name: str, cache_dtype: CacheDtype) -> None:
             away = (found - wanted).abs().amax(1) / wanted.abs().max()
             parts = away.split(work.logits.tolist())
             for row, part in zip(work.rows.tolist(), parts, strict=True):
-                alike = torch.allclose(kv_of(native.export(row)), kv_of(judge.export(row)), rtol=1e-5)
+                alike = torch.allclose(
+                    kv_of(native.export(row)), kv_of(judge.export(row)), rtol=1e-5
+                )
                 far[alike] += part.tolist()
     assert len(far[True]) > 50 and max(far[True]) <= 1e-5
     assert max(far[False]) <= {"float16": 5e-4, "int8": 5e-3}[cache_dtype]

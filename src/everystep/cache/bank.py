@@ -150,7 +150,8 @@ class Bank:
         """
         end = part.length + count
         if self.coding is not None:
-            return self._coded(part, end, self.coding.packed(floor))
+            # Codes are made of what some query of this feed sees as codes.
+            return self._coded(part, end, self.coding.packed(min(floor, end - 1)))
         if alone and self._window is not None:
             first = floor - self._window + 1
             if first > part.length:

@@ -147,7 +147,7 @@ def test_shorter_values_are_exported_as_declared() -> None:
     judge.step({0: 12}, *opened(0))
     past = judge.cache.export(0)
     shapes = [tuple(x.shape for x in layer) for layer in past.layers]
-    full, window = (SHARED, 12, DIM), (SHARED, 4, DIM)
+    full, window = (SHARED, 12, DIM), (SHARED, 5, DIM)
     assert shapes == [(full, full), (window, window), (full, (SHARED, 12, 4))]
     other = Judge()
     work = Work(opened(7), *[np.empty(0, int)] * 5, pasts={7: past})

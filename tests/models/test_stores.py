@@ -210,7 +210,7 @@ def test_a_window_bounds_what_a_row_keeps(prompt: int) -> None:
     assert WINDOW <= part.length - part.first <= 2 * WINDOW + 16
     assert bank.tails.capacity <= 128
     past = executor.export(0)
-    assert {x.shape[1] for layer in past.layers for x in layer} == {WINDOW - 1}
+    assert {x.shape[1] for layer in past.layers for x in layer} == {WINDOW}
 
 
 @each_family

@@ -202,7 +202,8 @@ class Bank:
     def export(self, part: Part, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Per layer (K, n, D) keys and values of the last n of `length` positions, as copies."""
         keys, values = self.store.key_dim, self.store.value_dim
-        first = 0 if self._window is None else max(length - self._window + 1, 0)
+        # One more than the next query sees: cache objects have room for a whole window.
+        first = 0 if self._window is None else max(length - self._window, 0)
         gone = max(first - part.first, 0)
         found = []
         for layer in range(self._layers):

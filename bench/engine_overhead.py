@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from parts.steps import WARPERS, Kind
 from everystep.engine import Engine, Lockstep
 from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.types import MOST_BEST, Best, StepOutput, Work
+from everystep.types import MOST_BEST, InputSpec, Scores, StepOutput, Work
 
 PROMPT = 16
 WARM_UP = 20
@@ -44,18 +45,19 @@ class ReadyExecutor:
     """Answers with logits that it has, in different order from step to step; keeps no rows."""
 
     device = torch.device("cpu")
-    max_rows: int | None = None
+    inputs: Mapping[str, InputSpec] = {}
     host_threads: int | None = None
 
     def __init__(self, vocab_size: int, rows: int, told: bool) -> None:
         self.vocab_size = vocab_size
-        self.abilities = frozenset({"best", "truncate"} if told else ())
+        self.abilities = frozenset({"best"} if told else ())
         self.seconds = 0.0
         generator = torch.Generator().manual_seed(0)
         self._logits = torch.randn(2 * rows, vocab_size, generator=generator)
         self._logits[:, END] = -100.0  # nothing ends before its length
         values, tokens = torch.topk(self._logits, MOST_BEST)
-        self._best = Best(values.numpy(), tokens.numpy())
+        read = self._logits.__getitem__
+        self._best = Scores(values, tokens, vocab_size, values[:, -1:], read=read)
         self._rows = rows
         self._step = 0
 
@@ -68,7 +70,7 @@ class ReadyExecutor:
         if work.best is None:
             output = StepOutput(self._logits[rows])
         else:
-            best = Best(self._best.values[rows], self._best.tokens[rows])
+            best = self._best.select(torch.arange(rows.start, rows.stop))
             output = StepOutput(self._logits[:0], best=best)
         self.seconds += time.perf_counter() - start
         return output

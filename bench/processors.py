@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 import everystep
-from everystep.processors.pipeline import shortened
-from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+from everystep.processors.pipeline import apply
+from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
 
 VOCABULARY, LENGTH, WARM_UP = 150_000, 4_000, 3
 EOS = [2, 7]
@@ -89,7 +89,7 @@ class Steps:
     def calls(self, scores: Tensor, count: int) -> Calls:
         """The processor on scores that belong to the step, as often as asked."""
         for _ in range(count):
-            yield partial(shortened, self.rows(), scores.clone(), owned=True)
+            yield partial(apply, self.rows(), Scores.of(scores.clone()), owned=True)
 
 
 def measure(

@@ -15,7 +15,7 @@ from parts.clock import medians, seconds
 from parts.report import options, write
 from tokenizers import decoders, models
 
-from everystep.stops.base import Candidates
+from everystep.types.candidates import Candidates
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling, Tokenizer
 from everystep.text.pieces import byte_alphabet

@@ -34,6 +34,8 @@ LISTED: dict[tuple[str, str], str] = {
     ("config", "files"): "a configuration is read from a folder or from the hub",
     ("text", "files"): "a tokenizer is written file by file, each whole or not at all",
     ("executors", "models"): "an executor runs a model: it reads specification and weights",
+    ("adapters", "models"): "an adapter changes projections of a decoder, found by their names",
+    ("executors", "adapters"): "an executor adds what the adapters of a feed say",
 }
 # Who may write to standard output: programs, and the streamer whose work that is.
 # Compiles the kernels while the package is installed: a program, though it lies beside them.

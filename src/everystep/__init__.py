@@ -1,7 +1,7 @@
 """Text generation you can see, steer and trust at every step.
 
-The public names, sorted, and nothing else; each is documented where it is defined. A name is
-imported when it is first used, so that `import everystep` costs nothing.
+The public names and nothing else; each is documented where it is defined. A name is imported when
+it is first used, so that `import everystep` costs nothing.
 """
 
 from __future__ import annotations
@@ -10,315 +10,223 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from everystep._version import __version__
+from everystep._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from everystep.api.auto import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        AutoTokenizer,
-    )
-    from everystep.api.load import load, load_model
-    from everystep.api.model import LanguageModel
-    from everystep.api.session import Generated, Stream
-    from everystep.api.text import chat, generate, stream
-    from everystep.cache.containers import (
-        Cache,
-        DynamicCache,
-        EncoderDecoderCache,
-        OffloadedCache,
-        OffloadedStaticCache,
-        QuantizedCache,
-        SlidingWindowCache,
-        StaticCache,
-    )
-    from everystep.cache.layers import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
-    from everystep.config import (
-        CompileConfig,
-        GenerationConfig,
-        GenerationMode,
-        SynthIDTextWatermarkingConfig,
-        WatermarkingConfig,
-    )
-    from everystep.draws import set_seed
-    from everystep.errors import EverystepError
+    from everystep.api.auto import AutoConfig as AutoConfig
+    from everystep.api.auto import AutoModelForCausalLM as AutoModelForCausalLM
+    from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
+    from everystep.api.auto import AutoTokenizer as AutoTokenizer
+    from everystep.api.load import load as load
+    from everystep.api.load import load_model as load_model
+    from everystep.api.many import Stream as Stream
+    from everystep.api.many import chat as chat
+    from everystep.api.many import generate as generate
+    from everystep.api.many import stream as stream
+    from everystep.api.model import LanguageModel as LanguageModel
+    from everystep.api.session import Generated as Generated
+    from everystep.cache.containers import Cache as Cache
+    from everystep.cache.containers import DynamicCache as DynamicCache
+    from everystep.cache.containers import EncoderDecoderCache as EncoderDecoderCache
+    from everystep.cache.containers import OffloadedCache as OffloadedCache
+    from everystep.cache.containers import OffloadedStaticCache as OffloadedStaticCache
+    from everystep.cache.containers import QuantizedCache as QuantizedCache
+    from everystep.cache.containers import SlidingWindowCache as SlidingWindowCache
+    from everystep.cache.containers import StaticCache as StaticCache
+    from everystep.cache.layers import DynamicLayer as DynamicLayer
+    from everystep.cache.layers import StaticLayer as StaticLayer
+    from everystep.cache.layers import StaticSlidingWindowLayer as StaticSlidingWindowLayer
+    from everystep.config import CompileConfig as CompileConfig
+    from everystep.config import GenerationConfig as GenerationConfig
+    from everystep.config import GenerationMode as GenerationMode
+    from everystep.config import SynthIDTextWatermarkingConfig as SynthIDTextWatermarkingConfig
+    from everystep.config import WatermarkingConfig as WatermarkingConfig
+    from everystep.draws import set_seed as set_seed
+    from everystep.errors import EverystepError as EverystepError
+    from everystep.outputs import GenerateBeamDecoderOnlyOutput as GenerateBeamDecoderOnlyOutput
     from everystep.outputs import (
-        GenerateBeamDecoderOnlyOutput,
-        GenerateBeamEncoderDecoderOutput,
-        GenerateDecoderOnlyOutput,
-        GenerateEncoderDecoderOutput,
+        GenerateBeamEncoderDecoderOutput as GenerateBeamEncoderDecoderOutput,
     )
-    from everystep.processors.allowed import (
-        InfNanRemoveLogitsProcessor,
-        PrefixConstrainedLogitsProcessor,
+    from everystep.outputs import GenerateDecoderOnlyOutput as GenerateDecoderOnlyOutput
+    from everystep.outputs import GenerateEncoderDecoderOutput as GenerateEncoderDecoderOutput
+    from everystep.processors.audio import (
+        AlternatingCodebooksLogitsProcessor as AlternatingCodebooksLogitsProcessor,
     )
     from everystep.processors.audio import (
-        AlternatingCodebooksLogitsProcessor,
-        BarkEosPrioritizerLogitsProcessor,
-        DiaEOSChannelFilterLogitsProcessor,
-        DiaEOSDelayPatternLogitsProcessor,
-        WhisperNoSpeechDetection,
-        WhisperTimeStampLogitsProcessor,
+        BarkEosPrioritizerLogitsProcessor as BarkEosPrioritizerLogitsProcessor,
     )
-    from everystep.processors.base import LogitsProcessor, LogitsProcessorList
-    from everystep.processors.bias import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
-    from everystep.processors.detectors import (
-        SynthIDTextWatermarkDetector,
-        WatermarkDetector,
-        WatermarkDetectorOutput,
-        WeightedMeanDetector,
+    from everystep.processors.audio import (
+        DiaEOSChannelFilterLogitsProcessor as DiaEOSChannelFilterLogitsProcessor,
     )
-    from everystep.processors.diversity import HammingDiversityLogitsProcessor
+    from everystep.processors.audio import (
+        DiaEOSDelayPatternLogitsProcessor as DiaEOSDelayPatternLogitsProcessor,
+    )
+    from everystep.processors.audio import WhisperNoSpeechDetection as WhisperNoSpeechDetection
+    from everystep.processors.audio import (
+        WhisperTimeStampLogitsProcessor as WhisperTimeStampLogitsProcessor,
+    )
+    from everystep.processors.base import LogitsProcessor as LogitsProcessor
+    from everystep.processors.base import LogitsProcessorList as LogitsProcessorList
+    from everystep.processors.bias import (
+        InfNanRemoveLogitsProcessor as InfNanRemoveLogitsProcessor,
+    )
+    from everystep.processors.bias import NoBadWordsLogitsProcessor as NoBadWordsLogitsProcessor
+    from everystep.processors.bias import (
+        PrefixConstrainedLogitsProcessor as PrefixConstrainedLogitsProcessor,
+    )
+    from everystep.processors.bias import SequenceBiasLogitsProcessor as SequenceBiasLogitsProcessor
     from everystep.processors.guidance import (
-        ClassifierFreeGuidanceLogitsProcessor,
-        DiaClassifierFreeGuidanceLogitsProcessor,
-        UnbatchedClassifierFreeGuidanceLogitsProcessor,
+        ClassifierFreeGuidanceLogitsProcessor as ClassifierFreeGuidanceLogitsProcessor,
+    )
+    from everystep.processors.guidance import (
+        DiaClassifierFreeGuidanceLogitsProcessor as DiaClassifierFreeGuidanceLogitsProcessor,
+    )
+    from everystep.processors.guidance import (
+        HammingDiversityLogitsProcessor as HammingDiversityLogitsProcessor,
+    )
+    from everystep.processors.guidance import (
+        UnbatchedClassifierFreeGuidanceLogitsProcessor as UnbatchedClassifierFreeGuidanceLogitsProcessor,  # noqa: E501
     )
     from everystep.processors.length import (
-        ExponentialDecayLengthPenalty,
-        ForcedBOSTokenLogitsProcessor,
-        ForcedEOSTokenLogitsProcessor,
-        MinLengthLogitsProcessor,
-        MinNewTokensLengthLogitsProcessor,
-        SuppressTokensAtBeginLogitsProcessor,
-        SuppressTokensLogitsProcessor,
+        ExponentialDecayLengthPenalty as ExponentialDecayLengthPenalty,
+    )
+    from everystep.processors.length import (
+        ForcedBOSTokenLogitsProcessor as ForcedBOSTokenLogitsProcessor,
+    )
+    from everystep.processors.length import (
+        ForcedEOSTokenLogitsProcessor as ForcedEOSTokenLogitsProcessor,
+    )
+    from everystep.processors.length import MinLengthLogitsProcessor as MinLengthLogitsProcessor
+    from everystep.processors.length import (
+        MinNewTokensLengthLogitsProcessor as MinNewTokensLengthLogitsProcessor,
+    )
+    from everystep.processors.length import (
+        SuppressTokensAtBeginLogitsProcessor as SuppressTokensAtBeginLogitsProcessor,
+    )
+    from everystep.processors.length import (
+        SuppressTokensLogitsProcessor as SuppressTokensLogitsProcessor,
     )
     from everystep.processors.repetition import (
-        EncoderNoRepeatNGramLogitsProcessor,
-        EncoderRepetitionPenaltyLogitsProcessor,
-        NoRepeatNGramLogitsProcessor,
-        RepetitionPenaltyLogitsProcessor,
+        EncoderNoRepeatNGramLogitsProcessor as EncoderNoRepeatNGramLogitsProcessor,
     )
-    from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-    from everystep.processors.warpers import (
-        EpsilonLogitsWarper,
-        EtaLogitsWarper,
-        LogitNormalization,
-        MinPLogitsWarper,
-        TemperatureLogitsWarper,
-        TopHLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-        TypicalLogitsWarper,
+    from everystep.processors.repetition import (
+        EncoderRepetitionPenaltyLogitsProcessor as EncoderRepetitionPenaltyLogitsProcessor,
     )
-    from everystep.processors.watermark import WatermarkLogitsProcessor
-    from everystep.stops.criteria import (
-        ConfidenceCriteria,
-        EosTokenCriteria,
-        MaxLengthCriteria,
-        MaxTimeCriteria,
-        StoppingCriteria,
-        StoppingCriteriaList,
-        StopStringCriteria,
-        validate_stopping_criteria,
+    from everystep.processors.repetition import (
+        NoRepeatNGramLogitsProcessor as NoRepeatNGramLogitsProcessor,
     )
-    from everystep.streamers import (
-        AsyncTextIteratorStreamer,
-        BaseStreamer,
-        BeamEvent,
-        LiveBeam,
-        TextIteratorStreamer,
-        TextStreamer,
+    from everystep.processors.repetition import (
+        RepetitionPenaltyLogitsProcessor as RepetitionPenaltyLogitsProcessor,
     )
-    from everystep.text import BatchEncoding, Tokenizer
-    from everystep.types import Event, FinishReason
+    from everystep.processors.synthid import (
+        SynthIDTextWatermarkDetector as SynthIDTextWatermarkDetector,
+    )
+    from everystep.processors.synthid import (
+        SynthIDTextWatermarkLogitsProcessor as SynthIDTextWatermarkLogitsProcessor,
+    )
+    from everystep.processors.synthid import WeightedMeanDetector as WeightedMeanDetector
+    from everystep.processors.warpers import EpsilonLogitsWarper as EpsilonLogitsWarper
+    from everystep.processors.warpers import EtaLogitsWarper as EtaLogitsWarper
+    from everystep.processors.warpers import LogitNormalization as LogitNormalization
+    from everystep.processors.warpers import MinPLogitsWarper as MinPLogitsWarper
+    from everystep.processors.warpers import TemperatureLogitsWarper as TemperatureLogitsWarper
+    from everystep.processors.warpers import TopHLogitsWarper as TopHLogitsWarper
+    from everystep.processors.warpers import TopKLogitsWarper as TopKLogitsWarper
+    from everystep.processors.warpers import TopPLogitsWarper as TopPLogitsWarper
+    from everystep.processors.warpers import TypicalLogitsWarper as TypicalLogitsWarper
+    from everystep.processors.watermark import WatermarkDetector as WatermarkDetector
+    from everystep.processors.watermark import WatermarkDetectorOutput as WatermarkDetectorOutput
+    from everystep.processors.watermark import WatermarkLogitsProcessor as WatermarkLogitsProcessor
+    from everystep.stops.criteria import ConfidenceCriteria as ConfidenceCriteria
+    from everystep.stops.criteria import EosTokenCriteria as EosTokenCriteria
+    from everystep.stops.criteria import MaxLengthCriteria as MaxLengthCriteria
+    from everystep.stops.criteria import MaxTimeCriteria as MaxTimeCriteria
+    from everystep.stops.criteria import StoppingCriteria as StoppingCriteria
+    from everystep.stops.criteria import StoppingCriteriaList as StoppingCriteriaList
+    from everystep.stops.criteria import StopStringCriteria as StopStringCriteria
+    from everystep.stops.criteria import validate_stopping_criteria as validate_stopping_criteria
+    from everystep.streamers import AsyncTextIteratorStreamer as AsyncTextIteratorStreamer
+    from everystep.streamers import BaseStreamer as BaseStreamer
+    from everystep.streamers import BeamEvent as BeamEvent
+    from everystep.streamers import LiveBeam as LiveBeam
+    from everystep.streamers import TextIteratorStreamer as TextIteratorStreamer
+    from everystep.streamers import TextStreamer as TextStreamer
+    from everystep.text import BatchEncoding as BatchEncoding
+    from everystep.text import Tokenizer as Tokenizer
+    from everystep.types import Event as Event
+    from everystep.types import FinishReason as FinishReason
 
-_HOME = {
-    "AlternatingCodebooksLogitsProcessor": "processors.audio",
-    "AsyncTextIteratorStreamer": "streamers",
-    "AutoConfig": "api.auto",
-    "AutoModelForCausalLM": "api.auto",
-    "AutoModelForSeq2SeqLM": "api.auto",
-    "AutoTokenizer": "api.auto",
-    "BarkEosPrioritizerLogitsProcessor": "processors.audio",
-    "BaseStreamer": "streamers",
-    "BatchEncoding": "text",
-    "BeamEvent": "streamers",
-    "Cache": "cache.containers",
-    "ClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
-    "CompileConfig": "config",
-    "ConfidenceCriteria": "stops.criteria",
-    "DiaClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
-    "DiaEOSChannelFilterLogitsProcessor": "processors.audio",
-    "DiaEOSDelayPatternLogitsProcessor": "processors.audio",
-    "DynamicCache": "cache.containers",
-    "DynamicLayer": "cache.layers",
-    "EncoderDecoderCache": "cache.containers",
-    "EncoderNoRepeatNGramLogitsProcessor": "processors.repetition",
-    "EncoderRepetitionPenaltyLogitsProcessor": "processors.repetition",
-    "EosTokenCriteria": "stops.criteria",
-    "EpsilonLogitsWarper": "processors.warpers",
-    "EtaLogitsWarper": "processors.warpers",
-    "Event": "types",
-    "EverystepError": "errors",
-    "ExponentialDecayLengthPenalty": "processors.length",
-    "FinishReason": "types",
-    "ForcedBOSTokenLogitsProcessor": "processors.length",
-    "ForcedEOSTokenLogitsProcessor": "processors.length",
-    "GenerateBeamDecoderOnlyOutput": "outputs",
-    "GenerateBeamEncoderDecoderOutput": "outputs",
-    "GenerateDecoderOnlyOutput": "outputs",
-    "GenerateEncoderDecoderOutput": "outputs",
-    "Generated": "api.session",
-    "GenerationConfig": "config",
-    "GenerationMode": "config",
-    "HammingDiversityLogitsProcessor": "processors.diversity",
-    "InfNanRemoveLogitsProcessor": "processors.allowed",
-    "LanguageModel": "api.model",
-    "LiveBeam": "streamers",
-    "LogitNormalization": "processors.warpers",
-    "LogitsProcessor": "processors.base",
-    "LogitsProcessorList": "processors.base",
-    "MaxLengthCriteria": "stops.criteria",
-    "MaxTimeCriteria": "stops.criteria",
-    "MinLengthLogitsProcessor": "processors.length",
-    "MinNewTokensLengthLogitsProcessor": "processors.length",
-    "MinPLogitsWarper": "processors.warpers",
-    "NoBadWordsLogitsProcessor": "processors.bias",
-    "NoRepeatNGramLogitsProcessor": "processors.repetition",
-    "OffloadedCache": "cache.containers",
-    "OffloadedStaticCache": "cache.containers",
-    "PrefixConstrainedLogitsProcessor": "processors.allowed",
-    "QuantizedCache": "cache.containers",
-    "RepetitionPenaltyLogitsProcessor": "processors.repetition",
-    "SequenceBiasLogitsProcessor": "processors.bias",
-    "SlidingWindowCache": "cache.containers",
-    "StaticCache": "cache.containers",
-    "StaticLayer": "cache.layers",
-    "StaticSlidingWindowLayer": "cache.layers",
-    "StopStringCriteria": "stops.criteria",
-    "StoppingCriteria": "stops.criteria",
-    "StoppingCriteriaList": "stops.criteria",
-    "Stream": "api.session",
-    "SuppressTokensAtBeginLogitsProcessor": "processors.length",
-    "SuppressTokensLogitsProcessor": "processors.length",
-    "SynthIDTextWatermarkDetector": "processors.detectors",
-    "SynthIDTextWatermarkLogitsProcessor": "processors.synthid",
-    "SynthIDTextWatermarkingConfig": "config",
-    "TemperatureLogitsWarper": "processors.warpers",
-    "TextIteratorStreamer": "streamers",
-    "TextStreamer": "streamers",
-    "Tokenizer": "text",
-    "TopHLogitsWarper": "processors.warpers",
-    "TopKLogitsWarper": "processors.warpers",
-    "TopPLogitsWarper": "processors.warpers",
-    "TypicalLogitsWarper": "processors.warpers",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "processors.guidance",
-    "WatermarkDetector": "processors.detectors",
-    "WatermarkDetectorOutput": "processors.detectors",
-    "WatermarkLogitsProcessor": "processors.watermark",
-    "WatermarkingConfig": "config",
-    "WeightedMeanDetector": "processors.detectors",
-    "WhisperNoSpeechDetection": "processors.audio",
-    "WhisperTimeStampLogitsProcessor": "processors.audio",
-    "chat": "api.text",
-    "generate": "api.text",
-    "load": "api.load",
-    "load_model": "api.load",
-    "set_seed": "draws",
-    "stream": "api.text",
-    "validate_stopping_criteria": "stops.criteria",
+_NAMES = {
+    "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
+    "api.load": "load load_model",
+    "api.many": "Stream chat generate stream",
+    "api.model": "LanguageModel",
+    "api.session": "Generated",
+    "cache.containers": """
+        Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache
+        QuantizedCache SlidingWindowCache StaticCache
+    """,
+    "cache.layers": "DynamicLayer StaticLayer StaticSlidingWindowLayer",
+    "config": """
+        CompileConfig GenerationConfig GenerationMode SynthIDTextWatermarkingConfig
+        WatermarkingConfig
+    """,
+    "draws": "set_seed",
+    "errors": "EverystepError",
+    "outputs": """
+        GenerateBeamDecoderOnlyOutput GenerateBeamEncoderDecoderOutput
+        GenerateDecoderOnlyOutput GenerateEncoderDecoderOutput
+    """,
+    "processors.audio": """
+        AlternatingCodebooksLogitsProcessor BarkEosPrioritizerLogitsProcessor
+        DiaEOSChannelFilterLogitsProcessor DiaEOSDelayPatternLogitsProcessor
+        WhisperNoSpeechDetection WhisperTimeStampLogitsProcessor
+    """,
+    "processors.base": "LogitsProcessor LogitsProcessorList",
+    "processors.bias": """
+        InfNanRemoveLogitsProcessor NoBadWordsLogitsProcessor
+        PrefixConstrainedLogitsProcessor SequenceBiasLogitsProcessor
+    """,
+    "processors.guidance": """
+        ClassifierFreeGuidanceLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor
+        HammingDiversityLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor
+    """,
+    "processors.length": """
+        ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
+        ForcedEOSTokenLogitsProcessor MinLengthLogitsProcessor
+        MinNewTokensLengthLogitsProcessor SuppressTokensAtBeginLogitsProcessor
+        SuppressTokensLogitsProcessor
+    """,
+    "processors.repetition": """
+        EncoderNoRepeatNGramLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor
+        NoRepeatNGramLogitsProcessor RepetitionPenaltyLogitsProcessor
+    """,
+    "processors.synthid": """
+        SynthIDTextWatermarkDetector SynthIDTextWatermarkLogitsProcessor
+        WeightedMeanDetector
+    """,
+    "processors.warpers": """
+        EpsilonLogitsWarper EtaLogitsWarper LogitNormalization MinPLogitsWarper
+        TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper
+        TypicalLogitsWarper
+    """,
+    "processors.watermark": "WatermarkDetector WatermarkDetectorOutput WatermarkLogitsProcessor",
+    "stops.criteria": """
+        ConfidenceCriteria EosTokenCriteria MaxLengthCriteria MaxTimeCriteria
+        StopStringCriteria StoppingCriteria StoppingCriteriaList
+        validate_stopping_criteria
+    """,
+    "streamers": """
+        AsyncTextIteratorStreamer BaseStreamer BeamEvent LiveBeam TextIteratorStreamer
+        TextStreamer
+    """,
+    "text": "BatchEncoding Tokenizer",
+    "types": "Event FinishReason",
 }
-"""Public name -> the module that defines it."""
+"""Module -> the public names that it defines."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "AlternatingCodebooksLogitsProcessor",
-    "AsyncTextIteratorStreamer",
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoTokenizer",
-    "BarkEosPrioritizerLogitsProcessor",
-    "BaseStreamer",
-    "BatchEncoding",
-    "BeamEvent",
-    "Cache",
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "CompileConfig",
-    "ConfidenceCriteria",
-    "DiaClassifierFreeGuidanceLogitsProcessor",
-    "DiaEOSChannelFilterLogitsProcessor",
-    "DiaEOSDelayPatternLogitsProcessor",
-    "DynamicCache",
-    "DynamicLayer",
-    "EncoderDecoderCache",
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
-    "EosTokenCriteria",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "Event",
-    "EverystepError",
-    "ExponentialDecayLengthPenalty",
-    "FinishReason",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "GenerateBeamDecoderOnlyOutput",
-    "GenerateBeamEncoderDecoderOutput",
-    "GenerateDecoderOnlyOutput",
-    "GenerateEncoderDecoderOutput",
-    "Generated",
-    "GenerationConfig",
-    "GenerationMode",
-    "HammingDiversityLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "LanguageModel",
-    "LiveBeam",
-    "LogitNormalization",
-    "LogitsProcessor",
-    "LogitsProcessorList",
-    "MaxLengthCriteria",
-    "MaxTimeCriteria",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "MinPLogitsWarper",
-    "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "OffloadedCache",
-    "OffloadedStaticCache",
-    "PrefixConstrainedLogitsProcessor",
-    "QuantizedCache",
-    "RepetitionPenaltyLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "SlidingWindowCache",
-    "StaticCache",
-    "StaticLayer",
-    "StaticSlidingWindowLayer",
-    "StopStringCriteria",
-    "StoppingCriteria",
-    "StoppingCriteriaList",
-    "Stream",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "SynthIDTextWatermarkDetector",
-    "SynthIDTextWatermarkLogitsProcessor",
-    "SynthIDTextWatermarkingConfig",
-    "TemperatureLogitsWarper",
-    "TextIteratorStreamer",
-    "TextStreamer",
-    "Tokenizer",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WatermarkDetector",
-    "WatermarkDetectorOutput",
-    "WatermarkLogitsProcessor",
-    "WatermarkingConfig",
-    "WeightedMeanDetector",
-    "WhisperNoSpeechDetection",
-    "WhisperTimeStampLogitsProcessor",
-    "__version__",
-    "chat",
-    "generate",
-    "load",
-    "load_model",
-    "set_seed",
-    "stream",
-    "validate_stopping_criteria",
-]
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.types import Sequence, Shortlist
-from everystep.types.shortlist import dense
+from everystep.types import Scores
+from everystep.types.batch import Places
 
-_STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6}
+_STREAMS = {"choice": 1, "accept": 2, "residual": 3, "draft": 4, "xtc": 5, "fork": 6, "prompt": 7}
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 2**64 - 1
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -52,6 +52,13 @@ def uniform(
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
+def seed_of(seed: int, index: int) -> int:
+    """The seed of prompt `index` where one is given for several; that of the first is itself."""
+    if index == 0:
+        return seed
+    return _mix_one(_mix_one(seed + _STREAMS["prompt"] * int(_GOLDEN)) + index * int(_GOLDEN))
+
+
 def fork_lineage(lineage: int, position: int, rank: int) -> int:
     """The lineage of a further child: new for every (parent, position, rank)."""
     key = _mix_one(lineage + _STREAMS["fork"] * int(_GOLDEN))
@@ -71,61 +78,6 @@ def _mix_one(value: int) -> int:
 _SMALL = 4096
 _BLOCK = 64
 _CACHED = 2**16  # weights that are made and summed at once, so that they stay in the cache
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where R choices stand: `seed`, `lineage` and `position` (R,) uint64, and their `slot` (R,)
-    among the `slots` rows of the call's full rectangle, finished rows included."""
-
-    seed: np.ndarray
-    lineage: np.ndarray
-    position: np.ndarray
-    slot: np.ndarray
-    slots: int
-
-
-def places_of(
-    sequences: list[Sequence], position: np.ndarray, slot: np.ndarray, slots: int
-) -> Places:
-    """Where choices of R sequences stand, each after `position` (R,) chosen tokens."""
-    seed = np.array([s.request.draws.seed & _MASK for s in sequences], dtype=np.uint64)
-    lineage = np.array([s.lineage for s in sequences], dtype=np.uint64)
-    return Places(seed, lineage, position.astype(np.uint64), slot, slots)
-
-
-class Draws(Protocol):
-    """Chooses tokens at random for rows that stand at given places."""
-
-    @property
-    def seed(self) -> int:
-        """What `Places.seed` holds for the rows of a request with these draws."""
-        ...
-
-    @property
-    def whole_rows(self) -> bool:
-        """Whether a choice looks at tokens without a score too."""
-        ...
-
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
-        """(R, V) scores -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
-
-        A shortlist gives the same as the rows that it stands for.
-        """
-        ...
-
-    def choose_without_replacement(
-        self, probabilities: Tensor, places: Places, count: int
-    ) -> Tensor:
-        """(R, n) probabilities -> (R, count) distinct indices per row, in order of the draw.
-
-        -1 where a row holds nan.
-        """
-        ...
-
-    def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
-        """(R, n) numbers in (0, 1) from a named stream."""
-        ...
 
 
 def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
@@ -208,9 +160,9 @@ class SharedDraws:
     seed: ClassVar[int] = 0
     whole_rows: ClassVar[bool] = True
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+    def choose(self, scores: Scores, places: Places) -> Tensor:
         # All tokens take part in the sum, in the order in which the reference adds them up.
-        probabilities = torch.softmax(dense(scores), dim=-1)
+        probabilities = torch.softmax(scores.whole().values, dim=-1)
         chosen = (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
         return _possible(chosen[:, None], probabilities)[:, 0]
 
@@ -246,12 +198,12 @@ class SeededDraws:
     seed: int
     whole_rows: ClassVar[bool] = False
 
-    def choose(self, scores: Tensor | Shortlist, places: Places) -> Tensor:
+    def choose(self, scores: Scores, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""
         numbers = self.uniform("choice", places)
-        if not isinstance(scores, Shortlist):
-            return _drawn(scores, numbers)
-        place = _drawn(scores.scores, numbers).numpy()
+        if not scores.listed or scores.tokens is None:
+            return _drawn(scores.whole().values, numbers)
+        place = _drawn(scores.values, numbers).numpy()
         token = scores.tokens.numpy()[np.arange(len(place)), place]
         return torch.from_numpy(np.where(place < 0, -1, token))
 

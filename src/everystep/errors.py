@@ -24,10 +24,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, NoReturn
 
 
 class EverystepError(Exception):
-    """Base of every error that the library raises on purpose."""
+    """Base of every error that the library raises on purpose.
+
+    `results`: where one prompt of several failed, what became of each of them, in their order.
+    """
+
+    results: list[Any] | None = None
 
 
 class RequestError(EverystepError, ValueError):
@@ -94,6 +100,18 @@ def message(what: str, *, wanted: object = None, got: object = None, do: str | N
     if got is not None:
         text += f"; got {got}"
     return f"{text}. {do}." if do else f"{text}."
+
+
+def refuse(
+    what: str,
+    *,
+    wanted: object = None,
+    got: object = None,
+    do: str | None = None,
+    kind: type[EverystepError] = RequestError,
+) -> NoReturn:
+    """Raises an error of the given kind with the text that `message` makes."""
+    raise kind(message(what, wanted=wanted, got=got, do=do))
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""What `generate()` returns on request: the reference's four output classes, with more to tell.
+"""What `generate()` and a call of a model return: the reference's output classes, and more.
 
 Keys, length, iteration, integer and slice access show exactly what the reference's objects show:
 its fields, in its order, without those that are None. What the reference does not know (`text`,
@@ -8,13 +8,14 @@ file knows nothing of how the values come about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, message
+from everystep.errors import refuse
 from everystep.types import FinishReason
 
 Layers = tuple[Tensor, ...]
@@ -38,9 +39,53 @@ class TokenLogprobs:
         return len(self.tokens)
 
 
+@dataclass(eq=False, repr=False)
+class Shown(Mapping[str, Any]):
+    """Fields that are attributes, and keys and indices too, without those that are None."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def _names(self) -> list[str]:
+        names = (one.name for one in fields(self) if not one.kw_only)
+        return [name for name in names if getattr(self, name) is not None]
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key in self._names():
+            return getattr(self, key)
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in {one.name for one in fields(self)}:
+            refuse(
+                f"{type(self).__name__} has no field {key!r}", do="Keep further values beside it"
+            )
+        setattr(self, key, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{one.name}={_brief(getattr(self, one.name))}"
+            for one in fields(self)
+            if getattr(self, one.name) is not None
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The reference's fields that are not None, in order."""
+        return tuple(getattr(self, name) for name in self._names())
+
+
 @dataclass(eq=False, kw_only=True, repr=False)
-class Output(Mapping[str, Any]):
-    """What every output object can do and tell beyond the reference's fields.
+class Output(Shown):
+    """What every output of `generate()` can say beyond the reference's fields.
 
     `text`: one per sequence, prompt excluded, if there is a tokenizer. `new_tokens`: per sequence
     the generated ids, the end token included, padding excluded. `prompt_length`: how many columns
@@ -61,45 +106,13 @@ class Output(Mapping[str, Any]):
     timings: Mapping[str, float] | None = None
     speculation: Mapping[str, Any] | None = None
 
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
 
-    def _names(self) -> list[str]:
-        names = (one.name for one in fields(self) if not one.kw_only)
-        return [name for name in names if getattr(self, name) is not None]
+@dataclass(eq=False, repr=False)
+class CausalLMOutput(Shown):
+    """`logits`: (B, T, V). `past_key_values`: the cache with these positions, or None."""
 
-    def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, str):
-            return self.to_tuple()[key]
-        if key in self._names():
-            return getattr(self, key)
-        raise KeyError(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in {one.name for one in fields(self)}:
-            text = message(
-                f"{type(self).__name__} has no field {key!r}", do="Keep further values beside it"
-            )
-            raise RequestError(text)
-        setattr(self, key, value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
-
-    def __len__(self) -> int:
-        return len(self._names())
-
-    def __repr__(self) -> str:
-        shown = (
-            f"{one.name}={_brief(getattr(self, one.name))}"
-            for one in fields(self)
-            if getattr(self, one.name) is not None
-        )
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """The reference's fields that are not None, in order."""
-        return tuple(getattr(self, name) for name in self._names())
+    logits: Tensor
+    past_key_values: Any = None
 
 
 def _brief(value: Any) -> str:
@@ -185,3 +198,54 @@ class GenerateBeamEncoderDecoderOutput(Output):
 GenerateNonBeamOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
 GenerateBeamOutput = GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput
 GenerateOutput = GenerateNonBeamOutput | GenerateBeamOutput
+
+
+def compute_transition_scores(
+    sequences: Tensor,
+    scores: Sequence[Tensor] | None,
+    beam_indices: Tensor | None = None,
+    normalize_logits: bool = False,
+) -> Tensor:
+    """The score that each generated token had when it was chosen, (B, T), 0 after its end.
+
+    `sequences`: (B, length) ids. `scores`: per step (R, V). `beam_indices`: (B, steps), the row of
+    `scores` that each token was chosen from, -1 after the end; without it row r is sequence r's.
+    `normalize_logits`: log-probabilities instead of the scores themselves. Source: the reference's
+    `GenerationMixin.compute_transition_scores`.
+    """
+    if not scores:
+        refuse(
+            "there are no scores to read",
+            wanted="the scores of each step",
+            got=repr(scores),
+            do="Generate with output_scores=True and return_dict_in_generate=True",
+        )
+    rows = _chosen_from(sequences, scores, beam_indices)
+    used = rows >= 0
+    length = int(used.sum(dim=-1).max())
+    rows, used = rows[:, :length], used[:, :length]
+    tokens = sequences[:, sequences.shape[1] - length :]
+    stacked = torch.stack(tuple(scores[:length]))  # (T, R, V)
+    over = stacked.amax(dim=-1).isneginf()  # (T, R): where a row had already ended
+    if normalize_logits:
+        stacked = torch.log_softmax(stacked, dim=-1)
+    place = torch.arange(length, device=rows.device), rows.clamp(min=0)
+    return stacked[(*place, tokens)].masked_fill(~used | over[place], 0.0)
+
+
+def _chosen_from(
+    sequences: Tensor, scores: Sequence[Tensor], beam_indices: Tensor | None
+) -> Tensor:
+    """(B, steps) the row of scores that every token was chosen from."""
+    held = scores[0].shape[0]
+    if beam_indices is None:
+        own = torch.arange(held, device=sequences.device)
+        beam_indices = own[:, None].expand(-1, len(scores))
+    if len(beam_indices) != len(sequences):
+        refuse(
+            "sequences do not fit the rows they were chosen from",
+            wanted=f"{len(beam_indices)} sequences",
+            got=len(sequences),
+            do="Pass the beam_indices of the same output",
+        )
+    return beam_indices.long()

@@ -11,14 +11,12 @@ from everystep.api.model import LanguageModel
 from everystep.config import merge_configs
 from everystep.config.kinds import SAMPLERS
 from everystep.errors import RequestError
+from everystep.processors.bias import LogitBias
 from everystep.processors.build import build
-from everystep.processors.dry import Dry
-from everystep.processors.facts import Facts
-from everystep.processors.mirostat import Mirostat
-from everystep.processors.order import CANONICAL
-from everystep.processors.penalties import LogitBias, OccurrencePenalty
-from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
-from everystep.processors.sampling import BY_NAME, FOR_SAMPLING
+from everystep.processors.order import BY_NAME, CANONICAL, Facts
+from everystep.processors.order import SAMPLERS as MADE
+from everystep.processors.repetition import Dry, OccurrencePenalty
+from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -74,8 +72,8 @@ def test_the_named_samplers_come_first_and_the_others_after_them() -> None:
 
 def test_every_sampler_has_a_name() -> None:
     assert tuple(BY_NAME) == SAMPLERS
-    assert {kind for kinds in BY_NAME.values() for kind in kinds} == set(FOR_SAMPLING)
-    assert [kind for kind in CANONICAL if kind in FOR_SAMPLING] == list(FOR_SAMPLING)
+    assert {kind for kinds in BY_NAME.values() for kind in kinds} == {*MADE, DynamicTemperature}
+    assert [kind for kind in CANONICAL if kind in MADE] == list(MADE)
 
 
 def test_beams_keep_a_token_beside_every_end() -> None:

@@ -1,4 +1,4 @@
-"""One seed for all prompts, or one for each: what is drawn belongs to the prompt alone."""
+"""One seed for all prompts, or one for each: no two prompts of a call share their draws."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
+from everystep.draws import seed_of
 from everystep.errors import RequestError
 from everystep.testing.models import tiny_llama
 
@@ -35,10 +36,34 @@ def test_every_prompt_has_its_own(model: LanguageModel) -> None:
     assert many[0] != many[2]
 
 
-def test_one_is_everybodys(model: LanguageModel) -> None:
+def test_from_one_each_prompt_gets_its_own(model: LanguageModel) -> None:
     many = es.generate(model, None, PROMPTS, seed=3, **DRAWN)
-    assert many == [alone(model, prompt, 3)[0] for prompt in PROMPTS]
-    assert many[0] == many[2]
+    own = [seed_of(3, index) for index in range(3)]
+    assert many == [
+        alone(model, prompt, seed)[0] for prompt, seed in zip(PROMPTS, own, strict=True)
+    ]
+    assert many[0] != many[2]
+    assert many == es.generate(model, None, PROMPTS, seed=own, **DRAWN)
+
+
+def test_from_one_each_row_gets_its_own(model: LanguageModel) -> None:
+    rows = torch.tensor([PROMPTS[0]] * 3)
+    from_one = model.generate(rows, seed=3, **DRAWN)
+    own = [seed_of(3, row) for row in range(3)]
+    assert torch.equal(from_one, model.generate(rows, seed=own, **DRAWN))
+    assert len({tuple(row) for row in from_one.tolist()}) == 3
+
+
+def test_without_one_prompts_do_not_share_their_draws(model: LanguageModel) -> None:
+    torch.manual_seed(0)
+    many = es.generate(model, None, [PROMPTS[0]] * 4, **DRAWN)
+    assert len({tuple(one) for one in many}) == 4
+
+
+def test_the_first_prompt_has_the_seed_itself_and_no_two_the_same() -> None:
+    assert seed_of(7, 0) == 7
+    seeds = {seed_of(seed, index) for seed in range(50) for index in range(50)}
+    assert len(seeds) == 50 * 50
 
 
 def test_all_answers_to_a_prompt_follow_from_one(model: LanguageModel) -> None:

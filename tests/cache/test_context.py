@@ -13,7 +13,7 @@ from everystep.cache import RowCache
 from everystep.cache.formats import Quantization
 from everystep.nn.attention import Rule
 from everystep.nn.network import Full, Window
-from everystep.types import Verb, Work
+from everystep.types import Extra, Verb, Work
 
 HEADS, SHARED, DIM = 4, 2, 6
 STORES = [[Full(SHARED, DIM, DIM)], [Window(SHARED, DIM, DIM, 5)], [Full(SHARED, DIM, 4)]]
@@ -32,7 +32,7 @@ class Judge:
     draw: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))
 
     def __post_init__(self) -> None:
-        layout = (STORES, torch.float64, torch.device("cpu"), DIM)
+        layout = (STORES, torch.float64, torch.device("cpu"))
         self.cache = RowCache(*layout, kept=self.kept)
 
     def step(
@@ -49,10 +49,16 @@ class Judge:
             self.held[verb.row] = [*(parent or [nothing for _ in LAYERS])]
         starts = [self.held[row][0].shape[2] for row in counts]
         arrays = [np.array(x) for x in ([*counts], starts, [*counts.values()])]
-        work = Work(verbs, *arrays, np.ones_like(arrays[0]), np.zeros(sum(counts.values()), int))
+        masks = masks or {}
+        extras = {
+            feed: Extra(mask=masks.get(feed), attentions=feed in weights)
+            for feed in {*masks, *weights}
+        }
+        tokens = np.zeros(sum(counts.values()), int)
+        work = Work(verbs, *arrays, np.ones_like(arrays[0]), tokens, extras)
         self.cache.apply(work)
-        context = self.cache.begin(work, masks, weights)
-        gaps = [self._layer(layer, context, counts, masks or {}) for layer in LAYERS]
+        context = self.cache.begin(work)
+        gaps = [self._layer(layer, context, counts, masks) for layer in LAYERS]
         return max(gaps)
 
     def _layer(self, layer: int, context, counts, masks) -> float:  # type: ignore[no-untyped-def]

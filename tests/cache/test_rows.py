@@ -24,7 +24,7 @@ class Driver:
     """A cache, and beside it a plain list of what every row should hold."""
 
     def __init__(self) -> None:
-        self.cache = RowCache([[FULL]] * LAYERS, torch.float64, torch.device("cpu"), 4)
+        self.cache = RowCache([[FULL]] * LAYERS, torch.float64, torch.device("cpu"))
         self.expected: dict[int, list[int]] = {}
         self._written = 0
 
@@ -234,19 +234,6 @@ def test_a_slot_is_wiped_before_it_is_used_again() -> None:
     assert bool(bank.tails.read(slot, 9)[0].isfinite()[:, :, 1:9].all())
 
 
-def test_columns_are_shared_by_forks_and_cut_with_their_row() -> None:
-    driver = opened(3)
-    cache = driver.cache
-    cache[0].columns = torch.empty(0, 4)
-    cache.extend_columns(0, torch.ones(3, 4))
-    cache._rows.fork(1, 0)
-    cache._rows.truncate(0, 2)
-    cache.extend_columns(0, torch.zeros(1, 4))
-    columns = cache.columns()
-    assert columns[0].sum(dim=1).tolist() == [4, 4, 0]
-    assert columns[1].sum(dim=1).tolist() == [4, 4, 4]
-
-
 def test_encoder_states_are_projected_once_per_tensor() -> None:
     calls = []
 
@@ -254,9 +241,7 @@ def test_encoder_states_are_projected_once_per_tensor() -> None:
         calls.append(encoder)
         return torch.zeros(2, 2, 2, len(encoder), 3, dtype=torch.float64)
 
-    cache = RowCache(
-        [[FULL, Cross(2, 3, 3)]] * LAYERS, torch.float64, torch.device("cpu"), 4, project
-    )
+    cache = RowCache([[FULL, Cross(2, 3, 3)]] * LAYERS, torch.float64, torch.device("cpu"), project)
     states, other = torch.ones(5, 4), torch.ones(6, 4)
     cache.allocate(0, states)
     cache.allocate(1, states)

@@ -115,10 +115,13 @@ class Slots(dict[str, Tensor]):
     exact_activations = False
 
 
-def random_model(spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
+def random_model(
+    spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64, *, learns: bool = False
+) -> Model:
     """A model of the specification whose values are drawn widely."""
-    tensors = _drawn(decoder_slots(spec, Names()), seed, dtype)
-    return Model(ModelConfig({"model_type": "llama"}), spec, assemble_decoder(spec, tensors))
+    tensors = _drawn(decoder_slots(spec, Names()), seed, dtype, learns)
+    network = assemble_decoder(spec, tensors)
+    return Model(ModelConfig({"model_type": "llama"}), spec, network, learns)
 
 
 def family_model(model_type: str, **config: Any) -> Model:
@@ -129,13 +132,13 @@ def family_model(model_type: str, **config: Any) -> Model:
     return Model(ModelConfig({"model_type": model_type}), spec, network)
 
 
-def _drawn(slots: list[Slot], seed: int, dtype: torch.dtype) -> Slots:
+def _drawn(slots: list[Slot], seed: int, dtype: torch.dtype, learns: bool = False) -> Slots:
     generator = torch.Generator().manual_seed(seed)
     tensors = Slots()
     for slot in slots:
         spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
         drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
-        tensors[slot.key] = (drawn * spread).to(dtype)
+        tensors[slot.key] = (drawn * spread).to(dtype).requires_grad_(learns)
     return tensors
 
 

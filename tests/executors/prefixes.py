@@ -20,7 +20,7 @@ class Prefixes:
         self.model = model
         self.vocab_size = model.vocab_size
         self._given: list[Tensor] = []
-        self._prefixes: list[tuple[tuple[int, int], ...]] = [()]
+        self._prefixes: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()]
 
     def start(self, encoder: Tensor | None) -> int:
         """The empty prefix."""
@@ -38,7 +38,7 @@ class Prefixes:
 
     def advance(self, state: int, key: int, position: tuple[int, ...]) -> int:
         """The prefix with one more input."""
-        self._prefixes.append((*self._prefixes[state], (key, position[0])))
+        self._prefixes.append((*self._prefixes[state], (key, position)))
         return len(self._prefixes) - 1
 
     def logits(self, states: np.ndarray, pairs: np.ndarray) -> Tensor:
@@ -52,7 +52,9 @@ class Prefixes:
 
     def _read(self, state: int) -> History:
         keys, places = zip(*self._prefixes[state], strict=True)
-        return History(torch.stack([self._input(key) for key in keys]), torch.tensor(places))
+        positions = torch.tensor(places).T
+        positions = positions if len(positions) > 1 else positions[0]
+        return History(torch.stack([self._input(key) for key in keys]), positions)
 
     def _input(self, key: int) -> Tensor:
         if key >= self.vocab_size:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from everystep.draws import SeededDraws
-from everystep.engine import Guidance
+from everystep.engine import Guidance, PromptLookup
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
-from everystep.types import Prompt, Request, Wants
+from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.types import Prompt, Request
 
 MAX_NEW = 10
 ENDS = (2, 17)
@@ -31,7 +31,6 @@ def request(name: str, strategy: Any, prompt: Prompt, **rest: Any) -> Request:
         strategy,
         SeededDraws(sum(map(ord, name))),
         stops=(EosToken(ENDS), MaxLength(length + MAX_NEW)),
-        wants=Wants(columns="columns" in strategy.needs),
         max_length=prompt.length + MAX_NEW,
         **rest,
     )
@@ -49,7 +48,7 @@ REQUESTS: tuple[Request, ...] = (
     request("sampled", Sample(3), Prompt(ids(4, 9))),
     request("beams", Beam(3, returns=2, eos_count=len(ENDS), max_new=MAX_NEW), Prompt(ids(5, 6))),
     request("drawn beams", Beam(2, eos_count=len(ENDS), sampled=True), Prompt(ids(6, 3))),
-    request("drafted", Speculative(PromptLookup(4, 2), Greedy()), Prompt(np.tile(ids(7, 3), 4))),
+    request("drafted", Greedy(), Prompt(np.tile(ids(7, 3), 4)), drafter=PromptLookup(4, 2)),
     request("contrastive", Contrastive(3, 0.6), Prompt(ids(8, 5))),
     request(
         "guided",

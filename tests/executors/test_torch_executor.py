@@ -16,9 +16,19 @@ from torch import Tensor
 from everystep.errors import RequestError
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
-from everystep.types import Prompt, StepOutput, Verb, Work
+from everystep.types import Extra, Prompt, StepOutput, Verb, Work
 from tests.executors.models import SPECS, family_model, random_model
-from tests.executors.works import Wanderer, expected_logits, ints, one_feed, only_verbs, read
+from tests.executors.works import (
+    Wanderer,
+    answer,
+    asking,
+    embedded,
+    expected_logits,
+    ints,
+    one_feed,
+    only_verbs,
+    read,
+)
 from tests.models.tiny import ours, reference_t5
 
 IDS = [3, 9, 30, 4, 4, 17, 25, 6, 1, 39, 12, 8, 22, 5]
@@ -39,7 +49,7 @@ def wander(wanderer: Wanderer, steps: int = 10, **wants: Any) -> None:
     """Works, each with the right logits and the right rows after it; then all rows are freed."""
     executor = TorchExecutor(wanderer.model)
     for _ in range(steps):
-        work = replace(wanderer.work(), **wants)
+        work = asking(wanderer.work(), **wants) if wants else wanderer.work()
         output = executor.run(work)
         assert_near(output.logits, expected_logits(wanderer.model, work, wanderer.histories))
         held = {row: len(history.positions) for row, history in wanderer.histories.items()}
@@ -89,40 +99,46 @@ def test_weights_and_layers_change_no_logits(seed: int) -> None:
 def test_attentions_and_layers_are_those_of_a_plain_forward() -> None:
     executor = TorchExecutor(model_of("window"))
     executor.run(one_feed(IDS[:5], verbs=(OPEN,)))
-    work = replace(one_feed(IDS[5:14], start=5), layers=True, attentions=True)
-    output = executor.run(work)
+    work = asking(one_feed(IDS[5:14], start=5), layers=True, attentions=True)
+    found = answer(executor.run(work))
     watched = read(model_of("window"), IDS[:14]).watched(model_of("window"))
-    assert_near(torch.stack(output.layers), torch.stack(watched.layers)[:, 5:])
-    assert_near(torch.stack(output.attentions[0]), torch.stack(watched.attentions)[:, :, 5:])
+    assert_near(torch.stack(found.layers), torch.stack(watched.layers)[:, 5:])
+    assert_near(torch.stack(found.attentions), torch.stack(watched.attentions)[:, :, 5:])
 
 
-def test_layers_come_in_the_order_of_the_feeds() -> None:
+def test_layers_are_those_of_each_feed() -> None:
     verbs = (OPEN, Verb("allocate", 1))
     rows = [IDS[:12], IDS[:3]]
     counts = ints(12, 3)
     work = Work(verbs, ints(0, 1), ints(0, 0), counts, counts, ints(*IDS[:12], *IDS[:3]))
-    output = TorchExecutor(model_of("plain")).run(replace(work, layers=True, attentions=True))
-    watched = [read(model_of("plain"), ids).watched(model_of("plain")) for ids in rows]
-    layers = torch.cat([torch.stack(one.layers) for one in watched], dim=1)
-    assert_near(torch.stack(output.layers), layers)
-    for found, one in zip(output.attentions, watched, strict=True):
-        assert_near(torch.stack(found), torch.stack(one.attentions))
+    output = TorchExecutor(model_of("plain")).run(asking(work, layers=True, attentions=True))
+    for f, ids in enumerate(rows):
+        watched, found = read(model_of("plain"), ids).watched(model_of("plain")), answer(output, f)
+        assert_near(torch.stack(found.layers), torch.stack(watched.layers))
+        assert_near(torch.stack(found.attentions), torch.stack(watched.attentions))
 
 
-def test_columns_follow_truncation_and_fork() -> None:
+@pytest.mark.parametrize("count", [1, 5, 10])
+def test_hidden_states_are_those_of_the_fed_positions(count: int) -> None:
     executor = TorchExecutor(model_of("plain"))
-    executor.run(replace(one_feed(IDS[:6], verbs=(OPEN,)), columns=frozenset({0})))
-    verbs = (Verb("truncate", 0, 4), Verb("fork", 1, 0))
-    output = executor.run(one_feed(IDS[4:9], row=1, start=4, verbs=verbs))
-    states = read(model_of("plain"), IDS[:9]).watched(model_of("plain")).layers[-1]
-    assert_near(output.columns[1], states)
-    assert_near(output.columns[0], states[:4])
+    executor.run(one_feed(IDS[:4], verbs=(OPEN,)))
+    verbs = (Verb("fork", 1, 0), Verb("allocate", 2))
+    ids = IDS[4 : 4 + count]
+    counts = ints(12, 1, count)
+    work = Work(
+        verbs, ints(2, 0, 1), ints(0, 4, 4), counts, ints(1, 1, 0), ints(*IDS[:12], 7, *ids),
+        {2: Extra(hidden=True)},
+    )  # fmt: skip
+    output = executor.run(work)
+    states = read(model_of("plain"), IDS[: 4 + count]).watched(model_of("plain")).layers[-1]
+    assert_near(answer(output, 2).hidden, states[4:])
+    assert output.answers.keys() == {2}
 
 
 def test_a_stranger_with_infinities_does_not_leak() -> None:
     executor = TorchExecutor(model_of("plain"))
     poison = torch.full((12, 32), torch.inf, dtype=torch.float64)
-    bad = replace(one_feed([-1] * 12, verbs=(OPEN,)), embeds=((0, poison),))
+    bad = replace(one_feed([-1] * 12, verbs=(OPEN,)), extras={0: embedded(0, poison)})
     assert not bool(executor.run(bad).logits.isfinite().all())
     verbs = (Verb("free", 0), OPEN, Verb("allocate", 1))
     work = Work(verbs, ints(0, 1), ints(0, 0), ints(2, 7), ints(2, 7), ints(*IDS[:9]))
@@ -178,7 +194,7 @@ def test_logits_come_only_where_they_are_wanted() -> None:
 
 
 def test_several_positions_per_input_are_refused() -> None:
-    work = replace(one_feed([1, 2], verbs=(OPEN,)), positions=torch.zeros(3, 2, dtype=torch.int64))
+    work = asking(one_feed([1, 2], verbs=(OPEN,)), positions=torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(RequestError, match="one position per token"):
         TorchExecutor(model_of("plain")).run(work)
 
@@ -231,7 +247,7 @@ def test_rows_look_at_their_own_encoder(lengths: tuple[int, int], attentions: bo
     tokens = ints(*rows[0], *rows[1])
     work = Work(verbs, ints(0, 1), ints(0, 0), ints(*lengths), ints(*lengths), tokens)
     states = dict(enumerate(encoded(*prompts)))
-    output = run_pair(executor, replace(work, attentions=attentions), states)
+    output = run_pair(executor, asking(work, attentions=attentions), states)
     expected = torch.cat([decoded(p, row) for p, row in zip(prompts, rows, strict=True)])
     assert_near(output.logits, expected)
     more = executor.run(
@@ -250,7 +266,8 @@ def test_forks_share_encoder_states() -> None:
 
 
 def test_cross_attentions_have_one_entry_per_layer() -> None:
-    work = replace(one_feed(IDS[:3], verbs=(OPEN,)), attentions=True)
+    work = asking(one_feed(IDS[:3], verbs=(OPEN,)), attentions=True)
     output = run_pair(TorchExecutor(pair()), work, dict(enumerate(encoded(IDS))))
-    assert [one.shape for one in output.cross_attentions[0]] == [(4, 3, 14)] * 3
-    assert_near(torch.stack(output.cross_attentions[0]).sum(-1), torch.ones(3, 4, 3).double())
+    found = answer(output).cross_attentions
+    assert [one.shape for one in found] == [(4, 3, 14)] * 3
+    assert_near(torch.stack(found).sum(-1), torch.ones(3, 4, 3).double())

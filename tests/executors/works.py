@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from everystep.models.dense import DenseContext
 from everystep.nn.attention import Rule, additive, probabilities, visible
 from everystep.nn.network import Inputs
 from everystep.nn.relative_bias import RelativeBias
-from everystep.types import Verb, Work
+from everystep.types import Answer, Extra, Given, StepOutput, Verb, Work
 
 ROWS = 5
 
@@ -32,6 +33,22 @@ def one_feed(
     return Work(verbs, ints(row), ints(start), ints(count), ints(count), ints(*tokens))
 
 
+def asking(work: Work, **wants: Any) -> Work:
+    """The work, every feed of which brings or wants this too."""
+    extras = {f: replace(work.extras.get(f, Extra()), **wants) for f in range(len(work.rows))}
+    return replace(work, extras=extras)
+
+
+def embedded(start: int, values: Tensor) -> Extra:
+    """Embeddings (n, E) for positions of a feed from `start` on."""
+    return Extra(inputs=(Given("embeds", start, values),))
+
+
+def answer(output: StepOutput, feed: int = 0) -> Answer:
+    """What a feed wanted."""
+    return output.answers[feed]
+
+
 def only_verbs(*verbs: Verb) -> Work:
     """A work without feeds."""
     return Work(verbs, ints(), ints(), ints(), ints(), ints())
@@ -39,7 +56,7 @@ def only_verbs(*verbs: Verb) -> Work:
 
 @dataclass
 class History:
-    """Everything that a row has read: (T, E) embeddings at (T,) position ids."""
+    """Everything that a row has read: (T, E) embeddings at (T,) or (axes, T) position ids."""
 
     inputs: Tensor
     positions: Tensor
@@ -51,13 +68,13 @@ class History:
     def logits(self, model: Model) -> Tensor:
         """(T, V), by one forward over everything."""
         with torch.inference_mode():
-            places = self.positions[None] if model.has_positions else None
+            places = self.positions[..., None, :] if model.has_positions else None
             return model.forward(None, None, places, self.inputs[None])[0]
 
     def watched(self, model: Model) -> Watcher:
         """The same forward with everything that can be seen inside."""
-        watcher = Watcher(DenseContext(model.network, 1, len(self.positions), None))
-        lengths = self.positions.amax().add(1).expand(len(self.positions))
+        watcher = Watcher(DenseContext(model.network, 1, len(self.inputs), None))
+        lengths = self.positions.amax().add(1).expand(len(self.inputs))
         with torch.inference_mode():
             hidden = model.network.forward(Inputs(self.inputs, self.positions, lengths), watcher)
             watcher.layers[-1] = model.network.finish(hidden)
@@ -150,18 +167,18 @@ class Wanderer:
         wanted = [int(self.rng.integers(0, count + 1)) for count in counts]
         for row, start, count, want in zip(rows, starts, counts, wanted, strict=True):
             self.floors[row] = start + count - want
-        tokens, embeds, places = [ints()], [], [torch.empty(0, dtype=torch.int64)]
-        offset = 0
-        for row, start, count in zip(rows, starts, counts, strict=True):
+        tokens, extras = [ints()], {}
+        for f, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             ids, given, inputs = self._inputs(count)
-            embeds += [] if given is None else [(offset, given)]
+            extra = Extra() if given is None else embedded(0, given)
             place = torch.arange(start, start + count)
             if self.positions:
                 place = torch.from_numpy(self.rng.integers(0, 60, count))
+                extra = replace(extra, positions=place)
             self._remember(row, inputs, place)
             tokens.append(ids)
-            places.append(place)
-            offset += count
+            if given is not None or self.positions:
+                extras[f] = extra
         return Work(
             verbs,
             ints(*rows),
@@ -169,8 +186,7 @@ class Wanderer:
             ints(*counts),
             ints(*wanted),
             np.concatenate(tokens),
-            tuple(embeds),
-            torch.cat(places) if self.positions else None,
+            extras,
         )
 
     def _inputs(self, count: int) -> tuple[np.ndarray, Tensor | None, Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from everystep.engine import Engine, Lockstep
 from everystep.engine.records import StepRecord
@@ -17,7 +18,7 @@ from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import ABILITIES, HashExecutor
 from everystep.testing.laws import Laws
 from everystep.testing.requests import EMBED_DIM, Mix, random_mix
-from everystep.types import Best, Request, StepOutput, Work
+from everystep.types import Request, Scores, StepOutput, Work
 
 
 class BestExecutor(HashExecutor):
@@ -26,7 +27,7 @@ class BestExecutor(HashExecutor):
     def __init__(self, vocab_size: int, max_rows: int | None = None) -> None:
         abilities = ABILITIES | {"best"}
         super().__init__(vocab_size, EMBED_DIM, max_rows=max_rows, abilities=abilities)
-        self.whole = self.told = 0
+        self.whole = self.told = self.read = 0
 
     def logits_of(self, output: StepOutput) -> StepOutput:
         """What it says of every token, before the best are taken from that."""
@@ -41,6 +42,8 @@ class BestExecutor(HashExecutor):
         # Row by row, so that no sum depends on how many rows there are.
         totals = torch.tensor([float(torch.logsumexp(row, 0)) for row in output.logits])
         rows = output.logits[most > 0]
+        if not len(rows):
+            return replace(output, totals=totals)
         values, tokens = torch.sort(rows, dim=-1, descending=True, stable=True)
         count = min(int(wanted.max(initial=0)), self.vocab_size)
         self.whole += len(most) - len(rows)
@@ -49,10 +52,24 @@ class BestExecutor(HashExecutor):
             output,
             logits=output.logits[most == 0],
             totals=totals[most == 0],
-            best=Best(
-                values[:, :count].numpy(), tokens[:, :count].numpy(), totals[most > 0].numpy()
+            best=self._listed(
+                rows, values[:, :count], tokens[:, :count], most[most > 0], totals[most > 0]
             ),
         )
+
+    def _listed(
+        self, rows: Tensor, values: Tensor, tokens: Tensor, own: Tensor, totals: Tensor
+    ) -> Scores:
+        """The best of (R, V) rows, of each as many as it wants, (R,)."""
+        own = own.clamp(max=values.shape[1])[:, None]
+        rest, beyond = values.gather(1, own - 1), torch.arange(values.shape[1]) >= own
+        kept = values.masked_fill(beyond, -torch.inf)
+
+        def read(some: Tensor) -> Tensor:
+            self.read += len(some)
+            return rows[some]
+
+        return Scores(kept, tokens, rows.shape[1], rest, totals, read)
 
 
 def telling(mix: Mix, max_rows: int | None) -> Executor:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 import everystep as es
-from everystep.api.arguments import EXTRA
-from everystep.api.generate import prepare
-from everystep.api.prompts import encode
-from everystep.engine.collect import Collector
+from everystep.api import absent
+from everystep.api.prepare import completed, prepare
+from everystep.api.rectangle import read_call
+from everystep.engine.collect import Collector, kept_rows
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import EverystepError
 from everystep.outputs import TokenLogprobs
@@ -34,7 +34,7 @@ from tests.laws.calls import MODELS, Call, calls
 from tests.parity.models import CATALOGUE, subject
 
 # What many prompts cannot be asked for, or only in a rectangle.
-ALONE = ("negative_prompt_ids", "min_length")
+ALONE = ("negative_prompt_ids", "min_length", *absent.ALONE)
 PER_ROW = ("temperature", "repetition_penalty", "top_p")
 TOGETHER = 4
 PER_BLOCK = 80
@@ -115,12 +115,9 @@ def _of_row(call: Call, out: Any, row: int, returns: int) -> Answer:
 
 def requests_of(call: Call, name: str) -> list[Request]:
     """One request per row of the call, as `generate` would make them for a batch that goes on."""
-    given = call.arguments()
-    user = {one: given.pop(one, None) for one in EXTRA}
-    config = user.pop("generation_config")
     model = subject(call.draw.model)
-    resolved, source = prepare(model, config, user, given)
-    made = replace(encode(resolved, model, source), past=None).requests(lingers=False)
+    options, inputs, past = read_call(model, call.arguments())
+    made = completed(model, prepare(model, options, inputs, past)).requests
     return [replace(one, request_id=f"{name} {row}") for row, one in enumerate(made)]
 
 
@@ -152,7 +149,7 @@ class Mixture:
         group = self.run.groups[f"{name} {row}"]
         call, done = self.calls[name], group.request.strategy.finish(group)
         first = group.rank * self.collector.width
-        slots = range(first, first + group.request.strategy.kept_rows)
+        slots = range(first, first + kept_rows(group.request.strategy))
         asked = "logprobs" in call.own
         return Answer(
             tokens=[one.tokens.tolist() for one in done],

@@ -17,11 +17,11 @@ from everystep.engine import Engine, Lockstep
 from everystep.engine.readout import Guidance
 from everystep.engine.records import StepRecord
 from everystep.processors import best, edits
-from everystep.strategies import Beam, Greedy, Sample, Speculative, single
+from everystep.strategies import Beam, Greedy, Sample, single
 from everystep.testing.drive import Run, hash_executor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import Mix, random_mix
-from everystep.types import FinishReason, Prompt, Request, StepOutput, Work
+from everystep.types import Answer, FinishReason, Prompt, Request, StepOutput, Work
 
 SEEDS = range(40)
 
@@ -38,13 +38,13 @@ def run(
     return one.finish()
 
 
-def requests_of(*kinds: type) -> list[tuple[Mix, Request]]:
-    """Requests with such a strategy, out of the first mixes."""
+def requests_of(*kinds: type, drafts: bool = False) -> list[tuple[Mix, Request]]:
+    """Requests with such a strategy, with drafts or without, out of the first mixes."""
     return [
         (mix, request)
         for mix in map(random_mix, SEEDS)
         for request in mix.requests
-        if isinstance(request.strategy, kinds)
+        if isinstance(request.strategy, kinds) and (request.drafter is not None) == drafts
     ]
 
 
@@ -102,8 +102,8 @@ def test_after_a_preemption_what_is_shared_is_fed_once(
 
 def test_speculation_takes_fewer_steps() -> None:
     steps = np.zeros(2, dtype=int)
-    for mix, request in requests_of(Speculative):
-        plain = replace(request, strategy=request.strategy.base)
+    for mix, request in requests_of(Greedy, Sample, drafts=True):
+        plain = replace(request, drafter=None)
         steps += [run([r], hash_executor(mix)).engine.counts.steps for r in (request, plain)]
     assert steps[0] < steps[1]
 
@@ -115,7 +115,8 @@ def needed_forks(record: StepRecord) -> int:
     """
     going = [p for p, reason in _children(record) if reason is None]
     groups = [record.groups[record.group_of[parent]] for parent in going]
-    sources = {p if g.opened else -g.rank - 1: g for p, g in zip(going, groups, strict=True)}
+    lines = [record.sequences[parent].line for parent in going]
+    sources = dict(zip(lines, groups, strict=True))
     prompts = [1 + len(group.request.companions) for group in groups]
     return sum(prompts) - sum(1 + len(group.request.companions) for group in sources.values())
 
@@ -169,12 +170,16 @@ class OnDevice(Tensor):
 
 
 class DeviceExecutor(HashExecutor):
-    """The hash model, with logits and columns that pretend to lie on an accelerator."""
+    """The hash model, with logits and hidden states that pretend to lie on an accelerator."""
 
     def run(self, work: Work) -> StepOutput:
         output = super().run(work)
-        columns = {row: column.as_subclass(OnDevice) for row, column in output.columns.items()}
-        return replace(output, logits=output.logits.as_subclass(OnDevice), columns=columns)
+        answers = {
+            f: Answer(hidden=one.hidden.as_subclass(OnDevice))
+            for f, one in output.answers.items()
+            if one.hidden is not None
+        }
+        return replace(output, logits=output.logits.as_subclass(OnDevice), answers=answers)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -55,8 +55,7 @@ def only_verbs(work: Work) -> Work:
     """The work without its feeds."""
     none = work.rows[:0]
     return replace(
-        work, rows=none, starts=none, counts=none, logits=none, tokens=none, embeds=(),
-        positions=None,
+        work, rows=none, starts=none, counts=none, logits=none, tokens=none, extras={}
     )  # fmt: skip
 
 

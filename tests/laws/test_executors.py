@@ -15,15 +15,18 @@ import pytest
 import torch
 
 from everystep.cache.formats import CacheDtype
+from everystep.engine import DraftModel
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
-from everystep.executors.numpy_executor import NumpyExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 from everystep.nn.rounding import Rounding
+from everystep.testing.hash_model import HashExecutor
 from everystep.testing.laws import Laws
+from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.testing.requests import Mix, random_mix
 from everystep.types import Prompt, Request
+from everystep.types.protocols import Drafter
 from tests.executors.models import family_model, narrow_model
 
 WIDTH = 32
@@ -42,7 +45,15 @@ def _readable(request: Request, seed: int, width: int) -> Request:
         request,
         prompt=_flat(request.prompt, seed, width),
         companions=tuple(_flat(prompt, seed, width) for prompt in request.companions),
+        drafter=_drafter(request),
     )
+
+
+def _drafter(request: Request) -> Drafter | None:
+    """Draft models with the vocabulary of the decoder."""
+    if isinstance(request.drafter, DraftModel):
+        return DraftModel(partial(HashExecutor, 40), request.drafter.tokens)
+    return request.drafter
 
 
 def _flat(prompt: Prompt, seed: int, width: int) -> Prompt:

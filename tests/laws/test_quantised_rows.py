@@ -12,6 +12,7 @@ from torch import Tensor
 import everystep as es
 from everystep.cache.formats import Quantization
 from everystep.cache.pool import Segment
+from everystep.draws import seed_of
 from everystep.errors import RequestError
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.testing.models import tiny_llama
@@ -58,7 +59,8 @@ def test_chunks_and_batches_are_invisible(seed: int) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
     each = way.get("num_return_sequences", 1)
     for row in range(rows):
-        alone = say(ids[row : row + 1], mask[row : row + 1], **way, **chosen).sequences
+        own = {**way, "seed": seed_of(way["seed"], row)} if "seed" in way else way
+        alone = say(ids[row : row + 1], mask[row : row + 1], **own, **chosen).sequences
         found = batch.sequences[row * each : (row + 1) * each]
         width = min(alone.shape[1], found.shape[1])
         assert torch.equal(alone[:, :width], found[:, :width])

@@ -10,16 +10,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from everystep.engine import Engine, Lockstep
 from everystep.executors.base import Executor
-from everystep.processors.dry import Dry
-from everystep.processors.mirostat import Mirostat
-from everystep.processors.penalties import LogitBias, OccurrencePenalty
-from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
+from everystep.processors.bias import LogitBias
+from everystep.processors.repetition import (
+    Dry,
+    NoRepeatNGramLogitsProcessor,
+    OccurrencePenalty,
+    RepetitionPenaltyLogitsProcessor,
+)
+from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
+from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from everystep.strategies import Beam
-from everystep.testing.drive import hash_executor
+from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.laws import Laws
 from everystep.testing.requests import Dice, Mix, random_mix
-from everystep.types import Request
+from everystep.types import Group, Request
 
 
 def without_textbook(mix: Mix, max_rows: int | None) -> Executor:
@@ -54,3 +60,38 @@ def test_the_laws_hold(first: int) -> None:
         laws.check(sampled_otherwise(random_mix(seed)))
     assert laws.coverage.sampling and laws.coverage.speculation
     assert laws.coverage.preemptions_in_decode and laws.coverage.forks
+
+
+def test_what_is_a_cache_of_a_prefix_can_be_dropped_at_any_time() -> None:
+    dropped = 0
+    for seed in range(40):
+        mix = sampled_otherwise(random_mix(seed))
+        requests = [_remembering(one) for one in mix.requests]
+        expected = run_together(requests, hash_executor(mix)).results
+        run = Run(Engine(hash_executor(mix), Lockstep()))
+        for request in requests:
+            run.submit(request)
+        while run.engine.pending:
+            run.step()
+            dropped += sum(map(_drop, run.engine.scheduler.groups))
+        assert run.results == expected
+    assert dropped > 1_000
+
+
+def _remembering(request: Request) -> Request:
+    """The request with processors that remember its prefix before those that it has."""
+    known = RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3), _MARKED
+    return replace(request, processors=(*known, *request.processors))
+
+
+_MARKED = SynthIDTextWatermarkLogitsProcessor(3, [5, 9, 2], 2**10, 3, 8)
+
+
+def _drop(group: Group) -> int:
+    """Drops what can be made again from ids; how many there were."""
+    caches = 0
+    for sequence in group.live:
+        kept = {key: one for key, one in sequence.memo.items() if not hasattr(one, "copy")}
+        caches += len(sequence.memo) - len(kept)
+        sequence.memo = kept
+    return caches

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from everystep.errors import RequestError, UnsupportedError
-from everystep.executors.numpy_executor import NumpyExecutor
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.models import (
     Model,
@@ -22,6 +21,7 @@ from everystep.models import (
     stored_weights,
 )
 from everystep.nn.quantized import QuantizedWeight
+from everystep.testing.numpy_executor import NumpyExecutor
 from tests.files.gguf_writer import write_gguf
 from tests.models.test_gguf import converted, metadata
 from tests.models.tiny import Tensors, farthest, ids, reference_decoder, reference_t5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from everystep.nn.rotary import (
     inverse_frequencies,
     rotary_table,
     rotate_,
+    section_axes,
     yarn_attention_factor,
 )
 
@@ -108,3 +110,29 @@ def test_longrope_changes_after_the_trained_length() -> None:
     scaling = LongRope((1.0,) * 4, (2.0,) * 4, 8, 1.0)
     found = scaling.frequencies(8, 100.0, torch.tensor([8, 9]))
     assert torch.equal(found[0], 2 * found[1])
+
+
+def test_sections_give_pairs_to_axes() -> None:
+    assert section_axes((2, 1, 1), interleaved=False) == (0, 0, 1, 2)
+    assert section_axes((2, 1, 1), interleaved=True) == (0, 1, 2, 0)
+    # 24 + 20 + 20: by turns twenty times, then the first axis takes the four that remain.
+    assert section_axes((24, 20, 20), interleaved=True) == (0, 1, 2) * 20 + (0,) * 4
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_each_pair_turns_by_its_axis(interleaved: bool) -> None:
+    axes = section_axes((2, 1, 1), interleaved=interleaved)
+    rope = Rope(8, 100.0, Unscaled(), axes)
+    places = torch.tensor([[1, 2], [5, 0], [3, 9]])
+    table = rotary_table(rope, places, None, torch.float32)
+    plain = [rotary_table(replace(rope, axes=()), row, None, torch.float32) for row in places]
+    for pair, axis in enumerate((*axes, *axes)):
+        assert torch.equal(table.cos[..., pair], plain[axis].cos[..., pair])
+        assert torch.equal(table.sin[..., pair], plain[axis].sin[..., pair])
+
+
+def test_equal_places_on_all_axes_turn_as_one() -> None:
+    rope, places = Rope(8, 100.0, Unscaled(), (0, 1, 2, 0)), torch.arange(5)
+    one = rotary_table(rope, places, None, torch.float32)
+    three = rotary_table(rope, places.expand(3, -1), None, torch.float32)
+    assert torch.equal(one.cos, three.cos) and torch.equal(one.sin, three.sin)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+from everystep.processors.pipeline import apply
+from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
 
 VOCABULARY = 37
 
@@ -80,3 +81,8 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     """Equal bit for bit but for the sign of zero; nan equals nan."""
     alike = ours.eq(theirs) | ours.isnan() & theirs.isnan()
     return ours.dtype == theirs.dtype and bool(alike.all())
+
+
+def applied(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
+    """(R, V) whole rows -> what their requests' processors make of them, written out."""
+    return apply(rows, Scores.of(scores), owned=owned).whole().values

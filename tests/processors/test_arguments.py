@@ -13,7 +13,7 @@ from transformers.generation import logits_process as reference
 import everystep
 from everystep.errors import RequestError, UnsupportedError
 from everystep.processors.base import LogitsProcessor
-from everystep.processors.facts import Facts
+from everystep.processors.order import Facts
 from tests.processors.making import rectangle, same, some_scores
 from tests.processors.test_order import EOS, PROMPT, build, merge_configs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -117,14 +118,30 @@ def test_a_fork_shares_nothing_that_changes() -> None:
     assert (grams.next(), other.next()) == ((2,), (2, 3))
 
 
-def test_counts_follow_every_rewind() -> None:
-    memory, ids = Occurrences(2), [random.Random(0).randrange(90) for _ in range(200)]
-    memory.extend(ids)
-    for length in range(202, 1, -3):
-        memory.rewind(length)
-        kept = ids[: length - 2]
-        assert memory.tokens.tolist() == list(dict.fromkeys(kept))
-        assert memory.counts.tolist() == [kept.count(token) for token in dict.fromkeys(kept)]
+@pytest.mark.parametrize("step", [-1, -3, -60])
+def test_counts_follow_every_rewind(step: int) -> None:
+    line = np.array([random.Random(0).randrange(90) for _ in range(400)])
+    memory = Occurrences(2)
+    for length in range(400, 1, step):
+        memory.read(line, length)
+        kept = Counter(line[2:length].tolist())
+        assert dict(zip(memory.tokens.tolist(), memory.counts.tolist(), strict=True)) == kept
+
+
+@pytest.mark.parametrize("memory", [Occurrences(), NGrams(3)], ids=["ids", "3-grams"])
+def test_a_fork_costs_what_is_new_and_not_what_is_long(memory: Occurrences | NGrams) -> None:
+    sizes = []
+    for _ in range(2):
+        memory.extend(list(range(20_000)))
+        sizes.append(changing(memory.copy()))
+    assert max(sizes) < 1_500
+
+
+def changing(memory: object) -> int:
+    """How many entries a memory holds that it does not share."""
+    names = {name for kind in type(memory).__mro__ for name in getattr(kind, "__slots__", ())}
+    held = (getattr(memory, name) for name in names)
+    return sum(len(one) for one in held if isinstance(one, list | dict))
 
 
 def test_ids_given_by_hand_are_not_remembered() -> None:

@@ -15,17 +15,15 @@ from transformers import GenerationMixin
 
 from everystep.config import merge_configs
 from everystep.errors import RequestError
+from everystep.processors.base import User
 from everystep.processors.build import build
-from everystep.processors.facts import Facts
 from everystep.processors.length import (
     MinLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-from everystep.processors.order import CANONICAL, RANK
-from everystep.processors.pipeline import apply
-from everystep.processors.user import User
+from everystep.processors.order import CANONICAL, RANK, Facts
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from tests.processors.making import VOCABULARY, rectangle, rows_of, same, some_scores
+from tests.processors.making import VOCABULARY, applied, rectangle, rows_of, same, some_scores
 
 EOS, PROMPT, LENGTH = (7, 2), 4, 20
 CHOICES: dict[str, list[Any]] = {
@@ -86,7 +84,7 @@ def test_a_configuration_means_what_it_means_in_the_reference(seed: int) -> None
     rows = rows_of(prefixes, processors, prompt=PROMPT, pads=pads)
     theirs = their_processors(values, beams, encoder, pads)
     scores = some_scores(3)
-    assert same(apply(rows, scores), theirs(torch.tensor(prefixes), scores.clone()))
+    assert same(applied(rows, scores), theirs(torch.tensor(prefixes), scores.clone()))
 
 
 def _rank_of(name: str) -> int:
@@ -147,7 +145,7 @@ def test_a_given_processor_for_sampling_stands_in_the_users_slot() -> None:
         warnings.simplefilter("error")
         assert built((own,), do_sample=True, temperature=0.5, top_k=0) == (User(own), own)
     rows, scores = rows_of([[1]], (User(own, takes_rows=True), own)), torch.ones(1, 5)
-    assert apply(rows, scores).tolist() == [[4.0] * 5]
+    assert applied(rows, scores).tolist() == [[4.0] * 5]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 import everystep
-from everystep.processors.allowed import PrefixConstrainedLogitsProcessor
 from everystep.processors.base import Processor
+from everystep.processors.bias import PrefixConstrainedLogitsProcessor
 from everystep.processors.length import ForcedBOSTokenLogitsProcessor
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.processors.allowed import PrefixConstrainedLogitsProcessor
-from everystep.processors.base import Processor
-from everystep.processors.bias import SequenceBiasLogitsProcessor
+from everystep.processors.base import Processor, User
+from everystep.processors.bias import PrefixConstrainedLogitsProcessor, SequenceBiasLogitsProcessor
 from everystep.processors.order import CANONICAL
-from everystep.processors.pipeline import apply
 from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
-from everystep.processors.user import User
 from everystep.processors.warpers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -27,7 +24,15 @@ from everystep.processors.warpers import (
     TypicalLogitsWarper,
 )
 from everystep.types import Rows, TokenTable
-from tests.processors.making import VOCABULARY, a_sequence, rectangle, rows_of, same, some_scores
+from tests.processors.making import (
+    VOCABULARY,
+    a_sequence,
+    applied,
+    rectangle,
+    rows_of,
+    same,
+    some_scores,
+)
 from tests.processors.test_parity import CASES, WITHOUT_INFINITY
 
 
@@ -90,7 +95,7 @@ def test_mixed_requests_are_as_if_alone(seed: int) -> None:
     tuples[1] = tuples[0]
     rows, scores = mixed(tuples), some_scores(9)
     given = scores.clone()
-    assert same(apply(rows, scores), one_by_one(rows, scores, tuples))
+    assert same(applied(rows, scores), one_by_one(rows, scores, tuples))
     assert torch.equal(scores, given)
 
 
@@ -101,7 +106,7 @@ def test_an_order_of_ones_own_is_kept() -> None:
         (TopKLogitsWarper(3),),
     ]
     rows, scores = mixed(tuples), some_scores(3)
-    assert same(apply(rows, scores), one_by_one(rows, scores, tuples))
+    assert same(applied(rows, scores), one_by_one(rows, scores, tuples))
 
 
 def test_different_parameters_of_a_class_run_as_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +117,7 @@ def test_different_parameters_of_a_class_run_as_one_call(monkeypatch: pytest.Mon
         "__call__",
         lambda s, r, x: seen.append(len(x)) or original(s, r, x),
     )
-    apply(mixed([(TemperatureLogitsWarper(t),) for t in (0.5, 0.7, 2.0)]), some_scores(3))
+    applied(mixed([(TemperatureLogitsWarper(t),) for t in (0.5, 0.7, 2.0)]), some_scores(3))
     assert seen == [3]
 
 
@@ -130,7 +135,7 @@ def test_different_parameters_of_a_class_run_as_one_call(monkeypatch: pytest.Mon
 def test_stacked_parameters_are_as_exact_as_numbers(kind: type) -> None:
     tuples = [(kind(value),) for value in (0.1, 0.3, 0.7)]
     rows, scores = mixed(tuples), some_scores(3).double()
-    assert torch.equal(apply(rows, scores), one_by_one(rows, scores, tuples))
+    assert torch.equal(applied(rows, scores), one_by_one(rows, scores, tuples))
 
 
 def test_a_row_that_is_shorter_than_a_word_does_not_end_in_it() -> None:
@@ -146,16 +151,16 @@ def test_equal_processors_of_different_requests_run_as_one_call() -> None:
         seen.append(len(scores))
         return scores
 
-    apply(rows_of([[1], [2], [3]], (User(spy),)), some_scores(3))
+    applied(rows_of([[1], [2], [3]], (User(spy),)), some_scores(3))
     rows = mixed([(User(spy), TopKLogitsWarper(2)), (User(spy),)])
     rows.lengths[:] = 3
-    apply(rows, some_scores(2))
+    applied(rows, some_scores(2))
     assert seen == [3, 2]
 
 
 def test_rows_without_processors_are_untouched() -> None:
     rows, scores = mixed([(), (TemperatureLogitsWarper(0.5),), ()]), some_scores(3)
-    result = apply(rows, scores)
+    result = applied(rows, scores)
     assert torch.equal(result[[0, 2]], scores[[0, 2]])
 
 
@@ -163,7 +168,7 @@ def test_drafted_rows_of_one_sequence_see_their_own_prefixes() -> None:
     table = TokenTable()
     sequence = a_sequence(table, [1, 2, 3, 4, 5], (RepetitionPenaltyLogitsProcessor(2.0),))
     rows = Rows(table, [sequence] * 3, np.array([3, 4, 5]))
-    changed = apply(rows, torch.ones(3, VOCABULARY)) < 1
+    changed = applied(rows, torch.ones(3, VOCABULARY)) < 1
     assert changed.sum(dim=1).tolist() == [3, 4, 5]
 
 

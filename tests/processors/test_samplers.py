@@ -13,15 +13,14 @@ from torch import Tensor
 
 from everystep.draws import SeededDraws, uniform
 from everystep.errors import RequestError
-from everystep.processors.dry import Dry
-from everystep.processors.mirostat import Mirostat
-from everystep.processors.penalties import LogitBias, OccurrencePenalty
-from everystep.processors.pipeline import apply
-from everystep.processors.samplers import DynamicTemperature, TopNSigma, Xtc
+from everystep.processors.bias import LogitBias
+from everystep.processors.repetition import Dry, OccurrencePenalty
+from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.types import Rows
 from tests.processors.making import (
     FINITE_MAXIMUM,
     VOCABULARY,
+    applied,
     rectangle,
     rows_of,
     some_scores,
@@ -261,19 +260,19 @@ def test_mirostat_sees_drafts_as_if_they_had_come_one_by_one() -> None:
     assert torch.equal(Mirostat(1.5, 0.7)(at_once, scores), slow)
 
 
-def test_mirostat_is_rewound_and_forked_with_its_sequence() -> None:
+def test_mirostat_forgets_what_came_after_the_place_it_goes_back_to() -> None:
     scores, ours = some_scores(6), Mirostat(1.5, 0.7)
     table_rows = rows_of([[1, 2, 3, 4, 5, 6]])
     sequence = table_rows.sequences[0]
     sequence.length = 2
     ours(Rows(table_rows.table, [sequence] * 6, np.arange(1, 7)), scores)
     memory = sequence.memo["mirostat"]
-    fork = memory.copy()
-    memory.rewind(3)
-    assert (max(memory.limit), max(memory.surprise), max(fork.limit)) == (3, 3, 6)
+    assert [one.length for one in memory] == [1, 2, 3, 4, 5, 6]
     other = rows_of([[1, 2, 3, 9]])
     other.sequences[0].memo["mirostat"] = memory
     again = ours(Rows(other.table, other.sequences, np.array([4])), scores[[3]])
+    assert [one.length for one in other.sequences[0].memo["mirostat"]] == [3, 4]
+    assert sequence.memo["mirostat"] is memory
     plain = rows_of([[1, 2, 3, 9]])
     wanted = [ours(r, scores[[i]]) for i, r in enumerate(by_and_by(plain, 1, 4))]
     assert torch.equal(again, wanted[3])
@@ -306,7 +305,7 @@ def test_rows_of_different_requests_are_as_if_alone(seed: int) -> None:
         sequence.request = replace(sequence.request, processors=(one,))
     scores, given = some_scores(len(MANY)), None
     given = scores.clone()
-    ours = apply(together, scores)
+    ours = applied(together, scores)
     assert torch.equal(scores, given)
     for r, one in enumerate(MANY):
         alone = seeded([ids[r]], seed, [lineages[r]])

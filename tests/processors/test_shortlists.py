@@ -13,9 +13,9 @@ from transformers.generation import logits_process as reference
 
 import everystep as es
 from everystep.draws import Places, SeededDraws
-from everystep.processors.pipeline import apply, shortened
-from everystep.types import Prompt, Request, Rows, Sequence, Shortlist, TokenTable
-from everystep.types.shortlist import dense
+from everystep.processors.pipeline import apply
+from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
+from tests.processors.making import applied
 
 ROWS = 5
 WIDTHS = (4097, 5000, 8192)
@@ -86,41 +86,43 @@ def at_position(position: int) -> Places:
 def test_a_shortlist_stands_for_the_rows(width: int, chain: int, kind: str) -> None:
     scores = drawn(kind, width)
     kept = scores.clone()
-    short = shortened(rows_of(CHAINS[chain]), scores)
+    short = apply(rows_of(CHAINS[chain]), Scores.of(scores))
     whole = one_by_one(CHAINS[chain], scores)
     # A row of nan has no distribution, whatever stands in it.
     certain = ~whole.isnan().any(dim=1)
-    assert torch.equal(dense(short)[certain], whole[certain])
+    assert torch.equal(short.whole().values[certain], whole[certain])
     assert torch.equal(scores.nan_to_num(), kept.nan_to_num())
     for position in range(20):
         where = at_position(position)
-        assert torch.equal(SeededDraws(0).choose(short, where), SeededDraws(0).choose(whole, where))
+        assert torch.equal(
+            SeededDraws(0).choose(short, where), SeededDraws(0).choose(Scores.of(whole), where)
+        )
 
 
 @pytest.mark.parametrize("chain", range(4))
 def test_top_k_leaves_a_shortlist(chain: int) -> None:
-    assert isinstance(shortened(rows_of(CHAINS[chain]), drawn("spread", 8192)), Shortlist)
+    assert apply(rows_of(CHAINS[chain]), Scores.of(drawn("spread", 8192))).listed
 
 
 def test_forced_tokens_are_a_shortlist_of_themselves() -> None:
     scores = drawn("nan", 8192)
     begins = rows_of((es.ForcedBOSTokenLogitsProcessor(7),))
     begins.lengths[:] = 1
-    short = shortened(begins, scores)
-    assert isinstance(short, Shortlist)
+    short = apply(begins, Scores.of(scores))
+    assert short.listed
     expected = reference.ForcedBOSTokenLogitsProcessor(7)(torch.ones(ROWS, 1), scores)
-    assert torch.equal(dense(short), expected)
+    assert torch.equal(short.whole().values, expected)
     begins.lengths[2] = 2
-    mixed = shortened(begins, scores)
-    assert isinstance(mixed, torch.Tensor)
-    assert torch.equal(mixed[2], scores[2])
+    mixed = apply(begins, Scores.of(scores))
+    assert mixed.tokens is None
+    assert torch.equal(mixed.values[2], scores[2])
 
 
 def test_the_owned_scores_of_rows_that_are_shortened_stay_as_they_are_needed() -> None:
     scores = drawn("spread", 5000)
     bias = es.SequenceBiasLogitsProcessor({(3,): 50.0})
-    owned = apply(rows_of((bias, *CHAINS[1])), scores.clone(), owned=True)
-    assert torch.equal(owned, apply(rows_of((bias, *CHAINS[1])), scores))
+    owned = applied(rows_of((bias, *CHAINS[1])), scores.clone(), owned=True)
+    assert torch.equal(owned, applied(rows_of((bias, *CHAINS[1])), scores))
     assert owned[:, 3].isfinite().all()
 
 
@@ -147,6 +149,6 @@ def test_draws_follow_the_distribution_whatever_its_width(width: int) -> None:
     scores[:, [1, width // 2, width - 1]] = torch.tensor([0.2, 0.3, 0.5]).log()
     count = np.arange(len(scores), dtype=np.uint64)
     where = Places(count * 0, count, count * 0, count.astype(int), len(count))
-    tokens = SeededDraws(0).choose(scores, where)
+    tokens = SeededDraws(0).choose(Scores.of(scores), where)
     share = [float((tokens == t).double().mean()) for t in (1, width // 2, width - 1)]
     assert share == pytest.approx([0.2, 0.3, 0.5], abs=0.03)

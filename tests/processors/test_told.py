@@ -12,18 +12,8 @@ from torch import Tensor
 
 import everystep as es
 from everystep.draws import SeededDraws
-from everystep.processors.best import told
-from everystep.processors.pipeline import enough, shortened
-from everystep.types import (
-    Best,
-    Prompt,
-    Request,
-    Rows,
-    Sequence,
-    Shortlist,
-    TokenTable,
-    UndecidedError,
-)
+from everystep.processors.pipeline import apply, best_read
+from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
 from tests.processors.test_shortlists import KINDS, ROWS, at_position, drawn, rows_of
 
 WIDTH = 8192
@@ -55,84 +45,104 @@ WHOLE: tuple[tuple[Any, ...], ...] = (
 )
 
 
-def best(scores: Tensor, count: int) -> Best:
-    """What an executor tells of (R, V) scores."""
+def listed(scores: Tensor, counts: Tensor, read: list[int] | None = None) -> Scores:
+    """What an executor reports of (R, V) scores: of each row its own number of the best."""
     values, tokens = torch.sort(scores, dim=-1, descending=True, stable=True)
-    return Best(values[:, :count].numpy(), tokens[:, :count].numpy())
+    most = int(counts.max())
+    values, tokens = values[:, :most], tokens[:, :most]
+    rest = values.gather(1, counts[:, None] - 1)
+    values = values.masked_fill(torch.arange(most) >= counts[:, None], -math.inf)
+
+    def whole(rows: Tensor) -> Tensor:
+        if read is not None:
+            read.extend(rows.tolist())
+        return scores[rows]
+
+    return Scores(values, tokens, scores.shape[1], rest, read=whole)
 
 
-def from_told(rows: Rows, scores: Tensor) -> Tensor | Shortlist:
-    """What the rows' processors leave of the best that each asks for."""
+def from_lists(rows: Rows, scores: Tensor, read: list[int] | None = None) -> Scores:
+    """What the rows' processors leave of the best that each asks for; which rows are read whole."""
     processors = (sequence.request.processors for sequence in rows.sequences)
-    counts = np.array([enough(own, scores.shape[1]) for own in processors])
+    counts = torch.tensor([best_read(own, scores.shape[1]) for own in processors])
     assert (counts > 0).all()
-    given = best(scores, int(counts.max()))
-    beyond = np.arange(counts.max()) >= counts[:, None]
-    given.values[beyond], given.tokens[beyond] = math.nan, 17  # these have no meaning
-    return shortened(rows, told(given, counts, scores.shape[1]))
+    return apply(rows, listed(scores, counts, read))
+
+
+def whole(rows: Rows, scores: Tensor) -> Scores:
+    """What they leave of whole rows."""
+    return apply(rows, Scores.of(scores))
+
+
+def assert_same(ours: Scores, theirs: Scores) -> None:
+    assert ours.listed and theirs.listed
+    assert ours.tokens is not None and theirs.tokens is not None
+    width = min(ours.values.shape[1], theirs.values.shape[1])
+    for wide in (ours, theirs):
+        assert (wide.values[:, width:] == -math.inf).all()
+    kept = theirs.values[:, :width] != -math.inf
+    assert torch.equal(ours.tokens[:, :width][kept], theirs.tokens[:, :width][kept])
+    assert torch.equal(ours.values[:, :width], theirs.values[:, :width])
 
 
 @pytest.mark.parametrize("kind", sorted({*KINDS} - {"flat", "ties", "none", "nan", "huge"}))
 @pytest.mark.parametrize("chain", range(len(TOLD)))
 def test_the_lists_are_those_of_whole_rows(chain: int, kind: str) -> None:
     scores = drawn(kind, WIDTH)
-    ours, whole = from_told(rows_of(TOLD[chain]), scores), shortened(rows_of(TOLD[chain]), scores)
-    assert isinstance(ours, Shortlist) and isinstance(whole, Shortlist)
-    assert torch.equal(ours.tokens, whole.tokens) and torch.equal(ours.scores, whole.scores)
+    rows, read = rows_of(TOLD[chain]), list[int]()
+    assert_same(from_lists(rows, scores, read), whole(rows, scores))
+    assert not read
 
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("chain", range(len(TOLD)))
-def test_ties_are_all_there_or_undecided(chain: int, seed: int) -> None:
+def test_ties_are_all_there(chain: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = (torch.randn(ROWS, WIDTH, generator=generator) * 2 ** (seed % 8)).round()
-    rows, whole = rows_of(TOLD[chain]), shortened(rows_of(TOLD[chain]), scores)
-    try:
-        ours = from_told(rows, scores)
-    except UndecidedError:
-        return
-    assert isinstance(ours, Shortlist) and isinstance(whole, Shortlist)
-    assert torch.equal(ours.tokens, whole.tokens) and torch.equal(ours.scores, whole.scores)
+    rows = rows_of(TOLD[chain])
+    ours, theirs = from_lists(rows, scores), whole(rows, scores)
+    if theirs.listed:
+        assert_same(ours, theirs)
+    else:
+        assert torch.equal(ours.whole().values, theirs.values)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_a_tie_is_undecided_where_it_goes_on_beyond_what_was_told(beyond: int) -> None:
+def test_a_row_is_read_where_a_tie_goes_on_beyond_its_list(beyond: int) -> None:
     scores = torch.arange(WIDTH, 0, -1.0).repeat(ROWS, 1)
     scores[2, 4 : 5 + beyond] = scores[2, 3]
-    rows = rows_of((es.TopKLogitsWarper(4 + 1 - beyond),))
-    if beyond:
-        with pytest.raises(UndecidedError):
-            from_told(rows, scores)
-    else:
-        assert isinstance(from_told(rows, scores), Shortlist)
+    rows, read = rows_of((es.TopKLogitsWarper(4 + 1 - beyond),)), list[int]()
+    assert_same(from_lists(rows, scores, read), whole(rows, scores))
+    assert read == [2] * beyond
 
 
 def test_a_tie_that_dividing_makes_is_one() -> None:
     scores = torch.arange(WIDTH, 0, -1.0).repeat(ROWS, 1)
     scores[0, 3], scores[0, 4] = 3.0e38, 2.9e38
     scores[0, :3] = 3.1e38
-    heat = es.TemperatureLogitsWarper(0.5)  # both become infinite
-    with pytest.raises(UndecidedError):
-        from_told(rows_of((heat, es.TopKLogitsWarper(4))), scores)
+    heat, read = es.TemperatureLogitsWarper(0.5), list[int]()  # both become infinite
+    rows = rows_of((heat, es.TopKLogitsWarper(4)))
+    assert_same(from_lists(rows, scores, read), whole(rows, scores))
+    assert read == [0]
 
 
 @pytest.mark.parametrize("kind", ["none", "nan"])
 def test_rows_without_a_distribution_have_none(kind: str) -> None:
     scores = drawn(kind, WIDTH)
-    short = from_told(rows_of(TOLD[2]), scores)
+    short = from_lists(rows_of(TOLD[2]), scores)
     tokens = SeededDraws(0).choose(short, at_position(3))
     assert tokens[0] == -1 and (tokens[1:] >= 0).all()
 
 
 @pytest.mark.parametrize("chain", range(len(WHOLE)))
 def test_other_processors_see_whole_rows(chain: int) -> None:
-    count = enough(WHOLE[chain], WIDTH)
+    count = best_read(WHOLE[chain], WIDTH)
     assert count == 0 or count > 64  # more than is ever told
 
 
 @pytest.mark.parametrize(("width", "count"), [(4096, 0), (6465, 51), (6400, 0), (49_152, 51)])
 def test_narrow_rows_are_read_whole(width: int, count: int) -> None:
-    assert enough((es.TopKLogitsWarper(50),), width) == count
+    assert best_read((es.TopKLogitsWarper(50),), width) == count
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -146,13 +156,11 @@ def test_rows_of_different_requests_are_as_alone(seed: int) -> None:
         sequences.append(Sequence(request, table.open(np.array([1, 2])), 2, index=r))
     rows = Rows(table, sequences, np.full(ROWS, 2))
     scores = drawn("spread", WIDTH)
-    mixed, whole = from_told(rows, scores), shortened(rows, scores)
+    mixed, theirs = from_lists(rows, scores).whole(), whole(rows, scores).whole()
     for r in range(ROWS):
-        one = rows.select(np.array([r]))
-        alone = shortened(one, scores[r : r + 1]).dense()  # type: ignore[union-attr]
-        assert torch.equal(mixed.dense()[r : r + 1], alone)  # type: ignore[union-attr]
-        dense = whole if isinstance(whole, Tensor) else whole.dense()
-        assert torch.equal(dense[r : r + 1], alone)
+        alone = whole(rows.select(np.array([r])), scores[r : r + 1]).whole()
+        assert torch.equal(mixed.values[r : r + 1], alone.values)
+        assert torch.equal(theirs.values[r : r + 1], alone.values)
 
 
 def some_chain(rng: np.random.Generator) -> tuple[Any, ...]:

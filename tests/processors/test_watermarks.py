@@ -13,14 +13,18 @@ import transformers
 from everystep.api.model import LanguageModel
 from everystep.config import SynthIDTextWatermarkingConfig, WatermarkingConfig
 from everystep.errors import RequestError
-from everystep.processors.detectors import (
+from everystep.processors.synthid import (
     SynthIDTextWatermarkDetector,
-    WatermarkDetector,
+    SynthIDTextWatermarkLogitsProcessor,
     WeightedMeanDetector,
 )
-from everystep.processors.green_list import green_bits, is_green, seed_of
-from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from everystep.processors.watermark import WatermarkLogitsProcessor
+from everystep.processors.watermark import (
+    WatermarkDetector,
+    WatermarkLogitsProcessor,
+    green_bits,
+    is_green,
+    seed_of,
+)
 from everystep.testing.models import tiny_llama
 from tests.processors.making import FINITE_MAXIMUM, VOCABULARY, rectangle, rows_of, some_scores
 

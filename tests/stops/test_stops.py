@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.stops.base import Candidates, Stop
 from everystep.stops.check import check
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
 from everystep.stops.strings import StopStrings
 from everystep.types import FinishReason, Prompt, Request, Sequence, TokenTable
+from everystep.types.candidates import Candidates
+from everystep.types.protocols import Stop
 
 STOP, LENGTH = "stop", FinishReason("length")
 

@@ -11,7 +11,8 @@ import torch
 
 from everystep.errors import InvariantError
 from everystep.testing.hash_model import HashExecutor
-from everystep.types import Verb, Work
+from everystep.types import Extra, Verb, Work
+from tests.executors.works import answer, asking, embedded
 
 VOCABULARY = 16
 
@@ -32,6 +33,11 @@ def work(
 
 
 OPEN = Verb("allocate", 0)
+
+
+def bringing(**extra: Any) -> Work:
+    """One position of a new row, with something beyond its id."""
+    return work(OPEN, feeds=((0, 0, [1]),), extras={0: Extra(**extra)})
 
 
 @pytest.fixture
@@ -56,15 +62,16 @@ def executor() -> HashExecutor:
         pytest.param(work(feeds=((0, 3, [VOCABULARY]),)), id="an id beyond the vocabulary"),
         pytest.param(work(feeds=((0, 3, [-1]),)), id="an embedding that is not given"),
         pytest.param(
-            work(feeds=((0, 3, [4]),), embeds=((0, torch.zeros(1, 4)),)),
+            work(feeds=((0, 3, [4]),), extras={0: embedded(0, torch.zeros(1, 4))}),
             id="an id where an embedding is given",
         ),
         pytest.param(
-            work(feeds=((0, 3, [-1]),), embeds=((0, torch.zeros(1, 5)),)),
+            work(feeds=((0, 3, [-1]),), extras={0: embedded(0, torch.zeros(1, 5))}),
             id="an embedding of another width",
         ),
         pytest.param(
-            work(feeds=((0, 3, [4]),), positions=torch.arange(2)), id="too many position ids"
+            work(feeds=((0, 3, [4]),), extras={0: Extra(positions=torch.arange(2))}),
+            id="too many position ids",
         ),
         pytest.param(work(OPEN), id="allocating a live row"),
         pytest.param(work(Verb("fork", 1, 0)), id="forking onto a live row"),
@@ -93,12 +100,13 @@ def test_rows_are_limited() -> None:
     ("ability", "asking"),
     [
         ("truncate", work(OPEN, Verb("truncate", 0, 0))),
-        ("columns", work(OPEN, columns=frozenset([0]))),
         ("encoder", work(OPEN, encoders={0: torch.zeros(1, 4)})),
-        ("positions", work(OPEN, feeds=((0, 0, [1]),), positions=torch.arange(1))),
-        ("layers", work(OPEN, feeds=((0, 0, [1]),), layers=True)),
-        ("attentions", work(OPEN, feeds=((0, 0, [1]),), attentions=True)),
-        ("embeds", work(OPEN, feeds=((0, 0, [-1]),), embeds=((0, torch.zeros(1, 4)),))),
+        ("positions", bringing(positions=torch.arange(1))),
+        ("mask", bringing(mask=torch.ones(1, 1, 1).bool())),
+        ("hidden", bringing(hidden=True)),
+        ("layers", bringing(layers=True)),
+        ("attentions", bringing(attentions=True)),
+        ("embeds", work(OPEN, feeds=((0, 0, [-1]),), extras={0: embedded(0, torch.zeros(1, 4))})),
     ],
 )
 def test_an_ability_that_is_missing_cannot_be_used(ability: str, asking: Work) -> None:
@@ -108,10 +116,11 @@ def test_an_ability_that_is_missing_cannot_be_used(ability: str, asking: Work) -
         HashExecutor(VOCABULARY, abilities=without).run(asking)
 
 
-def last_logits(ids: list[int], **more: Any) -> torch.Tensor:
+def last_logits(ids: list[int], extra: Extra | None = None, **more: Any) -> torch.Tensor:
     """(V,) logits after a prompt that is fed at once."""
-    asking = work(OPEN, feeds=((0, 0, ids),), **more)
-    return HashExecutor(VOCABULARY).run(asking).logits[-1]
+    extras = {} if extra is None else {0: extra}
+    asked = work(OPEN, feeds=((0, 0, ids),), extras=extras, **more)
+    return HashExecutor(VOCABULARY).run(asked).logits[-1]
 
 
 @pytest.mark.parametrize(
@@ -120,12 +129,15 @@ def last_logits(ids: list[int], **more: Any) -> torch.Tensor:
         last_logits([5, 2, 3]),
         last_logits([2, 1, 3]),
         last_logits([1, 1, 2, 3]),
-        last_logits([1, 2, 3], positions=torch.tensor([0, 1, 3])),
-        last_logits([1, 2, 3], positions=torch.tensor([[0, 1, 2], [0, 1, 1], [0, 1, 2]])),
+        last_logits([1, 2, 3], Extra(positions=torch.tensor([0, 1, 3]))),
+        last_logits([1, 2, 3], Extra(positions=torch.tensor([[0, 1, 2], [0, 1, 1], [0, 1, 2]]))),
+        last_logits(
+            [1, 2, 3], Extra(mask=torch.tensor([[[1, 0, 0], [0, 1, 0], [1, 1, 1]]]).bool())
+        ),
         last_logits([1, 2, 3], encoders={0: torch.ones(2, 4)}),
-        last_logits([-1, 2, 3], embeds=((0, torch.ones(1, 4)),)),
+        last_logits([-1, 2, 3], embedded(0, torch.ones(1, 4))),
     ],
-    ids=["id", "order", "length", "position", "axis of a position", "encoder", "embedding"],
+    ids=["id", "order", "length", "position", "axis of a position", "mask", "encoder", "embedding"],
 )
 def test_everything_in_the_row_changes_the_logits(other: torch.Tensor) -> None:
     assert not torch.equal(last_logits([1, 2, 3]), other)
@@ -150,18 +162,21 @@ def test_a_fork_shares_nothing(executor: HashExecutor) -> None:
     assert executor.audit() == {0: 4, 1: 4}
 
 
-def test_columns_follow_a_fork() -> None:
+def test_hidden_states_are_those_of_the_fed_positions() -> None:
+    hidden, whole = Extra(hidden=True), HashExecutor(VOCABULARY)
     executor = HashExecutor(VOCABULARY)
-    first = executor.run(work(OPEN, feeds=((0, 0, [1, 2]),), columns=frozenset([0])))
-    second = executor.run(work(Verb("fork", 1, 0), feeds=((1, 2, [3]),)))
-    assert torch.equal(second.columns[1][:2], first.columns[0])
+    executor.run(work(OPEN, feeds=((0, 0, [1, 2]),)))
+    found = executor.run(work(Verb("fork", 1, 0), feeds=((1, 2, [3]),), extras={0: hidden}))
+    wanted = whole.run(work(OPEN, feeds=((0, 0, [1, 2, 3]),), extras={0: hidden}))
+    assert torch.equal(answer(found).hidden, answer(wanted).hidden[2:])
 
 
 def test_layers_and_attentions_have_their_shapes(executor: HashExecutor) -> None:
-    asking = work(feeds=((0, 3, [4, 5]), (1, 3, [6])), layers=True, attentions=True)
-    output = executor.run(asking)
-    assert [layer.shape for layer in output.layers or ()] == [(3, 4)] * 3
-    assert [a[0].shape for a in output.attentions or ()] == [(2, 2, 5), (2, 1, 4)]
+    work_of_two = work(feeds=((0, 3, [4, 5]), (1, 3, [6])))
+    output = executor.run(asking(work_of_two, layers=True, attentions=True))
+    first, second = answer(output, 0), answer(output, 1)
+    assert [layer.shape for layer in (*first.layers, *second.layers)] == [(2, 4)] * 3 + [(1, 4)] * 3
+    assert [one.attentions[0].shape for one in (first, second)] == [(2, 2, 5), (2, 1, 4)]
 
 
 def test_logits_are_distinct_and_exact() -> None:

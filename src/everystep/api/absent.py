@@ -1,7 +1,7 @@
-"""Names that scripts take from the reference and that are not here: why, and what to do instead.
+"""What scripts know from the reference and is not here: why, and what to do instead.
 
-Asked for one of them, the package says so at once, when it is imported and not in mid-run. What a
-name that is here does is no business of this file.
+Names to import, arguments of calls, and values of fields. Each is refused by name before anything
+is computed, and none is ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from __future__ import annotations
 from types import FrameType
 from typing import NoReturn
 
-from everystep.errors import AbsentAttributeError, AbsentNameError, message
+from everystep.config import FIELDS, Effective
+from everystep.errors import (
+    AbsentAttributeError,
+    AbsentNameError,
+    UnsupportedError,
+    refuse,
+)
 
 _DRAFTS = (
     "drafts are made by the engine's strategies, not by objects of the caller",
@@ -111,7 +117,126 @@ def refuse_name(name: str, asking: FrameType) -> NoReturn:
     why, do = ABSENT[name]
     imported = asking.f_code.co_name == _IMPORT
     kind = AbsentNameError if imported else AbsentAttributeError
-    raise kind(message(f"everystep has no {name}: {why}", do=do))
+    refuse(f"everystep has no {name}: {why}", do=do, kind=kind)
 
 
 _IMPORT = "_handle_fromlist"  # of importlib: what looks up the names of an import statement
+
+
+_BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
+ARGUMENTS_LATER = {
+    "assistant_model": ("drafting with a second model", _BY_LOOKUP),
+    "assistant_tokenizer": ("drafting with a second model", _BY_LOOKUP),
+    "cache_params": ("a state of recurrent layers", "Pass the whole prompt as input_ids"),
+    "pixel_values": ("images", "Pass their embeddings among inputs_embeds"),
+    "pixel_values_videos": ("videos", "Pass their embeddings among inputs_embeds"),
+    "input_features": ("sounds", "Pass their embeddings as inputs_embeds"),
+    "mm_encoder_outputs": ("encoded images", "Pass their embeddings among inputs_embeds"),
+    "synced_gpus": (
+        "stepping together with other processes",
+        "Let every process generate by itself: here none waits for another",
+    ),
+}
+"""Names whose capability is not built yet -> what it is, and what to do instead."""
+ARGUMENTS_NEVER = {
+    "token_type_ids": (
+        "no model of this library reads segments",
+        "Leave token_type_ids out, or call the tokenizer with return_token_type_ids=False",
+    ),
+    "trust_remote_code": (
+        "no code of a repository is ever run",
+        "Leave it out, and pass a function of your own as custom_generate",
+    ),
+    "logits_to_keep": (
+        "logits are computed where they are needed and nowhere else",
+        "Leave it out, or call the model itself for the logits of every position",
+    ),
+    "use_model_defaults": (
+        "values that you do not set come from the checkpoint, then from the defaults",
+        "Leave it out, and set what is to be different",
+    ),
+    "return_legacy_cache": (
+        "a cache is returned as an object",
+        "Leave it out, and convert the cache of the result",
+    ),
+}
+"""Names that are known and have no place here -> why, and what to do."""
+_BEAMS = "Set num_beams alone, or bad_words_ids and sequence_bias to steer words"
+FIELDS_LATER = {
+    "assistant_early_exit": ("speculation with the model's own early layers", _BY_LOOKUP),
+    "dola_layers": ("DoLa", "Leave it out, or set penalty_alpha and top_k for contrastive search"),
+    "constraints": ("constrained beams", _BEAMS),
+    "force_words_ids": ("constrained beams", _BEAMS),
+    "use_mtp": ("multi-token prediction heads", _BY_LOOKUP),
+    "speculation_type": ("block drafters", _BY_LOOKUP),
+    "low_memory": ("sequential beams", "Leave it out: beams share their prompt's memory"),
+    "compile_config": ("compiled forwards", "Leave it out: forwards run as they are"),
+    "assistant_ensemble_weight": ("ensemble verification", _BY_LOOKUP),
+    "num_beam_groups": ("diverse beams", "Set num_beams with do_sample=True for various beams"),
+    "continuous_batching_config": (
+        "settings of the continuous scheduler",
+        "Call everystep.generate(model, tokenizer, prompts), which schedules by itself",
+    ),
+    "is_assistant": ("drafting with a second model", _BY_LOOKUP),
+    "num_assistant_tokens": ("drafting with a second model", _BY_LOOKUP),
+    "num_assistant_tokens_schedule": ("drafting with a second model", _BY_LOOKUP),
+    "assistant_confidence_threshold": ("drafting with a second model", _BY_LOOKUP),
+    "assistant_lookbehind": ("drafting with a second model", _BY_LOOKUP),
+    "target_lookbehind": ("drafting with a second model", _BY_LOOKUP),
+}
+"""Fields that are read and checked, whose capability is not built yet -> what it is, what to do."""
+# What a configuration that is passed may not ask for in vain, whoever wrote it: other tokens.
+_CHOOSES = ("dola_layers", "constraints", "force_words_ids", "num_beam_groups")
+
+_OF_RECTANGLES = "is part of the output object of model.generate, and not of a text or an event"
+_CALL = "Leave {} out, or call model.generate"
+ALONE = {
+    **dict.fromkeys(
+        ("output_scores", "output_logits"),
+        (_OF_RECTANGLES, "Call model.generate, or set logprobs=5"),
+    ),
+    **dict.fromkeys(("output_hidden_states", "output_attentions"), (_OF_RECTANGLES, _CALL)),
+    "use_cache": ("turns off a cache that many prompts are scheduled by", _CALL),
+    "prefill_chunk_size": ("is chosen by the scheduler, for all prompts together", _CALL),
+    **dict.fromkeys(
+        ("cache_implementation", "cache_config", "max_cache_len"),
+        ("chooses the cache that model.generate returns; here none is returned", _CALL),
+    ),
+}
+"""Fields of `model.generate` that texts and events have no place for -> why, and what to do."""
+
+
+def refuse_argument(name: str, value: object) -> None:
+    """UnsupportedError if the argument of this name asks for something that is not there."""
+    if value is None or value is False:
+        return
+    if name in ARGUMENTS_NEVER:
+        why, do = ARGUMENTS_NEVER[name]
+        what = f"{name} is not read: {why}"
+    else:
+        capability, do = ARGUMENTS_LATER[name]
+        what = f"{name} asks for {capability}, which this version does not have"
+    refuse(what, got=type(value).__name__, do=do, kind=UnsupportedError)
+
+
+def refuse_unbuilt(effective: Effective) -> None:
+    """UnsupportedError if the caller set a field whose capability is not built yet."""
+    for name, (capability, do) in FIELDS_LATER.items():
+        passed = effective.source(name) == "config" and name in _CHOOSES
+        asked = passed or name in effective.caller
+        if asked and effective[name] != FIELDS[name].default:
+            what = f"{name} asks for {capability}, which this version does not have"
+            refuse(what, got=repr(effective[name]), do=do, kind=UnsupportedError)
+
+
+def refuse_rectangular(effective: Effective) -> None:
+    """UnsupportedError if the caller set a field that only `model.generate` can answer to."""
+    quantized = effective.cache_implementation == "quantized"
+    for name, (why, do) in ALONE.items():
+        value = effective[name]
+        neutral = (True, None) if name == "use_cache" else (False, None, "dynamic")
+        if name not in effective.caller or value in neutral:
+            continue
+        if not (quantized and name in ("cache_implementation", "cache_config")):
+            got = f"{name}={value!r}"
+            refuse(f"{name} {why}", got=got, do=do.format(name), kind=UnsupportedError)

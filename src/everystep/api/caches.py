@@ -1,18 +1,22 @@
-"""Which cache object a call fills: the one that was passed, or a new one of the kind it names.
+"""`past_key_values`: the cache object that a call continues from, and the one that it fills.
 
-`cache_implementation` names the kind, `cache_config` says how numbers are quantised, and
-`max_cache_len` is the least room of a static cache. What a kind cannot do is refused here, by the
-names of these fields. How a cache is read into rows and filled from them is not known here.
+Rows know no padding and a cache object is a rectangle, so each position of a row has a place in it.
+`cache_implementation` names the kind of a new one, `cache_config` says how numbers are quantised,
+and `max_cache_len` is the least room of a static one. What does not fit, or what a kind cannot do,
+is refused here, before any compute.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from everystep.api.call import Call, Host
-from everystep.api.past import is_recurrent, require_abilities
-from everystep.api.prompts import Source
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.inputs import Inputs
+from everystep.api.options import Host, Options
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
@@ -22,10 +26,13 @@ from everystep.cache.containers import (
     StaticCache,
 )
 from everystep.cache.formats import Quantization
-from everystep.cache.layers import QuantizedLayer
+from everystep.cache.layers import CacheLayer, QuantizedLayer
+from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES
-from everystep.errors import UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
+from everystep.nn.network import State
+from everystep.types import Group, Prompt
 
 _ABSENT = {
     "offloaded": "Use 'dynamic', or 'quantized' to save memory",
@@ -37,52 +44,279 @@ _ABSENT = {
 """Kinds that are not built -> what to do."""
 
 
-def with_cache(call: Call, model: Host, source: Source, passed: Cache | None) -> Call:
-    """The call with the cache that it fills: `passed`, a new one if one is returned, or none."""
+# --- the one that is passed -----------------------------------------------------------------------
+
+
+def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cache | None:
+    """The cache object that was passed, checked against the model and the configuration."""
+    cache = given.get("past_key_values")
+    if cache is None:
+        return None
+    cache = require_cache(cache, model)
+    if effective.use_cache is False:
+        _refuse("contradicts use_cache=False", "one of the two", "both", "Leave one of them out")
+    if "cache_implementation" in effective.caller:
+        got = f"cache_implementation={effective.cache_implementation!r} too"
+        _refuse("is the cache already", "one of the two", got, "Leave cache_implementation out")
+    return cache
+
+
+def is_recurrent(model: Host) -> bool:
+    """Whether rows of the model hold states, which no cache object does."""
+    return any(isinstance(store, State) for layer in model.stores for store in layer)
+
+
+def require_cache(cache: object, model: Host) -> Cache:
+    """The object, which is a cache that this model can go on from."""
+    if is_recurrent(model):
+        do = "Pass the whole prompt as input_ids"
+        _refuse("is for models of attention", "none", type(cache).__name__, do)
+    wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
+    if not isinstance(cache, wanted):
+        do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
+        _refuse("is no cache of this library", wanted.__name__, type(cache).__name__, do)
+    if isinstance(cache, EncoderDecoderCache) and not model.is_encoder_decoder:
+        do = "Pass its self_attention_cache"
+        _refuse("is of a model with an encoder", "a plain cache", type(cache).__name__, do)
+    _require_shape(cache, model)
+    return cache
+
+
+def hide_past(given: dict[str, Any], cache: Cache | None) -> tuple[dict[str, Any], Tensor | None]:
+    """What is read as the prompt, and which cached positions are real where it does not say so.
+
+    As in the reference, ids (or embeddings) are the whole sequence if the attention mask is as wide
+    as they are, and only the new part if the mask is as wide as the cache and they together.
+    """
+    length = 0 if cache is None else int(cache.get_seq_length())
+    first = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    if length == 0 or given.get(first) is None:
+        return given, None
+    width = torch.as_tensor(given[first]).shape[1]
+    mask = given.get("attention_mask")
+    seen = width if mask is None else torch.as_tensor(mask).shape[-1]
+    if seen == width > length:
+        return given, None
+    if seen != length + width:
+        _refuse(
+            "does not fit the prompt",
+            f"{first} longer than {length} positions, or an attention_mask of {length + width}",
+            f"{first} of {width} and {'no mask' if mask is None else f'a mask of {seen}'}",
+            "Pass the whole sequence, or only what is new with a mask over all of it",
+        )
+    mask = torch.as_tensor(mask).bool()
+    return {**given, "attention_mask": mask[:, length:].long()}, mask[:, :length]
+
+
+def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
+    """The inputs stand after the cached positions of which `seen` (B, S) are real."""
+    if seen is None:
+        return inputs
+    if len(seen) != inputs.batch:
+        _refuse("differs from the prompt in rows", inputs.batch, len(seen))
+    real = tuple(np.flatnonzero(row) for row in seen.cpu().numpy())
+    pairs = zip(inputs.prompts, real, strict=True)
+    prompts = tuple(replace(prompt, before=len(places)) for prompt, places in pairs)
+    return replace(inputs, prompts=prompts, lead=seen.shape[1], seen=real)
+
+
+def continued(inputs: Inputs, cache: Cache | None, width: int) -> Inputs:
+    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt."""
+    length = 0 if cache is None else int(cache.get_seq_length())
+    if cache is None or length == 0:
+        return inputs
+    kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
+    link = _after if inputs.lead else _known
+    _require_held(inputs, kv[:, 0])
+    rows = range(inputs.batch)
+    return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
+
+
+def require_possible(
+    cache: Cache, options: Options, positions: int, *, drafts: bool, hidden: bool
+) -> None:
+    """Raises if a call needs more than a cache that was passed can give.
+
+    `positions`: how many of a row are cached in the end, at most. `hidden`: whether the hidden
+    states of the prompt are needed.
+    """
+    if options.effective.token_healing:
+        do = "Leave token_healing out"
+        _refuse("does not go with token_healing", "one of the two", "both", do)
+    _require_abilities(cache, positions, drafts, "past_key_values")
+    if hidden:
+        _refuse("lacks hidden states", "none, for penalty_alpha", type(cache).__name__)
+    if options.prompt_logprobs is not None:
+        _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both")
+
+
+def require_room(cache: Cache, needed: int) -> None:
+    """Raises if so many positions do not fit into the cache."""
+    rooms = [layer.get_max_length() for layer in cache.layers if not layer.is_sliding]
+    if rooms and min(rooms) < needed:
+        do = "Make it with a larger max_cache_len, or ask for fewer tokens"
+        _refuse("is too small", f"room for {needed} positions", f"max_cache_len={min(rooms)}", do)
+
+
+def _require_abilities(cache: Cache, positions: int, drafts: bool, name: str) -> None:
+    """Raises if a call needs more than the cache, which the argument `name` chose, can do."""
+    if drafts and not cache.is_croppable:
+        refuse(
+            f"{name} cannot be truncated",
+            wanted="a cache that can be: drafts may be rejected",
+            got=type(cache).__name__,
+            do="Choose a DynamicCache, or leave the drafts out",
+        )
+    if "grow" not in cache.abilities:
+        require_room(cache, positions)
+
+
+def _require_held(inputs: Inputs, keys: Tensor) -> None:
+    """Raises if a prompt calls a position of (L, B, K, S, D) real where a call left padding."""
+    held = keys.any(dim=-1).any(dim=2).any(dim=0).cpu().numpy()
+    # What no row holds is padding of all, or was dropped by every window.
+    oldest = int(held.any(axis=0).argmax())
+    for row, places in enumerate(held):
+        own = inputs.seen[row] if inputs.seen else np.arange(inputs.margins[row], len(places))
+        lacking = own[(own >= oldest) & ~places[own]]
+        if len(lacking):
+            _refuse(
+                f"has padding where the prompt has none in row {row}",
+                "an attention_mask with padding on the left, as in the sequences of the result",
+                f"position {lacking[0]} called real",
+                "Pass those sequences and a mask of theirs",
+            )
+
+
+def _require_shape(cache: Cache, model: Host) -> None:
+    stores = model.stores
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if own.layer_class_to_replicate is None and len(own) != len(stores):
+        _refuse("is of another model", f"{len(stores)} layers", f"{len(own)} layers")
+    lengths = {int(layer.get_seq_length()) for layer in own.layers}
+    if len(lengths) > 1:
+        _refuse("is not the same in all layers", "one length", sorted(lengths))
+    if lengths in ({0}, set()):
+        return
+    for layer, (store, *_) in zip(own.layers, stores, strict=True):
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None or isinstance(store, State):
+            refuse("a layer of past_key_values is empty", do="Fill all or none")
+        got = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device.type)
+        sizes = (store.heads, store.key_dim, store.value_dim)
+        wanted = (*sizes, model.dtype, model.device.type)
+        if got != wanted or keys.shape[:3] != values.shape[:3]:
+            what = "(heads, size of keys, of values, type, device)"
+            _refuse("is of another model", f"{what} {wanted}", got)
+
+
+def _stored(layer: CacheLayer) -> tuple[Tensor, Tensor]:
+    """(R, K, S, D) keys and values of the last S positions, as many as are kept."""
+    if isinstance(layer, QuantizedLayer):
+        return layer.whole()
+    if layer.keys is None or layer.values is None:
+        refuse("a layer of past_key_values is empty", do="Fill all or none")
+    kept = min(int(layer.get_seq_length()), layer.keys.shape[2])
+    return layer.keys[:, :, :kept], layer.values[:, :, :kept]
+
+
+def _rectangle(cache: Cache, length: int) -> Tensor:
+    """(L, 2, R, K, length, D); what a window has dropped is 0, as nobody looks at it again."""
+    stacked = [torch.stack(_stored(layer)) for layer in cache.layers]
+    filled = [torch.nn.functional.pad(x, (0, 0, length - x.shape[3], 0)) for x in stacked]
+    return torch.stack(filled)
+
+
+def _one_of_each(kv: Tensor, batch: int, width: int) -> Tensor:
+    """(L, 2, B, ...): one row per prompt; `width` equal ones may stand for each."""
+    rows = kv.shape[2]
+    if rows == batch:
+        return kv
+    first = kv[:, :, ::width]
+    if rows != batch * width or not torch.equal(first.repeat_interleave(width, dim=2), kv):
+        do = "Choose rows with batch_select_indices"
+        _refuse("differs from the prompt in rows", f"{batch}, one per row of the prompt", rows, do)
+    return first
+
+
+def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
+    """The prompt says all positions, the first of them are cached in kv (L, 2, K, S, D)."""
+    prompt, first = inputs.prompts[row], inputs.margins[row]
+    count = max(0, kv.shape[3] - first)
+    if count >= prompt.length:
+        do = "Pass the whole sequence, new tokens included"
+        what = f"leaves nothing to feed in row {row}"
+        _refuse(what, f"more than {count} positions", prompt.length, do)
+    return replace(prompt, past=past_of(kv[..., first:, :]) if count else None)
+
+
+def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
+    """The prompt says only what comes after the real positions of kv (L, 2, K, S, D)."""
+    prompt, count = inputs.prompts[row], inputs.prompts[row].before
+    positions = prompt.positions
+    if positions is not None:
+        lead = torch.arange(count).expand(*positions.shape[:-1], count)
+        positions = torch.cat([lead, positions], dim=-1)
+    past = past_of(kv[..., inputs.seen[row], :]) if count else None
+    return replace(prompt, positions=positions, past=past)
+
+
+# --- the one that is filled -----------------------------------------------------------------------
+
+
+def row_quantization(
+    effective: Effective, model: Host, passed: Cache | None = None
+) -> Quantization | None:
+    """How rows keep what they hold: as the cache that was passed does, or as the configuration
+    says; None for full precision."""
     if passed is not None:
         layer = passed.layers[0] if passed.layers else None
-        how = layer.quantization if isinstance(layer, QuantizedLayer) else None
-        return replace(call, past=passed, quantization=how)
-    if call.effective.use_cache is False:
-        return call
-    chosen = _new_cache(call, model, source)
-    if chosen is None:
-        return call
-    require_abilities(call, chosen, f"cache_implementation={_kind(call.effective)!r}")
-    kept = chosen if call.effective.return_dict_in_generate else None
-    return replace(call, past=kept, quantization=row_quantization(call.effective, model))
-
-
-def loop_cache(call: Call, model: Host, source: Source) -> Cache | None:
-    """The cache that a decoding loop of the caller's fills; None for one that goes without."""
-    if call.past is not None or call.effective.use_cache is False:
-        return call.past
-    return _new_cache(call, model, source)
-
-
-def row_quantization(effective: Effective, model: Host) -> Quantization | None:
-    """How rows keep what they hold, None for full precision."""
-    if _kind(effective) != "quantized":
+        return layer.quantization if isinstance(layer, QuantizedLayer) else None
+    if effective.use_cache is False or _kind(effective) != "quantized":
         return None
     if model.is_encoder_decoder:
-        what = "a quantised cache is for models without an encoder"
-        _refuse(what, "cache_implementation='quantized'", "Use 'dynamic' or 'static'")
+        refuse(
+            "a quantised cache is for models without an encoder",
+            got="cache_implementation='quantized'",
+            do="Use 'dynamic' or 'static'",
+            kind=UnsupportedError,
+        )
     refuse_quantized_windows(model.windows)
     return read_quantization(effective.cache_config or {})
 
 
-def refuse_choice(effective: Effective) -> None:
-    """Raises if the caller chose a cache for calls that return texts or events, and no cache."""
-    if _kind(effective) == "quantized":
-        return
-    for name in ("cache_implementation", "cache_config", "max_cache_len"):
-        value = effective[name]
-        if name in effective.caller and value is not None and value != "dynamic":
-            _refuse(
-                f"{name} chooses the cache that model.generate returns; here none is returned",
-                f"{name}={value!r}",
-                f"Leave {name} out, or call model.generate",
+def new_cache(
+    effective: Effective, inputs: Inputs, model: Host, positions: int, *, drafts: bool
+) -> Cache | None:
+    """An empty cache of the kind that the configuration names, which can do what a call needs;
+    None where the call goes without, or where no object holds what rows do. `positions`: how many
+    are cached in the end, at most."""
+    if effective.use_cache is False:
+        return None
+    kind, windows = _kind(effective), list(model.windows)
+    if is_recurrent(model):
+        if kind != "dynamic":
+            refuse(
+                "rows of a model with recurrent layers hold states, not keys and values",
+                got=f"cache_implementation={kind!r}",
+                do="Leave cache_implementation out",
+                kind=UnsupportedError,
             )
+        return None
+    how = row_quantization(effective, model)
+    cache: Cache
+    if how is not None:
+        cache = QuantizedCache("everystep", windows, how.bits, None, None, how.group, how.residual)
+    elif kind == "dynamic":
+        cache = DynamicCache(config=windows)
+    else:
+        cache = StaticCache(windows, max(positions, effective.max_cache_len or 0))
+    if inputs.source is not None:
+        read = max(int(places[-1]) + 1 for places in inputs.source.places)
+        across = DynamicCache() if kind == "dynamic" else StaticCache([None] * len(windows), read)
+        cache = EncoderDecoderCache(cache, across)
+    _require_abilities(cache, positions, drafts, f"cache_implementation={kind!r}")
+    return cache
 
 
 def _kind(effective: Effective) -> str:
@@ -95,32 +329,55 @@ def _kind(effective: Effective) -> str:
         return "static" if kind in OLD_CACHES else str(kind)
     if effective.source("cache_implementation") != "checkpoint":
         what = "cache_implementation asks for a cache that this version does not have"
-        _refuse(what, repr(kind), _ABSENT[kind])
+        refuse(what, got=repr(kind), do=_ABSENT[kind], kind=UnsupportedError)
     # The tokens are the same, and the caller did not ask.
     return "dynamic"
 
 
-def _new_cache(call: Call, model: Host, source: Source) -> Cache | None:
-    """An empty cache of the kind that the configuration names; None if no object holds states."""
-    kind, windows = _kind(call.effective), list(model.windows)
-    if is_recurrent(model):
-        if kind != "dynamic":
-            what = "rows of a model with recurrent layers hold states, not keys and values"
-            _refuse(what, f"cache_implementation={kind!r}", "Leave cache_implementation out")
+def fill_cache(cache: Cache | None, inputs: Inputs, groups: list[Group]) -> Cache | None:
+    """The cache, which now holds what the rows hold in the end; None if there is none to fill, or
+    the strategy leaves no rows."""
+    pasts = [past for group in groups for past in group.pasts]
+    if cache is None or not pasts:
         return None
-    how = row_quantization(call.effective, model)
-    if how is not None:
-        return QuantizedCache("everystep", windows, how.bits, None, None, how.group, how.residual)
-    if kind == "dynamic":
-        own, across = DynamicCache(config=windows), DynamicCache()
-        return EncoderDecoderCache(own, across) if model.is_encoder_decoder else own
-    room = max(call.positions, call.effective.max_cache_len or 0)
-    static = StaticCache(windows, room)
-    if not model.is_encoder_decoder:
-        return static
-    read = max(int(places[-1]) + 1 for places in source.places)
-    return EncoderDecoderCache(static, StaticCache([None] * len(windows), read))
+    prompt_of = [row for row, group in enumerate(groups) for _ in group.pasts]
+    pairs = list(zip(prompt_of, pasts, strict=True))
+    places = [_row_places(inputs, row, past.length) for row, past in pairs]
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    _fill(own, _placed([*map(kv_of, pasts)], places))
+    if isinstance(cache, EncoderDecoderCache) and inputs.source is not None:
+        read = [inputs.source.places[row] for row in prompt_of]
+        across = [kv for kv in map(across_of, pasts) if kv is not None]
+        _fill(cache.cross_attention_cache, _placed(across, read))
+        cache.is_updated = dict.fromkeys(range(len(cache)), True)
+    return cache
 
 
-def _refuse(what: str, got: str, do: str) -> NoReturn:
-    raise UnsupportedError(message(what, got=got, do=do))
+def _row_places(inputs: Inputs, row: int, length: int) -> np.ndarray:
+    """(length,) where the positions of a row stand: its prompt's places, then one after another."""
+    prompt = inputs.places(row)
+    return np.concatenate([prompt, inputs.total_width + np.arange(length - len(prompt))])
+
+
+def _placed(rows: list[Tensor], places: list[np.ndarray]) -> Tensor:
+    """R times (L, 2, K, n, D) in their places: (L, 2, R, K, T, D), 0 where nothing stands."""
+    width = 1 + max(int(own[-1]) for own in places)
+    layers, two, heads, _, dim = rows[0].shape
+    out = rows[0].new_zeros(layers, two, len(rows), heads, width, dim)
+    for index, (row, own) in enumerate(zip(rows, places, strict=True)):
+        out[:, :, index, :, torch.from_numpy(own).to(out.device)] = row
+    return out
+
+
+def _fill(cache: Cache, kv: Tensor) -> None:
+    """The cache holds (L, 2, R, K, T, D) and nothing else."""
+    other = cache.batch_size not in (-1, kv.shape[2])
+    cache.reset()
+    for index, (keys, values) in enumerate(kv):
+        if other:
+            cache.layers[index].keys = cache.layers[index].values = None
+        cache.update(keys, values, index)
+
+
+def _refuse(what: str, wanted: object, got: object, do: str | None = None) -> NoReturn:
+    refuse(f"past_key_values {what}", wanted=wanted, got=got, do=do)

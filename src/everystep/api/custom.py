@@ -24,14 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.api.arguments import MODEL_INPUTS
-from everystep.api.call import Call
+from everystep.api.options import MODEL_INPUTS, OBJECTS, OF_RECTANGLES
+from everystep.api.prepare import Call
 from everystep.cache.containers import Cache
 from everystep.config import GenerationConfig
-from everystep.errors import UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 from everystep.processors.pipeline import apply
 from everystep.stops.criteria import by_hand
-from everystep.types import Request, Rows, Sequence, TokenTable
+from everystep.types import Request, Rows, Scores, Sequence, TokenTable
 
 Loop = Callable[..., Any]
 _STANDARD = ("logits_processor", "stopping_criteria", "generation_config")
@@ -42,47 +42,43 @@ def require_loop(value: Any) -> Loop | None:
     """The caller's loop, if any; UnsupportedError for the name of a repository."""
     if value is None or callable(value):
         return value
-    raise UnsupportedError(
-        message(
-            "custom_generate names code to be fetched and run, which this library never does",
-            wanted="a function of (model, input_ids, logits_processor, stopping_criteria, "
-            "generation_config, **inputs)",
-            got=repr(value),
-            do="Import the function yourself and pass it; contrastive search is built in: set "
-            "penalty_alpha and top_k",
-        )
+    refuse(
+        "custom_generate names code to be fetched and run, which this library never does",
+        wanted="a function of (model, input_ids, logits_processor, stopping_criteria, "
+        "generation_config, **inputs)",
+        got=repr(value),
+        do="Import the function yourself and pass it; contrastive search is built in: set "
+        "penalty_alpha and top_k",
+        kind=UnsupportedError,
     )
 
 
 def take_own(loop: Loop, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes out of `kwargs` what the loop names and no other loop has, and returns it."""
     named = list(inspect.signature(loop).parameters)[2:]
-    known = {*_STANDARD, *_OFFERED, *MODEL_INPUTS}
+    known = {*_STANDARD, *MODEL_INPUTS, *OBJECTS, *OF_RECTANGLES}
     return {name: kwargs.pop(name) for name in named if name in kwargs and name not in known}
 
 
-def run_loop(
-    model: Any, call: Call, cache: Cache | None, user: dict[str, Any], own: dict[str, Any]
-) -> Any:
-    """What the caller's loop makes of the call; it fills `cache`, if there is one."""
-    loop: Loop = user["custom_generate"]
-    refuse_unseen(call)
-    requests = call.requests(lingers=False)
-    width = int(max(call.effective.num_beams or 1, call.effective.num_return_sequences or 1))
-    rows = [request for request in requests for _ in range(width)]
+def run_loop(model: Any, call: Call, given: dict[str, Any], own: dict[str, Any]) -> Any:
+    """What the caller's loop makes of the call; it fills the call's cache, if there is one."""
+    loop: Loop = given["custom_generate"]
+    e = call.options.effective
+    width = int(max(e.num_beams or 1, e.num_return_sequences or 1))
+    rows = [request for request in call.requests for _ in range(width)]
     ids = _ids(call, width)
     named = inspect.signature(loop).parameters
-    offered = {name: user[name] for name in _OFFERED if name in named and user[name] is not None}
+    offered = {n: given[n] for n in _OFFERED if n in named and given.get(n) is not None}
     if "streamer" in offered:
         offered["streamer"].put(ids)
     return loop(
         model,
         ids.to(model.device),
         logits_processor=Processing(rows),
-        stopping_criteria=by_hand(call.stops),
+        stopping_criteria=by_hand(rows[0].stops),
         generation_config=_config(call),
         **_inputs(call, width),
-        **_cached(cache),
+        **_cached(call.cache),
         **offered,
         **own,
     )
@@ -91,18 +87,17 @@ def run_loop(
 def refuse_unseen(call: Call) -> None:
     """UnsupportedError for what a loop outside the engine would never hear of."""
     for name, asked in (
-        ("guidance_scale", call.effective.guidance_scale not in (None, 1)),
-        ("an encoder", any(prompt.encoder is not None for prompt in call.inputs.prompts)),
-        ("seed", call.user.seed is not None),
+        ("guidance_scale", call.options.effective.guidance_scale not in (None, 1)),
+        ("an encoder", call.inputs.source is not None),
+        ("seed", call.options.seed is not None),
     ):
         if asked:
-            raise UnsupportedError(
-                message(
-                    f"custom_generate does not go with {name}",
-                    wanted="a loop over the model's own logits and draws",
-                    got=name,
-                    do="Leave one of the two out",
-                )
+            refuse(
+                f"custom_generate does not go with {name}",
+                wanted="a loop over the model's own logits and draws",
+                got=name,
+                do="Leave one of the two out",
+                kind=UnsupportedError,
             )
 
 
@@ -121,11 +116,11 @@ class Processing:
             for index, (request, row) in enumerate(zip(self.requests, ids, strict=True))
         ]
         lengths = np.full(len(ids), ids.shape[1])
-        return apply(Rows(table, sequences, lengths), scores)
+        return apply(Rows(table, sequences, lengths), Scores.of(scores)).whole().values
 
 
 def _ids(call: Call, width: int) -> Tensor:
-    rows = [call.inputs.visible(row, call.tokens.fill) for row in range(call.inputs.batch)]
+    rows = [call.inputs.visible(row, call.options.fill) for row in range(call.inputs.batch)]
     return torch.from_numpy(np.stack(rows)).repeat_interleave(width, dim=0)
 
 
@@ -162,12 +157,13 @@ def _cached(cache: Cache | None) -> dict[str, Any]:
 
 def _config(call: Call) -> GenerationConfig:
     """Every value that holds, with the special ids as tensors beside it, as loops expect them."""
-    values = {name: value for name, value in call.effective.items() if value is not None}
-    config = GenerationConfig(**{**values, "max_length": call.limits.visible})
+    values = {name: value for name, value in call.options.effective.items() if value is not None}
+    visible = call.options.effective.max_length - call.inputs.embeds_width
+    config = GenerationConfig(**{**values, "max_length": visible})
     tensors = {
-        "_eos_token_tensor": call.tokens.eos or None,
-        "_pad_token_tensor": call.tokens.pad,
-        "_bos_token_tensor": call.tokens.bos,
+        "_eos_token_tensor": call.options.eos or None,
+        "_pad_token_tensor": call.options.pad,
+        "_bos_token_tensor": call.options.effective.bos_token_id,
     }
     found: dict[str, Any] = {
         name: None if ids is None else torch.tensor(ids) for name, ids in tensors.items()

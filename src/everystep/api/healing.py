@@ -9,63 +9,56 @@ here the begin token and other special ids of a prompt stay where they are, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from everystep.api.inputs import Inputs
+from everystep.api.options import Host, Options
 from everystep.config import GenerationConfig
-from everystep.errors import RequestError, message
+from everystep.errors import refuse
 from everystep.types import Prompt
 
 # What the reference adds to the score of each token that may stand last, and to the old one's more.
 CONTINUES = 10.0
 STAYS = 1.0
 
-Continue = Callable[[Tensor, GenerationConfig], Tensor]
 
-
-def healed(choose: Continue, inputs: Inputs, tokenizer: Any, pad: int) -> Inputs:
-    """The prompts with their last tokens chosen anew, padded on the left.
-
-    `choose`: ids (1, T) and a configuration -> ids (1, T + 1); it is called once per row.
-    """
-    vocabulary = tokenizer.get_vocab()
-    stripped = [_stripped(p.ids.tolist(), tokenizer) for p in inputs.prompts if p.ids is not None]
-    rows = [_healed_row(choose, ids, vocabulary, pad) for ids in stripped]
+def healed(model: Host, inputs: Inputs, options: Options) -> Inputs:
+    """The prompts with their last tokens chosen anew by the model, padded on the left."""
+    vocabulary = options.tokenizer.get_vocab()
+    known = [prompt.ids.tolist() for prompt in inputs.prompts if prompt.ids is not None]
+    stripped = [_stripped(ids, options.tokenizer) for ids in known]
+    rows = [_healed_row(model, ids, vocabulary, options.fill) for ids in stripped]
     width = max(len(row) for row in rows)
     pads = tuple(width - len(row) for row in rows)
-    return Inputs(tuple(Prompt(ids=np.array(row)) for row in rows), pads, width, 0, margins=pads)
+    prompts = tuple(Prompt(ids=np.array(row)) for row in rows)
+    return Inputs(prompts, pads, width, margins=pads, number=inputs.number)
 
 
-def check_healing(inputs: Inputs, encoder: Sequence[Any], tokenizer: Any) -> None:
+def require_healable(inputs: Inputs, options: Options) -> None:
     """RequestError if these prompts are no text of a tokenizer whose vocabulary can be read."""
+    tokenizer = options.tokenizer
     if not callable(getattr(tokenizer, "get_vocab", None)):
-        raise RequestError(
-            message(
-                "token_healing needs a tokenizer",
-                wanted="tokenizer=...",
-                got="none" if tokenizer is None else type(tokenizer).__name__,
-                do="Pass tokenizer=tokenizer to generate",
-            )
+        refuse(
+            "token_healing needs a tokenizer",
+            wanted="tokenizer=...",
+            got="none" if tokenizer is None else type(tokenizer).__name__,
+            do="Pass tokenizer=tokenizer to generate",
         )
     prompts = inputs.prompts
     for name, given in (
-        ("an encoder", bool(encoder)),
+        ("an encoder", inputs.source is not None),
         ("inputs_embeds", any(prompt.embeds is not None for prompt in prompts)),
         ("position_ids", any(prompt.positions is not None for prompt in prompts)),
     ):
         if given:
-            raise RequestError(
-                message(
-                    f"token_healing does not go with {name}",
-                    wanted="a prompt given as input_ids alone",
-                    got=name,
-                    do=f"Leave token_healing or {name} out",
-                )
+            refuse(
+                f"token_healing does not go with {name}",
+                wanted="a prompt given as input_ids alone",
+                got=name,
+                do=f"Leave token_healing or {name} out",
             )
 
 
@@ -79,14 +72,15 @@ def _stripped(ids: list[int], tokenizer: Any) -> list[int]:
     return [*ids[:start], *tokenizer.encode(text.rstrip(), add_special_tokens=False)]
 
 
-def _healed_row(
-    choose: Continue, ids: list[int], vocabulary: dict[str, int], pad: int
-) -> list[int]:
+def _healed_row(model: Host, ids: list[int], vocabulary: dict[str, int], pad: int) -> list[int]:
     bias = _continuations(ids[-1], vocabulary)
     if len(ids) == 1 or len(bias) < 2:
         return ids
     config = GenerationConfig(max_new_tokens=1, pad_token_id=pad, sequence_bias=bias)
-    return [int(token) for token in choose(torch.tensor([ids[:-1]]), config)[0]]
+    start = torch.tensor([ids[:-1]])
+    mask = torch.ones_like(start)
+    chosen = model.generate(start, config, attention_mask=mask, token_healing=False)
+    return [int(token) for token in chosen[0]]
 
 
 def _continuations(last: int, vocabulary: dict[str, int]) -> dict[tuple[int, ...], float]:

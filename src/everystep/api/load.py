@@ -1,7 +1,9 @@
-"""Loading: from a name, a folder, a GGUF file or a hub id to a model and its tokenizer."""
+"""Loading: from a name, a folder, a GGUF file or a hub id to a model and its tokenizer, and to a
+folder of rounded weights."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,23 +12,27 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from everystep.api.model import LanguageModel
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
-from everystep.errors import (
-    MissingFileError,
-    RequestError,
-    message,
-)
+from everystep.errors import FileError, MissingFileError, refuse
 from everystep.executors.choice import ExecutorName, holds_panels
-from everystep.files.folder import open_folder
+from everystep.files.atomic import atomic_folder, write_atomic
+from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
 from everystep.files.gguf import GgufFile, read_gguf
+from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import build_gguf_model, build_model
 from everystep.models.device import usable_device
-from everystep.models.quantised_folder import build_quantised_model, folder_format
+from everystep.models.quantised_folder import (
+    build_quantised_model,
+    folder_format,
+    quantised_contents,
+)
+from everystep.nn.rounding import Rounding
 from everystep.text import Tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -62,12 +68,8 @@ def load(
     if local.is_dir():
         found = open_folder(local)
         if found.tokenizer is None:
-            raise MissingFileError(
-                message(
-                    f"{local} has no tokenizer.json",
-                    do="Load the model alone with everystep.load_model(path)",
-                )
-            )
+            do = "Load the model alone with everystep.load_model(path)"
+            refuse(f"{local} has no tokenizer.json", do=do, kind=MissingFileError)
         return _from_folder(local, choices), Tokenizer.from_folder(local)
     file = read_gguf(local)
     return _from_gguf(file, local.stem, choices), Tokenizer.from_gguf(file.metadata)
@@ -145,14 +147,8 @@ def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress 
         value = getattr(choices, name)
         if value not in known:
             *most, last = map(repr, known)
-            raise RequestError(
-                message(
-                    wrong,
-                    wanted=f"{', '.join(most)} or {last}",
-                    got=repr(value),
-                    do=f"Leave {name} out",
-                )
-            )
+            wanted = f"{', '.join(most)} or {last}"
+            refuse(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
     return resolve_source(path, offline=offline, progress=progress)
 
 
@@ -212,3 +208,31 @@ def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
     found = {field: file.metadata[key] for field, key in ids.items() if key in file.metadata}
     settings = GenerationConfig(**found)
     return LanguageModel(core, settings, name, choices.executor, choices.cache_dtype)
+
+
+def write_quantized(
+    source: Source,
+    target: Path,
+    format: Rounding,
+    *,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """`target` is a whole folder with the source's model in this format and its tokenizer.
+
+    The layout is that of docs/quantised-folders.md. Raises FileError where `target` exists, and
+    what `load` raises; then nothing is left behind.
+    """
+    if format not in ("int8", "int4"):
+        refuse("there is no such format", wanted="int8 or int4", got=repr(format))
+    if is_there(target):
+        do = "Give the name of a new folder"
+        refuse(f"{target} is there already", do=do, kind=FileError)
+    model, tokenizer = load(source, quantize=format, offline=offline, progress=progress)
+    config, tensors = quantised_contents(model.core, format)
+    with atomic_folder(target) as folder:
+        tokenizer.save_pretrained(folder)
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG)
+        write_atomic(folder / "model.safetensors", save(tensors, {"format": "pt"}))
+        write_atomic(folder / CONFIG, json.dumps(config, indent=2).encode())
+    return target

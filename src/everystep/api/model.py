@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everystep.api.arguments import refuse_absent
+from everystep.adapters import LoRA, read_lora
+from everystep.api.absent import refuse_argument
+from everystep.api.caches import is_recurrent, require_cache, require_room
 from everystep.api.custom import require_loop
-from everystep.api.forward import CausalLMOutput, cache_of_forward, kept_positions
-from everystep.api.generate import generate
-from everystep.api.transitions import compute_transition_scores
+from everystep.api.rectangle import generate
+from everystep.cache.containers import Cache, DynamicCache
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
-from everystep.errors import ModelClassError, message
+from everystep.config.kinds import is_integer
+from everystep.errors import ModelClassError, RequestError, UnsupportedError, message, refuse
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -25,9 +28,17 @@ from everystep.executors.choice import (
     open_executor,
     refuse_cache_dtype,
 )
-from everystep.models import Model, convert_model, named_weights, weight_bytes
+from everystep.models import (
+    Model,
+    convert_model,
+    learning_weights,
+    named_weights,
+    weight_bytes,
+)
 from everystep.models.device import usable_device
+from everystep.nn.modes import modes_kept
 from everystep.nn.network import Heard, Store, Window
+from everystep.outputs import CausalLMOutput, compute_transition_scores
 from everystep.types import Prompt
 
 
@@ -47,13 +58,12 @@ class LanguageModel:
         cache_dtype: CacheDtype | None = None,
     ) -> None:
         if not isinstance(core, Model):
-            raise ModelClassError(
-                message(
-                    "this object is not a model that can generate",
-                    wanted="a models.Model",
-                    got=type(core).__name__,
-                    do="Use everystep.load_model",
-                )
+            refuse(
+                "this object is not a model that can generate",
+                wanted="a models.Model",
+                got=type(core).__name__,
+                do="Use everystep.load_model",
+                kind=ModelClassError,
             )
         refuse_cache_dtype(core, cache_dtype)
         self._core = core
@@ -61,6 +71,7 @@ class LanguageModel:
         self.name_or_path = name
         self._executor = executor
         self._cache_dtype = cache_dtype
+        self._adapters: dict[str, LoRA] = {}
 
     @property
     def core(self) -> Model:
@@ -140,7 +151,63 @@ class LanguageModel:
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor)
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
+            moved = self._core.device, self._core.dtype
+            self._adapters = {name: one.to(*moved) for name, one in self._adapters.items()}
         return self
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        """Requests may ask for the LoRA in a PEFT folder by this name from now on.
+
+        A call that is running goes on without it. See `read_lora` for what is refused.
+        """
+        if not isinstance(name, str) or not name or name in self._adapters:
+            raise RequestError(
+                message(
+                    "an adapter cannot have this name",
+                    wanted="a string, not the name of an adapter that is loaded",
+                    got=repr(name),
+                    do="Choose another, or call delete_adapter first",
+                )
+            )
+        self._adapters = {**self._adapters, name: read_lora(folder, self._core)}
+
+    def delete_adapter(self, name: str) -> None:
+        """No new call can ask for the adapter."""
+        if name not in self._adapters:
+            raise RequestError(
+                message("there is no such adapter", wanted=list(self._adapters), got=repr(name))
+            )
+        self._adapters = {key: one for key, one in self._adapters.items() if key != name}
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may ask for."""
+        return tuple(self._adapters)
+
+    def requires_grad_(self, requires_grad: bool = True) -> LanguageModel:
+        """The model itself, whose weights require gradients from now on, or no longer do.
+
+        Packed weights become plain float tensors for that, and stay so. Such a model runs on torch
+        operators; a forward of it outside `torch.no_grad()` is differentiable. UnsupportedError for
+        quantised weights.
+        """
+        if requires_grad and not self._core.learns:
+            self._core = convert_model(self._core, learns=True)
+        if self._core.learns:
+            for weight in self.parameters():
+                weight.requires_grad_(requires_grad)
+        return self
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a model that can learn, by name, joined projections as one tensor.
+
+        A change of one changes the model. UnsupportedError before `requires_grad_`.
+        """
+        return iter(learning_weights(self._core))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The same without names, as optimizers take them."""
+        return (weight for _, weight in self.named_parameters())
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
         """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes."""
@@ -170,7 +237,9 @@ class LanguageModel:
 
         `quantization`: how its rows will keep what they hold, None for full precision.
         """
-        return open_executor(self._core, self._executor, needs, quantization, self._cache_dtype)
+        return open_executor(
+            self._core, self._executor, needs, quantization, self._cache_dtype, self._adapters
+        )
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""
@@ -188,21 +257,20 @@ class LanguageModel:
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
     ) -> Any:
-        """Logits of every position, (B, T, V), and the cache with these positions behind its own.
+        """Logits of every position, (B, T, V), and the cache with these positions after its own.
 
-        `input_ids` (B, T) or `inputs_embeds` (B, T, E) stand behind the S positions of
+        `input_ids` (B, T) or `inputs_embeds` (B, T, E) come after the S positions of
         `past_key_values`, a cache object that is filled in place. `attention_mask` (B, S + T).
         `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
         none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
-        the last positions logits are given, 0 for all, or (n,) of which. Returns a
-        `CausalLMOutput`, or with `return_dict=False` a tuple.
+        the last positions logits are given, 0 for all, or (n,) of which. Differentiable after
+        `requires_grad_`. Returns a `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
-        kept = kept_positions(logits_to_keep, given)
-        cache = cache_of_forward(self, inputs, past_key_values, use_cache)
-        # What callers get they may change in place, so it must not be made in inference mode.
-        with torch.no_grad():
+        kept = _kept_positions(logits_to_keep, given)
+        cache = _cache_of_forward(self, inputs, past_key_values, use_cache)
+        with modes_kept():
             logits = self._core.forward(
                 input_ids,
                 attention_mask,
@@ -248,9 +316,15 @@ class LanguageModel:
         k best there, before any processor; part of the output object (`TokenLogprobs`).
         `custom_generate`: a decoding loop of the caller's, see `api/custom.py`.
         """
-        refuse_absent("synced_gpus", synced_gpus)
-        refuse_absent("assistant_model", assistant_model)
-        user = {
+        refuse_argument("synced_gpus", synced_gpus)
+        refuse_argument("assistant_model", assistant_model)
+        if inputs is not None and kwargs.get("input_ids") is not None:
+            what = "the prompt was given twice: as the first argument and as input_ids"
+            refuse(what, do="Pass it once, as input_ids")
+        given = {
+            **kwargs,
+            "input_ids": kwargs.get("input_ids") if inputs is None else inputs,
+            "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
@@ -263,4 +337,66 @@ class LanguageModel:
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
         }
-        return generate(self, inputs, generation_config, user, dict(kwargs))
+        return generate(self, given)
+
+
+def _kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
+    """Of which positions of the inputs (B, T, ...) logits are given: the last `wanted` of them, all
+    for 0, or those that a tensor (n,) names; RequestError for anything else."""
+    length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
+    if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
+        return slice(-wanted, None)  # type: ignore[operator]
+    if isinstance(wanted, Tensor) and _are_places(wanted, length):
+        return wanted
+    refuse(
+        "logits_to_keep names no positions of the inputs",
+        wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",
+        got=repr(wanted),
+        do="Leave it out for the logits of every position",
+    )
+
+
+def _are_places(wanted: Tensor, length: int) -> bool:
+    inside = (wanted >= -length) & (wanted < length)
+    return wanted.dim() == 1 and wanted.dtype in (torch.int64, torch.int32) and bool(inside.all())
+
+
+def _cache_of_forward(
+    model: LanguageModel, inputs: Tensor | None, passed: object, use_cache: bool | None
+) -> Cache | None:
+    """The cache that a forward of `inputs` (B, T, ...) adds to; None if it keeps nothing.
+
+    As in the reference a passed one is filled whatever `use_cache` says, and without it the
+    model's configuration decides.
+    """
+    recurrent = is_recurrent(model)
+    if passed is None and use_cache is None:
+        holds = not (model.is_encoder_decoder or recurrent)
+        use_cache = bool(getattr(model.config, "use_cache", True)) and holds
+    if passed is None and not use_cache:
+        return None
+    if model.is_encoder_decoder:
+        refuse(
+            "a model with an encoder keeps no cache when it is called",
+            got="use_cache=True" if passed is None else "past_key_values",
+            do="Leave it out and pass all decoder_input_ids, or call generate",
+            kind=UnsupportedError,
+        )
+    if passed is None and recurrent:
+        refuse(
+            "a model with recurrent layers keeps no cache object",
+            got="use_cache=True",
+            do="Leave it out and pass all input_ids each time, or call generate",
+            kind=UnsupportedError,
+        )
+    if passed is None:
+        return DynamicCache(config=list(model.windows))
+    cache = require_cache(passed, model)
+    if inputs is not None and inputs.dim() > 1:
+        batch, length = inputs.shape[:2]
+        if cache.batch_size not in (-1, batch):
+            what, do = "past_key_values differs from the inputs in rows", "batch_select_indices"
+            refuse(what, wanted=batch, got=cache.batch_size, do=f"Choose rows with {do}")
+        if "grow" not in cache.abilities:
+            require_room(cache, int(cache.get_seq_length()) + length)
+    return cache

@@ -1,16 +1,38 @@
-"""From finished groups to what callers expect: a rectangle of ids, or an output object."""
+"""`generate` over a rectangle: the reference's call, answered by the engine in lockstep."""
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.call import Call
+from everystep.api.caches import fill_cache, hide_past, read_cache, with_seen
+from everystep.api.custom import refuse_unseen, run_loop, take_own
+from everystep.api.inputs import Inputs, read_inputs, with_negative
+from everystep.api.options import (
+    MODEL_INPUTS,
+    OBJECTS,
+    OF_RECTANGLES,
+    Host,
+    Options,
+    read_options,
+    require,
+    require_output_object,
+    split,
+)
+from everystep.api.prepare import Call, completed, prepare
+from everystep.cache.containers import Cache
+from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
+from everystep.errors import UnsupportedError, refuse
+from everystep.nn.modes import inference_mode, ordinary_mode
 from everystep.outputs import (
     GenerateBeamDecoderOnlyOutput,
     GenerateBeamEncoderDecoderOutput,
@@ -18,70 +40,233 @@ from everystep.outputs import (
     GenerateEncoderDecoderOutput,
 )
 from everystep.strategies import Beam
-from everystep.types import Finished, Group
+from everystep.streamers import Delivery, Wording
+from everystep.text import Tokenizer
+from everystep.types import Event, Finished, Group
+
+_READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
 
 
-def results(groups: list[Group]) -> list[Finished]:
-    """The result of every group, one after another."""
-    return [done for group in groups for done in group.request.strategy.finish(group)]
+def generate(model: Host, given: dict[str, Any]) -> Any:
+    """New tokens after every row; a (rows, length) tensor, or an output object on request.
+
+    `given`: every keyword of `model.generate` by name.
+    """
+    streamer = require("streamer", given.get("streamer"), "put", "end")
+    loop = given.get("custom_generate")
+    own = {} if loop is None else take_own(loop, given)
+    options, inputs, past = read_call(model, given)
+    call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
+    if loop is not None:
+        refuse_unseen(call)
+    for notice in (*call.notices, *_padding_notices(given, inputs, options)):
+        warnings.warn(notice, stacklevel=3)
+    delivery = None if streamer is None else _delivery(call, streamer)
+    with inference_mode():
+        call = completed(model, call)
+        if loop is None:
+            return _run(model, call, delivery)
+    with torch.no_grad():
+        return run_loop(model, call, given, own)
 
 
-def sequences(call: Call, groups: list[Group], device: torch.device) -> Tensor:
+def read_call(model: Host, given: dict[str, Any]) -> tuple[Options, Inputs, Cache | None]:
+    """What the keywords of a call say: its options, its inputs, and the cache it continues from."""
+    config, rest = split(given, MODEL_INPUTS, OBJECTS, OF_RECTANGLES)
+    options = read_options(model, config, rest)
+    require_output_object(options)
+    past = read_cache(rest, options.effective, model)
+    passed, seen = hide_past(rest, None if model.is_encoder_decoder else past)
+    inputs = with_seen(read_inputs(model, passed, options), seen)
+    return options, with_negative(model, rest, inputs, options), past
+
+
+def _padding_notices(given: dict[str, Any], inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """What to tell a caller whose prompts look padded, and whose padding cannot be recognised."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if ids is None or mask is not None or inputs.batch == 1 or options.pad not in options.eos:
+        return ()
+    edges = torch.as_tensor(ids)[:, [0, -1]] == options.pad
+    if not edges.any() or edges.all():
+        return ()
+    return (
+        "prompts begin or end with the pad id, which also ends sequences; wanted an attention_mask "
+        "that says whether it is padding; got none. Pass the attention_mask that the tokenizer "
+        "returned; without it every id is read.",
+    )
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def _delivery(call: Call, streamer: Any) -> Delivery:
+    rows, strategy, tokenizer = call.inputs.batch, call.strategy, call.options.tokenizer
+    if not strategy.streams and rows * strategy.returns > 1 and not hasattr(streamer, "on_event"):
+        refuse(
+            "streamer cannot follow the beams of several results, which settle one by one",
+            wanted="one prompt and num_return_sequences=1, or a streamer with on_event",
+            got=f"{rows} prompts and num_return_sequences={strategy.returns}",
+            do="Use es.stream, or leave the streamer out",
+            kind=UnsupportedError,
+        )
+    wording = Wording(tokenizer if isinstance(tokenizer, Tokenizer) else None)
+    return Delivery(streamer, rows, strategy.returns, call.options.fill, wording)
+
+
+def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
+    e, strategy = call.options.effective, call.strategy
+    asked, cached = bool(e.return_dict_in_generate), e.use_cache is not False
+    collector = Collector(
+        slots=call.inputs.batch * call.kept_rows,
+        width=call.kept_rows,
+        scores=asked and bool(e.output_scores),
+        logits=asked and bool(e.output_logits),
+        captures=call.options.captures,
+        windows=model.windows,
+    )
+    # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
+    # and without a cache nothing of an earlier chunk would be left.
+    whole = collector.captures or not cached
+    lockstep = Lockstep(chunk=None if whole else _chunk(call), shares=cached)
+    needs = frozenset().union(*(request.needs for request in call.requests))
+    executor = model.executor(needs, call.quantization)
+    observers = (collector,) if collector.keeps else ()
+    engine = Engine(executor, lockstep, observers, early=delivery is not None)
+    groups = [engine.submit(request) for request in call.requests]
+    with _freed(engine, groups), _opened(delivery, call):
+        timings = _loop(engine, groups, delivery, cached=cached)
+    # What callers get they may change in place and learn from, as tensors of inference mode forbid.
+    with ordinary_mode(), torch.no_grad():
+        past = fill_cache(call.cache, call.inputs, groups)
+        finished = [done for group in groups for done in strategy.finish(group)]
+        if not asked:
+            return _sequences(call, finished, model.device)
+        out = _output(call, groups, finished, collector, model.device)
+    out.past_key_values = past
+    out.timings = timings
+    if call.drafts:
+        counts = engine.counts
+        out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
+    return out
+
+
+@contextmanager
+def _freed(engine: Engine, groups: list[Group]) -> Iterator[None]:
+    """No row survives a call that fails, be it by its streamer."""
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            if group in engine.scheduler.groups:
+                engine.cancel(group)
+        raise
+
+
+def _opened(delivery: Delivery | None, call: Call) -> AbstractContextManager[Any]:
+    """The streamer, if there is one, has the prompt, and in the end learns of the end."""
+    if delivery is None:
+        return nullcontext()
+    rows = range(call.inputs.batch)
+    return delivery.open(np.stack([call.inputs.visible(r, call.options.fill) for r in rows]))
+
+
+def _chunk(call: Call) -> int | None:
+    """How many positions of a row are fed at once. A prompt whose logprobs are wanted is read out
+    at every position, (positions, V) logits a step, so those are bounded."""
+    asked: int | None = call.options.effective.prefill_chunk_size
+    if call.options.prompt_logprobs is None:
+        return asked
+    bound = max(1, _READ_OUT // call.inputs.batch)
+    return bound if asked is None else min(bound, asked)
+
+
+def _loop(
+    engine: Engine,
+    groups: list[Group],
+    follow: Callable[[list[Event]], None] | None,
+    *,
+    cached: bool,
+) -> dict[str, float]:
+    """Steps until nothing is pending; without a cache, every step feeds everything again.
+
+    Returns how long it took until every row had its first token, and from there on. Raises the
+    error of a row that ended by one.
+    """
+    begin = time.perf_counter()
+    opened: float | None = None
+    while engine.pending:
+        events = engine.step()
+        if opened is None and all(group.opened for group in groups):
+            opened = time.perf_counter()
+        if follow is not None:
+            follow(events)
+        for group in groups:
+            if group.error is not None:
+                raise group.error
+            if not cached:
+                engine.preempt(group)
+    end = time.perf_counter()
+    opened = end if opened is None else opened
+    return {
+        "prompt_seconds": opened - begin,
+        "decode_seconds": end - opened,
+        "total_seconds": end - begin,
+    }
+
+
+# --- what callers expect --------------------------------------------------------------------------
+
+
+def _sequences(call: Call, finished: list[Finished], device: torch.device) -> Tensor:
     """(B * returns, length) int64: pads, prompt, new tokens, then pad ids up to the longest."""
-    finished = results(groups)
-    returns = call.strategy.returns
     longest = max(len(done.tokens) for done in finished)
-    width = call.inputs.width
-    table = np.full((len(finished), width + longest), call.tokens.fill, dtype=np.int64)
+    width, fill = call.inputs.width, call.options.fill
+    table = np.full((len(finished), width + longest), fill, dtype=np.int64)
     for row, done in enumerate(finished):
-        table[row, :width] = call.inputs.visible(row // returns, call.tokens.fill)
+        table[row, :width] = call.inputs.visible(row // call.strategy.returns, fill)
         table[row, width : width + len(done.tokens)] = done.tokens
     return torch.from_numpy(table).to(device)
 
 
-def output(
+def _output(
     call: Call,
     groups: list[Group],
+    finished: list[Finished],
     collector: Collector,
     device: torch.device,
 ) -> Any:
     """The output object of the reference for this kind of model and strategy, with our extras."""
-    finished = results(groups)
-    effective = call.effective
+    e, inputs, tokenizer = call.options.effective, call.inputs, call.options.tokenizer
     beams = isinstance(call.strategy, Beam)
     # Rows that have ended wait for the last one, and where drafts stand it may catch up on them.
     steps = slice(None if beams else max(len(done.tokens) for done in finished))
-    pads = np.repeat(np.array(call.inputs.margins or call.inputs.pads), call.strategy.kept_rows)
+    pads = np.repeat(np.array(inputs.margins or inputs.pads), call.kept_rows)
     fields: dict[str, Any] = {
-        "sequences": sequences(call, groups, device),
-        "scores": collector.score_steps()[steps] if effective.output_scores else None,
-        "logits": collector.logit_steps()[steps] if effective.output_logits else None,
+        "sequences": _sequences(call, finished, device),
+        "scores": collector.score_steps()[steps] if e.output_scores else None,
+        "logits": collector.logit_steps()[steps] if e.output_logits else None,
     }
-    layers = collector.layer_steps(pads)[steps] if effective.output_hidden_states else None
-    attentions = _attentions(call, collector)[steps] if effective.output_attentions else None
+    layers = collector.layer_steps(pads)[steps] if e.output_hidden_states else None
+    attentions = _attentions(call, collector)[steps] if e.output_attentions else None
     if beams:
-        fields["beam_indices"] = beam_indices(finished).to(device)
+        fields["beam_indices"] = _beam_indices(finished).to(device)
         scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
-        fields["sequences_scores"] = scores.to(device) if effective.output_scores else None
+        fields["sequences_scores"] = scores.to(device) if e.output_scores else None
     fields["finish_reasons"] = [done.reason for done in finished]
-    fields["new_tokens"] = [done.tokens.tolist() for done in finished]
-    if call.user.logprobs is not None:
+    fields["new_tokens"] = new = [done.tokens.tolist() for done in finished]
+    if tokenizer is not None:
+        fields["text"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
+    if call.options.logprobs is not None:
         fields["logprobs"] = [choice_logprobs(done.memo, len(done.tokens)) for done in finished]
-    if call.user.prompt_logprobs is not None:
+    if call.options.prompt_logprobs is not None:
         fields["prompt_logprobs"] = [prompt_logprobs(group) for group in groups]
-    fields["prompt_length"] = call.inputs.prompt_width
-    fields["effective_config"] = effective
-    if call.encoder is None:
+    fields["prompt_length"] = inputs.prompt_width
+    fields["effective_config"] = e
+    if inputs.source is None:
         fields |= {"hidden_states": layers, "attentions": attentions}
-        plain = GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput
-        return plain(**fields)
+        return (GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput)(**fields)
     fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions}
-    fields["encoder_hidden_states"] = call.encoder.layers
-    fields["encoder_attentions"] = call.encoder.attentions
-    starts = np.repeat(np.array(call.encoder.starts), call.strategy.kept_rows)
-    if attentions is not None:
-        across = collector.cross_steps(starts, call.encoder.width)
-        fields["cross_attentions"] = across[steps]
+    fields |= _encoder_fields(call, collector, steps)
     kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
     return kind(**fields)
 
@@ -89,10 +274,44 @@ def output(
 def _attentions(call: Call, collector: Collector) -> tuple[tuple[Tensor, ...], ...]:
     inputs = call.inputs
     empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
-    return collector.attention_steps(np.repeat(empty, call.strategy.kept_rows), inputs.behind)
+    return collector.attention_steps(np.repeat(empty, call.kept_rows), inputs.lead)
 
 
-def beam_indices(finished: list[Finished]) -> Tensor:
+def _encoder_fields(call: Call, collector: Collector, steps: slice) -> dict[str, Any]:
+    """What the rows' encoders showed, each at its place in the rectangle that was passed."""
+    source, e = call.inputs.source, call.options.effective
+    if source is None:
+        return {}
+    starts = [int(place[0]) for place in source.places]
+    width = source.width or max(int(place[-1]) + 1 for place in source.places)
+
+    def placed(rows: list[list[Tensor]], axes: int) -> tuple[Tensor, ...]:
+        """Per layer, (1, ..., S, ...) of every row -> one tensor; the S of `axes` axes grow."""
+        grown = [
+            [_grown(layer, start, width, axes) for layer in layers]
+            for layers, start in zip(rows, starts, strict=True)
+        ]
+        return tuple(map(torch.stack, zip(*grown, strict=True)))
+
+    fields: dict[str, Any] = {}
+    if e.output_hidden_states and call.heard:
+        fields["encoder_hidden_states"] = placed([one.layers for one in call.heard], 1)
+    if e.output_attentions:
+        if call.heard:
+            fields["encoder_attentions"] = placed([one.attentions for one in call.heard], 2)
+        across = np.repeat(np.array(starts), call.kept_rows)
+        fields["cross_attentions"] = collector.cross_steps(across, width)[steps]
+    return fields
+
+
+def _grown(layer: Tensor, start: int, width: int, axes: int) -> Tensor:
+    """(1, S, E) or, with two axes, (1, H, S, S) -> without the first, S grown to `width`."""
+    after = width - start - layer.shape[-2]
+    last = (start, after) if axes == 2 else (0, 0)
+    return torch.nn.functional.pad(layer[0], (*last, start, after))
+
+
+def _beam_indices(finished: list[Finished]) -> Tensor:
     """(sequences, longest) int32: the beam each token came from, -1 beyond the end."""
     paths = [_path(done.memo.get("beams")) for done in finished]
     longest = max(len(path) for path in paths)

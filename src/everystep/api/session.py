@@ -1,41 +1,44 @@
-"""Prompts under the continuous scheduler: texts in, events and texts out, in bounded memory."""
+"""One engine for many prompts: what is asked for each, its turn, and what became of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from everystep.api.arguments import CONFIG_FIELDS, callables, refuse_unknown
-from everystep.api.caches import refuse_choice, row_quantization
-from everystep.api.call import Call, UserParts, resolve
-from everystep.api.generate import continue_by_one
-from everystep.api.healing import check_healing, healed
-from everystep.api.inputs import Inputs
-from everystep.api.lengths import refuse_beyond
+from everystep.api.absent import refuse_rectangular
+from everystep.api.caches import row_quantization
+from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
-from everystep.api.resolve import read_tokens, refuse_unbuilt
-from everystep.config import GenerationConfig, merge_configs
+from everystep.api.options import (
+    OBJECTS,
+    Options,
+    read_options,
+    read_seeds,
+    require_output_object,
+    split,
+)
+from everystep.api.prepare import Call, completed, prepare
+from everystep.config import META, GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
-from everystep.errors import RequestError, message
+from everystep.errors import CapacityError, EverystepError, refuse
+from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
-from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.text import Tokenizer, Trimmer
-from everystep.types import Event, Finished, FinishReason, Group, Prompt
+from everystep.types import Event, Finished, FinishReason, Group
 
 Messages = Sequence[Mapping[str, Any]]
-PromptLike = str | Sequence[int] | Messages
+PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
+OptionsLike = Mapping[str, Any] | GenerationConfig
 
-_OPTIONS = (
-    *("generation_config", "logits_processor", "stopping_criteria", "add_generation_prompt"),
-    *("logprobs", "prompt_logprobs", "trim_stop_strings"),
-)
+_OF_TEXTS = ("add_generation_prompt", "trim_stop_strings")
 _ROWS = 32
 _TOKEN_BUDGET = 1024
 
@@ -44,7 +47,8 @@ _TOKEN_BUDGET = 1024
 class Generated:
     """One continuation: its text without special tokens, its ids, why it ended, its score.
 
-    `logprobs` of its tokens and `prompt_logprobs` of its prompt's where they were asked for.
+    `logprobs` of its tokens and `prompt_logprobs` of its prompt's where they were asked for. Where
+    the reason is an error, the text and the ids are as far as they came.
     """
 
     text: str
@@ -56,156 +60,240 @@ class Generated:
     prompt_logprobs: TokenLogprobs | None = None
 
 
-class Session:
-    """One engine for many prompts of one model and one set of options.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What is asked for one prompt: `options`, and what becomes of text before and after."""
 
-    `seed`: the draws of every prompt depend on it and on nothing around the prompt; without it a
-    fresh one is taken from torch's global generator. Several are one per prompt, in their order.
+    options: Options
+    starts_answer: bool
+    trims: bool
+
+
+class Session:
+    """One engine for many prompts of one model.
+
+    `options`: what holds for each prompt beside the `common` keywords. `seed`: from it and the
+    prompt's number come the draws of each prompt, and from nothing else; without it one is taken
+    from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
+    stream, whose events have room for log-probabilities. Everything about the options is checked
+    here, before any compute.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         tokenizer: Tokenizer | None,
-        options: dict[str, Any],
-        seed: int | tuple[int, ...] | None = None,
+        prompts: Iterable[PromptLike],
+        options: Sequence[OptionsLike] | None,
+        seed: int | Sequence[int] | None,
+        common: Mapping[str, Any],
+        *,
+        gives_events: bool = False,
     ) -> None:
-        refuse_unknown(options, (*CONFIG_FIELDS, *_OPTIONS))
         self._model = model
+        self._gives_events = gives_events
         self._tokenizer = tokenizer
-        self._user = {name: options.pop(name, None) for name in _OPTIONS}
-        passed: GenerationConfig | None = self._user["generation_config"]
-        self._effective = merge_configs(options, passed, model.generation_config)
-        refuse_unbuilt(self._effective)
-        refuse_choice(self._effective)
-        for notice in self._effective.notices:
-            warnings.warn(notice, stacklevel=4)
-        self._tokens = read_tokens(self._effective, model.vocab_size)
-        self._seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
-        width = max(self._effective.num_beams or 1, self._effective.num_return_sequences or 1)
-        rows = max(_ROWS, width * (2 if self._effective.guidance_scale else 1))
-        executor = model.executor(quantization=row_quantization(self._effective, model))
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        if type(seed) is not int:
+            seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
+        self._seed = seed
+        if options is None:
+            self._asked = [self._read(common)]
+        else:
+            self._asked = self._read_each(common, options, prompts)
+        self._shared = options is None
+        for notice in {one: None for a in self._asked for one in a.options.effective.notices}:
+            warnings.warn(notice, stacklevel=3)
+        rows = max(_ROWS, *map(_rows_of, self._asked))
+        how = row_quantization(self._asked[0].options.effective, model) if self._asked else None
+        executor = model.executor(quantization=how)
         self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
 
-    def ids(self, prompt: PromptLike) -> np.ndarray:
-        """The ids of a text, of messages through the chat template, or of ids as they are."""
-        if isinstance(prompt, str):
-            return np.array(self._need_tokenizer().encode(prompt), dtype=np.int64)
-        if is_messages(prompt):
-            start = self._user["add_generation_prompt"] is not False
-            ids = self._need_tokenizer().apply_chat_template(
-                list(prompt), tokenize=True, add_generation_prompt=start, return_dict=False
-            )
-            return np.array(ids, dtype=np.int64)
-        return np.array(list(prompt), dtype=np.int64)
+    def _read(self, given: Mapping[str, Any]) -> _Asked:
+        """What is asked for a prompt by these keywords."""
+        names = [name for name in OBJECTS if name != "tokenizer"]
+        config, rest = split(given, names, _OF_TEXTS)
+        options = read_options(self._model, config, {**rest, "tokenizer": self._tokenizer})
+        refuse_rectangular(options.effective)
+        if not self._gives_events:
+            require_output_object(options)
+        if options.seed is not None:
+            options = replace(options, seed=read_seeds(options.seed, 1))
+        starts, trims = rest.get("add_generation_prompt"), rest.get("trim_stop_strings")
+        return _Asked(options, starts is not False, bool(trims) and self._tokenizer is not None)
+
+    def _read_each(
+        self,
+        common: Mapping[str, Any],
+        options: Sequence[OptionsLike],
+        prompts: Iterable[PromptLike],
+    ) -> list[_Asked]:
+        """What is asked for each prompt; an error names the prompt."""
+        count = _count(prompts, "options each")
+        if isinstance(options, Mapping | GenerationConfig) or len(options) != count:
+            wanted = f"a list of {count}, one per prompt"
+            refuse("options do not fit the prompts", wanted=wanted, got=_length_of(options))
+        asked: list[_Asked] = []
+        for index, own in enumerate(options):
+            try:
+                asked.append(self._read({**common, **_said(own)}))
+                if index:
+                    _require_alike(self._model, asked[0].options, asked[-1].options)
+            except EverystepError as error:
+                raise type(error)(f"options[{index}]: {error}") from error
+        return asked
+
+    def asked(self, index: int) -> _Asked:
+        """What is asked for the prompt of this number."""
+        return self._asked[0 if self._shared else index]
 
     def call(self, prompt: PromptLike, index: int) -> Call:
-        """Everything resolved for the prompt at an index of the session."""
-        ids = self.ids(prompt)
-        vocabulary = self._model.vocab_size
-        if len(ids) == 0 or ids.min() < 0 or ids.max() >= vocabulary:
-            raise RequestError(
-                message(
-                    "a prompt is empty or holds ids outside the vocabulary",
-                    wanted=f"ids from 0 to {vocabulary - 1}",
-                    got=ids[:8].tolist(),
-                    do="Check the prompt, and that tokenizer and model belong together",
-                )
-            )
-        refuse_beyond(len(ids), self._model.context)
-        if self._model.is_encoder_decoder:
-            source = Prompt(ids=ids)
-            with torch.inference_mode():
-                states = self._model.encode(source)
-            inputs = Inputs(
-                (Prompt(np.array(self._tokens.starts[:1]), encoder=states),), (0,), 1, 0
-            )
-            encoder_ids = [ids]
-        else:
-            inputs, encoder_ids = Inputs((Prompt(ids=ids),), (0,), len(ids), 0), []
-        if self._effective.token_healing:
-            inputs = self._healed(inputs, encoder_ids)
-        user = UserParts(
-            processors=callables("logits_processor", self._user["logits_processor"]),
-            criteria=self._user["stopping_criteria"],
-            tokenizer=self._tokenizer,
-            seed=self._seed[index] if isinstance(self._seed, tuple) else self._seed,
-            logprobs=self._user["logprobs"],
-            prompt_logprobs=self._user["prompt_logprobs"],
-        )
-        return resolve(
-            self._effective,
-            self._tokens,
-            inputs,
-            user,
-            vocabulary=vocabulary,
-            context=self._model.context,
-            encoder_ids=encoder_ids,
-        )
-
-    def _healed(self, inputs: Inputs, encoder_ids: Sequence[np.ndarray]) -> Inputs:
-        """The prompt with its last token chosen anew."""
-        check_healing(inputs, encoder_ids, self._tokenizer)
-        choose = continue_by_one(self._model)
-        return healed(choose, inputs, self._tokenizer, self._tokens.fill)
+        """Everything about the prompt of this number decided and computed, but for its tokens."""
+        asked = self.asked(index)
+        ids = self._ids(prompt, asked.starts_answer)
+        passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
+        inputs: Inputs = replace(read_inputs(self._model, passed, asked.options), number=index)
+        _require_room(len(ids), self._model.context)
+        options = asked.options
+        if options.seed is None:
+            own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
+            options = replace(options, seed=own)
+        with inference_mode():
+            return completed(self._model, prepare(self._model, options, inputs))
 
     def submit(self, prompt: PromptLike, index: int) -> Group:
-        """The prompt waits for its turn; the id of its request is its index in the session."""
-        (request,) = self.call(prompt, index).requests(lingers=False)
-        return self.engine.submit(replace(request, request_id=str(index)))
+        """The prompt waits for its turn; the id of its request is its number."""
+        (request,) = self.call(prompt, index).requests
+        return self.engine.submit(request)
 
     def step(self) -> list[Event]:
         """One step of the engine."""
-        with torch.inference_mode():
+        with inference_mode():
             return self.engine.step()
 
+    def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Group | Exception]]:
+        """Every prompt by number, as it ends: its group, or the error that keeps it from running.
+
+        No more of them wait in the engine than it can soon admit.
+        """
+        coming = iter(enumerate(prompts))
+        inside: dict[int, Group] = {}
+        more = True
+        while more or inside:
+            while more and len(inside) < 2 * _ROWS:
+                try:
+                    number, prompt = next(coming)
+                except StopIteration:
+                    more = False
+                    break
+                try:
+                    inside[number] = self.submit(prompt, number)
+                except Exception as error:
+                    yield number, error
+            if inside:
+                self.step()
+            for number in [n for n, group in inside.items() if not group.live]:
+                yield number, inside.pop(number)
+
     def generated(self, group: Group) -> list[Generated]:
-        """The result of a finished group."""
-        prompt = group.request.prompt
-        length = 0 if prompt.ids is None else len(prompt.ids)
-        done = group.request.strategy.finish(group)
+        """The result of a group that has ended."""
+        if (error := group.error) is not None:
+            done = next(one for one in group.done if one.reason.kind == "error")
+            return [self.failed(error, done.tokens, _prompt_length(group))]
         asked = group.request.wants.prompt_logprobs is not None
         of_prompt = prompt_logprobs(group) if asked else None
-        found = [self._generated(one, length, of_prompt) for one in done]
+        finished = group.request.strategy.finish(group)
+        found = [self._generated(one, group, of_prompt) for one in finished]
         if (trim := self.trim(group)) is None:
             return found
-        return [_trimmed(one, Trimmer(*trim)) for one in found]
+        return [
+            replace(one, text=Trimmer(*trim).finish(one.text, one.finish_reason.matched))
+            for one in found
+        ]
+
+    def failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
+        """What stands in the place of a prompt that failed after these tokens."""
+        ids = tuple(int(token) for token in tokens)
+        return Generated(self._text(ids), ids, FinishReason("error", error), 0.0, prompt)
+
+    def shaped(self, group: Group) -> Any:
+        """What `generate` gives for a group that has ended."""
+        found = self.generated(group)
+        if group.error is not None:
+            return found[0]
+        e = self.asked(int(group.request.request_id)).options.effective
+        values: list[Any] = list(found)
+        if not e.return_dict_in_generate:
+            plain = self._tokenizer is None
+            values = [list(one.tokens) if plain else one.text for one in found]
+        return values[0] if len(values) == 1 else values
 
     def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:
         """The stop strings that the texts of a group lose and the end of its prompt, if asked."""
-        if not self._user["trim_stop_strings"] or self._tokenizer is None:
+        if not self.asked(int(group.request.request_id)).trims:
             return None
         stops = (stop for stop in group.request.stops if isinstance(stop, StopStrings))
         strings = tuple(string for stop in stops for string in stop.strings)
         ids = group.request.prompt.ids
         longest = max((len(string.encode()) for string in strings), default=0)
         before = [] if ids is None or not longest else ids[-longest:].tolist()
-        return strings, self._tokenizer.decode(before, skip_special_tokens=True)
+        return strings, self._text(before)
 
-    def _generated(self, done: Finished, prompt: int, of_prompt: TokenLogprobs | None) -> Generated:
-        ids = done.tokens.tolist()
-        text = (
-            "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
-        )
-        asked = self._user["logprobs"] is not None
-        known = choice_logprobs(done.memo, len(ids)) if asked else None
-        return Generated(text, tuple(ids), done.reason, done.score, prompt, known, of_prompt)
+    def _generated(
+        self, done: Finished, group: Group, of_prompt: TokenLogprobs | None
+    ) -> Generated:
+        ids, wants = done.tokens.tolist(), group.request.wants
+        known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
+        text, length = self._text(ids), _prompt_length(group)
+        return Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
 
-    def _need_tokenizer(self) -> Tokenizer:
+    def _text(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None:
-            raise RequestError(
-                message(
-                    "text needs a tokenizer",
-                    wanted="a tokenizer, or prompts given as ids",
-                    got="no tokenizer",
-                    do="Pass the tokenizer that es.load returned",
-                )
+            return ""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _ids(self, prompt: PromptLike, starts_answer: bool) -> np.ndarray:
+        """The ids of a text, of messages through the chat template, or of ids as they are."""
+        if not isinstance(prompt, str) and not is_messages(prompt):
+            ids = torch.as_tensor(prompt if isinstance(prompt, Tensor) else _plain(prompt))
+        elif self._tokenizer is None:
+            refuse(
+                "text needs a tokenizer",
+                wanted="a tokenizer, or prompts given as ids",
+                got="no tokenizer",
+                do="Pass the tokenizer that es.load returned",
             )
-        return self._tokenizer
+        elif isinstance(prompt, str):
+            ids = torch.as_tensor(self._tokenizer.encode(prompt))
+        else:
+            rendered = self._tokenizer.apply_chat_template(
+                list(prompt),
+                tokenize=True,
+                add_generation_prompt=starts_answer,
+                return_dict=False,
+            )
+            ids = torch.as_tensor(rendered)
+        if ids.dim() != 1 or not len(ids):
+            do = "Pass a text, messages, or a list with at least one id"
+            refuse("a prompt is empty, or no row of ids", got=f"shape {tuple(ids.shape)}", do=do)
+        found: np.ndarray = ids.detach().cpu().numpy()
+        return found
 
 
-def _trimmed(one: Generated, trimmer: Trimmer) -> Generated:
-    return replace(one, text=trimmer.finish(one.text, one.finish_reason.matched))
+def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
+    """The prompts, and whether it is a single one that was not in a list."""
+    if isinstance(prompts, str) or is_messages(prompts):
+        return [prompts], True
+    if isinstance(prompts, Tensor | np.ndarray):
+        return ([prompts], True) if prompts.ndim < 2 else (list(prompts), False)
+    if isinstance(prompts, (list, tuple)):
+        of_ids = bool(prompts) and isinstance(prompts[0], int | float | np.integer)
+        return ([prompts], True) if of_ids else (prompts, False)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+        do = "Pass a text, a list of ids or of messages, or several of them in a list"
+        refuse("prompts are of no known kind", got=type(prompts).__name__, do=do)
+    return prompts, False
 
 
 def is_messages(prompt: object) -> bool:
@@ -213,94 +301,66 @@ def is_messages(prompt: object) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def is_one(prompt: object) -> bool:
-    """Whether this is one prompt, and not a list of them."""
-    if isinstance(prompt, str) or is_messages(prompt):
-        return True
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], int)
+def noted(error: Exception, index: int) -> Exception:
+    """The error, which says at which prompt it arose."""
+    error.add_note(f"This was prompt {index}.")
+    return error
 
 
-def run_all(
-    session: Session, prompts: Iterable[PromptLike], done: Callable[[int, Group], None]
-) -> None:
-    """Runs every prompt; no more wait in the engine than it can soon admit."""
-    coming: Iterator[tuple[int, PromptLike]] = iter(enumerate(prompts))
-    inside: dict[int, Group] = {}
-    more = True
-    while more or inside:
-        while more and len(inside) < 2 * _ROWS:
-            try:
-                index, prompt = next(coming)
-            except StopIteration:
-                more = False
-                break
-            inside[index] = session.submit(prompt, index)
-        if inside:
-            session.step()
-        for index in [i for i, group in inside.items() if not group.live]:
-            done(index, inside.pop(index))
+def _plain(prompt: Any) -> Any:
+    return prompt if isinstance(prompt, np.ndarray) else list(prompt)
 
 
-class Stream:
-    """Events of one or several prompts, as they happen.
+def _prompt_length(group: Group) -> int:
+    ids = group.request.prompt.ids
+    return 0 if ids is None else len(ids)
 
-    Iterating drives the engine; nothing runs between two events. Tokens of beams come when every
-    possible result begins with them; with `beam_events` a `BeamEvent` per request and step shows
-    the live beams behind them. `cancel()` ends every prompt with the tokens it has (their last
-    events say so), `close()` ends them silently.
-    """
 
-    def __init__(
-        self,
-        session: Session,
-        tokenizer: Tokenizer | None,
-        prompts: Sequence[PromptLike],
-        *,
-        beam_events: bool = False,
-    ):
-        self._session = session
-        self._wording = Wording(tokenizer)
-        self._beam_events = beam_events
-        self._events: list[Event | BeamEvent] = []
-        self.groups = [session.submit(prompt, i) for i, prompt in enumerate(prompts)]
-        for group in self.groups:
-            if (trim := session.trim(group)) is not None:
-                self._wording.trim(group.request.request_id, *trim)
+def _said(own: Any) -> Mapping[str, Any]:
+    """The keywords that one prompt's options stand for."""
+    if isinstance(own, GenerationConfig):
+        return {name: value for name, value in own.to_diff_dict().items() if name not in META}
+    if not isinstance(own, Mapping):
+        wanted = "a mapping or a GenerationConfig"
+        refuse("they are no options", wanted=wanted, got=type(own).__name__)
+    return own
 
-    def __iter__(self) -> Stream:
-        return self
 
-    def __next__(self) -> Any:
-        while not self._events:
-            if not self._session.engine.pending:
-                raise StopIteration
-            self._events += map(self._wording, self._session.step())
-            if self._beam_events:
-                table = self._session.engine.table
-                self._events += [beam_event(g, table, self._wording) for g in self._beamed()]
-        return self._events.pop(0)
+def _require_alike(model: LanguageModel, first: Options, other: Options) -> None:
+    """RequestError unless the rows of both can lie in one cache."""
+    kinds = [row_quantization(one.effective, model) for one in (first, other)]
+    if kinds[0] != kinds[1]:
+        names = "cache_implementation and cache_config"
+        refuse(f"{names} differ from those of prompt 0", do="Give all prompts the same")
 
-    def cancel(self) -> None:
-        """Every prompt ends here; the last event of each has the reason `cancelled`."""
-        reason = FinishReason("cancelled")
-        for group in self.groups:
-            if group.live:
-                self._events += map(self._wording, self._session.engine.cancel(group, reason))
 
-    def close(self) -> None:
-        """Every prompt ends here, and there are no more events."""
-        self.cancel()
-        self._events = []
+def _rows_of(asked: _Asked) -> int:
+    """How many rows a prompt takes."""
+    e = asked.options.effective
+    width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1))
+    return width * (2 if e.guidance_scale else 1)
 
-    def results(self) -> list[list[Generated]]:
-        """What every finished prompt has become, in the order of the prompts."""
-        return [self._session.generated(group) for group in self.groups]
 
-    def __enter__(self) -> Stream:
-        return self
+def _require_room(length: int, context: int | None) -> None:
+    if context is not None and length >= context:
+        refuse(
+            "the prompt fills the model's context",
+            wanted=f"fewer than {context} tokens",
+            got=length,
+            do="Shorten the prompt, or take a model with a longer context",
+            kind=CapacityError,
+        )
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
-    def _beamed(self) -> list[Group]:
-        return [g for g in self.groups if g.live and g.opened and not g.request.strategy.streams]
+def _count(prompts: Any, what: str) -> int:
+    """How many prompts there are; RequestError where nobody can know it."""
+    if isinstance(prompts, Sized):
+        return len(prompts)
+    do = "Pass list(prompts), or what holds for all of them"
+    refuse(f"prompts that come one by one cannot have {what}", wanted="a list of prompts", do=do)
+
+
+def _length_of(options: Any) -> object:
+    if isinstance(options, Sized) and not isinstance(options, Mapping):
+        return len(options)
+    return type(options).__name__

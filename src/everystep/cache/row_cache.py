@@ -11,7 +11,7 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,15 +23,16 @@ from everystep.cache.pool import Counts
 from everystep.cache.rows import Row, Rows
 from everystep.errors import InvariantError, message
 from everystep.nn.network import Store
-from everystep.types import Past, Work
+from everystep.types import Extra, Past, Work
+
+_PLAIN = Extra()
 
 
 class RowCache:
     """Rows for one executor; `stores`: what each layer of its network keeps of a row.
 
-    `width`: size of the hidden states that rows with columns keep. `project`: encoder states
-    (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder. `kept`: in which form
-    rows keep keys and values, None for `dtype` as it is.
+    `project`: encoder states (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder.
+    `kept`: in which form rows keep keys and values, None for `dtype` as it is.
     """
 
     def __init__(
@@ -39,14 +40,12 @@ class RowCache:
         stores: Sequence[Sequence[Store]],
         dtype: torch.dtype,
         device: torch.device,
-        width: int,
         project: Callable[[Tensor], Tensor] | None = None,
         kept: CacheDtype | Quantization | None = None,
     ) -> None:
         self._rows = Rows(stores, dtype, device, kept)
         self._project = project
         self._device = device
-        self._no_columns = torch.empty(0, width, dtype=dtype, device=device)
         self._all_alone = isinstance(kept, Quantization)
 
     def __getitem__(self, row: int) -> Row:
@@ -58,6 +57,11 @@ class RowCache:
         return self._rows.counts
 
     @property
+    def forgets(self) -> bool:
+        """Whether rows drop or round what they hold, so that they cannot be cut anywhere."""
+        return self._rows.forgets
+
+    @property
     def shared(self) -> int:
         """How many segments are held, encoder states included."""
         return self._rows.shared
@@ -66,12 +70,10 @@ class RowCache:
         self,
         row: int,
         encoder: Tensor | None = None,
-        *,
-        columns: bool = False,
         past: Past | None = None,
     ) -> None:
         """The row exists and holds `past`; it looks at `encoder` (S, E) where the model has one."""
-        self._rows.allocate(row, self._no_columns if columns else None)
+        self._rows.allocate(row)
         if past is not None:
             self._rows.restore(row, past)
         if encoder is not None and self._project is not None:
@@ -89,8 +91,8 @@ class RowCache:
         """Does what happened since the last step, in order, and copies what has to be."""
         for verb in work.verbs:
             if verb.kind == "allocate":
-                encoder, columns = work.encoders.get(verb.row), verb.row in work.columns
-                self.allocate(verb.row, encoder, columns=columns, past=work.pasts.get(verb.row))
+                row = verb.row
+                self.allocate(row, work.encoders.get(row), work.pasts.get(row))
             elif verb.kind == "fork":
                 self._rows.fork(verb.row, verb.value)
             elif verb.kind == "truncate":
@@ -99,23 +101,15 @@ class RowCache:
                 self._rows.free(verb.row)
         self._rows.settle()
 
-    def begin(
-        self,
-        work: Work,
-        masks: Mapping[int, Tensor] | None = None,
-        weights: Collection[int] = (),
-    ) -> Context:
+    def begin(self, work: Work) -> Context:
         """A context for the feeds of a work whose verbs were applied.
 
-        `masks`: what each position of a feed sees, (1 or H, count, start + count) bool, by the
-        index of the feed; `weights`: the feeds whose attention weights are wanted. Afterwards every
-        fed row has the length it will have when the step is over.
+        Afterwards every fed row has the length it will have when the step is over.
         """
-        masks = masks or {}
         arrays = (work.rows, work.starts, work.counts, work.logits)
         numbers = zip(*(array.tolist() for array in arrays), strict=True)
         feeds = [
-            self._feed(index, row, start, count, wanted, masks.get(index), index in weights)
+            self._feed(index, row, start, count, wanted, work.extras.get(index, _PLAIN))
             for index, (row, start, count, wanted) in enumerate(numbers)
         ]
         fed = [feed.row for feed in feeds]
@@ -132,8 +126,7 @@ class RowCache:
         start: int,
         count: int,
         wanted: int,
-        mask: Tensor | None,
-        weights: bool,
+        extra: Extra,
     ) -> Feed:
         """The row holds `count` more positions, whose keys, values and states follow."""
         row = self._rows[number]
@@ -141,18 +134,8 @@ class RowCache:
             raise InvariantError(
                 message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
             )
+        mask, weights = extra.mask, extra.attentions
         alone = self._all_alone or weights or mask is not None
         before = self._rows.prepare(row)
         self._rows.extend(row, count, wanted, alone=alone or is_long(count))
         return Feed(index, row, start, count, wanted, before, row.parts, mask, weights, alone)
-
-    def columns(self) -> dict[int, Tensor]:
-        """Row -> (positions, E) hidden states, for every row that keeps them."""
-        return {n: row.columns for n, row in self._rows.items() if row.columns is not None}
-
-    def extend_columns(self, row: int, hidden: Tensor) -> None:
-        """The row keeps these (n, E) too, if it keeps any."""
-        held = self._rows[row]
-        if held.columns is not None:
-            # A new tensor: forks of the row go on with the old one.
-            held.columns = torch.cat([held.columns, hidden])

@@ -43,7 +43,6 @@ class Row:
     source: int = NOWHERE
     across: Segment | None = None
     marks: tuple[Mark, ...] = ()
-    columns: Tensor | None = None
 
     @property
     def home(self) -> int:
@@ -151,9 +150,9 @@ class Rows:
 
     # --- verbs ------------------------------------------------------------------------------------
 
-    def allocate(self, row: int, columns: Tensor | None = None) -> None:
-        """The row exists and is empty; `columns` (0, E) where it keeps hidden states."""
-        self._add(row, Row([Part()] * len(self.banks), columns=columns))
+    def allocate(self, row: int) -> None:
+        """The row exists and is empty."""
+        self._add(row, Row([Part()] * len(self.banks)))
 
     def attach(self, row: int, encoder: Tensor, project: Callable[[Tensor], Tensor]) -> None:
         """The row looks at encoder states (S, E), projected once per tensor to (L, 2, K, S, D)."""
@@ -210,7 +209,6 @@ class Rows:
             source=parent.home if parent.has_tails else NOWHERE,
             across=parent.across,
             marks=parent.marks,
-            columns=parent.columns,
         )
         self._add(row, child)
         self.counts.forks += 1
@@ -227,8 +225,6 @@ class Rows:
                     do="Cut it to 0 and feed it again",
                 )
             )
-        if held.columns is not None:
-            held.columns = held.columns[:length]
         self._cut(held, length)
 
     def free(self, row: int) -> None:

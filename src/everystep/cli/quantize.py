@@ -27,7 +27,7 @@ def quantize(
 
     What is quantised already is refused: rounding it again would ruin it.
     """
-    from everystep.api.quantize import write_quantized  # torch is a second of importing
+    from everystep.api.load import write_quantized  # torch is a second of importing
 
     with Watched(source) as progress:
         written = write_quantized(

@@ -1,27 +1,30 @@
-"""Apply: children become sequences, and their kinship becomes forks, truncations and frees.
+"""Children become sequences, and their kinship becomes forks, truncations and frees of rows.
 
     source row    [ cached before | fed: rest, last token | drafts ]
     child A       keeps the row, truncated to what its own tokens share with what was fed
     child B, C    fork the row first, then truncate likewise
     no child      the row is freed
 
-After it `cached < length` holds for every live sequence.
+Nothing that a group holds is written here: the result is what each group will be, and the engine
+puts it in place at once. Rows, lines and memories do change, for they can be made again from ids.
+Afterwards `cached < length` holds for every live sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from everystep.draws import fork_lineage
-from everystep.engine.batches import copy_memory, sprout
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import Likelihood, last_choices
+from everystep.engine.regroup import common_length
 from everystep.errors import InvariantError, message
-from everystep.strategies.base import Batch
+from everystep.strategies.base import Batch, DecidesLate
 from everystep.types import (
+    COLUMNS,
     Children,
     Companion,
     Event,
@@ -30,39 +33,24 @@ from everystep.types import (
     Group,
     Sequence,
     TokenTable,
+    is_memory,
+    values_of,
 )
 
 
-def apply(batch: Batch, children: Children, table: TokenTable, ledger: Ledger) -> list[Event]:
-    """The groups of the batch hold the children; returns what consumers may see of it."""
-    events: list[Event] = []
-    live: list[list[Sequence]] = [[] for _ in batch.groups]
-    group_of = batch.group_of.tolist()
-    born = _children(batch, children)
-    heirs: dict[int, Child] = {}
-    for child in born:
-        if child.goes_on:
-            heirs.setdefault(batch.sequences[child.parent].line, child)
-        parent = batch.sequences[child.parent]
-        if child.finish is not None and parent.finish is None:
-            batch.groups[group_of[child.parent]].done.append(_finished(table, parent, child))
-        events += _events(table, parent, child)
-    # First of all, so that no group ever needs more rows than it declared.
-    for line, source in {s.line: s for s in batch.sequences}.items():
-        if line not in heirs:
-            release(source, table, ledger)
-    staying = [child for child in born if child.goes_on]
-    sequences = _fork_all(batch, staying, heirs, table, ledger)
-    for child, sequence in zip(staying, sequences, strict=True):
-        _extend(sequence, batch.drafts[child.parent], child, table, ledger)
-        live[group_of[child.parent]].append(sequence)
-    for g, group in enumerate(batch.groups):
-        group.opened = True
-        group.live = live[g]
-        group.settled = group.settled or g in children.settled
-        if group.done:
-            group.done = group.request.strategy.keep(group)
-    return events
+@dataclass(slots=True)
+class Change:
+    """What one group becomes, what may be told of it, and the lines that it gives up."""
+
+    group: Group
+    after: Group
+    events: list[Event] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, group: Group) -> Change:
+        """Nothing changes yet."""
+        return cls(group, group.without_live())
 
 
 class Child(NamedTuple):
@@ -75,7 +63,60 @@ class Child(NamedTuple):
     provisional: int
     memo: dict[str, Any] | None
     rank: int
+    serial: int
     goes_on: bool
+
+
+def changes(
+    batch: Batch, children: Children, drafts: list[np.ndarray], table: TokenTable, ledger: Ledger
+) -> list[Change]:
+    """What the groups of the batch become with these children; `drafts`: (S,) what was fed beyond
+    the sequences' own tokens. A group with a child that ends in an error fails as a whole."""
+    found = [Change.of(group) for group in batch.groups]
+    group_of = batch.group_of.tolist()
+    born = _children(batch, children)
+    failed = {group_of[c.parent]: c.finish for c in born if c.finish and c.finish.kind == "error"}
+    if failed:
+        born = [child for child in born if group_of[child.parent] not in failed]
+    heirs: dict[int, Child] = {}
+    for child in born:
+        parent = batch.sequences[child.parent]
+        if child.goes_on:
+            heirs.setdefault(parent.line, child)
+        change = found[group_of[child.parent]]
+        if child.finish is not None and parent.finish is None:
+            change.after.done.append(_finished(table, parent, child))
+        change.events += _events(table, parent, child)
+    # First of all, so that no group ever needs more rows than it declared.
+    for g, source in {
+        s.line: (g, s) for g, s in zip(group_of, batch.sequences, strict=True)
+    }.values():
+        if source.line not in heirs and g not in failed:
+            release(source, ledger)
+            found[g].closed.append(source.line)
+    staying = [child for child in born if child.goes_on]
+    for child, sequence in zip(
+        staying, _fork_all(batch, staying, heirs, table, ledger), strict=True
+    ):
+        _extend(sequence, drafts[child.parent], child, table, ledger)
+        found[group_of[child.parent]].after.live.append(sequence)
+    for g, change in enumerate(found):
+        if g in failed:
+            found[g] = abandoned(batch.groups[g], failed[g], table, ledger)
+        else:
+            _conclude(change.after, children, g)
+    return found
+
+
+def _conclude(after: Group, children: Children, g: int) -> None:
+    """What the strategy says of the group as a whole."""
+    after.opened = True
+    after.settled = after.settled or g in children.settled
+    if children.states is not None:
+        after.state = children.states[g]
+    if children.held is not None and after.done:
+        held = children.held[g]
+        after.done = [done for done in after.done if done.serial < 0 or done.serial in held]
 
 
 def _children(batch: Batch, children: Children) -> list[Child]:
@@ -95,6 +136,7 @@ def _children(batch: Batch, children: Children) -> list[Child]:
             none if provisional is None else provisional.tolist(),
             children.memo or [None] * len(parents),
             [s.index for s in sequences] if index is None else index.tolist(),
+            [-1] * len(parents) if children.serial is None else children.serial.tolist(),
             [
                 reason is None or (lingers and sequence.request.linger)
                 for reason, sequence in zip(children.finish, sequences, strict=True)
@@ -110,10 +152,10 @@ def _fork_all(
     table: TokenTable,
     ledger: Ledger,
 ) -> list[Sequence]:
-    """For every child the sequence that it simply continues, its parent's, or a new one.
+    """For every child a new sequence that is as its parent was: on its line and row, or on others.
 
     All forks come before any truncation: a later child may keep more of the row than an earlier.
-    A sibling of an opening group that inherits the source's line is itself its continuation.
+    A sibling of an opening group that inherits the source's line simply continues it.
     """
     found: list[Sequence] = []
     ranks: dict[int, int] = {}
@@ -121,16 +163,41 @@ def _fork_all(
         parent = batch.sequences[child.parent]
         rank = ranks[id(parent)] = ranks.get(id(parent), -1) + 1
         if heirs[parent.line] is child:
-            found.append(parent)
+            found.append(sprout(parent, parent.line, parent.lineage, dict(parent.memo)))
             continue
         lineage = parent.lineage
         if rank:
-            lineage = fork_lineage(lineage, parent.generated + 1, rank)
-        fork = sprout(parent, table.fork(parent.line, parent.visible), lineage, parent.index)
+            lineage = fork_lineage(lineage, parent.length + 1, rank)
+        fork = sprout(parent, table.fork(parent.line, parent.visible), lineage)
         fork.row = None if parent.row is None else ledger.fork(parent.row)
         fork.companions = tuple(_fork_companion(one, ledger) for one in parent.companions)
         found.append(fork)
     return found
+
+
+def sprout(
+    parent: Sequence, line: int, lineage: int, memo: dict[str, Any] | None = None
+) -> Sequence:
+    """A sequence like `parent` on the given line, with the memo or a copy of the parent's."""
+    return Sequence(
+        parent.request,
+        line,
+        parent.length,
+        parent.cached,
+        parent.row,
+        parent.score,
+        lineage,
+        parent.index,
+        parent.provisional,
+        parent.finish,
+        copied(parent.memo) if memo is None else memo,
+        parent.companions,
+    )
+
+
+def copied(memo: dict[str, Any]) -> dict[str, Any]:
+    """An equal memo that shares nothing that changes."""
+    return {key: value.copy() if is_memory(value) else value for key, value in memo.items()}
 
 
 def _fork_companion(companion: Companion, ledger: Ledger) -> Companion:
@@ -172,9 +239,8 @@ def _extend(
 def rewind_memory(sequence: Sequence, visible: int) -> None:
     """What the sequence remembers speaks of its first `visible` ids only."""
     for value in sequence.memo.values():
-        rewind = getattr(value, "rewind", None)
-        if callable(rewind):
-            rewind(visible)
+        if is_memory(value):
+            value.rewind(visible)
 
 
 def _trim(unit: Sequence | Companion, excess: int, ledger: Ledger) -> None:
@@ -196,10 +262,13 @@ def _finished(table: TokenTable, parent: Sequence, child: Child) -> Finished:
     first = parent.request.prompt_visible
     head = table.data[parent.line, first : parent.visible]
     tokens = np.concatenate([head, np.array(child.tokens, dtype=np.int64)])
-    memo = {key: copy_memory(value) for key, value in parent.memo.items()}
-    memo.update(child.memo or {})
+    memo = {**values_of(parent.memo), **(child.memo or {})}
     assert child.finish is not None, "only what ends is finished"
-    return Finished(tokens, child.score, child.finish, parent.lineage, child.rank, memo)
+    lineage, rank, serial = parent.lineage, child.rank, child.serial
+    return Finished(tokens, child.score, child.finish, lineage, rank, memo, serial)
+
+
+# --- events ---------------------------------------------------------------------------------------
 
 
 def _events(table: TokenTable, parent: Sequence, child: Child) -> list[Event]:
@@ -250,10 +319,63 @@ def _with_logprob(event: Event, known: Likelihood) -> Event:
     return replace(event, logprob=known.logprob, top_logprobs=tuple(top))
 
 
-def release(sequence: Sequence, table: TokenTable, ledger: Ledger) -> None:
-    """The sequence holds no row and no line."""
+def settled_events(after: Group, table: TokenTable) -> list[Event]:
+    """Tokens that every hypothesis of the result will begin with and that were not reported yet.
+
+    One event per token for each index of the result; the group remembers how many it has reported.
+    """
+    request = after.request
+    strategy: DecidesLate = request.strategy  # type: ignore[assignment]  # it does not stream
+    live, done = strategy.rivals(after)
+    first = request.prompt_visible + after.reported
+    tails = [table.data[s.line, first : s.visible - s.provisional] for s in live]
+    tails += [hypothesis.tokens[after.reported :] for hypothesis in done]
+    tokens = tails[0][: common_length(tails)].tolist() if tails else []
+    if not tokens:
+        return []
+    known = last_choices([*live, *done][0].memo, len(tails[0]))[: len(tokens)]
+    start = after.reported
+    after.reported += len(tokens)
+    return [
+        event
+        for index in range(strategy.returns)
+        for event in token_events(request.request_id, index, tokens, start, None, known)
+    ]
+
+
+def last_events(after: Group) -> list[Event]:
+    """What of the result of a group that is over was not reported yet."""
+    strategy, told = after.request.strategy, after.reported
+    if strategy.streams:
+        return []
+    events: list[Event] = []
+    for index, done in enumerate(strategy.finish(after)):
+        tokens = done.tokens.tolist()
+        known = last_choices(done.memo, len(tokens))[told:]
+        name = after.request.request_id
+        events += token_events(name, index, tokens[told:], told, done.reason, known)
+    return events
+
+
+# --- endings --------------------------------------------------------------------------------------
+
+
+def release(sequence: Sequence, ledger: Ledger) -> None:
+    """The sequence holds no row, and no memory that holds one."""
     drop_rows(sequence, ledger)
-    table.close(sequence.line)
+    for key in [key for key, value in sequence.memo.items() if hasattr(value, "release")]:
+        sequence.memo.pop(key).release()
+
+
+def forget(sequence: Sequence) -> None:
+    """No memory of a caller's code is left, nor a row that one held; hidden states are."""
+    columns = sequence.memo.get(COLUMNS)
+    for value in sequence.memo.values():
+        if hasattr(value, "release"):
+            value.release()
+    sequence.forget()
+    if columns is not None:
+        sequence.memo[COLUMNS] = columns
 
 
 def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
@@ -264,27 +386,32 @@ def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
         unit.lose_row()
 
 
-def abandon(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger) -> list[Event]:
-    """Every live sequence ends here, with its settled tokens, and is released."""
+def abandoned(
+    group: Group, reason: FinishReason | None, table: TokenTable, ledger: Ledger
+) -> Change:
+    """Every live sequence ends here, with its settled tokens, and holds nothing any more.
+
+    `reason`: None where all of them have ended before, and only linger.
+    """
+    change = Change.of(group)
     request, strategy = group.request, group.request.strategy
-    events: list[Event] = []
     for sequence in group.live:
-        if sequence.finish is None:
+        if sequence.finish is None and reason is not None:
             if strategy.streams and sequence.index < strategy.returns:
                 settled = sequence.generated - sequence.provisional
-                events += token_events(request.request_id, sequence.index, [], settled, reason)
-            first = sequence.request.prompt_visible
-            tokens = table.data[sequence.line, first : sequence.visible - sequence.provisional]
-            group.done.append(
-                Finished(
-                    tokens.copy(),
-                    sequence.score,
-                    reason,
-                    sequence.lineage,
-                    sequence.index,
-                    dict(sequence.memo),
-                )
-            )
-        release(sequence, table, ledger)
-    group.live = []
-    return events
+                name = request.request_id
+                change.events += token_events(name, sequence.index, [], settled, reason)
+            change.after.done.append(_cut_short(sequence, reason, table))
+        release(sequence, ledger)
+        if sequence.line >= 0:
+            change.closed.append(sequence.line)
+    return change
+
+
+def _cut_short(sequence: Sequence, reason: FinishReason, table: TokenTable) -> Finished:
+    first = sequence.request.prompt_visible
+    tokens = np.empty(0, np.int64)
+    if sequence.line >= 0:
+        tokens = table.data[sequence.line, first : sequence.visible - sequence.provisional].copy()
+    memo = values_of(sequence.memo)
+    return Finished(tokens, sequence.score, reason, sequence.lineage, sequence.index, memo)

@@ -11,12 +11,14 @@ def audit(engine: Engine) -> None:
 
     Tells the executor all outstanding verbs first.
     """
+    engine.recover()
     engine.flush()
     held: dict[int, int] = {}
     lines: list[int] = []
     for group in engine.scheduler.groups:
         for sequence in group.live:
-            lines.append(sequence.line)
+            if sequence.line >= 0:
+                lines.append(sequence.line)
             for unit in sequence.units:
                 if unit.row is not None:
                     _require(unit.row not in held, "a row is shared", unit.row)
@@ -24,6 +26,15 @@ def audit(engine: Engine) -> None:
     _require(len(lines) == len(set(lines)), "a line of the token table is shared", lines)
     _require(len(lines) == engine.table.open_lines, "a line of the token table is leaked", lines)
     _require(set(held) == engine.ledger.held, "the ledger and the sequences differ", held)
+    drafted = sum(drafting.held() for drafting in engine.drafting.values())
+    memories = [
+        memory
+        for group in engine.scheduler.groups
+        for sequence in group.live
+        for memory in sequence.memo.values()
+        if hasattr(memory, "release")
+    ]
+    _require(drafted == len(memories), "a drafter's row is leaked or shared", drafted)
     stored = engine.executor.audit()
     _require(stored == held, "the executor's rows and the sequences differ", stored)
 

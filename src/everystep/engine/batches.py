@@ -1,67 +1,94 @@
-"""From the logits of a step to one batch of scores per kind of strategy."""
+"""From the logits of a step to the choices of all groups whose strategies are equal.
+
+A sequence with drafts stands here once per row of scores: as it is, and as it would be after each
+draft. So a strategy that lets each sequence choose by itself chooses for all of them at once and
+knows nothing of drafts; afterwards each sequence takes its choices for as long as they are the
+drafts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.draws import fork_lineage
-from everystep.engine.feed import Fed
-from everystep.engine.readout import best_scores, log_probs
-from everystep.engine.records import History
-from everystep.processors.best import told
-from everystep.processors.pipeline import shortened
-from everystep.stops.base import Candidates
+from everystep.engine.apply import sprout
+from everystep.engine.feed import Fed, columns_of
+from everystep.processors.pipeline import apply
 from everystep.stops.check import check
-from everystep.strategies.base import Batch, Check, Drafts
+from everystep.strategies.base import Batch
 from everystep.types import (
-    Best,
+    Children,
     Companion,
     FinishReason,
     Group,
     Rows,
+    Scores,
     Sequence,
-    Shortlist,
     StepOutput,
     TokenTable,
+    is_memory,
 )
-from everystep.types.shortlist import dense
+from everystep.types.batch import Check
+from everystep.types.candidates import Candidates
+
+Picked = tuple[tuple[np.ndarray, ...], ...]
+History = tuple[Tensor, ...]
+"""The scores that a call chose from, (R, V) per step, for criteria that want to read them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """A batch with its rows: raw logits (R, V) float32, and what processors left of them.
+    """Groups that choose together: raw logits (R, V) float32, and what processors left of them.
 
-    `best`: what a strategy is told in their place where that is enough; then they are (0, V).
+    `sequences`: S of them; `owner` (R,): whose each row is; `first` (S,): the first row of each.
+    `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
+    reported. `shown`: the scores of all steps, for criteria.
     """
 
     batch: Batch
+    sequences: list[Sequence]
+    drafts: list[np.ndarray]
+    first: np.ndarray
+    owner: np.ndarray
     logits: Tensor
-    processed: Tensor | Shortlist
-    best: Best | None = None
+    scores: Scores
+    shown: History
 
     @property
-    def scores(self) -> Tensor:
-        """(R, V) float32 processed scores."""
-        return dense(self.processed)
+    def groups(self) -> list[Group]:
+        """Those that choose."""
+        return self.batch.groups
 
-    def pick(self) -> tuple[Tensor, ...]:
-        """What the strategy reduces the scores to."""
-        strategy = self.batch.groups[0].request.strategy
-        return strategy.pick(self.batch, self.processed if strategy.shortlists else self.scores)
+    @property
+    def drafted(self) -> bool:
+        """Whether any sequence has more than one row."""
+        return len(self.batch) > len(self.sequences)
 
-    def pick_best(self, best: Best) -> tuple[np.ndarray, ...]:
-        """The same of the best scores."""
-        picked: tuple[np.ndarray, ...] = self.batch.groups[0].request.strategy.pick_best(
-            self.batch, best
-        )
-        return picked
+    def pick(self, earlier: Picked = ()) -> tuple[Tensor, ...]:
+        """What the strategy reduces the scores to in its next round."""
+        return self.groups[0].request.strategy.pick(self.batch, self.scores, earlier)
+
+    def select(self, picked: Picked) -> Children:
+        """The children of the sequences."""
+        children = self.groups[0].request.strategy.select(self.batch, picked)
+        return _accepted(self, children) if self.drafted else children
+
+    def of_sequences(self) -> Batch:
+        """The S sequences, one row each, whatever their drafts."""
+        if not self.drafted:
+            return self.batch
+        one = self.batch
+        group_of, slot = one.group_of[self.first], one.slot[self.first]
+        return Batch(
+            one.groups, self.sequences, group_of, one.table, slot, one.slots, one.draws,
+            one.vocabulary, one.columns, one.stops,
+        )  # fmt: skip
 
 
 def score(
@@ -71,135 +98,151 @@ def score(
     table: TokenTable,
     submitted: int,
     history: History,
-    *,
-    whole: bool = False,
 ) -> Scored:
-    """Groups of one kind -> their batch, with the scores that its strategy asks for.
+    """Groups with equal strategies -> the scores that these ask for.
 
     `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
-    scores become part of the `history` if its criteria want to read it. `whole`: the rows are there
-    also where the groups are told the best of them; UndecidedError where those did not suffice.
+    scores follow the `history` where criteria want to read it.
     """
-    read = history if groups[0].request.wants.history else None
-    batch, source_rows = _gather(groups, fed, output, table, submitted, read)
     request = groups[0].request
-    if groups[0].best and not whole:
-        return _score_best(batch, source_rows[0], output, table)
-    logits = _take(output.logits, source_rows[0])
-    mixed = logits
+    sequences, group_of, sources = _members(groups)
+    drafts = [fed.draft(source) for source in sources]
+    counts = [1 + len(draft) for draft in drafts]
+    first = np.array([*accumulate(counts, initial=0)][:-1], dtype=np.int64)
+    owner = np.arange(len(sequences)).repeat(counts)
+    rows = _source_rows(sources, fed, first, owner)
+    lengths = [s.visible for s in sequences]
+    visible = np.array(lengths, dtype=np.int64)[owner] + np.arange(len(owner)) - first[owner]
+    seen = Rows(table, [sequences[s] for s in owner.tolist()], visible)
+    logits, scores = _read(groups, rows, output, seen)
+    shown: History = ()
+    if request.wants.history:
+        new = scores.whole().values
+        shown = (*history, *(new[:, None] if len(owner) > len(sequences) else (new,)))
+    reached = 1 + len(history) + np.arange(len(owner)) - first[owner]
+    follow = _after_drafts(sequences, drafts)
+    width = max([group.request.strategy.width for group in groups])
+    drafted = len(follow) > len(sequences)
+    slot = [groups[g].rank * width + s.index for g, s in zip(group_of, sequences, strict=True)]
+    batch = Batch(
+        groups=groups,
+        sequences=follow,
+        group_of=np.array(group_of, dtype=np.int64)[owner],
+        table=table,
+        slot=np.arange(len(follow)) if drafted else np.array(slot, dtype=np.int64),
+        slots=len(follow) if drafted else width * submitted,
+        draws=request.draws,
+        vocabulary=output.logits.shape[-1],
+        columns=lambda s: columns_of(sources[s]),
+        stops=_stops(follow, table, shown or None, reached),
+    )
+    return Scored(batch, sequences, drafts, first, owner, logits, scores, shown)
+
+
+def _read(
+    groups: list[Group], rows: list[np.ndarray], output: StepOutput, seen: Rows
+) -> tuple[Tensor, Scores]:
+    """(R, V) raw logits, and the scores that become of them; or none, and the best of the rows."""
+    request = groups[0].request
+    if groups[0].best and output.best is not None:
+        logits = output.logits[:0]
+        most = max([group.best for group in groups])
+        given = mixed = output.best.select(torch.from_numpy(rows[0]), most)
+    else:
+        logits = _take(output.logits, rows[0])
+        given = mixed = Scores.of(logits, _totals(output, rows[0]))
     if request.readout is not None:
-        companions = [_take(output.logits, rows) for rows in source_rows[1:]]
-        mixed = request.readout.mix(logits, companions)
-    if request.strategy.scores == "log_probs":
-        mixed = log_probs(mixed, None if mixed is not logits else _totals(output, source_rows[0]))
-    scores: Tensor | Shortlist = mixed
+        companions = [_take(output.logits, one) for one in rows[1:]]
+        mixed = Scores.of(request.readout.mix(logits, companions))
+    if request.strategy.reads.scores == "log_probs":
+        mixed = mixed.log_probs()
     if any(group.request.processors for group in groups):
-        scores = shortened(_rows(batch, table), mixed, owned=mixed is not logits)
-    if read is not None:
-        read.show(dense(scores), drafted=int(batch.row_count.sum()) > len(batch))
-    return Scored(batch, logits, scores)
+        return logits, apply(seen, mixed, owned=mixed is not given)
+    return logits, mixed
 
 
-def _score_best(batch: Batch, rows: np.ndarray, output: StepOutput, table: TokenTable) -> Scored:
-    """The batch with what it was told of the best of its rows, those of `output.best`."""
-    counts = np.array([group.best for group in batch.groups])[batch.group_of[batch.row_sequence]]
-    best = cast(Best, output.best).select(rows, int(counts.max()))
-    none = output.logits[:0] if len(output.logits) else output.logits
-    strategy = batch.groups[0].request.strategy
-    if strategy.shortlists:
-        short = told(best, counts, batch.vocabulary)
-        return Scored(batch, none, shortened(_rows(batch, table), short))
-    logs = strategy.scores == "log_probs"
-    return Scored(batch, none, none, best_scores(best, log_probs=logs))
-
-
-def _gather(
-    groups: list[Group],
-    fed: Fed,
-    output: StepOutput,
-    table: TokenTable,
-    submitted: int,
-    history: History | None,
-) -> tuple[Batch, list[np.ndarray]]:
-    """The batch, and for the sequences and each companion the row of logits behind every row."""
+def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:
+    """The sequences that choose, their groups, and the sequence that was fed for each."""
     sequences: list[Sequence] = []
     sources: list[Sequence] = []
     group_of: list[int] = []
     for g, group in enumerate(groups):
-        members = group.live if group.opened else open_group(group)
+        members = group.live if group.opened else opened(group)
         sequences += members
         sources += group.live if group.opened else group.live * len(members)
         group_of += [g] * len(members)
-    drafts: Drafts = [fed.draft(source) for source in sources]
-    counts = [1 + len(draft) for draft in drafts]
-    width = max([group.request.strategy.width for group in groups])
-    batch = Batch(
-        groups=groups,
-        sequences=sequences,
-        group_of=np.array(group_of),
-        first_row=np.array([*accumulate(counts, initial=0)][:-1], dtype=np.int64),
-        row_count=np.array(counts, dtype=np.int64),
-        drafts=drafts,
-        table=table,
-        slots_per_group=width,
-        slots=submitted * width,
-        draws=groups[0].request.draws,
-        vocabulary=output.logits.shape[-1],
-        columns=_columns(sources, output.columns),
-        stops=_stops(sequences, table, history),
-    )
-    return batch, [_source_rows(units, fed, batch) for units in _units(sources)]
+    return sequences, group_of, sources
 
 
-def open_group(group: Group) -> list[Sequence]:
-    """The siblings a group opens with: equal but for rank, score and lineage."""
+def opened(group: Group) -> list[Sequence]:
+    """The siblings a group opens with: equal but for rank and lineage."""
     (source,) = group.live
-    strategy = group.request.strategy
-    source.score = strategy.opening_score(0)
     siblings = [source]
-    for index in range(1, strategy.width):
-        lineage = fork_lineage(source.lineage, 0, index)
-        siblings.append(sprout(source, source.line, lineage, index))
-        siblings[-1].score = strategy.opening_score(index)
+    for index in range(1, group.request.strategy.width):
+        # A memory that holds a row, which all of them share, is forked by children alone.
+        memo = {key: _seen(value) for key, value in source.memo.items()}
+        sibling = sprout(source, source.line, fork_lineage(source.lineage, 0, index), memo)
+        sibling.index = index
+        siblings.append(sibling)
     return siblings
 
 
-def sprout(parent: Sequence, line: int, lineage: int, index: int) -> Sequence:
-    """A sequence like `parent`, with its own memory, on the given line."""
-    return Sequence(
-        request=parent.request,
-        line=line,
-        length=parent.length,
-        cached=parent.cached,
-        row=parent.row,
-        score=parent.score,
-        lineage=lineage,
-        index=index,
-        provisional=parent.provisional,
-        finish=parent.finish,
-        memo={key: copy_memory(value) for key, value in parent.memo.items()},
-        companions=parent.companions,
+def _seen(value: Any) -> Any:
+    return value.copy() if is_memory(value) and not hasattr(value, "release") else value
+
+
+def _after_drafts(sequences: list[Sequence], drafts: list[np.ndarray]) -> list[Sequence]:
+    """(R,) every sequence, followed by itself as it would be after each of its drafts."""
+    rows: list[Sequence] = []
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        rows.append(sequence)
+        for more in range(1, len(draft) + 1):
+            later = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
+            later.length += more
+            rows.append(later)
+    return rows
+
+
+def _accepted(scored: Scored, children: Children) -> Children:
+    """One child per sequence: its choices for as long as they equal its drafts, and one more."""
+    tokens, counts = children.tokens[:, 0].tolist(), children.counts
+    last, taken = [], np.zeros(len(scored.sequences), dtype=np.int64)
+    table = np.zeros((len(taken), 1 + max(map(len, scored.drafts))), dtype=np.int64)
+    for s, draft in enumerate(scored.drafts):
+        first = row = int(scored.first[s])
+        for guess in draft.tolist():
+            if children.finish[row] is not None or tokens[row] != guess:
+                break
+            row += 1
+        last.append(row)
+        taken[s] = counts[first : row + 1].sum()
+        table[s, : row + 1 - first] = tokens[first : row + 1]
+    return Children(
+        np.arange(len(taken)),
+        table,
+        taken,
+        children.score[last],
+        [children.finish[row] for row in last],
+        memo=None if children.memo is None else [children.memo[row] for row in last],
+        lingers=children.lingers,
     )
 
 
-def copy_memory(value: object) -> object:
-    """An independent copy of something remembered; values without `copy` are immutable."""
-    copy = getattr(value, "copy", None)
-    return copy() if callable(copy) else value
+def _source_rows(
+    sources: list[Sequence], fed: Fed, first: np.ndarray, owner: np.ndarray
+) -> list[np.ndarray]:
+    """For the sequences, then for the first companion of each and so on, the row of logits that
+    every row of scores is read from."""
+    found = []
+    for units in _units(sources):
+        start = np.array([fed.first_row[id(unit)] for unit in units], dtype=np.int64)
+        found.append((start - first)[owner] + np.arange(len(owner)))
+    return found
 
 
 def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
-    """The sequences, then the first companion of each, and so on."""
     companions = range(len(sources[0].companions))
     return [sources, *([source.companions[k] for source in sources] for k in companions)]
-
-
-def _source_rows(units: list[Sequence] | list[Companion], fed: Fed, batch: Batch) -> np.ndarray:
-    first = np.array([fed.first_row[id(unit)] for unit in units], dtype=np.int64)
-    if not fed.drafts:
-        return first
-    count = batch.row_count
-    return np.repeat(first - batch.first_row, count) + np.arange(int(count.sum()))
 
 
 def _take(logits: Tensor, rows: np.ndarray) -> Tensor:
@@ -217,28 +260,13 @@ def _totals(output: StepOutput, rows: np.ndarray) -> Tensor | None:
     return None if output.totals is None else output.totals[torch.from_numpy(rows)]
 
 
-def _rows(batch: Batch, table: TokenTable) -> Rows:
-    owner = batch.row_sequence
-    owners = [batch.sequences[s] for s in owner.tolist()]
-    visible = np.array([s.visible for s in owners], dtype=np.int64)
-    return Rows(table, owners, visible + np.arange(len(owner)) - batch.first_row[owner])
-
-
-def _columns(sources: list[Sequence], columns: Mapping[int, Tensor]):  # type: ignore[no-untyped-def]
-    def column(s: int) -> Tensor:
-        row = sources[s].row
-        return columns[row]  # type: ignore[index]
-
-    return column
-
-
-def _stops(sequences: list[Sequence], table: TokenTable, history: History | None) -> Check:
-    def stops(
-        parents: np.ndarray, tokens: np.ndarray, counts: np.ndarray
-    ) -> tuple[np.ndarray, list[FinishReason | None]]:
-        chosen = Candidates(table, [sequences[p] for p in parents.tolist()], tokens, counts)
-        if history is not None:
-            chosen = replace(chosen, steps=history.steps, settled=history.settled)
-        return check(chosen)
+def _stops(
+    sequences: list[Sequence], table: TokenTable, shown: History | None, reached: np.ndarray
+) -> Check:
+    def stops(parents: np.ndarray, tokens: np.ndarray) -> list[FinishReason | None]:
+        chosen = [sequences[p] for p in parents.tolist()]
+        counts = np.ones(len(chosen), dtype=np.int64)
+        steps = None if shown is None else reached[parents]
+        return check(Candidates(table, chosen, tokens[:, None], counts, shown, steps))
 
     return stops

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from everystep.engine.records import Capture, StepRecord
+from everystep.types import Answer
+from everystep.types.protocols import Strategy
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Collector:
 
     def layer_steps(self, pads: np.ndarray) -> tuple[tuple[Tensor, ...], ...]:
         """Per step, per layer: (slots, T, E); whole rows are padded on the left by `pads`."""
-        return self._capture_steps(lambda capture: capture.layers, _pad_layers, pads)
+        return self._capture_steps(lambda answer: answer.layers, _pad_layers, pads)
 
     def attention_steps(self, pads: np.ndarray, behind: int = 0) -> tuple[tuple[Tensor, ...], ...]:
         """Per step, per layer: (slots, H, T, S), empty key positions on the left as in `pads`, of
@@ -83,7 +85,7 @@ class Collector:
             queries = pad - behind if whole else 0
             return torch.nn.functional.pad(attention, (pad, 0, queries, 0))
 
-        steps = self._capture_steps(lambda capture: capture.attentions, place, pads)
+        steps = self._capture_steps(lambda answer: answer.attentions, place, pads)
         return tuple(tuple(map(_in_window, layers, self._windows(layers))) for layers in steps)
 
     def cross_steps(self, starts: np.ndarray, width: int) -> tuple[tuple[Tensor, ...], ...]:
@@ -93,14 +95,14 @@ class Collector:
         def place(attention: Tensor, start: int, whole: bool) -> Tensor:
             return torch.nn.functional.pad(attention, (start, width - start - attention.shape[-1]))
 
-        return self._capture_steps(lambda capture: capture.cross_attentions, place, starts)
+        return self._capture_steps(lambda answer: answer.cross_attentions, place, starts)
 
     def _windows(self, layers: Sequence[Tensor]) -> Sequence[int | None]:
         return self.windows or (None,) * len(layers)
 
     def _capture_steps(
         self,
-        part: Callable[[Capture], tuple[Tensor, ...] | None],
+        part: Callable[[Answer], tuple[Tensor, ...] | None],
         pad: Callable[[Tensor, int, bool], Tensor],
         pads: np.ndarray,
     ) -> tuple[tuple[Tensor, ...], ...]:
@@ -109,17 +111,23 @@ class Collector:
             padded = [
                 None
                 if capture is None
-                else [pad(one, int(n), capture.start == 0) for one in part(capture) or ()]
+                else [pad(one, int(n), capture.start == 0) for one in part(capture.answer) or ()]
                 for capture, n in zip(taken, pads, strict=True)
             ]
             steps.append(tuple(map(torch.stack, zip(*_filled(padded), strict=True))))
         return tuple(steps)
 
 
+def kept_rows(strategy: Strategy) -> int:
+    """Rows per request in what callers get of a step: those of all its sequences, or, where they
+    are candidates of one that streams, of those alone that a token was chosen from."""
+    return strategy.returns if strategy.streams else strategy.width
+
+
 def _kept_rows(record: StepRecord) -> np.ndarray:
     """(S,) which of its request's rows each sequence is kept in, -1 for none."""
     strategy = record.groups[0].request.strategy
-    if strategy.kept_rows == strategy.width:
+    if kept_rows(strategy) == strategy.width:
         return np.array([sequence.index for sequence in record.sequences], dtype=np.int64)
     chosen_from = np.unique(record.children.parent[record.children.counts > 0])
     group = record.group_of[chosen_from]

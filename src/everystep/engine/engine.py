@@ -3,15 +3,22 @@
 plan -> feed -> forward -> readout -> score -> select -> apply -> publish
 
 The scheduler plans, `feed` builds the work, the executor runs it, `batches` scores it, strategies
-select, `apply` moves rows. Nothing here asks which strategy it serves, or whether a feed is a
-prompt or one token.
+select, `apply` says what groups become. Nothing here asks which strategy it serves, or whether a
+feed is a prompt or one token.
+
+A step has two halves. In the first nothing changes that could not be made again from ids: cache
+rows, lines of free ids, memories of prefixes. What groups become, and what is to be reported, is
+written into a `Commit`; setting it is the moment at which the step happens. The second half puts it
+in place and can be repeated. So an interrupt leaves the state before the step or after it, and
+whoever comes next first brings rows and memories up to date.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import cast
 
 import numpy as np
@@ -19,25 +26,29 @@ import torch
 from torch import Tensor
 
 from everystep.engine.apply import (
-    abandon,
-    apply,
-    drop_rows,
+    Change,
+    abandoned,
+    changes,
+    forget,
+    last_events,
     release,
-    rewind_memory,
-    token_events,
+    settled_events,
 )
-from everystep.engine.batches import Scored, score
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, feed_again
+from everystep.engine.batches import History, Picked, Scored, score
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, note_hidden
+from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
-from everystep.engine.logprobs import last_choices, note_choices, note_prompt
-from everystep.engine.readout import enough
-from everystep.engine.records import Capture, History, StepRecord
+from everystep.engine.logprobs import note_choices, with_prompt
+from everystep.engine.readout import best_needed
+from everystep.engine.records import Capture, StepRecord
 from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
-from everystep.engine.settled import settled_events
-from everystep.errors import UnsupportedError, message
+from everystep.errors import InvariantError, UnsupportedError, message
 from everystep.executors.base import Executor, Exporting
+from everystep.executors.process import set_threads_here
+from everystep.executors.process import set_threads_here
 from everystep.types import (
+    Children,
     Companion,
     Event,
     FinishReason,
@@ -46,11 +57,13 @@ from everystep.types import (
     Sequence,
     StepOutput,
     TokenTable,
-    UndecidedError,
     Work,
 )
+from everystep.types.protocols import Drafter, Drafting
 
 Observer = Callable[[StepRecord], None]
+# A request's own code may raise anything else, which ends that request alone.
+_NOBODYS = (MemoryError, InvariantError)
 
 
 @dataclass(slots=True)
@@ -69,10 +82,36 @@ class Counts:
     accepted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step changes, all of it: to put it in place twice is the same as once.
+
+    `over`: groups whose last event is among the `events`, which are all that wait to be taken.
+    """
+
+    changes: list[Change]
+    over: list[Group]
+    events: deque[Event]
+    history: History
+    records: deque[StepRecord]
+
+
+@dataclass(slots=True)
+class Step:
+    """What the first half of a step has found out so far."""
+
+    fed: Fed
+    work: Work
+    output: StepOutput
+    changes: list[Change] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    history: History = ()
+
+
 class Engine:
     """Runs requests on one executor, under one scheduler, until nothing is pending.
 
-    `early`: groups that decide late tell what is settled as soon as it is, and not at their end.
+    `early`: groups that decide late report what is settled as soon as it is, and not at their end.
     """
 
     def __init__(
@@ -90,91 +129,64 @@ class Engine:
         self.table = TokenTable()
         self.ledger = Ledger()
         self.counts = Counts()
+        self.drafting: dict[Drafter, Drafting] = {}
         # Observers are shown whole rows.
-        self._tells_best = {"best", "truncate"} <= executor.abilities and not self.observers
+        self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
-        self._history = History()
+        self._history: History = ()
+        self._suspects: list[Group] = []
+        self._commit: Commit | None = None
+        self._outbox: deque[Event] = deque()
+        self._records: deque[StepRecord] = deque()
+        self._broken = False
 
     @property
     def pending(self) -> bool:
-        """Whether any request is not over."""
-        return bool(self.scheduler.groups)
+        """Whether any request is not over, or anything is still to be reported."""
+        return bool(self.scheduler.groups or self._outbox or self._commit)
 
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
-        best = enough(request, self.executor.vocab_size) if self._tells_best else 0
+        require_fitting(request, self.executor.inputs)
+        drafter = request.drafter
+        if drafter is not None and drafter not in self.drafting:
+            self.drafting[drafter] = drafter.start(self.executor.vocab_size)
+        best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
         group = Group(request, self._submitted, best=best)
-        group.live = [self._first_sequence(request)]
-        try:
-            self.scheduler.submit(group)
-        except Exception:
-            self.table.close(group.live[0].line)
-            raise
+        prompt = request.prompt
+        companions = tuple(Companion(one) for one in request.companions)
+        group.live = [Sequence(request, -1, prompt.length, prompt.start, companions=companions)]
         self._submitted += 1
+        self.scheduler.submit(group)
         return group
 
     def step(self) -> list[Event]:
         """One forward for everything that the scheduler lets in; returns what became known.
 
-        After an error or an interrupt inside, no sequence holds a row: requests that go on feed
-        everything again, and those that are cancelled leave nothing behind.
+        After an error or an interrupt, calling it again goes on as if nothing had happened: what
+        was lost is fed again, and what was not returned yet is returned first.
         """
-        try:
-            with _host_threads(self.executor.host_threads):
-                return self._step()
-        except BaseException:
-            self._let_go()
-            raise
-
-    def _step(self) -> list[Event]:
-        grants = self.scheduler.plan(self.preempt)
-        kinds, fed, work = self._feed(grants)
-        output = self._run(work)
-        self._count(fed)
-        for asked in fed.prompt_rows:
-            note_prompt(asked, output.logits)
-        scored = [self._score(groups, fed, output) for groups in kinds]
-        events: list[Event] = []
-        for one, picked in zip(scored, self._pick(scored), strict=True):
-            events += self._choose(one, picked, fed, output, work)
-        return events + self._retire(fed.ready)
-
-    def _score(self, groups: list[Group], fed: Fed, output: StepOutput) -> Scored:
-        given = self.table, self._submitted, self._history
-        try:
-            return score(groups, fed, output, *given)
-        except UndecidedError:
-            builder = self._builder()
-            again = feed_again(groups, fed, builder)
-            return score(groups, again, self._run(builder.work()), *given, whole=True)
-
-    def _kinds(self, groups: list[Group]) -> list[list[Group]]:
-        """Groups that select together: equal in kind of strategy, source of draws and readout."""
-        kinds: dict[object, list[Group]] = {}
-        for group in groups:
-            request = group.request
-            # Shortlists may be of different lengths.
-            best = group.best > 0 if request.strategy.shortlists else group.best
-            key = (request.strategy.kind, type(request.draws), request.readout, best)
-            kinds.setdefault(key, []).append(group)
-        return list(kinds.values())
-
-    def _let_go(self) -> None:
-        """Frees what a broken step may have left: rows by the executor's own account."""
-        live = [sequence for group in self.scheduler.groups for sequence in group.live]
-        for sequence in live:
-            rewind_memory(sequence, sequence.visible)
-            for unit in sequence.units:
-                unit.lose_row()
-        self.ledger.restart(self.executor.audit())
-        self.table.keep({sequence.line for sequence in live})
+        self.recover()
+        if not self._outbox:
+            threads = torch.get_num_threads()
+            self._broken = True
+            try:
+                set_threads_here(self.executor.host_threads or threads)
+                self._step()
+            finally:
+                set_threads_here(threads)
+            self._broken = False
+        return self._taken()
 
     def cancel(self, group: Group, reason: FinishReason | None = None) -> list[Event]:
-        """The group ends now, with the tokens it has."""
-        reason = reason or FinishReason("cancelled")
-        events = abandon(group, reason, self.table, self.ledger)
-        return events + self._remove(group)
+        """The group ends now, with the tokens it has; nothing if it is over already."""
+        self.recover()
+        if group in self.scheduler.groups:
+            self._broken = True
+            self._end([abandoned(group, reason or FinishReason("cancelled"), *self._stores)])
+            self._broken = False
+        return self._taken()
 
     def preempt(self, group: Group) -> None:
         """The group gives up its rows and will feed everything again."""
@@ -182,12 +194,285 @@ class Engine:
         self.counts.preemptions += held
         self.counts.preemptions_in_decode += held and group.opened
         for sequence in group.live:
-            drop_rows(sequence, self.ledger)
+            release(sequence, self.ledger)
 
     def flush(self) -> None:
         """The executor has heard of every fork, truncation and free."""
         if self.ledger.verbs:
             self.executor.run(self._builder().work())
+
+    def recover(self) -> None:
+        """The state is that before or after the last step, and every row is known, or let go."""
+        if self._broken:
+            self._put_in_place()
+            live = [sequence for group in self.scheduler.groups for sequence in group.live]
+            for sequence in live:
+                sequence.forget()
+                for unit in sequence.units:
+                    unit.lose_row()
+            for drafting in self.drafting.values():
+                drafting.restart()
+            self.ledger.restart(self.executor.audit())
+            self.table.keep({sequence.line for sequence in live})
+            self._broken = False
+
+    # --- the first half ---------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        grants = self._let_in(self.scheduler.plan(self.preempt))
+        ready = [grant.group for grant in grants if chooses(grant, self.table)]
+        drafts, failed = self._draft(ready)
+        if failed:
+            self._end(failed)
+            return
+        kinds, fed, work = self._feed(grants, Fed(ready, drafts))
+        output = self._run(work, grants, fed.ready)
+        if output is None:
+            return
+        self._count(fed)
+        note_hidden(fed, output)
+        step = Step(fed, work, output, history=self._history)
+        self._choose(kinds, step)
+        self._note_prompts(step)
+        self._end(step.changes, step)
+
+    def _let_in(self, grants: list[Grant]) -> list[Grant]:
+        """The grants whose sequences have lines; one alone while somebody broke a forward."""
+        suspects = [grant for grant in grants if grant.group in self._suspects]
+        grants = suspects[:1] or grants
+        for grant in grants:
+            for sequence in grant.group.live:
+                if sequence.line < 0:
+                    sequence.line = self.table.open(_visible(sequence.request))
+            if grant.shares:
+                regroup(grant.group, self.table, self.ledger)
+        return grants
+
+    def _feed(self, grants: list[Grant], fed: Fed) -> tuple[list[list[Group]], Fed, Work]:
+        """The groups that will choose in this step, kind by kind, and what the step feeds."""
+        builder = self._builder()
+        feed(grants, fed, builder)
+        requests = [grant.group.request for grant in grants]
+        totals = any(request.strategy.reads.scores == "log_probs" for request in requests)
+        work = builder.work(totals=totals)
+        return _kinds(fed.ready), fed, work
+
+    def _builder(self) -> WorkBuilder:
+        return WorkBuilder(self.table, self.ledger, self.executor.inputs)
+
+    def _draft(self, groups: list[Group]) -> tuple[dict[int, np.ndarray], list[Change]]:
+        """The drafts of groups that choose, and what becomes of those whose drafter fails."""
+        drafters: dict[Drafter, list[Group]] = {}
+        for group in groups:
+            if group.request.drafter is not None:
+                drafters.setdefault(group.request.drafter, []).append(group)
+        drafts: dict[int, np.ndarray] = {}
+        failed: list[Change] = []
+        asking = deque(drafters.items())
+        while asking:
+            drafter, own = asking.popleft()
+            try:
+                drafts |= self._proposed(drafter, [s for group in own for s in group.live])
+            except _NOBODYS:
+                raise
+            except Exception as error:
+                self._restart(drafter)
+                if len(own) == 1:
+                    failed += self._failed(own, error)
+                else:
+                    asking.extend((drafter, [group]) for group in own)
+        return drafts, failed
+
+    def _restart(self, drafter: Drafter) -> None:
+        """The drafter holds nothing, and no sequence remembers otherwise."""
+        for group in self.scheduler.groups:
+            if group.request.drafter == drafter:
+                for sequence in group.live:
+                    sequence.forget()
+        if drafter in self.drafting:
+            self.drafting[drafter].restart()
+
+    def _proposed(self, drafter: Drafter, sequences: list[Sequence]) -> dict[int, np.ndarray]:
+        """The drafter's ids after each of the sequences that have room for one beside the choice."""
+        open_ones = [s for s in sequences if s.finish is None and _room(s) > 0]
+        if not open_ones:
+            return {}
+        proposed = self.drafting[drafter].propose(open_ones, self.table)
+        pairs = zip(open_ones, proposed, strict=True)
+        return {id(s): draft[: _room(s)] for s, draft in pairs if len(draft)}
+
+    def _run(self, work: Work, grants: list[Grant], ready: list[Group]) -> StepOutput | None:
+        """What the executor answers. If it fails, who broke it is found by feeding one at a time,
+        each until it has chosen."""
+        self.counts.forwards += 1
+        self.counts.fed += len(work.tokens)
+        try:
+            output = self.executor.run(work)
+        except _NOBODYS:
+            raise
+        except Exception as error:
+            groups = [grant.group for grant in grants]
+            self.recover()
+            self._broken = True
+            self._suspects = groups if len(groups) > 1 else self._without(groups)
+            if len(groups) == 1:
+                self._end(self._failed(groups, error))
+            return None
+        if self._suspects:
+            self._suspects = self._without(ready)
+        return output
+
+    def _without(self, groups: list[Group]) -> list[Group]:
+        return [group for group in self._suspects if group not in groups]
+
+    def _count(self, fed: Fed) -> None:
+        self.counts.steps += 1
+        self.counts.chunks += fed.chunks
+        self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
+
+    def _choose(self, kinds: list[list[Group]], step: Step) -> None:
+        """What every group that chooses becomes; one transfer serves all of them."""
+        scored = [one for groups in kinds for one in self._scored(groups, step)]
+        picked = [one.pick() for one in scored]
+        self.counts.syncs += bool(picked)
+        for one, arrived in zip(scored, _together(picked), strict=True):
+            self._selected(one, arrived, step)
+
+    def _scored(self, groups: list[Group], step: Step) -> list[Scored]:
+        """The scores of groups with equal strategies; if that fails, of each for itself."""
+        try:
+            return [self._score(groups, step)]
+        except _NOBODYS:
+            raise
+        except Exception as error:
+            for sequence in (s for group in groups for s in group.live):
+                forget(sequence)
+            if len(groups) == 1:
+                step.changes += self._failed(groups, error)
+                return []
+            return [one for group in groups for one in self._scored([group], step)]
+
+    def _score(self, groups: list[Group], step: Step) -> Scored:
+        return score(
+            groups, step.fed, step.output, self.table, self._submitted, self._history
+        )
+
+    def _selected(self, scored: Scored, first: tuple[np.ndarray, ...], step: Step) -> None:
+        """What becomes of groups that chose together; if that fails, of each for itself."""
+        try:
+            children = scored.select(self._rounds(scored, first))
+        except _NOBODYS:
+            raise
+        except Exception as error:
+            if len(scored.groups) == 1:
+                step.changes += self._failed(scored.groups, error)
+                return
+            for one in (one for group in scored.groups for one in self._scored([group], step)):
+                self._selected(one, _together([one.pick()])[0], step)
+            return
+        longer = children.counts > 1
+        self.counts.long_children += int(longer.sum())
+        self.counts.accepted += int((children.counts[longer] - 1).sum())
+        if scored.shown:
+            step.history = scored.shown[: len(self._history) + int(children.counts.max())]
+        if self.observers:
+            step.records.append(_record(scored, children, step))
+        children, noted = note_choices(scored.sequences, scored.first, children, scored.logits)
+        self.counts.syncs += noted
+        step.changes += changes(scored.of_sequences(), children, scored.drafts, *self._stores)
+
+    def _rounds(self, scored: Scored, first: tuple[np.ndarray, ...]) -> Picked:
+        """What every round of the strategy picks; each after the first sees those before it."""
+        picked: Picked = (first,)
+        while len(picked) < scored.groups[0].request.strategy.rounds:
+            picked = (*picked, _together([scored.pick(picked)])[0])
+        return picked
+
+    def _note_prompts(self, step: Step) -> None:
+        """How likely prompts are, where that was asked."""
+        for asked in step.fed.prompt_rows:
+            change = next((one for one in step.changes if one.group is asked.group), None)
+            if change is None:
+                change = Change(asked.group, asked.group.without_live())
+                change.after.live = asked.group.live
+                step.changes.append(change)
+            change.after.prompt_known = with_prompt(
+                change.after.prompt_known, asked, step.output.logits
+            )
+
+    def _failed(self, groups: list[Group], error: Exception) -> list[Change]:
+        """What becomes of groups that this error ends."""
+        return [abandoned(group, FinishReason("error", error), *self._stores) for group in groups]
+
+    @property
+    def _stores(self) -> tuple[TokenTable, Ledger]:
+        return self.table, self.ledger
+
+    # --- the second half --------------------------------------------------------------------------
+
+    def _end(self, found: list[Change], step: Step | None = None) -> None:
+        """The changes happen, and what follows from them."""
+        after = {id(change.group): change.after for change in found}
+        alive = any(not after.get(id(g), g).finished for g in self.scheduler.groups)
+        over: list[Group] = []
+        for change in found:
+            if not change.after.finished:
+                if self.early and not change.group.request.strategy.streams and change.after.opened:
+                    change.events += settled_events(change.after, self.table)
+            elif not (change.group.request.linger and change.after.live and alive):
+                self._close(change)
+                over.append(change.group)
+        events = [event for change in found for event in change.events]
+        history = self._history if step is None else step.history
+        records = () if step is None else step.records
+        self._commit = Commit(
+            found,
+            over,
+            deque([*self._outbox, *events]),
+            history,
+            deque([*self._records, *records]),
+        )
+        self._put_in_place()
+        for change in found:
+            for line in change.closed:
+                self.table.close(line)
+        if not self.scheduler.groups:
+            self.flush()
+        while self._records:
+            for observer in self.observers:
+                observer(self._records[0])
+            self._records.popleft()
+
+    def _close(self, change: Change) -> None:
+        """The group is over: its rows are let go, and the rest of its result is reported."""
+        after, live = change.after, change.after.live
+        if after.request.wants.cache and live:
+            self.flush()
+            rows = [s.row for s in sorted(live, key=lambda s: s.index) if s.row is not None]
+            after.pasts = tuple(map(cast(Exporting, self.executor).export, rows))
+        for sequence in live:
+            release(sequence, self.ledger)
+            change.closed.append(sequence.line)
+        after.live = []
+        change.events += last_events(after)
+
+    def _put_in_place(self) -> None:
+        """What a step has committed is so, however often this is called."""
+        commit = self._commit
+        if commit is None:
+            return
+        for change in commit.changes:
+            change.group.become(change.after)
+        for group in commit.over:
+            self.scheduler.remove(group)
+        self._history = commit.history
+        self._records = commit.records
+        self._outbox = commit.events
+        self._commit = None
+
+    def _taken(self) -> list[Event]:
+        """All that waits to be reported; from now on it is."""
+        return list(map(deque.popleft, repeat(self._outbox, len(self._outbox))))
 
     def _require_abilities(self, request: Request) -> None:
         missing = request.needs - self.executor.abilities
@@ -201,143 +486,30 @@ class Engine:
                 )
             )
 
-    def _first_sequence(self, request: Request) -> Sequence:
-        prompt = request.prompt
-        token = request.pad_token if request.prefix_token is None else request.prefix_token
-        pad = np.full(request.pad_prefix, token, dtype=np.int64)
-        ids = pad if prompt.ids is None else np.concatenate([pad, prompt.ids])
-        companions = tuple(Companion(one) for one in request.companions)
-        line = self.table.open(ids)
-        return Sequence(request, line, prompt.length, prompt.start, companions=companions)
 
-    def _feed(self, grants: list[Grant]) -> tuple[list[list[Group]], Fed, Work]:
-        """The groups that will choose in this step, kind by kind, and what the step feeds."""
-        for grant in grants:
-            if grant.shares:
-                regroup(grant.group, self.table, self.ledger)
-        builder = self._builder()
-        ready = [grant.group for grant in grants if chooses(grant, self.table)]
-        kinds = self._kinds(ready)
-        fed = feed(grants, Fed(ready, self._propose(kinds)), builder)
-        requests = [grant.group.request for grant in grants]
-        work = builder.work(
-            layers=any(request.wants.layers for request in requests),
-            attentions=any(request.wants.attentions for request in requests),
-            totals=any(request.strategy.scores == "log_probs" for request in requests),
-        )
-        return kinds, fed, work
+def _visible(request: Request) -> np.ndarray:
+    """The ids that stand before the first generated one."""
+    ids = request.prompt.ids
+    token = request.pad_token if request.prefix_token is None else request.prefix_token
+    pad = np.full(request.pad_prefix, token, dtype=np.int64)
+    return pad if ids is None else np.concatenate([pad, ids])
 
-    def _builder(self) -> WorkBuilder:
-        return WorkBuilder(self.table, self.ledger)
 
-    def _propose(self, kinds: list[list[Group]]) -> dict[int, np.ndarray]:
-        """Drafts for the groups that will choose in this step, all of one kind at once."""
-        drafts: dict[int, np.ndarray] = {}
-        for groups in kinds:
-            sequences = [sequence for group in groups for sequence in group.live]
-            proposed = groups[0].request.strategy.propose(sequences, self.table)
-            for sequence, draft in zip(sequences, proposed or (), strict=False):
-                if len(draft):
-                    drafts[id(sequence)] = draft
-        return drafts
+def _room(sequence: Sequence) -> int:
+    """How many tokens may follow a sequence beside the one that it chooses now."""
+    return sequence.request.max_length - sequence.length - 1
 
-    def _run(self, work: Work) -> StepOutput:
-        self.counts.forwards += 1
-        self.counts.fed += len(work.tokens)
-        return self.executor.run(work)
 
-    def _count(self, fed: Fed) -> None:
-        self.counts.steps += 1
-        self.counts.chunks += fed.chunks
-        self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
-
-    def _pick(self, scored: list[Scored]) -> list[tuple[np.ndarray, ...]]:
-        """What every strategy needs on the host, in one transfer; the best scores are there."""
-        picked = [one.pick() for one in scored if one.best is None]
-        self.counts.syncs += bool(picked)
-        arrived = iter(_together(picked))
-        return [next(arrived) if one.best is None else one.pick_best(one.best) for one in scored]
-
-    def _choose(
-        self,
-        one: Scored,
-        picked: tuple[np.ndarray, ...],
-        fed: Fed,
-        output: StepOutput,
-        work: Work,
-    ) -> list[Event]:
-        batch = one.batch
-        children = batch.groups[0].request.strategy.select(batch, picked)
-        if batch.groups[0].request.wants.history:
-            self._history.settled += int(children.counts.max())
-        longer = children.counts > 1
-        self.counts.long_children += int(longer.sum())
-        self.counts.accepted += int((children.counts[longer] - 1).sum())
-        if self.observers:
-            captures = _captures(batch.sequences, batch.groups, fed, output, work)
-            record = StepRecord(
-                tuple(batch.groups),
-                tuple(batch.sequences),
-                batch.group_of,
-                batch.row_sequence,
-                one.logits,
-                one.scores,
-                children,
-                captures,
-            )
-            for observer in self.observers:
-                observer(record)
-        children, noted = note_choices(batch, children, one.logits)
-        self.counts.syncs += noted
-        events = apply(batch, children, self.table, self.ledger)
-        return events + self._settled(batch.groups)
-
-    def _settled(self, groups: list[Group]) -> list[Event]:
-        """What groups that decide late can tell already."""
-        if not self.early or groups[0].request.strategy.streams:
-            return []
-        return [event for group in groups for event in settled_events(group, self.table)]
-
-    def _retire(self, chose: list[Group]) -> list[Event]:
-        """Ends the groups that are over; lingering ones only when nobody goes on."""
-        over = [group for group in chose if group.finished]
-        if not over:
-            return []
-        alive = any(not group.finished for group in self.scheduler.groups)
-        events: list[Event] = []
-        for group in over:
-            if not (group.request.linger and group.live and alive):
-                self._keep_pasts(group)
-                for sequence in group.live:
-                    release(sequence, self.table, self.ledger)
-                group.live = []
-                events += self._remove(group)
-        return events
-
-    def _keep_pasts(self, group: Group) -> None:
-        """What the rows of a group hold is put aside before they go, where that is wanted."""
-        if group.request.wants.cache:
-            self.flush()
-            live = sorted(group.live, key=lambda sequence: sequence.index)
-            rows = [sequence.row for sequence in live if sequence.row is not None]
-            executor = cast(Exporting, self.executor)
-            group.pasts = tuple(executor.export(row) for row in rows)
-
-    def _remove(self, group: Group) -> list[Event]:
-        """The group is over: what of its result was not told yet is told."""
-        self.scheduler.remove(group)
-        if not self.pending:
-            self.flush()
-        strategy = group.request.strategy
-        if strategy.streams:
-            return []
-        events: list[Event] = []
-        for index, done in enumerate(strategy.finish(group)):
-            tokens, told = done.tokens.tolist(), group.told
-            known = last_choices(done.memo, len(tokens))[told:]
-            name = group.request.request_id
-            events += token_events(name, index, tokens[told:], told, done.reason, known)
-        return events
+def _kinds(groups: list[Group]) -> list[list[Group]]:
+    """Groups that choose together: equal in strategy, source of draws and readout."""
+    kinds: dict[object, list[Group]] = {}
+    for group in groups:
+        request = group.request
+        # Shortlists may be of different lengths.
+        best = group.best > 0 if request.strategy.reads.shortlists else group.best
+        key = (request.strategy, type(request.draws), request.readout, best)
+        kinds.setdefault(key, []).append(group)
+    return list(kinds.values())
 
 
 def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:
@@ -356,39 +528,30 @@ def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:
     return [tuple(next(arrived) for _ in tensors) for tensors in picked]
 
 
+def _record(scored: Scored, children: Children, step: Step) -> StepRecord:
+    batch = scored.of_sequences()
+    captures = _captures(scored.sequences, scored.groups, step.fed, step.output, step.work)
+    return StepRecord(
+        tuple(scored.groups),
+        tuple(scored.sequences),
+        batch.group_of,
+        scored.owner,
+        scored.logits,
+        scored.scores.whole().values,
+        children,
+        captures,
+    )
+
+
 def _captures(
     sequences: list[Sequence], groups: list[Group], fed: Fed, output: StepOutput, work: Work
 ) -> dict[int, Capture]:
     """Batch index -> what the sequence's feed returned, for requests that want it."""
     captures: dict[int, Capture] = {}
-    if output.layers is None and output.attentions is None:
-        return captures
-    ends = np.cumsum(work.counts)
     source_of = {s.line: s for group in groups for s in group.live}
     for s, sequence in enumerate(sequences):
         f = fed.feed_of[id(source_of[sequence.line])]
-        start, end = int(ends[f] - work.counts[f]), int(ends[f])
-        layers, attentions = output.layers, output.attentions
-        cross = output.cross_attentions
-        captures[s] = Capture(
-            int(work.starts[f]),
-            int(work.counts[f]),
-            None if layers is None else tuple(layer[start:end] for layer in layers),
-            None if attentions is None else attentions[f],
-            None if cross is None else cross[f],
-        )
+        answer = output.answers.get(f)
+        if answer is not None and (answer.layers or answer.attentions):
+            captures[s] = Capture(int(work.starts[f]), int(work.counts[f]), answer)
     return captures
-
-
-@contextmanager
-def _host_threads(count: int | None) -> Iterator[None]:
-    """Within, torch uses so many threads on this one; None changes nothing."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

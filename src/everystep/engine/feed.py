@@ -8,21 +8,28 @@ likely the prompt is. Sequences that lost their rows feed what they share once (
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from everystep.engine.given import Span
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import PromptRows, prompt_rows
 from everystep.engine.regroup import debts, owed
+from everystep.errors import InvariantError, message
 from everystep.types import (
+    COLUMNS,
+    Columns,
     Companion,
+    Extra,
     Group,
+    InputSpec,
     Prompt,
     Sequence,
+    StepOutput,
     TokenTable,
     Work,
     companion_length,
@@ -48,6 +55,14 @@ class Grant:
         return self.shares and owed(self.group, table) > 0
 
 
+class Reading(NamedTuple):
+    """A sequence that reads its hidden states, which come with `feed`, from position `start` on."""
+
+    sequence: Sequence
+    feed: int
+    start: int
+
+
 @dataclass(slots=True)
 class Fed:
     """What a step feeds: the groups that will choose, their drafts, and where logits come out.
@@ -62,6 +77,7 @@ class Fed:
     first_row: dict[int, int] = field(default_factory=dict)
     feed_of: dict[int, int] = field(default_factory=dict)
     prompt_rows: list[PromptRows] = field(default_factory=list)
+    hidden: list[Reading] = field(default_factory=list)
     chunks: int = 0
 
     def draft(self, sequence: Sequence) -> np.ndarray:
@@ -73,20 +89,21 @@ class Fed:
 class WorkBuilder:
     """Collects feeds as parallel lists.
 
-    `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
+    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `wanted`,
+    `wanted_best`: rows of whole logits, and of the best of them, so far.
     """
 
     table: TokenTable
     ledger: Ledger
+    declared: Mapping[str, InputSpec]
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     logits: list[int] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
-    embeds: list[tuple[int, Tensor]] = field(default_factory=list)
-    positions: list[Tensor | None] = field(default_factory=list)
+    extras: dict[int, Extra] = field(default_factory=dict)
+    hidden: list[Reading] = field(default_factory=list)
     best: list[int] = field(default_factory=list)
-    fed: int = 0
     wanted: int = 0
     wanted_best: int = 0
 
@@ -98,27 +115,34 @@ class WorkBuilder:
         count: int,
         logits: int,
         best: int = 0,
+        *,
+        chooses: bool = False,
     ) -> None:
-        """Feeds `count` positions of a sequence or companion from where its cache ends."""
+        """Feeds `count` positions of a sequence or companion from where its cache ends.
+
+        Where a sequence `chooses`, the layers and weights that its request wants are asked for.
+        """
         if unit.row is None:
-            columns = source.request.wants.columns and unit is source
-            unit.row = self.ledger.allocate(prompt, columns=columns)
+            unit.row = self.ledger.allocate(prompt)
         start = unit.cached
+        extra = self._extra(prompt, source, start, count, own=unit is source, chooses=chooses)
+        if extra is not None:
+            if extra.hidden:
+                self.hidden.append(Reading(source, len(self.rows), start))
+            self.extras[len(self.rows)] = extra
         self.rows.append(unit.row)
         self.starts.append(start)
         self.counts.append(count)
         self.logits.append(logits)
-        self.tokens.append(self._inputs(prompt, source, start, count))
-        self.positions.append(_positions(prompt, start, count))
+        self.tokens.append(self._ids(prompt, source, start, count))
         self.best.append(best)
-        self.fed += count
         if best:
             self.wanted_best += logits
         else:
             self.wanted += logits
         unit.cached = start + count
 
-    def _inputs(self, prompt: Prompt, source: Sequence, start: int, count: int) -> np.ndarray:
+    def _ids(self, prompt: Prompt, source: Sequence, start: int, count: int) -> np.ndarray:
         """Ids of the positions [start, start + count):
 
         [ prompt: ids, or -1 where embeddings stand | generated: from the token table ]
@@ -127,18 +151,29 @@ class WorkBuilder:
         line = self.table.data[source.line]
         if start >= prompt.length:
             return line[start + generated : start + count + generated]
-        end = start + count
-        inside = min(end, prompt.length)
-        end = max(end, prompt.length)
-        given = slice(start - prompt.before, inside - prompt.before)
+        inside, end = min(start + count, prompt.length), max(start + count, prompt.length)
         if prompt.embeds is not None:
-            self.embeds.append((self.fed, prompt.embeds[given]))
             head = np.full(inside - start, -1, dtype=np.int64)
         else:
-            head = prompt.ids[given]  # type: ignore[index]
+            head = prompt.ids[start - prompt.before : inside - prompt.before]  # type: ignore[index]
         return np.concatenate([head, line[prompt.length + generated : end + generated]])
 
-    def work(self, *, layers: bool = False, attentions: bool = False, totals: bool = False) -> Work:
+    def _extra(
+        self, prompt: Prompt, source: Sequence, start: int, count: int, *, own: bool, chooses: bool
+    ) -> Extra | None:
+        """What a feed brings and wants beyond ids and logits; None for a plain one."""
+        request = source.request
+        wants = request.wants
+        layers, attentions = (chooses and wants.layers), (chooses and wants.attentions)
+        reads = own and request.strategy.reads.hidden
+        hidden = reads and start + count > columns_of(source).length
+        if not (prompt.brings or request.adapters or hidden or layers or attentions):
+            return None
+        span = Span(prompt, start, count)
+        inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
+        return Extra(inputs, positions, mask, request.adapters, hidden, layers, attentions)
+
+    def work(self, *, totals: bool = False) -> Work:
         """The finished work; the ledger's news go with it."""
         news = self.ledger.drain()
         return Work(
@@ -148,38 +183,37 @@ class WorkBuilder:
             counts=np.array(self.counts, dtype=np.int64),
             logits=np.array(self.logits, dtype=np.int64),
             tokens=np.concatenate(self.tokens) if self.tokens else _NO_DRAFT,
-            embeds=tuple(self.embeds),
-            positions=self._all_positions(),
+            extras=self.extras,
             encoders=news.encoders,
-            columns=news.columns,
             pasts=news.pasts,
-            layers=layers,
-            attentions=attentions,
             best=np.array(self.best, dtype=np.int64) if self.wanted_best else None,
             totals=totals,
         )
 
-    def _all_positions(self) -> Tensor | None:
-        given = [p for p in self.positions if p is not None]
-        if not given:
-            return None
-        lead = max((p.shape[:-1] for p in given), key=len)
-        parts = [
-            torch.arange(start, start + count) if part is None else part
-            for part, start, count in zip(self.positions, self.starts, self.counts, strict=True)
-        ]
-        return torch.cat([part.expand(*lead, part.shape[-1]) for part in parts], dim=-1)
+
+def columns_of(sequence: Sequence) -> Columns:
+    """What the sequence remembers of its hidden states, which are those of its own tokens."""
+    columns: Columns | None = sequence.memo.get(COLUMNS)
+    if columns is None:
+        columns = sequence.memo[COLUMNS] = Columns(sequence.request.shift)
+    elif columns.length > sequence.length:
+        columns.rewind(sequence.visible)
+    return columns
 
 
-def _positions(prompt: Prompt, start: int, count: int) -> Tensor | None:
-    """Position ids of a feed: the given ones inside the prompt, then the last one plus 1, 2, ..."""
-    if prompt.positions is None:
-        return None
-    inside = prompt.positions[..., start : start + count]
-    first, end = start - prompt.length, start + count - prompt.length
-    after = torch.arange(max(first, 0), max(end, 0))
-    beyond = prompt.positions[..., -1:] + 1 + after
-    return torch.cat([inside, beyond], dim=-1)
+def note_hidden(fed: Fed, output: StepOutput) -> None:
+    """Sequences whose strategy reads hidden states remember those of this step.
+
+    What was known before stays, so that a sequence that is fed again sees the same bits.
+    """
+    for sequence, feed, start in fed.hidden:
+        columns = columns_of(sequence)
+        if columns.length < start:
+            raise InvariantError(
+                message("hidden states are missing", wanted=f"from {columns.length} on", got=start)
+            )
+        hidden = cast(Tensor, output.answers[feed].hidden)
+        columns.append(hidden[columns.length - start :])
 
 
 def chooses(grant: Grant, table: TokenTable) -> bool:
@@ -200,19 +234,8 @@ def feed(grants: list[Grant], fed: Fed, builder: WorkBuilder) -> Fed:
             _feed_shared(grant, fed, builder)
         else:
             _feed_chunk(grant, fed, builder)
+    fed.hidden = builder.hidden
     return fed
-
-
-def feed_again(groups: list[Group], fed: Fed, builder: WorkBuilder) -> Fed:
-    """Feeds once more the positions that the groups choose from in this step, for whole rows."""
-    again = Fed(ready=groups, drafts=fed.drafts)
-    for group in groups:
-        for sequence in group.live:
-            for unit in sequence.units:
-                unit.cached -= 1 + len(fed.draft(sequence))
-                builder.ledger.truncate(cast(int, unit.row), unit.cached)
-        _feed_whole(group, again, builder, 0)
-    return again
 
 
 def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder, best: int) -> None:
@@ -227,7 +250,8 @@ def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder, best: int) -> None
         before = _rows_of_prompt(group, sequence, count, fed, builder)
         fed.first_row[id(sequence)] = builder.wanted_best if best else builder.wanted + before
         fed.feed_of[id(sequence)] = len(builder.rows)
-        builder.add(sequence, sequence.request.prompt, sequence, count, before + wanted, best)
+        prompt, rows = sequence.request.prompt, before + wanted
+        builder.add(sequence, prompt, sequence, count, rows, best, chooses=True)
         for companion in sequence.companions:
             behind = companion_length(sequence, companion) - companion.cached
             fed.first_row[id(companion)] = builder.wanted

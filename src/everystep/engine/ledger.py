@@ -12,11 +12,10 @@ from everystep.types import Past, Prompt, Verb
 
 
 class News(NamedTuple):
-    """Verbs in order, and of new rows: encoder states, columns, what they hold from the start."""
+    """Verbs in order, and of new rows: encoder states, and what they hold from the start."""
 
     verbs: tuple[Verb, ...]
     encoders: Mapping[int, Tensor]
-    columns: frozenset[int]
     pasts: Mapping[int, Past]
 
 
@@ -26,12 +25,11 @@ class Ledger:
 
     verbs: list[Verb] = field(default_factory=list)
     encoders: dict[int, Tensor] = field(default_factory=dict)
-    columns: set[int] = field(default_factory=set)
     pasts: dict[int, Past] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     _free: list[int] = field(default_factory=list)
 
-    def allocate(self, prompt: Prompt, *, columns: bool = False) -> int:
+    def allocate(self, prompt: Prompt) -> int:
         """A new row, which holds nothing but what the prompt brings."""
         row = self._take()
         self.verbs.append(Verb("allocate", row))
@@ -39,8 +37,6 @@ class Ledger:
             self.encoders[row] = prompt.encoder
         if prompt.past is not None:
             self.pasts[row] = prompt.past
-        if columns:
-            self.columns.add(row)
         return row
 
     def fork(self, source: int) -> int:
@@ -63,19 +59,15 @@ class Ledger:
         """Nobody holds a row; those that the executor stores are to be freed first of all."""
         self.verbs[:] = [Verb("free", row) for row in stored]
         self.encoders.clear()
-        self.columns.clear()
         self.pasts.clear()
         self.held.clear()
         self._free.clear()
 
     def drain(self) -> News:
         """What happened since the last call."""
-        news = News(
-            tuple(self.verbs), dict(self.encoders), frozenset(self.columns), dict(self.pasts)
-        )
+        news = News(tuple(self.verbs), dict(self.encoders), dict(self.pasts))
         self.verbs.clear()
         self.encoders.clear()
-        self.columns.clear()
         self.pasts.clear()
         return news
 

@@ -8,6 +8,7 @@ forks share; what is known of a prompt belongs to the group. It knows no model a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,10 +17,9 @@ import torch
 from torch import Tensor
 
 from everystep.outputs import TokenLogprobs
-from everystep.strategies.base import Batch
-from everystep.types import Children, Group
+from everystep.types import Children, Group, Sequence
 
-_CHOICES, _PROMPT = "logprobs", "prompt_logprobs"
+_CHOICES = "logprobs"
 
 
 class Likelihood(NamedTuple):
@@ -44,11 +44,10 @@ class Chain(NamedTuple):
     earlier: Chain | None
 
 
-@dataclass(slots=True)
-class PromptLikelihoods:
+class PromptLikelihoods(NamedTuple):
     """What is known of a prompt: `reached` positions have been read, each tells of the next."""
 
-    found: list[Likelihood]
+    found: tuple[Likelihood, ...] = ()
     reached: int = 0
 
 
@@ -73,59 +72,54 @@ def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihoo
     return [Likelihood(*row) for row in zip(tokens.tolist(), chosen, ids, values, strict=True)]
 
 
-def note_choices(batch: Batch, children: Children, logits: Tensor) -> tuple[Children, bool]:
-    """The children with memories that hold how likely their tokens were, and whether any does.
+def note_choices(
+    sequences: list[Sequence], first: np.ndarray, children: Children, logits: Tensor
+) -> tuple[Children, bool]:
+    """The children with values that hold how likely their tokens were, and whether any does.
 
-    Token j of a child was chosen from row j of its parent; (R, V) `logits`.
+    Token j of a child was chosen from row `first` + j of its parent; (R, V) `logits`.
     """
-    if all(group.request.wants.logprobs is None for group in batch.groups):
+    asked = [None if s.finish is not None else s.request.wants.logprobs for s in sequences]
+    if all(best is None for best in asked):
         return children, False
-    best = [_best(batch, parent) for parent in children.parent]
+    best = [asked[parent] for parent in children.parent]
     counts = np.where([k is None for k in best], 0, children.counts)
     if not counts.any():
         return children, False
     owner = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = torch.from_numpy(batch.first_row[children.parent[owner]] + place).to(logits.device)
+    rows = torch.from_numpy(first[children.parent[owner]] + place).to(logits.device)
     widest = max(k for k in best if k is not None)
     found = likelihoods(logits[rows], children.tokens[owner, place], widest)
     memo = list(children.memo or [None] * len(counts))
     for child, likelihood in zip(owner.tolist(), found, strict=True):
         own = memo[child] or {}
-        parent = batch.sequences[children.parent[child]]
+        parent = sequences[children.parent[child]]
         earlier = own.get(_CHOICES, parent.memo.get(_CHOICES))
         memo[child] = {**own, _CHOICES: Chain(likelihood.cut(best[child] or 0), earlier)}
     return replace(children, memo=memo), True
-
-
-def _best(batch: Batch, parent: int) -> int | None:
-    """How many best tokens a sequence's request asks for; None for no logprobs at all."""
-    sequence = batch.sequences[parent]
-    return None if sequence.finish is not None else sequence.request.wants.logprobs
 
 
 def prompt_rows(group: Group, start: int, count: int, row: int) -> PromptRows | None:
     """What a feed of [start, start + count) is to tell of the prompt, in rows from `row` on."""
     if group.request.wants.prompt_logprobs is None:
         return None
-    first = max(start, _of_prompt(group).reached)
+    known: PromptLikelihoods = group.prompt_known or PromptLikelihoods()
+    first = max(start, known.reached)
     last = min(start + count, group.request.prompt.length - 1)
     return PromptRows(group, row, first, last) if last > first else None
 
 
-def note_prompt(asked: PromptRows, logits: Tensor) -> None:
-    """The group knows how likely these positions of its prompt are; (R, V) `logits`."""
-    ids, known = asked.group.request.prompt.ids, _of_prompt(asked.group)
+def with_prompt(
+    known: PromptLikelihoods | None, asked: PromptRows, logits: Tensor
+) -> PromptLikelihoods:
+    """What is known of a prompt and how likely these positions of it are; (R, V) `logits`."""
+    ids = asked.group.request.prompt.ids
+    known = known or PromptLikelihoods()
     rows = logits[asked.row : asked.row + asked.last - asked.first]
     best = asked.group.request.wants.prompt_logprobs or 0
     followed = ids[asked.first + 1 : asked.last + 1]  # type: ignore[index]
-    known.found += likelihoods(rows, followed, best)
-    known.reached = asked.last
-
-
-def _of_prompt(group: Group) -> PromptLikelihoods:
-    known: PromptLikelihoods = group.memo.setdefault(_PROMPT, PromptLikelihoods([]))
-    return known
+    return PromptLikelihoods((*known.found, *likelihoods(rows, followed, best)), asked.last)
 
 
 def last_choices(memo: Mapping[str, Any], length: int) -> list[Likelihood]:
@@ -148,10 +142,11 @@ def choice_logprobs(memo: Mapping[str, Any], length: int) -> TokenLogprobs:
 
 def prompt_logprobs(group: Group) -> TokenLogprobs:
     """What is known of a group's prompt."""
-    return _table(_of_prompt(group).found)
+    known: PromptLikelihoods = group.prompt_known or PromptLikelihoods()
+    return _table(known.found)
 
 
-def _table(found: list[Likelihood]) -> TokenLogprobs:
+def _table(found: Items[Likelihood]) -> TokenLogprobs:
     """(T,) and (T, k) tensors of T likelihoods."""
     best = len(found[0].top_tokens) if found else 0
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from everystep.processors.guidance import guided
-from everystep.processors.pipeline import enough as few
-from everystep.types import MOST_BEST, Best, Request
+from everystep.processors.pipeline import best_read
+from everystep.types import MOST_BEST, Request
 
 
 @dataclass(frozen=True)
@@ -28,39 +25,17 @@ class Guidance:
         return guided(logits, companions[0], self.scale)
 
 
-def enough(request: Request, vocabulary: int) -> int:
+def best_needed(request: Request, vocabulary: int) -> int:
     """How many of the best logits of a row decide everything that the request asks of it; 0 where
     the whole row is read."""
-    wants = request.wants
-    if request.readout is not None or wants.history:
+    wants, reads = request.wants, request.strategy.reads
+    likelihoods = wants.logprobs is not None or wants.prompt_logprobs is not None
+    if request.readout is not None or wants.history or likelihoods:
         return 0
-    if wants.logprobs is not None or wants.prompt_logprobs is not None:
-        return 0
-    count = _of_scores(request, vocabulary)
+    if not request.processors:
+        count = reads.best
+    elif reads.shortlists and reads.scores == "logits" and not request.draws.whole_rows:
+        count = best_read(request.processors, vocabulary)
+    else:
+        count = 0
     return count if count <= MOST_BEST else 0
-
-
-def _of_scores(request: Request, vocabulary: int) -> int:
-    """How many of the best scores the processors and the strategy have to see; 0 for all."""
-    strategy = request.strategy
-    if strategy.shortlists:
-        whole = strategy.scores != "logits" or request.draws.whole_rows
-        return 0 if whole else few(request.processors, vocabulary)
-    count: int = getattr(strategy, "enough", 0)
-    return 0 if request.processors else count
-
-
-def log_probs(scores: Tensor, totals: Tensor | None) -> Tensor:
-    """(R, V) logits -> log-probabilities, with the (R,) totals where an executor told them.
-
-    Subtracting these is what is done to the best of a row too, so that both are the same bits.
-    """
-    return torch.log_softmax(scores, dim=-1) if totals is None else scores - totals[:, None]
-
-
-def best_scores(best: Best, *, log_probs: bool) -> Best:
-    """The best logits of rows, as the log-probabilities that a strategy asks for."""
-    if not log_probs:
-        return best
-    totals = cast(np.ndarray, best.totals)
-    return Best(best.values - totals[:, None], best.tokens)

@@ -3,61 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from everystep.types import Children, Group, Sequence
+from everystep.types import Answer, Children, Group, Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """What one sequence's feed returned beside logits: layers and attentions, layer by layer.
-
-    `start`, `count`: T = count positions were fed from position `start` on. `layers`: (T, E) each;
-    `attentions`: (H, T, S) each, S the positions up to the last one fed; `cross_attentions`:
-    (H, T, S) each, S the positions of the encoder.
-    """
+    """What one sequence's feed of `count` positions from `start` on returned beside logits."""
 
     start: int
     count: int
-    layers: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    cross_attentions: tuple[Tensor, ...] | None = None
+    answer: Answer
 
     def cut(self, first: int, last: int) -> Capture:
-        """What a feed of [first, last) of these T positions would have returned."""
-        behind = self.count - last
-        layers, own, across = self.layers, self.attentions, self.cross_attentions
-        return Capture(
-            self.start + first,
-            last - first,
-            layers and tuple(one[first:last] for one in layers),
-            own and tuple(one[:, first:last, : one.shape[-1] - behind] for one in own),
-            across and tuple(one[:, first:last] for one in across),
+        """What a feed of [first, last) of these positions would have returned."""
+        after = self.count - last
+        layers, own = self.answer.layers, self.answer.attentions
+        across = self.answer.cross_attentions
+        answer = Answer(
+            layers=layers and tuple(one[first:last] for one in layers),
+            attentions=own and tuple(one[:, first:last, : one.shape[-1] - after] for one in own),
+            cross_attentions=across and tuple(one[:, first:last] for one in across),
         )
+        return Capture(self.start + first, last - first, answer)
 
     def per_token(self, rows: int, accepted: int) -> list[Capture]:
         """One capture per accepted row: `rows` of the positions, the last ones, were read out."""
         ends = range(self.count - rows + 1, self.count - rows + 1 + accepted)
         return [self.cut(end - 1 if i else 0, end) for i, end in enumerate(ends)]
-
-
-@dataclass(slots=True)
-class History:
-    """The scores that a call chose from, (R, V) per step, for criteria that want to read them.
-
-    The first `settled` of `steps` are of earlier steps. A drafted token is a step, so those of this
-    one count only as far as drafts are accepted.
-    """
-
-    steps: list[Tensor] = field(default_factory=list)
-    settled: int = 0
-
-    def show(self, scores: Tensor, drafted: bool) -> None:
-        """The scores of this step: one row per token of the only sequence if it has drafts."""
-        self.steps[self.settled :] = scores[:, None] if drafted else [scores]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

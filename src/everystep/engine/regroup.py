@@ -14,7 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from everystep.engine.ledger import Ledger
-from everystep.types import Companion, Group, Prompt, Sequence, TokenTable, companion_length
+from everystep.types import (
+    COLUMNS,
+    Columns,
+    Companion,
+    Group,
+    Prompt,
+    Sequence,
+    TokenTable,
+    companion_length,
+)
 
 
 def regroup(group: Group, table: TokenTable, ledger: Ledger) -> None:
@@ -26,6 +35,16 @@ def regroup(group: Group, table: TokenTable, ledger: Ledger) -> None:
         for unit, source in zip(other.units, lead.units, strict=True):
             if unit.row is None and source.row is not None:
                 unit.row, unit.cached = ledger.fork(source.row), source.cached
+        _share_columns(lead, other)
+
+
+def _share_columns(lead: Sequence, other: Sequence) -> None:
+    """The other knows the hidden states of what both share, if the first knows them."""
+    known: Columns | None = lead.memo.get(COLUMNS)
+    own: Columns | None = other.memo.get(COLUMNS)
+    if known is not None and (own is None or own.length < other.cached):
+        other.memo[COLUMNS] = shared = known.copy()
+        shared.rewind(other.cached + other.request.shift)
 
 
 def owed(group: Group, table: TokenTable) -> int:

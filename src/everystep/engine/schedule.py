@@ -58,7 +58,7 @@ class Lockstep:
         self.groups.append(group)
 
     def remove(self, group: Group) -> None:
-        self.groups.remove(group)
+        self.groups = [one for one in self.groups if one is not group]
 
     def plan(self, preempt: Preempt) -> list[Grant]:
         if self.chunk is None:
@@ -72,8 +72,10 @@ class Lockstep:
 class Continuous:
     """Groups come and go: admitted in order of arrival while their rows fit.
 
-    `token_budget`: positions fed per step, drafts excluded. `max_rows`: cache rows in use at once.
-    `max_positions`: cached positions in use at once, or None; beyond it the youngest is preempted.
+    `token_budget`: positions fed per step, drafts excluded. A group that finds too little of it
+    left for its next choice is passed over, and comes first in a later step. `max_rows`: cache rows
+    in use at once. `max_positions`: cached positions in use at once, or None; beyond it the
+    youngest is preempted. A group that an interrupt left in both queues runs.
     """
 
     token_budget: int = 2048
@@ -81,9 +83,12 @@ class Continuous:
     max_positions: int | None = None
     running: list[Group] = field(default_factory=list)
     waiting: deque[Group] = field(default_factory=deque)
+    steps: int = 0
+    served: dict[int, int] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[Group]:
+        self._settle()
         return [*self.running, *self.waiting]
 
     def submit(self, group: Group) -> None:
@@ -92,19 +97,36 @@ class Continuous:
         self.waiting.append(group)
 
     def remove(self, group: Group) -> None:
-        (self.running if group in self.running else self.waiting).remove(group)
+        self.running = [one for one in self.running if one is not group]
+        if group in self.waiting:
+            self.waiting = deque(one for one in self.waiting if one is not group)
+        self.served.pop(group.rank, None)
 
     def plan(self, preempt: Preempt) -> list[Grant]:
+        self._settle()
         self._shrink(preempt)
         self._admit()
+        self.steps += 1
+        for group in self.running:
+            self.served.setdefault(group.rank, self.steps)
         left = self.token_budget
         grants = []
-        for group in sorted(self.running, key=lambda g: (not g.opened, g.rank)):
-            if left <= 0:
-                break
-            grants.append(Grant(group, left))
-            left -= min(left, group.pending)
+        for group in sorted(self.running, key=self._turn):
+            used = _usable(group, left)
+            if used:
+                grants.append(Grant(group, left))
+                self.served[group.rank] = self.steps
+                left -= used
         return grants
+
+    def _turn(self, group: Group) -> tuple[int, bool, int]:
+        """Those served longest ago first; of them those that have begun, in order of arrival."""
+        return self.served[group.rank], not group.opened, group.rank
+
+    def _settle(self) -> None:
+        """No group is in both queues."""
+        while self.waiting and any(one is self.waiting[0] for one in self.running):
+            self.waiting.popleft()
 
     def _shrink(self, preempt: Preempt) -> None:
         """Preempts the youngest groups until the next step's positions fit; one always stays."""
@@ -113,8 +135,8 @@ class Continuous:
         while len(self.running) > 1 and sum(map(_positions, self.running)) > self.max_positions:
             youngest = max(self.running, key=lambda group: group.rank)
             preempt(youngest)
-            self.running.remove(youngest)
             self.waiting.appendleft(youngest)
+            self.running = [one for one in self.running if one is not youngest]
 
     def _admit(self) -> None:
         if not self.waiting:
@@ -128,16 +150,27 @@ class Continuous:
             positions += _positions(first)
             if self.running and (rows > self.max_rows or positions > limit):
                 return
-            self.running.append(self.waiting.popleft())
+            self.running = [*self.running, first]
+            self.waiting.popleft()
 
 
 def _units(group: Group) -> int:
     return max(1, len(group.live)) * (1 + len(group.request.companions))
 
 
+def _usable(group: Group, left: int) -> int:
+    """How many of `left` positions the group can feed: all that it has to, for its next choice, or
+    less of each row than its last position, which is of no use without the choice."""
+    pending = group.pending
+    return pending if pending <= left else min(left, group.pending_chunks)
+
+
 def _positions(group: Group) -> int:
-    """Positions the group holds once everything known is fed."""
-    return sum(s.length * (1 + len(s.companions)) for s in group.live)
+    """Positions the group holds once everything known is fed; a prompt is shared by all."""
+    request = group.request
+    generated = sum(s.generated for s in group.live)
+    prompts = [request.prompt, *request.companions]
+    return sum(prompt.length for prompt in prompts) + len(prompts) * generated
 
 
 def _require(what: str, needed: int, limit: int, name: str) -> None:

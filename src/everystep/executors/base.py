@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-from everystep.types import Past, StepOutput, Work
+from everystep.types import InputSpec, Past, StepOutput, Work
 
 
 class Executor(Protocol):
@@ -19,18 +20,22 @@ class Executor(Protocol):
     vocab_size: int
     device: torch.device
     abilities: frozenset[str]
-    """Of "truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder", "past"
-    and "best".
+    """Of "truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions",
+    "encoder", "past", "adapters" and "best", the names of the inputs that its model declares, and
+    an `adapter_ability` for each adapter that it holds.
 
     "truncate": what the last feed of a row wanted logits of can be taken back, one position after
     another, and so can everything at once (to 0). Whoever wants to go back further frees the row
     and feeds it again: a window has dropped what lies before, a recurrent state cannot be cut.
-    "best": to tell the best logits of a row without the others; the engine asks for that where
-    "truncate" allows it to read a row again."""
-    max_rows: int | None
-    """How many rows it can hold at once; None: as many as memory allows."""
+    "cut": rows can be cut back to any length.
+    "best": to answer with the best logits of a row without the others; the engine asks for that
+    where "truncate" allows it to read a row again."""
+    inputs: Mapping[str, InputSpec]
+    """What feeds may bring, where its form is known before compute: what the model declares,
+    "positions" with the shape (axes,), "mask" with the shape (heads,)."""
     host_threads: int | None
-    """How many threads torch may use around `run`, where it has threads of its own; None: any."""
+    """How many threads torch may use for the thread that steps, while it steps; None: as many as
+    before. An executor with threads of its own sets 1, since those of torch wait by spinning."""
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Literal
 
+from everystep.adapters import LoRA
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.executors.base import Executor
@@ -21,12 +22,14 @@ def open_executor(
     needs: Set[str] = frozenset(),
     quantization: Quantization | None = None,
     cache_dtype: CacheDtype | None = None,
+    adapters: Mapping[str, LoRA] | None = None,
 ) -> Executor:
     """A fresh executor without rows that has the abilities in `needs`.
 
     `quantization`: how its rows keep what they hold, None for full precision. "auto" takes the
     native one where nothing stands in its way. `cache_dtype`: the type of what they hold in full
-    precision, None for the model's. UnsupportedError where "native" is asked for and cannot be had,
+    precision, None for the model's. `adapters`: what feeds may ask for, by name, which torch
+    operators alone can do. UnsupportedError where "native" is asked for and cannot be had,
     RequestError where rows are to be kept in two ways.
     """
     if quantization is not None and cache_dtype is not None:
@@ -39,14 +42,14 @@ def open_executor(
             )
         )
     if name == "torch":
-        return TorchExecutor(model, quantization, cache_dtype)
+        return TorchExecutor(model, quantization, cache_dtype, adapters)
     reasons = [*obstacles(model), *_missing(needs)]
     if quantization is not None:
         reasons.append("its rows are in full precision")
     if not reasons:
         return NativeExecutor(model, cache_dtype)
     if name == "auto":
-        return TorchExecutor(model, quantization, cache_dtype)
+        return TorchExecutor(model, quantization, cache_dtype, adapters)
     raise UnsupportedError(
         message(
             "the native executor cannot run this",

@@ -6,23 +6,30 @@ where they are wanted. The executor chooses nothing and waits for the device now
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.adapters import LoRA, adapted
 from everystep.cache import RowCache
 from everystep.cache.context import Context
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.executors.positions import (
-    check_positions,
+    declared_inputs,
+    given_inputs,
+    position_ids,
     row_lengths,
-    row_positions,
     wanted_places,
 )
-from everystep.nn.network import Full, Inputs, Network, Window
-from everystep.types import Past, StepOutput, Work
+from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.models import refuse_copies
+from everystep.models.decoder import Decoder
+from everystep.nn.modes import inference_mode
+from everystep.nn.network import Full, Inputs, Network, Placed, Window
+from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work, adapter_ability
 
 
 class Runnable(Protocol):
@@ -36,10 +43,10 @@ class TorchExecutor:
     """One engine's executor on a model of this library.
 
     `quantization`: how rows keep what they hold, None for full precision, which is `cache_dtype`
-    or, without it, the type of the model.
+    or, without it, the type of the model. `adapters`: what feeds may ask for, by name.
     """
 
-    max_rows: int | None = None
+    __reduce_ex__ = refuse_copies
     host_threads: int | None = None
 
     def __init__(
@@ -47,97 +54,150 @@ class TorchExecutor:
         model: Runnable,
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
+        adapters: Mapping[str, LoRA] | None = None,
     ) -> None:
         network = model.network
         self._network = network
+        self._adapters = dict(adapters or {})
         self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
-        # Models with an encoder have relative positions only, recurrent layers none at all.
-        special = {"attentions", "encoder" if network.encodes else "positions"}
-        attends = any(isinstance(one, Full | Window) for layer in network.stores for one in layer)
-        self.abilities = frozenset({"embeds", "layers", "past", "truncate", "columns"})
-        self.abilities |= special if attends else set()
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
         across = network.across if network.encodes else None
-        layout = (network.stores, network.dtype, network.device, network.spec.width, across)
+        layout = (network.stores, network.dtype, network.device, across)
         self.cache = RowCache(*layout, quantization or cache_dtype)
+        self.abilities = self._able()
 
-    @torch.inference_mode()
+    def _able(self) -> frozenset[str]:
+        network = self._network
+        able = {"embeds", "hidden", "layers", "past", "truncate"}
+        able.update(one.name for one in network.inputs)
+        if not self.cache.forgets:
+            able.add("cut")
+        if isinstance(network, Decoder):
+            able.update({"adapters", *map(adapter_ability, self._adapters)})
+        # Models with an encoder have relative positions only, recurrent layers none at all.
+        if any(isinstance(one, Full | Window) for layer in network.stores for one in layer):
+            own = {"encoder"} if network.encodes else {"positions", "mask"}
+            able.update({"attentions", *own})
+        return frozenset(able)
+
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
 
-        `logits` are float64 for a float64 model and float32 otherwise.
+        `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
+        runs out.
         """
-        check_positions(work)
+        leave_if_ending()
+        try:
+            with inference_mode():
+                return self._run(work)
+        except (MemoryError, RuntimeError) as error:
+            if (shortage := out_of_memory(error)) is None:
+                raise
+            raise shortage from error
+
+    def _run(self, work: Work) -> StepOutput:
+        places = position_ids(work, self._network.axes)
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())
-        context = self.cache.begin(work, weights=range(len(work.rows)) if work.attentions else ())
-        context.kept = [] if work.layers else None
-        hidden = self._network.forward(self._inputs(work, context.order), context)
-        return self._output(work, context, hidden)
+        context = self.cache.begin(work)
+        context.kept = [] if any(extra.layers for extra in work.extras.values()) else None
+        back = _inverse(context.order)
+        inputs = self._inputs(work, torch.from_numpy(places), context.order, back)
+        hidden = self._adapted(work, back).forward(inputs, context)
+        wanted = hidden if (rows := _wanted(work, back)) is None else hidden[rows.to(self.device)]
+        logits = self._logits(wanted) if len(wanted) else self._no_logits()
+        return StepOutput(logits, self._answers(work, context, hidden, back))
 
-    @torch.inference_mode()
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
-        return self.cache.export(row)
+        with inference_mode():
+            return self.cache.export(row)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
         return self.cache.lengths()
 
-    def _inputs(self, work: Work, order: np.ndarray | None) -> Inputs:
+    def _inputs(
+        self, work: Work, places: Tensor, order: np.ndarray | None, back: Tensor | None
+    ) -> Inputs:
         """What the network reads, in packed order."""
-        own = work.positions
-        positions = torch.from_numpy(row_positions(work)) if own is None else own
         lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
         chosen = slice(None) if order is None else torch.from_numpy(order)
         return Inputs(
-            self._hidden(work)[chosen],
-            positions.flatten()[chosen].to(self.device),
+            self._embedded(work)[chosen],
+            places[..., chosen].to(self.device),
             lengths[chosen],
+            {one.name: self._placed(work, one, back) for one in self._network.inputs},
         )
 
-    def _hidden(self, work: Work) -> Tensor:
+    def _adapted(self, work: Work, back: Tensor | None) -> Network:
+        """The network, with the adapters that feeds ask for."""
+        asking = {feed: extra.adapters for feed, extra in work.extras.items() if extra.adapters}
+        if not asking or not isinstance(self._network, Decoder):
+            return self._network
+        starts = {feed: int(work.offsets[feed]) for feed in asking}
+        fed = {feed: torch.arange(at, at + int(work.counts[feed])) for feed, at in starts.items()}
+        places = fed if back is None else {feed: back[at] for feed, at in fed.items()}
+        asked = [(pairs, places[feed]) for feed, pairs in asking.items()]
+        return adapted(self._network, self._adapters, asked)
+
+    def _placed(self, work: Work, declared: InputSpec, back: Tensor | None) -> Placed:
+        """All that feeds give of a declared input, in packed order."""
+        places, parts = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, *declared.shape)]
+        for start, values in given_inputs(work, declared.name):
+            places.append(torch.arange(start, start + len(values)))
+            parts.append(values)
+        at = torch.cat(places)
+        given = [part.to(self.device, declared.dtype) for part in parts]
+        return Placed((at if back is None else back[at]).to(self.device), torch.cat(given))
+
+    def _embedded(self, work: Work) -> Tensor:
         """(N, E) embeddings in feed order."""
-        if not work.embeds:
+        embeds = list(given_inputs(work, "embeds"))
+        if not embeds:
             return self._network.embed(torch.from_numpy(work.tokens).to(self.device))
         hidden = self._network.embed(torch.from_numpy(work.tokens.clip(min=0)).to(self.device))
-        for offset, embeds in work.embeds:
-            hidden[offset : offset + len(embeds)] = embeds.to(hidden)
+        for start, values in embeds:
+            hidden[start : start + len(values)] = values.to(hidden)
         return hidden
 
-    def _output(self, work: Work, context: Context, hidden: Tensor) -> StepOutput:
-        back = _inverse(context.order)
-        columns = self.cache.columns()
-        if columns or work.layers:
-            hidden = self._network.finish(hidden if back is None else hidden[back])
-            self._extend_columns(work, hidden)
-            logits = self._logits(hidden, _wanted(work, None))
-        else:
-            logits = self._logits(hidden, _wanted(work, back), normed=False)
-        return StepOutput(
-            logits,
-            columns=self.cache.columns() if columns else {},
-            layers=None if context.kept is None else _layers(context.kept, back, hidden),
-            attentions=_tuples(context.attentions) if work.attentions else None,
-            cross_attentions=_tuples(context.cross_attentions)
-            if work.attentions and self._network.encodes
-            else None,
-        )
+    def _answers(
+        self, work: Work, context: Context, hidden: Tensor, back: Tensor | None
+    ) -> dict[int, Answer]:
+        """What feeds want beyond logits; each from its own positions alone."""
+        answers, offsets = {}, work.offsets
+        for f, extra in work.extras.items():
+            if extra.hidden or extra.layers or extra.attentions:
+                # A feed is packed as one piece.
+                first = int(offsets[f] if back is None else back[offsets[f]])
+                span = slice(first, first + int(work.counts[f]))
+                answers[f] = self._answer(f, extra, span, context, hidden)
+        return answers
 
-    def _logits(self, hidden: Tensor, wanted: Tensor | None, *, normed: bool = True) -> Tensor:
-        """(R, V) of the wanted places; None stands for all of them."""
-        if wanted is not None:
-            if not len(wanted):
-                return self._no_logits()
-            hidden = hidden[wanted.to(self.device)]
-        logits = self._network.logits(hidden if normed else self._network.finish(hidden))
+    def _answer(
+        self,
+        feed: int,
+        extra: Extra,
+        span: slice,
+        context: Context,
+        hidden: Tensor,
+    ) -> Answer:
+        last = self._network.finish(hidden[span]) if extra.hidden or extra.layers else None
+        layers = own = across = None
+        if extra.layers and context.kept is not None and last is not None:
+            # As in the reference, the last entry is the normalised one.
+            layers = (*(one[span] for one in context.kept[:-1]), last)
+        if extra.attentions:
+            own = tuple(context.attentions[feed])
+            across = tuple(context.cross_attentions[feed]) if self._network.encodes else None
+        return Answer(last if extra.hidden else None, layers, own, across)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(R, E) hidden states after the last layer -> (R, V)."""
+        logits = self._network.logits(self._network.finish(hidden))
         return logits if logits.dtype.itemsize >= 4 else logits.float()
-
-    def _extend_columns(self, work: Work, hidden: Tensor) -> None:
-        ends = np.cumsum(work.counts)
-        for row, end, count in zip(work.rows.tolist(), ends, work.counts, strict=True):
-            self.cache.extend_columns(row, hidden[end - count : end])
 
     def _no_logits(self) -> Tensor:
         wide = self._network.dtype == torch.float64
@@ -160,13 +220,3 @@ def _inverse(order: np.ndarray | None) -> Tensor | None:
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return torch.from_numpy(back)
-
-
-def _layers(kept: list[Tensor], back: Tensor | None, last: Tensor) -> tuple[Tensor, ...]:
-    """Embeddings first; the last entry is the normalised one, as in the reference."""
-    inner = kept[:-1]
-    return (*(inner if back is None else [one[back] for one in inner]), last)
-
-
-def _tuples(by_feed: dict[int, list[Tensor]]) -> tuple[tuple[Tensor, ...], ...]:
-    return tuple(tuple(by_feed[feed]) for feed in range(len(by_feed)))

@@ -7,11 +7,12 @@ from everystep.models.load import (
     build_model,
     complete_config,
     convert_model,
+    learning_weights,
     named_weights,
     stored_weights,
     weight_bytes,
 )
-from everystep.models.model import Model
+from everystep.models.model import Model, refuse_copies
 
 __all__ = [
     "Model",
@@ -19,7 +20,9 @@ __all__ = [
     "build_model",
     "complete_config",
     "convert_model",
+    "learning_weights",
     "named_weights",
+    "refuse_copies",
     "stored_weights",
     "weight_bytes",
 ]

@@ -29,6 +29,7 @@ from everystep.nn.linear import (
 from everystep.nn.network import Context, Full, Heard, Inputs, Store, Window
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
+from everystep.types import InputSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +73,22 @@ class Decoder:
     def encodes(self) -> bool:
         """False: there is no encoder."""
         return False
+
+    @property
+    def heads(self) -> int:
+        """How many query heads a layer has."""
+        return self.spec.attention.heads
+
+    @property
+    def axes(self) -> int:
+        """How many position ids a position has."""
+        ropes = [layer.rope for layer in self.spec.layers if layer.rope is not None]
+        return 1 + max((axis for rope in ropes for axis in rope.axes), default=0)
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """Nothing: it reads ids or embeddings alone."""
+        return ()
 
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
@@ -121,7 +138,8 @@ class Decoder:
     def _tables(self, inputs: Inputs) -> dict[Rope, RotaryTable]:
         ropes = {layer.rope for layer in self.spec.layers if layer.rope is not None}
         return {
-            rope: rotary_table(rope, inputs.positions, inputs.lengths, self.dtype) for rope in ropes
+            rope: rotary_table(rope, inputs.places(rope.axes), inputs.lengths, self.dtype)
+            for rope in ropes
         }
 
     def _layer(
@@ -142,9 +160,10 @@ class Decoder:
         qkv = layer.qkv(x).view(-1, turning + spec.kv_heads, spec.head_dim)
         q, kv = qkv[:, : spec.heads], qkv[:, spec.heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q.copy_(layer.q_norm(q))
             keys = kv[:, : spec.kv_heads]
-            keys.copy_(layer.k_norm(keys))
+            # A norm's gradient needs what the norm has read, so it reads a copy.
+            q.copy_(layer.q_norm(q.clone()))
+            keys.copy_(layer.k_norm(keys.clone()))
         if table is not None:
             rotate_(qkv[:, :turning], table)
         kv = kv.view(-1, 2, spec.kv_heads, spec.head_dim)

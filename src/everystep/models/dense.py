@@ -121,7 +121,8 @@ def dense_logits(
     seen = _seen(hidden, attention_mask, start)
     if position_ids is None:
         position_ids = torch.arange(start, start + length)
-    places = position_ids.to(network.device).expand(batch, length)
+    lead = position_ids.shape[:-2]
+    places = position_ids.to(network.device).expand(*lead, batch, length)
     context = DenseContext(network, batch, length, seen, cache=cache)
     return _logits(network, hidden, places, context, kept)
 
@@ -155,10 +156,11 @@ def _logits(
     context: DenseContext,
     kept: slice | Tensor,
 ) -> Tensor:
-    """(B, n, V) of the positions `kept` of embeddings (B, T, E) at places (B, T)."""
-    batch, length = places.shape
-    lengths = places.cpu().amax(dim=1, keepdim=True).add(1).expand(batch, length)
-    inputs = Inputs(hidden.flatten(0, 1), places.flatten(), lengths.flatten())
+    """(B, n, V) of positions `kept` of embeddings (B, T, E) at places (B, T) or (axes, B, T)."""
+    batch, length = places.shape[-2:]
+    ends = places.cpu().view(-1, batch, length).amax(dim=(0, 2))
+    lengths = ends.add(1)[:, None].expand(batch, length)
+    inputs = Inputs(hidden.flatten(0, 1), places.flatten(-2), lengths.flatten())
     out = network.finish(network.forward(inputs, context))
     out = out.view(batch, length, -1)[:, kept]
     return network.logits(out.flatten(0, 1)).view(batch, out.shape[1], -1)

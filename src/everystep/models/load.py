@@ -28,6 +28,7 @@ from everystep.models.slots import (
     nothing_kept,
 )
 from everystep.nn.linear import Rows, Weight, dense, rows_of
+from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Network
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
@@ -117,21 +118,53 @@ def convert_model(
     device: torch.device | str | None = None,
     exact_activations: bool = False,
     in_panels: InPanels = never_in_panels,
+    learns: bool | None = None,
 ) -> Model:
     """The same weights in another type or on another device; the given model stays as it is.
 
     With a `dtype` quantised weights become values of that type, without one they stay. With
     `exact_activations` the new model's quantised weights meet activations as they are, which tells
-    the rounding of activations from that of weights. `in_panels` as in `build_model`.
+    the rounding of activations from that of weights. `in_panels` as in `build_model`. `learns`:
+    whether all weights are plain float tensors that require gradients, None for as they are;
+    UnsupportedError if one of them is quantised and `dtype` is left out.
     """
+    learns = model.learns if learns is None else learns
     held = _Held(dict(stored_weights(model)))
     wanted = model.dtype if dtype is None else _supported(dtype)
     place = torch.device(model.device if device is None else device)
-    panels = fits_panels(place, wanted) and in_panels(model.spec)
-    storage = Storage(wanted, place, exact_activations=exact_activations, panels=panels)
+    panels = fits_panels(place, wanted) and in_panels(model.spec) and not learns
+    storage = Storage(
+        wanted, place, exact_activations=exact_activations, panels=panels, learns=learns
+    )
     family = find_family(model.config.model_type)
     kept = held.quantised if dtype is None else nothing_kept
-    return Model(model.config, model.spec, _network(family, model.spec, held, storage, kept))
+    if learns and any(kept(name) is not None for name in held.names()):
+        raise UnsupportedError(
+            message(
+                "quantised weights are a frozen copy, which cannot learn",
+                wanted="a model with float weights",
+                do="Load it with quantize=None or with a dtype, or convert it with to(dtype=...)",
+            )
+        )
+    network = _network(family, model.spec, held, storage, kept)
+    return Model(model.config, model.spec, network, learns)
+
+
+def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
+    """The weights of a model that learns, joined projections as one, by their keys in the network.
+
+    These are the tensors themselves: a change of one changes the model. UnsupportedError where they
+    are packed.
+    """
+    if not model.learns:
+        raise UnsupportedError(
+            message(
+                "the model's weights are packed, and nothing can change them",
+                do="Call model.requires_grad_() first",
+            )
+        )
+    held = find_family(model.config.model_type).tensors(model.network)
+    return [(key, weight) for key, weight in held if isinstance(weight, Tensor)]
 
 
 class _Held:
@@ -156,7 +189,7 @@ class _Held:
 
 def _network(family: Family, spec: Any, source: Source, storage: Storage, kept: Kept) -> Network:
     # Whoever takes these weights out may train them, which tensors of inference mode cannot be.
-    with torch.inference_mode(False), torch.no_grad():
+    with ordinary_mode(), torch.no_grad():
         return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
 
 

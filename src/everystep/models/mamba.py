@@ -26,6 +26,7 @@ from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
 from everystep.nn.network import Context, Heard, Inputs, State, Store
 from everystep.nn.norm import Norm
 from everystep.nn.ragged import Ragged
+from everystep.types import InputSpec
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,21 @@ class Mamba:
     def encodes(self) -> bool:
         """False: there is no encoder."""
         return False
+
+    @property
+    def heads(self) -> int:
+        """0: nothing is attended to."""
+        return 0
+
+    @property
+    def axes(self) -> int:
+        """1: positions are places in the row."""
+        return 1
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """Nothing: it reads ids or embeddings alone."""
+        return ()
 
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:

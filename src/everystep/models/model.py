@@ -1,14 +1,14 @@
 """A model: a network with the configuration it was made from, and a plain forward.
 
-A model never changes once it is built, so any number of calls may share it. It holds no cache: the
-plain forward reads rectangles of tokens, and a cache object that its caller keeps; executors run
-works against rows.
+A model that does not learn never changes once it is built, so any number of calls may share it. It
+holds no cache: the plain forward reads rectangles of tokens, and a cache object that its caller
+keeps; executors run works against rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,17 +17,36 @@ from everystep.cache.containers import Cache
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits, paired_logits
+from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, State
 from everystep.types import Prompt
 
 
+def refuse_copies(holder: object, protocol: object) -> NoReturn:
+    """As `__reduce_ex__`: an object with a model in it is not pickled, nor copied with its weights.
+
+    That would take gigabytes, and twice as many on the way.
+    """
+    raise UnsupportedError(
+        message(
+            f"a {type(holder).__name__} holds the weights of a model, and is not copied or pickled",
+            do="Let threads share one model; in another process load it again",
+        )
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
-    """`config`: the values of config.json. `spec`: what the network was built from."""
+    """`config`: the values of config.json. `spec`: what the network was built from.
+
+    `learns`: its weights are plain float tensors, which may require gradients and change.
+    """
 
     config: ModelConfig
     spec: Any = field(repr=False)
     network: Network = field(repr=False)
+    learns: bool = False
+    __reduce_ex__ = refuse_copies
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,11 +82,12 @@ class Model:
     ) -> Tensor:
         """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
-        They stand behind the S positions that `cache` holds, 0 without one, and are added to it.
+        They come after the S positions that `cache` holds, 0 without one, and are added to it.
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
-        as in the reference's `forward`. With an encoder these describe what it reads, the logits
-        are those of `decoder_input_ids` (B, T), and there is no cache. `kept`: the positions whose
-        logits are given.
+        as (B, T) or (axes, B, T), as in the reference's `forward`. With an encoder these describe
+        what it reads, the logits are those of `decoder_input_ids` (B, T), and there is no cache.
+        `kept`: the positions whose logits are given. Differentiable where the weights are plain; UnsupportedError where a
+        gradient would have to pass through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(
@@ -93,15 +113,17 @@ class Model:
             self.network, ids, attention_mask, inputs_embeds, decoder_input_ids, kept
         )
 
-    @torch.inference_mode()
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
         if not self.network.encodes:
             raise UnsupportedError(message("this model has no encoder"))
-        if prompt.embeds is not None:
-            hidden = prompt.embeds.to(self.device, self.dtype)
-        elif prompt.ids is not None:
-            hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
-        else:
-            raise RequestError(message("there is nothing to encode", wanted="ids or embeddings"))
-        return self.network.encode(hidden[None], None, heard)[0]
+        with inference_mode():
+            if prompt.embeds is not None:
+                hidden = prompt.embeds.to(self.device, self.dtype)
+            elif prompt.ids is not None:
+                hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
+            else:
+                raise RequestError(
+                    message("there is nothing to encode", wanted="ids or embeddings")
+                )
+            return self.network.encode(hidden[None], None, heard)[0]

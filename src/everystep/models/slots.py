@@ -59,6 +59,7 @@ class Storage:
 
     `rounding`: matrices are quantised when they are loaded. `exact_activations`: quantised matrices
     read activations as they are. `panels`: matrices lie in panels, which float32 and codes can.
+    `learns`: all weights are plain float tensors that require gradients.
     """
 
     dtype: torch.dtype
@@ -66,6 +67,7 @@ class Storage:
     rounding: Rounding | None = None
     exact_activations: bool = False
     panels: bool = False
+    learns: bool = False
 
 
 class Slots:
@@ -113,7 +115,7 @@ class Slots:
         for part in slot.parts:
             # What a source returns may be a view of a mapped file: the copy is the model's own.
             tensor[part.start : part.stop].copy_(self._source.load(part.name, storage.dtype))
-        return tensor
+        return tensor.requires_grad_(storage.learns)
 
     def _packed(self, weight: Weight) -> Panels:
         return weight if isinstance(weight, Panels) else Panels.of(weight, self._arena)

@@ -24,6 +24,7 @@ from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
 from everystep.nn.network import Context, Cross, Full, Heard, Inputs, Store
 from everystep.nn.norm import Norm
 from everystep.nn.relative_bias import RelativeBias
+from everystep.types import InputSpec
 
 _RULE = Rule(scale=1.0)
 
@@ -104,6 +105,21 @@ class T5:
     def device(self) -> torch.device:
         """Where the weights lie."""
         return self.table.device
+
+    @property
+    def heads(self) -> int:
+        """How many query heads a layer has."""
+        return self.spec.heads
+
+    @property
+    def axes(self) -> int:
+        """1: positions are places in the row."""
+        return 1
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """Nothing: it reads ids or embeddings alone."""
+        return ()
 
     @property
     def encodes(self) -> bool:

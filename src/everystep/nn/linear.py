@@ -1,10 +1,12 @@
-"""A linear map over the last dimension, stored the way this machine reads it fastest.
+"""A linear map over the last dimension, stored as plain values or packed.
 
-On a CPU with oneDNN a float weight is kept in oneDNN's own blocked layout and multiplied by its
-kernels, which stream it at one row and compute at many; elsewhere it is a plain (out, in) matrix. A
-quantised weight stays as it is and meets activations that are rounded to 8 bits first, as
-docs/decisions/009 defines. Panels are read where they lie, because the native executor reads them
-too. Which names a weight has in a checkpoint, and which rows belong to which, is not known here.
+Plain storage is a float (out, in) matrix: it is differentiable, and a weight that requires
+gradients is always stored so. Packed storage is a frozen copy in the layout that this machine reads
+fastest, and refuses gradients. On a CPU with oneDNN a float weight is packed into oneDNN's blocked
+layout, whose kernels are fast for one row and for many. A quantised weight stays as it is and meets
+activations that are rounded to 8 bits first, as docs/decisions/009 defines. Panels are read where
+they lie, because the native executor reads them too. Which names a weight has in a checkpoint, and
+which rows belong to which, is not known here.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.errors import UnsupportedError, message
 from everystep.nn.panels import Panels
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 
@@ -61,7 +64,7 @@ class LinearMap(Protocol):
 class Linear:
     """A float weight; `weight`: (out, in), packed or plain; `bias`: (out,) or None.
 
-    `onednn` says that oneDNN multiplies; it reads both layouts.
+    `onednn` says that oneDNN multiplies, which reads both layouts and has no gradients.
     """
 
     weight: Tensor
@@ -71,12 +74,14 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         if self.onednn:
+            refuse_gradients(x, self.weight, self.bias)
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
         if self.onednn:
+            refuse_gradients(x, residual, self.weight, self.bias)
             return torch.ops.mkldnn._linear_pointwise.binary(
                 x, residual, self.weight, self.bias, "add"
             )
@@ -96,6 +101,7 @@ class PanelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
+        refuse_gradients(x, self.bias)
         rows = x.reshape(-1, self.weight.columns)
         if len(rows) > _FEW_ROWS:
             return _biased(_by_stretches(x, self.weight), self.bias)
@@ -126,6 +132,7 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
+        refuse_gradients(x, self.bias)
         read = x if self.exact_activations else rounded_activations(x)
         return _biased(_by_stretches(read, self.weight), self.bias)
 
@@ -182,9 +189,24 @@ def shared_linear(
     return QuantizedLinear(weight, bias, exact_activations)
 
 
+def refuse_gradients(*tensors: Tensor | None) -> None:
+    """Raises UnsupportedError if a gradient would have to pass from packed weights to a tensor."""
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
+        raise UnsupportedError(
+            message(
+                "packed weights are a frozen copy, and no gradient passes through them",
+                wanted="plain float weights, or inputs that require no gradient",
+                do="Call model.requires_grad_(), or compute under torch.no_grad()",
+            )
+        )
+
+
 def runs_on_onednn(weight: Tensor) -> bool:
-    """Whether oneDNN can multiply by this weight without emulating its type."""
-    if weight.device.type != "cpu" or not _HAS_ONEDNN:
+    """Whether oneDNN can multiply by this weight without emulating its type.
+
+    Not by one that requires gradients.
+    """
+    if weight.device.type != "cpu" or not _HAS_ONEDNN or weight.requires_grad:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -221,8 +243,8 @@ def joined(weights: Sequence[Weight]) -> Matrix:
 
 
 def rows_of(weight: Weight, start: int, stop: int) -> Rows:
-    """Rows `start` to `stop`, as views; copies of those of panels."""
-    return weight[start:stop] if isinstance(weight, Tensor) else weight.slice(start, stop)
+    """Rows `start` to `stop`, as views without gradients; copies of those of panels."""
+    return weight[start:stop].detach() if isinstance(weight, Tensor) else weight.slice(start, stop)
 
 
 def weights_of(matrix: Matrix) -> tuple[Weight, ...]:

@@ -5,6 +5,7 @@ These protocols are all that executors, caches and networks know of each other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from everystep.nn.attention import Rule
 from everystep.nn.ragged import Ragged
 from everystep.nn.relative_bias import RelativeBias
+from everystep.types import InputSpec
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,30 @@ class Context(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Values (n, ...) of a declared input, for the positions `places` (n,) of N."""
+
+    places: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
     """N positions of one step: `hidden` (N, E), `positions` (N,), row `lengths` (N,) after it.
 
-    `lengths` stay on the CPU: what they decide is worked out there.
+    `positions` are (axes, N) for a network of several axes. `lengths` stay on the CPU: what they
+    decide is worked out there. `declared`: values of the inputs that the network declares, by name,
+    where there are any.
     """
 
     hidden: Tensor
     positions: Tensor
     lengths: Tensor
+    declared: Mapping[str, Placed] = field(default_factory=dict)
+
+    def places(self, axes: Sequence[int]) -> Tensor:
+        """The positions that a rope with these axes turns by: all, or the first of each."""
+        return self.positions if axes or self.positions.dim() == 1 else self.positions[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +151,20 @@ class Network(Protocol):
     def stores(self) -> tuple[tuple[Store, ...], ...]: ...
     @property
     def encodes(self) -> bool: ...
+    @property
+    def heads(self) -> int:
+        """How many query heads a layer has."""
+        ...
+
+    @property
+    def axes(self) -> int:
+        """How many position ids a position has."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """What it reads beside ids or embeddings."""
+        ...
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""

@@ -10,6 +10,7 @@ float32 and then cast, whatever the model's type, as in the reference (`modeling
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,11 +38,27 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class Rope:
-    """`dim`: how many values of a head turn. `theta`: the base wavelength."""
+    """`dim`: how many values of a head turn. `theta`: the base wavelength.
+
+    `axes`: (dim/2,) the axis whose position turns each pair, where positions have several (M-RoPE,
+    Wang et al. 2024); empty for one axis. See `section_axes`.
+    """
 
     dim: int
     theta: float
     scaling: Scaling
+    axes: tuple[int, ...] = ()
+
+
+def section_axes(sections: Sequence[int], *, interleaved: bool) -> tuple[int, ...]:
+    """The axis of every pair, of which axis a turns `sections[a]`: one section after the other, or
+    by turns as long as an axis has pairs left, the first axis taking those that remain."""
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * sum(sections)
+    for axis, count in enumerate(sections[1:], 1):
+        axes[axis : len(sections) * count : len(sections)] = [axis] * count
+    return tuple(axes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +72,14 @@ class RotaryTable:
 def rotary_table(
     rope: Rope, positions: Tensor, lengths: Tensor | None, dtype: torch.dtype
 ) -> RotaryTable:
-    """The table for `positions` (..., N); `lengths` (N,), on the CPU, matter to some."""
+    """The table for `positions` (..., N), or (axes, N) where the rope turns by several axes; equal
+    on all of them if they are (N,). `lengths` (N,), on the CPU, matter to some."""
     wanted = lengths if rope.scaling.by_length else None
     frequencies = rope.scaling.frequencies(rope.dim, rope.theta, wanted).to(positions.device)
-    angles = positions[..., None].float() * frequencies
+    places = positions[..., None]
+    if rope.axes and positions.dim() > 1:
+        places = positions[list(rope.axes)].T
+    angles = places.float() * frequencies
     factor = rope.scaling.attention_factor
     cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return RotaryTable(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from everystep.config.kinds import POSITIVE, integer, is_integer
 from everystep.draws import on_host
+from everystep.nn.modes import modes_kept
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.stacking import admit, admit_ids, require
 from everystep.types import Rows
@@ -139,7 +140,7 @@ class WhisperNoSpeechDetection(LogitsProcessor):
     def _first(self, scores: Tensor) -> Tensor:
         """(R, V) probabilities behind the start token."""
         if self.start_of_trans_offset > 1:
-            with torch.no_grad():
+            with modes_kept(), torch.no_grad():
                 logits: Tensor = self.model(**(self.inputs or {})).logits
             return logits[:, self.begin_index - self.start_of_trans_offset].float().softmax(dim=-1)
         return scores.exp() if self.is_scores_logprobs else scores.float().softmax(dim=-1)

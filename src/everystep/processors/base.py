@@ -10,6 +10,9 @@ the scores are its own, so that no memory is taken for new ones. State between s
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -17,8 +20,10 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
+from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit, Revision
-from everystep.types import Prompt, Request, Rows, Sequence, Shortlist, TokenTable
+from everystep.processors.stacking import Numbers, require_rows
+from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
 
 
 class Processor(Protocol):
@@ -39,23 +44,22 @@ class LogitsProcessor:
 
     per_row: ClassVar[tuple[str, ...]] = ()
     ordered: ClassVar[bool] = False
-    """Whether it changes every score by itself, and raises no lower one above a higher one."""
+    """Whether it changes every score by itself, and raises no lower one above a higher one; lists
+    whose rest is above -inf go through `few` of such processors, and of those with a `best`."""
+
+    narrows: bool = False
+    """Whether it leaves a list of every list, which it may then change in place of the row."""
 
     @property
-    def enough(self) -> int:
+    def best(self) -> int:
         """How many of the best scores of a row decide what it leaves of the row, but for ties of
         the last of them; 0 where that is not known."""
         return 0
 
-    @property
-    def narrows(self) -> bool:
-        """Whether it leaves a shortlist of every shortlist that is all of its row."""
-        return type(self).narrow is not LogitsProcessor.narrow
-
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         """(R, V) scores of prefixes, (R, T) ids or `Rows` -> (R, V) scores; nothing is changed."""
         if not isinstance(input_ids, Rows):
-            self.require_rows(len(input_ids))
+            require_rows(self, len(input_ids))
             input_ids = bare_rows(input_ids)
         return self.process(input_ids, scores)
 
@@ -72,18 +76,18 @@ class LogitsProcessor:
         edit = self.edit(rows, scores)
         return scores if edit is None else edit.written(scores)
 
-    def shorten(
-        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
-    ) -> Shortlist | None:
-        """(R, V) scores, to be divided by a temperature first -> what it leaves of them.
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """What it leaves of the scores, as lists; None where that is not known to be little.
 
-        None where that is not known to be little.
+        Whole rows are to be divided by a temperature first.
         """
         return None
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """What it leaves of a shortlist; None if it has to see all tokens, or more of them."""
-        return None
+    def relisted(self, rows: Rows, scores: Scores) -> Scores | None:
+        """Lists as it processes them, as if they were whole rows; None for others."""
+        if not scores.listed:
+            return None
+        return replace(scores, values=self.process(rows, scores.values), totals=None)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | Revision | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""
@@ -94,18 +98,55 @@ class LogitsProcessor:
         )
         raise UnsupportedError(text)
 
-    def require_rows(self, rows: int) -> None:
-        """RequestError unless every parameter is one number, or one for each of the rows."""
-        for name in self.per_row:
-            value = getattr(self, name)
-            if isinstance(value, tuple) and len(value) != rows:
-                text = message(
-                    f"{name} of {type(self).__name__} does not fit the rows",
-                    wanted=f"one number, or {rows} of them",
-                    got=len(value),
-                    do="Give one number per row of input_ids",
-                )
-                raise RequestError(text)
+
+class Filter(LogitsProcessor):
+    """Base of the processors that put `filter_value` where `removed` says so.
+
+    They look at scores and not at ids, so that a list is a row like any other to them.
+    """
+
+    filter_value: float
+
+    @property
+    def narrows(self) -> bool:  # type: ignore[override]
+        """Whether what it removes leaves the list."""
+        return self.filter_value == -math.inf
+
+    def removed(self, scores: Tensor) -> Tensor:
+        """(R, V) scores -> (R, V) bool."""
+        raise NotImplementedError
+
+    def removed_of_many(self, scores: Tensor) -> Tensor:
+        """As `removed`, in a wide row or a list of one: both must give the same."""
+        return self.removed(scores)
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
+        found = self.few(rows, Scores.of(scores))
+        return self.overwrite(rows, scores.clone()) if found is None else found.whole().values
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> the same, changed."""
+        removed = self.removed_of_many if is_wide(scores) else self.removed
+        return scores.masked_fill_(removed(scores), self.filter_value)
+
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """What is not removed: searched for in wide rows, where that is known to be little."""
+        if not self.narrows:
+            return None
+        if scores.tokens is None:
+            return self.searched(scores, temperature) if is_wide(scores.values) else None
+        return self.shortened(scores)
+
+    def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
+        """As `few`, of wide rows."""
+        return None
+
+    def shortened(self, scores: Scores) -> Scores | None:
+        """As `few`, of lists; None if it has to see all tokens."""
+        if scores.rest is not None:
+            return None
+        return without(scores, self.removed_of_many(scores.values))
 
 
 def reads_rows(processor: object) -> bool:
@@ -146,7 +187,7 @@ def _require_keywords(processor: object, further: list[str], given: dict[str, An
         raise RequestError(text)
 
 
-_BARE = Request("", Prompt(ids=np.empty(0, dtype=np.int64)), strategy=None, draws=None)
+_BARE = nobodys(Prompt(ids=np.empty(0, dtype=np.int64)))
 
 
 def bare_rows(input_ids: Tensor) -> Rows:
@@ -161,3 +202,46 @@ def bare_rows(input_ids: Tensor) -> Rows:
 def remembers(rows: Rows) -> bool:
     """Whether the rows belong to sequences that go on, so that remembering something pays."""
     return len(rows) > 0 and rows.sequences[0].request is not _BARE
+
+
+@dataclass(frozen=True, eq=False)
+class User:
+    """Calls a function of (input_ids, scores), or of (rows, scores) with `takes_rows`.
+
+    Rows of equal length are given as one rectangle, others one by one without padding. Two are
+    equal if they call the same object. RequestError if it returns another shape.
+    """
+
+    call: Callable[..., Tensor]
+    takes_rows: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, User) and self.call is other.call
+
+    def __hash__(self) -> int:
+        return id(self.call)
+
+    def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
+        # What is called may change its argument in place; ours stays as it is.
+        if self.takes_rows:
+            return self._checked(self.call(rows, scores.clone()), scores)
+        ids, lengths = rows.ids().to(scores.device), rows.lengths
+        if len(rows) and np.all(lengths == lengths[0]):
+            return self._checked(self.call(ids.clone(), scores.clone()), scores)
+        parts = [
+            self._checked(self.call(ids[r : r + 1, :n].clone(), one.clone()), one)
+            for r, (n, one) in enumerate(zip(lengths, scores[:, None], strict=True))
+        ]
+        return torch.cat(parts) if parts else scores
+
+    def _checked(self, result: Any, scores: Tensor) -> Tensor:
+        if isinstance(result, Tensor) and result.shape == scores.shape:
+            return result
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        text = message(
+            f"logits processor {self.call!r} returned something else than scores",
+            wanted=f"a tensor of shape {tuple(scores.shape)}",
+            got=got,
+            do="Let it return the scores, changed or not",
+        )
+        raise RequestError(text)

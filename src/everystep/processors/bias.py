@@ -1,12 +1,13 @@
-"""Processors that add to the last id of a sequence when the ids before it stand at the end.
+"""Processors that say which tokens may follow: biases, bans, a caller's function, finite scores.
 
-A ban is a bias of -inf. The table of biases is turned into arrays once per width and device; a step
+A ban is a bias of -inf. A table of biases is turned into arrays once per width and device; a step
 touches only the ids that some word of the table ends in.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import BIASES, WORDS
+from everystep.config.kinds import BIASES, NUMBER, WORDS, integer
 from everystep.errors import RequestError, message
 from everystep.processors.base import LogitsProcessor
-from everystep.processors.edits import Edit
-from everystep.processors.matching import matching_tails
-from everystep.processors.stacking import admit, admit_ids
+from everystep.processors.edits import Edit, places
+from everystep.processors.stacking import admit, admit_ids, require
 from everystep.types import Rows
 
 Table = tuple[tuple[tuple[int, ...], float], ...]
@@ -152,3 +152,108 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
         if key not in self._prepared:
             self._prepared[key] = _prepare(self.table, *key, "bad_words_ids")
         return self._prepared[key].edit(rows, scores)
+
+
+@dataclass(frozen=True)
+class PrefixConstrainedLogitsProcessor(LogitsProcessor):
+    """Only tokens that `prefix_allowed_tokens_fn(batch_id, ids)` returns may follow.
+
+    A batch id counts searches of `num_beams` rows, from `first` on. Where everything allowed is
+    -inf in all beams of a search already, the allowed tokens get 0. RequestError if nothing is
+    allowed. Source: De Cao et al. 2021.
+    """
+
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]]
+    num_beams: int
+    first: int = field(default=0, kw_only=True)
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
+        mask = torch.full_like(scores, -math.inf)
+        ids = rows.ids()
+        for r, sequence in enumerate(rows.sequences):
+            batch_id = self.first + sequence.index // self.num_beams
+            mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]])] = 0
+        constrained = scores + mask
+        hopeless = constrained.amax(dim=-1).isneginf()
+        if not bool(hopeless.any()):
+            return constrained
+        whole = self._all_beams(rows, hopeless.cpu().numpy())
+        return torch.where(torch.from_numpy(whole)[:, None].to(scores.device), mask, constrained)
+
+    def _tokens(self, batch_id: int, ids: Tensor) -> list[int]:
+        tokens = list(self.prefix_allowed_tokens_fn(batch_id, ids))
+        if not tokens:
+            text = message(
+                f"prefix_allowed_tokens_fn allows nothing for batch id {batch_id}",
+                wanted="at least one token",
+                got="none",
+                do="Let it return the end token where a text is complete",
+            )
+            raise RequestError(text)
+        return tokens
+
+    def _all_beams(self, rows: Rows, hopeless: np.ndarray) -> np.ndarray:
+        """(R,) whether every row of the same search at the same place is hopeless."""
+        keys = [
+            (id(sequence.request), sequence.index // self.num_beams, int(length))
+            for sequence, length in zip(rows.sequences, rows.lengths, strict=True)
+        ]
+        hopeful = {key for key, lost in zip(keys, hopeless, strict=True) if not lost}
+        return np.array([key not in hopeful for key in keys])
+
+
+@dataclass(frozen=True)
+class InfNanRemoveLogitsProcessor(LogitsProcessor):
+    """nan becomes 0, and infinities the largest and smallest finite numbers."""
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
+        return torch.nan_to_num(scores, nan=0.0)
+
+
+_ID = integer(0)
+
+
+@dataclass(frozen=True)
+class LogitBias(LogitsProcessor):
+    """Adds its bias to every id of the table: ((id, bias), ...).
+
+    RequestError where an id lies beyond the scores. Source: `logit_bias` of the OpenAI API.
+    """
+
+    table: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        valid = all(_ID.accepts(token) and NUMBER.accepts(bias) for token, bias in self.table)
+        require(valid, "logit_bias", "pairs of a token id and a number", self.table)
+
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """The scores of the table's ids, moved."""
+        check_width(tuple(((token,), bias) for token, bias in self.table), scores.shape[-1], _BIAS)
+        tokens = np.array([token for token, _ in self.table], dtype=np.int64)
+        bias = torch.tensor([bias for _, bias in self.table], dtype=torch.float64).to(scores)
+        index = places(scores, np.repeat(np.arange(len(rows)), len(tokens)), _tiled(tokens, rows))
+        return Edit(index, scores.view(-1)[index] + bias.repeat(len(rows)))
+
+
+_BIAS = "logit_bias"
+
+
+def _tiled(tokens: np.ndarray, rows: Rows) -> np.ndarray:
+    return np.tile(tokens, len(rows))
+
+
+def matching_tails(rows: Rows, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, word) of every row whose prefix ends in that word; `words` (W, n)."""
+    ids, lengths = rows.ids().numpy(), rows.lengths
+    size = words.shape[1]
+    if ids.shape[1] < size:
+        none = np.empty(0, dtype=np.int64)
+        return none, none
+    # A row that is too short reads other ids than its last, and is left out.
+    place = np.maximum(lengths[:, None] - size + np.arange(size), 0)
+    tails = ids[np.arange(len(ids))[:, None], place]
+    match = (tails[:, None] == words).all(axis=-1) & (lengths >= size)[:, None]
+    row, word = np.nonzero(match)
+    return row, word

@@ -17,8 +17,8 @@ from everystep.config.kinds import DECAY, integer, is_integer, plain
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.best import is_wide
 from everystep.processors.edits import Edit, banned_in, places
-from everystep.processors.stacking import Counts, admit, admit_ids, require
-from everystep.types import Rows, Shortlist
+from everystep.processors.stacking import Counts, Numbers, admit, admit_ids, require
+from everystep.types import Rows, Scores
 
 COUNT = integer(0)
 
@@ -78,9 +78,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         """(R, V) -> the same, changed."""
         return _only(scores, rows.lengths == 1, (self.bos_token_id,), owned=True)
 
-    def shorten(
-        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
-    ) -> Shortlist | None:
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         """The one token, where all rows begin."""
         return _forced(scores, rows.lengths == 1, (self.bos_token_id,))
 
@@ -104,9 +102,7 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
         """(R, V) -> the same, changed."""
         return _only(scores, rows.lengths == self.max_length - 1, self.eos_token_id, owned=True)
 
-    def shorten(
-        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
-    ) -> Shortlist | None:
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         """The end tokens, where all rows are at the last place."""
         return _forced(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
 
@@ -206,18 +202,16 @@ def _only(
     return result if edit is None else Edit(edit.index, 0.0).written(result)
 
 
-def _forced(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Shortlist | None:
-    """As `_only`, as a shortlist, where it holds in every row of wide scores."""
-    if not which.all() or not is_wide(scores):
+def _forced(scores: Scores, which: np.ndarray, tokens: tuple[int, ...]) -> Scores | None:
+    """As `_only`, as lists, where it holds in every row of wide scores."""
+    if not which.all() or not (scores.tokens is not None or is_wide(scores.values)):
         return None
-    ids = [token for token in sorted(set(tokens)) if 0 <= token < scores.shape[-1]]
+    ids = [token for token in sorted(set(tokens)) if 0 <= token < scores.vocabulary]
     if not ids:
         return None
-    return Shortlist(
-        torch.tensor(ids).repeat(len(scores), 1),
-        scores.new_zeros(len(scores), len(ids)),
-        scores.shape[-1],
-    )
+    rows = len(scores)
+    zeros = scores.values.new_zeros(rows, len(ids))
+    return Scores(zeros, torch.tensor(ids).repeat(rows, 1), scores.vocabulary)
 
 
 def _generated(rows: Rows, prompt_length: int | None) -> np.ndarray:

@@ -1,40 +1,168 @@
 """What processors remember of a prefix, so that a step costs what is new and not what is long.
 
-Both kinds read the ids that were added since the last look, can be rewound to any earlier length,
-and copy without sharing anything that changes; a fork or a truncation keeps them true.
+A memory is a cache of the ids: it may be dropped at any time and is made again from them. It holds
+a part that its copies share and that never changes, and the few ids that came since, so that a fork
+costs those few (and one plain copy of a table of numbers); it can be rewound to any earlier length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable
+from math import isqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from everystep.types import Rows
 
-_FEW = 32  # ids that are added one by one
+_KEPT = 32  # ids at the end that are never shared, so that drafts can be taken back
+_ROOM = 96  # further ones before they are
 
 
-class Occurrences:
-    """The ids of a prefix from place `start` on, and how often each stands there.
+class _Memory:
+    """Base of both kinds: the shared part, the ids since, and what `_add` makes of those.
 
-    They are sorted whenever many have been read, so that who looks their scores up goes through
-    memory in one direction; what comes behind is in the order of its first occurrence.
+    A shared part has a `length`, and `after(ids)`, the same of a prefix that is longer.
     """
 
-    __slots__ = ("_counts", "_highest", "_ids", "_place", "_sorted", "_tokens", "start")
+    __slots__ = ("_recent", "_room", "_shared", "start")
+
+    def __init__(self, nothing: Any, start: int = 0) -> None:
+        self.start = start
+        self._anew(nothing)
+
+    def _anew(self, shared: Any) -> None:
+        """Nothing came after the shared part."""
+        self._shared = shared
+        self._recent: list[int] = []
+        self._room = _KEPT + max(_ROOM, 4 * isqrt(shared.length))
+
+    def _nothing(self) -> Any:
+        """The shared part of no ids."""
+        raise NotImplementedError
+
+    def _add(self, token: int) -> None:
+        raise NotImplementedError
+
+    def _take_back(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int:
+        """Of how many ids it speaks, those before `start` included."""
+        return self.start + self._shared.length + len(self._recent)
+
+    def read(self, line: np.ndarray, length: int) -> None:
+        """It speaks of the first `length` ids of the line, which begins as what it has read."""
+        known = self.length
+        if length == known + 1 and len(self._recent) < self._room:  # as in nearly every step
+            self._add(int(line[known]))
+            return
+        self.rewind(length)
+        known = self.length
+        if known < length:
+            self.extend(line[known:length].tolist())
+
+    def extend(self, ids: list[int]) -> None:
+        """The prefix is longer by these ids."""
+        if len(self._recent) + len(ids) > self._room:
+            every = self._recent + ids
+            self._anew(self._shared.after(every[:-_KEPT]))
+            ids = every[-_KEPT:]
+        for token in ids:
+            self._add(token)
+
+    def rewind(self, length: int) -> None:
+        """It speaks of no more than the first `length` ids; of none where that is far back."""
+        excess = self.length - max(length, self.start)
+        if excess > len(self._recent):
+            self._anew(self._nothing())
+            return
+        for _ in range(excess):
+            self._take_back()
+
+
+class _Counted(NamedTuple):
+    """`tokens` (n,) rising, `counts` (n,), and the place of each token."""
+
+    length: int
+    tokens: np.ndarray
+    counts: np.ndarray
+    place: dict[int, int]
+
+    def after(self, ids: list[int]) -> _Counted:
+        added, times = np.unique(np.array(ids, dtype=np.int64), return_counts=True)
+        tokens, place = np.unique(np.concatenate([self.tokens, added]), return_inverse=True)
+        counts = np.zeros(len(tokens), dtype=np.int64)
+        np.add.at(counts, place, np.concatenate([self.counts, times]))
+        places = dict(zip(tokens.tolist(), range(len(tokens)), strict=True))
+        return _Counted(self.length + len(ids), tokens, counts, places)
+
+
+_NO_IDS = np.empty(0, dtype=np.int64)
+_NOTHING = _Counted(0, _NO_IDS, _NO_IDS, {})
+
+
+class Occurrences(_Memory):
+    """The ids of a prefix from place `start` on, and how often each stands there.
+
+    Most are sorted, so that who looks their scores up goes through memory in one direction.
+    """
+
+    __slots__ = ("_highest", "_new", "_table", "_times")
 
     def __init__(self, start: int = 0) -> None:
-        self.start = start
-        self._highest = -1  # no id was ever higher
-        self._ids: list[int] = []
-        self._sort()
+        super().__init__(_NOTHING, start)
+
+    def _nothing(self) -> _Counted:
+        return _NOTHING
+
+    def _anew(self, shared: _Counted) -> None:
+        super()._anew(shared)
+        self._new: dict[int, int] = {}  # places of ids that are not in the shared part
+        self._times: dict[int, int] = {}  # how often ids stand after it
+        self._table: np.ndarray | None = None  # (2, room) ids and counts, made when asked for
+        self._highest = int(shared.tokens[-1]) if len(shared.tokens) else -1
+
+    def _place(self, token: int) -> int:
+        place = self._shared.place.get(token)
+        return self._new[token] if place is None else place
+
+    def _add(self, token: int) -> None:
+        self._recent.append(token)
+        self._times[token] = self._times.get(token, 0) + 1
+        if token not in self._shared.place and token not in self._new:
+            place = self._new[token] = len(self._shared.tokens) + len(self._new)
+            self._highest = max(self._highest, token)
+            if self._table is not None:
+                self._table[:, place] = token, 1
+        elif self._table is not None:
+            self._table[1, self._place(token)] += 1
+
+    def _take_back(self) -> None:
+        token = self._recent.pop()
+        if self._table is not None:
+            self._table[1, self._place(token)] -= 1
+        self._times[token] -= 1
+        if not self._times[token]:
+            del self._times[token]
+            self._new.pop(token, None)  # if it is there, it came last of all that are
+
+    def _listed(self) -> np.ndarray:
+        """(2, n) ids and counts."""
+        known, count = len(self._shared.tokens), len(self._shared.tokens) + len(self._new)
+        if self._table is None:
+            self._table = np.zeros((2, known + self._room), dtype=np.int64)
+            self._table[:, :known] = self._shared.tokens, self._shared.counts
+            self._table[0, known:count] = [*self._new]
+            for token, times in self._times.items():
+                self._table[1, self._place(token)] += times
+        return self._table[:, :count]
 
     @property
     def tokens(self) -> np.ndarray:
         """(n,) each id once; a view."""
-        return self._tokens[: len(self._place)]
+        return self._listed()[0]
 
     def below(self, size: int) -> np.ndarray:
         """(n,) those of `tokens` that are below `size`."""
@@ -44,149 +172,114 @@ class Occurrences:
     @property
     def counts(self) -> np.ndarray:
         """(n,) how often each of `tokens` stands; a view."""
-        return self._counts[: len(self._place)]
-
-    def read(self, line: np.ndarray, length: int) -> None:
-        """It speaks of the first `length` ids of the line."""
-        known = self.start + len(self._ids)
-        if length < known:
-            self.rewind(length)
-        elif length == known + 1:  # as in nearly every step
-            self._add(int(line[known]))
-        else:
-            self.extend(line[known:length].tolist())
-
-    def extend(self, ids: list[int]) -> None:
-        """The prefix is longer by these ids."""
-        if len(ids) > _FEW:
-            self._ids += ids
-            self._sort()
-            return
-        for token in ids:
-            self._add(token)
-
-    def _add(self, token: int) -> None:
-        self._ids.append(token)
-        place = self._place.get(token)
-        if place is not None:
-            self._counts[place] += 1
-            return
-        place = len(self._place)
-        if place == len(self._tokens):
-            self._sort()
-            return
-        self._place[token] = place
-        self._tokens[place], self._counts[place] = token, 1
-        self._highest = max(self._highest, token)
-
-    def _sort(self) -> None:
-        """All anew, with room for as many again; views that were given keep what they show."""
-        tokens, counts = np.unique(np.array(self._ids, dtype=np.int64), return_counts=True)
-        self._tokens, self._counts = (np.resize(x, 2 * len(x) + _FEW) for x in (tokens, counts))
-        self._place = dict(zip(tokens.tolist(), range(len(tokens)), strict=True))
-        self._highest = int(tokens[-1]) if len(tokens) else -1
-        self._sorted = len(self._ids)
-
-    def rewind(self, length: int) -> None:
-        """As it was when the prefix had `length` ids."""
-        kept = max(length - self.start, 0)
-        if kept < self._sorted:
-            del self._ids[kept:]
-            self._sort()
-        while len(self._ids) > kept:
-            token = self._ids.pop()
-            place = self._place[token]
-            self._counts[place] -= 1
-            # Backwards, the id that is gone is the one that came last of all distinct ones.
-            if self._counts[place] == 0:
-                del self._place[token]
+        return self._listed()[1]
 
     def copy(self) -> Occurrences:
-        """One that knows the same and shares nothing."""
+        """One that knows the same; what changes is not shared."""
         other = Occurrences(self.start)
-        other._highest, other._sorted = self._highest, self._sorted
-        other._ids = self._ids.copy()
-        other._place = self._place.copy()
-        other._tokens = self._tokens.copy()
-        other._counts = self._counts.copy()
+        other._shared, other._highest, other._room = self._shared, self._highest, self._room
+        other._recent = self._recent.copy()
+        other._new, other._times = self._new.copy(), self._times.copy()
+        other._table = None if self._table is None else self._table.copy()
         return other
 
 
-class NGrams:
+Following = dict[tuple[int, ...], tuple[int, ...]]
+
+
+class _Grams(NamedTuple):
+    """Which ids follow which heads of `size` - 1 ids, and the last ids."""
+
+    size: int
+    length: int
+    following: Following
+    tail: tuple[int, ...]
+
+    def after(self, ids: list[int]) -> _Grams:
+        following, known = self.following.copy(), [*self.tail, *ids]
+        for end in range(self.size - 1, len(known)):
+            head = tuple(known[end - self.size + 1 : end])
+            before = following.get(head, ())
+            if known[end] not in before:
+                following[head] = (*before, known[end])
+        tail = tuple(known[max(len(known) - self.size + 1, 0) :])
+        return _Grams(self.size, self.length + len(ids), following, tail)
+
+
+class NGrams(_Memory):
     """Which ids follow which `size - 1` ids in a prefix."""
 
-    __slots__ = ("_following", "_ids", "_news", "size")
+    __slots__ = ("_following", "_news", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._ids: list[int] = []
-        self._following: dict[tuple[int, ...], tuple[int, ...]] = {}
+        super().__init__(self._nothing())
+
+    def _nothing(self) -> _Grams:
+        return _Grams(self.size, 0, {}, ())
+
+    def _anew(self, shared: _Grams) -> None:
+        super()._anew(shared)
+        self._following: Following = {}  # of heads that more follows than in the shared part
         self._news: list[bool] = []  # per id, whether it ended an n-gram for the first time
 
     def following(self, head: tuple[int, ...]) -> tuple[int, ...]:
         """Each id that follows the given `size - 1` ids somewhere, once."""
-        return self._following.get(head, ())
+        found = self._following.get(head)
+        return self._shared.following.get(head, ()) if found is None else found
 
     def next(self) -> tuple[int, ...]:
         """Each id that would complete an n-gram of the prefix."""
         return self.following(self._head())
 
     def _head(self) -> tuple[int, ...]:
-        return tuple(self._ids[len(self._ids) - self.size + 1 :])
+        """The last `size` - 1 ids, or all."""
+        before, own = self.size - 1, self._recent
+        if len(own) < before:
+            own = [*self._shared.tail, *own]
+        return tuple(own[max(len(own) - before, 0) :])
 
-    def read(self, line: np.ndarray, length: int) -> None:
-        """It speaks of the first `length` ids of the line."""
-        self.rewind(length)
-        self.extend(line[len(self._ids) : length].tolist())
+    def _add(self, token: int) -> None:
+        head = self._head()
+        known = self.following(head)
+        new = len(head) == self.size - 1 and token not in known
+        if new:
+            self._following[head] = (*known, token)
+        self._recent.append(token)
+        self._news.append(new)
 
-    def extend(self, ids: Iterable[int]) -> None:
-        """The prefix is longer by these ids."""
-        for token in ids:
-            new = False
-            if len(self._ids) >= self.size - 1:
-                head = self._head()
-                known = self._following.get(head, ())
-                new = token not in known
-                if new:
-                    self._following[head] = (*known, token)
-            self._ids.append(token)
-            self._news.append(new)
-
-    def rewind(self, length: int) -> None:
-        """As it was when the prefix had `length` ids."""
-        while len(self._ids) > length:
-            self._ids.pop()
-            if self._news.pop():
-                head = self._head()
-                self._following[head] = self._following[head][:-1]
+    def _take_back(self) -> None:
+        self._recent.pop()
+        if self._news.pop():
+            head = self._head()
+            self._following[head] = self._following[head][:-1]
 
     def copy(self) -> NGrams:
-        """One that knows the same and shares nothing that changes."""
+        """One that knows the same; what changes is not shared."""
         other = NGrams(self.size)
-        other._ids = self._ids.copy()
-        other._following = self._following.copy()
-        other._news = self._news.copy()
+        other._shared, other._room = self._shared, self._room
+        other._recent = self._recent.copy()
+        other._following, other._news = self._following.copy(), self._news.copy()
         return other
 
 
 def occurrences(rows: Rows, r: int, start: int) -> Occurrences:
     """What row r's sequence remembers of the ids of its prefix from `start` on."""
-    return _read(rows, r, f"occurrences from {start}", lambda: Occurrences(start))
+    memory: Occurrences = _read(rows, r, f"occurrences from {start}", lambda: Occurrences(start))
+    return memory
 
 
 def ngrams(rows: Rows, r: int, size: int) -> NGrams:
     """What row r's sequence remembers of the n-grams of its prefix."""
-    return _read(rows, r, f"{size}-grams", lambda: NGrams(size))
+    memory: NGrams = _read(rows, r, f"{size}-grams", lambda: NGrams(size))
+    return memory
 
 
-M = TypeVar("M", Occurrences, NGrams)
-
-
-def _read(rows: Rows, r: int, key: str, make: Callable[[], M]) -> M:
+def _read(rows: Rows, r: int, key: str, make: Callable[[], Any]) -> Any:
     """The memory of row r's sequence under a key, which has read all of the prefix."""
     sequence = rows.sequences[r]
-    if key not in sequence.memo:
-        sequence.memo[key] = make()
-    memory: M = sequence.memo[key]
+    memory = sequence.memo.get(key)
+    if memory is None:
+        memory = sequence.memo[key] = make()
     memory.read(rows.table.data[sequence.line], int(rows.lengths[r]))
     return memory

@@ -17,28 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.processors.base import LogitsProcessor, Processor, reads_rows
+from everystep.processors.base import LogitsProcessor, Processor, User, reads_rows
 from everystep.processors.best import is_few
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
-from everystep.processors.user import User
 from everystep.processors.warpers import TemperatureLogitsWarper
-from everystep.types import Rows, Shortlist
-from everystep.types.shortlist import dense
+from everystep.types import Rows, Scores
 
 Processors = tuple[Processor, ...]
 _USER = RANK[User]
 
 
-def apply(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
-    """(R, V) scores -> (R, V) scores, each row processed as its own request asks.
-
-    The scores may be written to if they are `owned`; otherwise no argument is changed.
-    """
-    return dense(shortened(rows, scores, owned=owned))
-
-
-def enough(processors: Processors, vocabulary: int) -> int:
+def best_read(processors: Processors, vocabulary: int) -> int:
     """How many of the best scores of a row they have to see in place of the row; 0 for all of it.
 
     Lists of the best then take the way that rows would have taken from the first processor on that
@@ -47,17 +37,18 @@ def enough(processors: Processors, vocabulary: int) -> int:
     ours = [one for one in processors if type(one) in RANK and isinstance(one, LogitsProcessor)]
     if len(ours) < len(processors) or not all(one.narrows for one in ours):
         return 0
-    count = next((one.enough for one in ours if not one.ordered), 0)
+    count = next((one.best for one in ours if not one.ordered), 0)
     return count if is_few(count, vocabulary) else 0
 
 
-def shortened(rows: Rows, scores: Tensor | Shortlist, *, owned: bool = False) -> Tensor | Shortlist:
-    """As `apply`, but a shortlist where processors leave few tokens of wide rows.
+def apply(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
+    """The scores of R rows, each processed as its own request asks.
 
-    A shortlist of the best may come in already; UndecidedError where it is not `enough`.
+    Lists where processors leave few tokens of wide rows. Whole values may be written to if they are
+    `owned`; otherwise no argument is changed.
     """
-    in_place = owned and isinstance(scores, Tensor) and scores.is_contiguous()
-    canvas = _Canvas(rows, scores, in_place)
+    in_place = owned and scores.tokens is None and scores.values.is_contiguous()
+    canvas = _Canvas(rows, scores.rising(), in_place)
     shared = rows.sequences[0].request.processors
     if all(sequence.request.processors is shared for sequence in rows.sequences):
         canvas.run_all(shared)
@@ -75,7 +66,7 @@ class _Canvas:
     """
 
     rows: Rows
-    scores: Tensor | Shortlist
+    scores: Scores
     owned: bool
     temperature: TemperatureLogitsWarper | None = None
 
@@ -84,22 +75,21 @@ class _Canvas:
         for processor in processors:
             if type(processor) not in RANK or not isinstance(processor, LogitsProcessor):
                 self._change(processor)
-            elif isinstance(self.scores, Shortlist):
-                self._take(processor.narrow(self.rows, self.scores), processor)
-            elif isinstance(processor, TemperatureLogitsWarper) and not self.temperature:
-                self.temperature = processor
+            elif self._can_wait(processor):
+                self.temperature = processor  # type: ignore[assignment]
             else:
                 divisor = self.temperature.temperature if self.temperature else 1.0
-                self._take(processor.shorten(self.rows, self.scores, divisor), processor)
+                few = processor.few(self.rows, self.scores, divisor)
+                if few is None:
+                    self._change(processor)
+                else:
+                    self.scores, self.owned, self.temperature = few, True, None
 
-    def _take(self, short: Shortlist | None, processor: LogitsProcessor) -> None:
-        """The processor has left a shortlist, or it has to run on whole rows."""
-        if short is None:
-            self._change(processor)
-        else:
-            self.scores, self.owned, self.temperature = short, True, None
+    def _can_wait(self, processor: Processor) -> bool:
+        is_temperature = isinstance(processor, TemperatureLogitsWarper)
+        return is_temperature and self.scores.tokens is None and not self.temperature
 
-    def settled(self) -> Tensor | Shortlist:
+    def settled(self) -> Scores:
         """The scores, with nothing that waits."""
         if self.temperature:
             waiting, self.temperature = self.temperature, None
@@ -108,20 +98,21 @@ class _Canvas:
 
     def _whole(self) -> Tensor:
         """(R, V) the scores, with nothing that waits."""
-        self.scores = dense(self.settled())
-        return self.scores
+        self.scores = self.settled().whole()
+        return self.scores.values
 
     def _change(self, processor: Processor) -> None:
         """The processor on whole rows."""
         before = self._whole()
         if isinstance(processor, LogitsProcessor) and reads_rows(processor):
             change = processor.overwrite if self.owned else processor.process
-            self.scores = change(self.rows, before)
-            self.owned |= self.scores is not before
+            values = change(self.rows, before)
+            self.owned |= values is not before
         else:
-            self.scores = processor(self.rows, before)
+            values = processor(self.rows, before)
             # A caller may keep what his processor returned.
-            self.owned &= self.scores is before
+            self.owned &= values is before
+        self.scores = Scores.of(values)
 
     def run(self, processors: Processors, indices: list[int]) -> None:
         """The processors, one after another, on the given rows."""
@@ -129,21 +120,21 @@ class _Canvas:
             self.run_all(processors)
             return
         scores, chosen = self.settled(), np.array(indices)
-        at = torch.from_numpy(chosen)
-        few = scores.select(at) if isinstance(scores, Shortlist) else scores[at.to(scores.device)]
-        part = _Canvas(self.rows.select(chosen), few, owned=True)
+        at = torch.from_numpy(chosen).to(scores.values.device)
+        part = _Canvas(self.rows.select(chosen), scores.select(at), owned=True)
         part.run_all(processors)
         self._put(at, part.settled())
 
-    def _put(self, at: Tensor, changed: Tensor | Shortlist) -> None:
+    def _put(self, at: Tensor, changed: Scores) -> None:
         """The rows `at`, (n,), have these scores."""
-        if isinstance(self.scores, Shortlist) and isinstance(changed, Shortlist):
+        if self.scores.tokens is not None and changed.tokens is not None:
             self.scores = self.scores.put(at, changed)
             return
-        scores = self._whole()
+        values = self._whole()
         if not self.owned:
-            self.scores, self.owned = scores.clone(), True
-        self._whole()[at.to(scores.device)] = dense(changed)
+            values, self.owned = values.clone(), True
+        values[at] = changed.whole().values
+        self.scores = Scores.of(values)
 
 
 @dataclass(slots=True)
@@ -173,7 +164,7 @@ def _run_stacked(canvas: _Canvas, groups: list[tuple[Processors, list[int]]]) ->
         ((i, processors[0]) for processors, indices in groups for i in indices),
         key=lambda entry: entry[0],
     )
-    canvas.run((stacked([one for _, one in owner]),), [i for i, _ in owner])  # type: ignore[type-var]
+    canvas.run((stacked([one for _, one in owner]),), [i for i, _ in owner])
 
 
 def _apply_mixed(canvas: _Canvas) -> None:

@@ -1,26 +1,34 @@
-"""Processors against repetition: what stands in the prefix, or in the prompt of the encoder.
+"""Processors against repetition: of ids in the prefix, in the encoder's prompt, or generated.
 
 Pad ids of the prefix count as the reference counts them: not for penalties, but for n-grams. Ids
 beyond the width of the scores can never be chosen and are passed over. What stands in a prefix is
-remembered where rows go on, and read off its ids where they are given by hand.
+remembered where rows go on, and read off its ids where they are given by hand. What is not the
+reference's names its source.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import POSITIVE, integer, plain
+from everystep.config.kinds import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    PENALTY,
+    POSITIVE,
+    integer,
+    plain,
+)
 from everystep.processors.base import LogitsProcessor, remembers
-from everystep.processors.edits import Edit, Revision, Stretch, banned, stretches
-from everystep.processors.matching import repeated_ngrams
-from everystep.processors.memory import NGrams, ngrams, occurrences
-from everystep.processors.stacking import Counts, Numbers, admit
+from everystep.processors.edits import Edit, Revision, Stretch, alike, banned, places, stretches
+from everystep.processors.memory import NGrams, Occurrences, ngrams, occurrences
+from everystep.processors.stacking import Counts, Numbers, admit, admit_ids
 from everystep.types import Rows
 
 _SIZE = integer(1)
@@ -188,3 +196,149 @@ def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
 def _owners(rows: int, prompts: int) -> np.ndarray:
     """(R,) whose prompt each row has: as many rows of one after another for every prompt."""
     return np.arange(rows) // max(rows // prompts, 1)
+
+
+@dataclass(frozen=True)
+class OccurrencePenalty(LogitsProcessor):
+    """Generated ids lose `presence` once and `frequency` per occurrence; the prompt does not count.
+
+    By hand every id counts. Negative values favour repetition. Source: `presence_penalty` and
+    `frequency_penalty` of the OpenAI API, counted over generated ids as vLLM does.
+    """
+
+    presence: Numbers = 0.0
+    frequency: Numbers = 0.0
+
+    per_row = ("presence", "frequency")
+
+    def __post_init__(self) -> None:
+        admit(self, "presence", PENALTY, "presence_penalty")
+        admit(self, "frequency", PENALTY, "frequency_penalty")
+
+    def edit(self, rows: Rows, scores: Tensor) -> Revision:
+        """The scores of the ids that were generated, lowered."""
+        known = [_generated(rows, r, scores.shape[-1]) for r in range(len(rows))]
+        times = [counts for _, counts in known]
+
+        def revised(old: Any, stretch: Stretch) -> Any:
+            count = alike(np.concatenate(times[stretch.rows]), old)
+            each = stretch.own(self.frequency, old)
+            return old - (each * count + stretch.own(self.presence, old))
+
+        return Revision(stretches([tokens for tokens, _ in known], scores), revised)
+
+
+def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids below `size` that row r's sequence generated, each once, and how often: copies."""
+    start = rows.sequences[r].request.prompt_visible
+    if remembers(rows):
+        memory = occurrences(rows, r, start)
+    else:
+        memory = Occurrences(start)
+        memory.read(rows.table.data[rows.sequences[r].line], int(rows.lengths[r]))
+    inside = memory.tokens < size
+    return memory.tokens[inside], memory.counts[inside]
+
+
+_LARGEST = math.log(torch.finfo(torch.float32).max)
+
+
+class _Repeats(NamedTuple):
+    """Where a row's last id stood before: the row, the place, and how many ids match there."""
+
+    row: np.ndarray
+    place: np.ndarray
+    length: np.ndarray
+
+
+@dataclass(frozen=True)
+class Dry(LogitsProcessor):
+    """An id that would continue a match of n >= allowed_length ids of the prefix's end loses
+    multiplier * base ** (n - allowed_length); the longest match of an id counts.
+
+    No match reaches across an id of `breakers` or into the pad prefix, and none of them loses
+    anything. Source: p-e-w 2024, text-generation-webui pull request 5677.
+    """
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    breakers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        admit(self, "multiplier", NOT_NEGATIVE, "dry_multiplier")
+        admit(self, "base", AT_LEAST_1, "dry_base")
+        admit(self, "allowed_length", integer(1), "dry_allowed_length")
+        admit_ids(self, "breakers", "dry_sequence_breakers")
+
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        """The scores of ids that would continue a repetition, lowered."""
+        ids = rows.ids().numpy()
+        found = self._repeats(ids, rows)
+        keep = found.length >= self.allowed_length
+        row, length = found.row[keep], found.length[keep]
+        token = ids[row, found.place[keep] + 1]
+        allowed = ~np.isin(token, self.breakers) & (token < scores.shape[-1])
+        row, token, length = _longest(row[allowed], token[allowed], length[allowed])
+        if not len(row):
+            return None
+        lost = self.multiplier * self.base ** (length - self.allowed_length).astype(np.float64)
+        index = places(scores, row, token)
+        return Edit(index, scores.view(-1)[index] - torch.from_numpy(lost).to(scores))
+
+    @property
+    def _longest_counted(self) -> int:
+        """The length of a match from which on the loss would leave the range of float32."""
+        if self.base == 1 or self.multiplier == 0:
+            return self.allowed_length
+        room = (_LARGEST - math.log(self.multiplier)) / math.log(self.base)
+        return self.allowed_length + max(int(room) - 1, 0)
+
+    def _repeats(self, ids: np.ndarray, rows: Rows) -> _Repeats:
+        """Every earlier place of each row's last id, unless that is a breaker."""
+        ends, every = rows.lengths - 1, np.arange(len(rows))
+        starts = np.array([sequence.request.pad_prefix for sequence in rows.sequences])
+        last = ids[every, np.maximum(ends, 0)] if ids.shape[1] else ends
+        place = np.arange(ids.shape[1])
+        before = (place >= starts[:, None]) & (place < ends[:, None])
+        before &= ~np.isin(last, self.breakers)[:, None]
+        row, at = np.nonzero(before & (ids == last[:, None]))
+        length = np.ones(len(row), dtype=np.int64)
+        going = np.arange(len(row))
+        # Backwards, one id more at a time, with the places that still match.
+        for n in range(1, self._longest_counted):
+            going = going[at[going] - n >= starts[row[going]]]
+            own = ids[row[going], ends[row[going]] - n]
+            same = (ids[row[going], at[going] - n] == own) & ~np.isin(own, self.breakers)
+            going = going[same]
+            if not len(going):
+                break
+            length[going] += 1
+        return _Repeats(row, at, length)
+
+
+def _longest(
+    row: np.ndarray, token: np.ndarray, length: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each (row, token) once, with the greatest of its lengths."""
+    order = np.lexsort((-length, token, row))
+    row, token, length = row[order], token[order], length[order]
+    first = np.ones(len(row), dtype=bool)
+    first[1:] = (row[1:] != row[:-1]) | (token[1:] != token[:-1])
+    return row[first], token[first], length[first]
+
+
+def repeated_ngrams(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(row, token) of every id that would complete an n-gram of its row."""
+    ids, lengths = rows.ids().numpy(), rows.lengths
+    windows = ids.shape[1] - size + 1
+    if windows <= 0:
+        none = np.empty(0, dtype=np.int64)
+        return none, none
+    match = np.arange(windows) + size <= lengths[:, None]
+    for k in range(size - 1):
+        # The last size - 1 ids of a row, which the next one would follow.
+        tail = np.maximum(lengths - size + 1 + k, 0)[:, None]
+        match &= ids[:, k : windows + k] == np.take_along_axis(ids, tail, axis=1)
+    row, start = np.nonzero(match)
+    return row, ids[row, start + size - 1]

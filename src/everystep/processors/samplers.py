@@ -1,4 +1,5 @@
-"""Samplers beyond the reference's that need nothing but a row of scores, and for XTC a number.
+"""Samplers beyond the reference's: functions of a row of scores, of a drawn number (XTC), or of the
+surprise of what was chosen before (Mirostat).
 
 Each names its source. All their numbers may be given per row.
 """
@@ -6,18 +7,18 @@ Each names its source. All their numbers may be given per row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE, integer
-from everystep.draws import places_of
-from everystep.processors.base import LogitsProcessor
-from everystep.processors.filter import Filter
+from everystep.processors.base import Filter, LogitsProcessor
 from everystep.processors.stacking import Counts, Numbers, admit, column, counts
-from everystep.types import Rows, Shortlist
+from everystep.types import Rows, Scores, Sequence
+from everystep.types.batch import places_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class DynamicTemperature(LogitsProcessor):
     exponent: Numbers = 1.0
 
     per_row = ("temperature", "spread", "exponent")
+    narrows = True
 
     def __post_init__(self) -> None:
         admit(self, "temperature", POSITIVE)
@@ -74,9 +76,9 @@ class DynamicTemperature(LogitsProcessor):
         heat = middle - spread + 2 * spread * share ** column(self.exponent, scores)
         return torch.where(number > 1, scores / heat, scores)
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens."""
-        return replace(short, scores=self.process(rows, short.scores))
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """The same tokens of a list."""
+        return self.relisted(rows, scores)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Xtc(LogitsProcessor):
     min_tokens_to_keep: Counts = 1
 
     per_row = ("probability", "threshold", "min_tokens_to_keep")
+    narrows = True
 
     def __post_init__(self) -> None:
         admit(self, "probability", FRACTION, "xtc_probability")
@@ -105,9 +108,9 @@ class Xtc(LogitsProcessor):
         strikes = _numbers(rows).to(scores.device) < column(self.probability, scores)
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens, of which some have no score any more."""
-        return replace(short, scores=self.process(rows, short.scores))
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """The same tokens of a list, of which some have no score any more."""
+        return self.relisted(rows, scores)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool: what goes where it strikes."""
@@ -124,8 +127,113 @@ def _numbers(rows: Rows) -> Tensor:
     sequences, draws = rows.sequences, rows.sequences[0].request.draws
     if draws is None:
         return torch.rand(len(rows), 1, dtype=torch.float64)
-    prompts = np.fromiter((one.request.prompt_visible for one in sequences), np.int64, len(rows))
+    shifts = np.fromiter((one.request.shift for one in sequences), np.int64, len(rows))
     slots = np.arange(len(rows))
-    places = places_of(sequences, rows.lengths - prompts, slots, len(rows))
+    places = places_of(sequences, rows.lengths - shifts, slots, len(rows))
     numbers: Tensor = draws.uniform("xtc", places)
     return numbers
+
+
+_KEY = "mirostat"
+
+
+class _Choice(NamedTuple):
+    """The limit where the prefix has `length` ids, and the surprises (n,) of the kept `tokens`,
+    which rise."""
+
+    length: int
+    limit: float
+    tokens: np.ndarray
+    surprises: np.ndarray
+
+    def error(self, token: int, tau: float) -> float:
+        """By how much the surprise of the chosen token was above tau; 0 where it was removed."""
+        place = int(np.searchsorted(self.tokens, token))
+        kept = place < len(self.tokens) and self.tokens[place] == token
+        return float(self.surprises[place]) - tau if kept else 0.0
+
+
+@dataclass(frozen=True)
+class Mirostat(LogitsProcessor):
+    """Removes tokens whose surprise, in bits, is above a limit that seeks the mean surprise `tau`.
+
+    The limit is 2 tau first; after a token of surprise s among those that were kept it falls by
+    eta * (s - tau). A token that had been removed leaves it alone. The likeliest
+    `min_tokens_to_keep` stay. By hand every call is a first one. Source: Basu et al. 2021, version
+    2 as in llama.cpp.
+    """
+
+    tau: Numbers
+    eta: Numbers = 0.1
+    min_tokens_to_keep: Counts = 1
+
+    per_row = ("tau", "eta", "min_tokens_to_keep")
+
+    def __post_init__(self) -> None:
+        admit(self, "tau", POSITIVE, "mirostat_tau")
+        admit(self, "eta", FRACTION, "mirostat_eta")
+        admit(self, "min_tokens_to_keep", integer(1))
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        """(R, V) -> (R, V)."""
+        surprise = -scores.log_softmax(dim=-1) / math.log(2)
+        kept = torch.empty_like(scores)
+        for wave in _waves(rows):
+            # The rows of a wave follow drafts whose surprises the wave before has told.
+            found = [self._limit(rows, r) for r in wave.tolist()]
+            limits = torch.tensor(found, dtype=torch.float64)
+            at = torch.from_numpy(wave).to(scores.device)
+            far = surprise[at] > limits[:, None].to(scores)
+            far &= ~self._spared(scores, at)
+            kept[at] = scores[at].masked_fill(far, -math.inf)
+            left = -kept[at].log_softmax(dim=-1) / math.log(2)
+            for r, limit, row in zip(wave.tolist(), found, left.cpu().numpy(), strict=True):
+                tokens = np.flatnonzero(np.isfinite(row))
+                _note(rows, r, _Choice(int(rows.lengths[r]), limit, tokens, row[tokens]))
+        return kept
+
+    def _spared(self, scores: Tensor, at: Tensor) -> Tensor:
+        """(n, V) bool: the likeliest tokens of the given rows."""
+        keep = counts(self.min_tokens_to_keep, scores)
+        keep = keep[at] if isinstance(keep, Tensor) else torch.full((len(at), 1), keep)
+        most = min(int(keep.max()), scores.shape[-1])
+        best = torch.topk(scores[at], most, dim=-1).indices
+        among = torch.arange(most, device=scores.device) < keep.to(scores.device)
+        return torch.zeros_like(scores[at], dtype=torch.bool).scatter(-1, best, among)
+
+    def _limit(self, rows: Rows, r: int) -> float:
+        """The limit in row r, from that of the id before."""
+        tau, eta = _own(self.tau, r), _own(self.eta, r)
+        sequence, length = rows.sequences[r], int(rows.lengths[r])
+        before = next((one for one in _known(sequence) if one.length == length - 1), None)
+        if before is None:
+            return 2 * tau
+        token = int(rows.table.data[sequence.line, length - 1])
+        return before.limit - eta * before.error(token, tau)
+
+
+def _known(sequence: Sequence) -> tuple[_Choice, ...]:
+    known: tuple[_Choice, ...] = sequence.memo.get(_KEY, ())
+    return known
+
+
+def _note(rows: Rows, r: int, choice: _Choice) -> None:
+    """The sequence remembers the choice, and those before it that it may still be taken back to."""
+    sequence = rows.sequences[r]
+    first = sequence.visible - sequence.provisional - 1
+    kept = (one for one in _known(sequence) if first <= one.length < choice.length)
+    sequence.memo[_KEY] = (*kept, choice)
+
+
+def _own(value: Numbers, r: int) -> float:
+    return value[r] if isinstance(value, tuple) else value
+
+
+def _waves(rows: Rows) -> list[np.ndarray]:
+    """The rows in turns, each with at most one row of every sequence, shorter prefixes first."""
+    rank: dict[int, int] = {}
+    turn = np.empty(len(rows), dtype=np.int64)
+    for r in np.argsort(rows.lengths, kind="stable"):
+        turn[r] = rank.get(id(rows.sequences[r]), 0)
+        rank[id(rows.sequences[r])] = int(turn[r]) + 1
+    return [np.flatnonzero(turn == t) for t in range(int(turn.max(initial=-1)) + 1)]

@@ -1,5 +1,7 @@
 """Parameters that are one number, or one per row, and instances of a class run as one.
 
+A processor names the fields that may be given per row in `per_row`.
+
 A parameter per row is a tuple, so that processors stay comparable; where it is used it becomes a
 (R, 1) tensor of the scores' type, in which a number would be rounded in the same way.
 """
@@ -15,17 +17,15 @@ from torch import Tensor
 
 from everystep.config.kinds import Kind, is_integer, plain
 from everystep.errors import RequestError, message
-from everystep.processors.base import LogitsProcessor
 
 Numbers = float | tuple[float, ...]
 Counts = int | tuple[int, ...]
 
-P = TypeVar("P", bound=LogitsProcessor)
+
+P = TypeVar("P")
 
 
-def admit(
-    processor: LogitsProcessor, name: str, kind: Kind, label: str = "", do: str | None = None
-) -> None:
+def admit(processor: Any, name: str, kind: Kind, label: str = "", do: str | None = None) -> None:
     """The field holds a number of that kind, or, given a list or tensor, a tuple of them.
 
     RequestError for anything else; `label` is what the error calls the field.
@@ -47,7 +47,7 @@ def admit(
     object.__setattr__(processor, name, value if several else kind.stored(value))
 
 
-def admit_ids(processor: LogitsProcessor, name: str, label: str = "") -> None:
+def admit_ids(processor: Any, name: str, label: str = "") -> None:
     """The field holds a tuple of token ids, given as one id, a list or a tensor of them."""
     given = getattr(processor, name)
     value = plain(given)
@@ -64,19 +64,25 @@ def admit_ids(processor: LogitsProcessor, name: str, label: str = "") -> None:
     object.__setattr__(processor, name, ids)
 
 
-def stack_key(processor: object) -> Hashable:
+def stack_key(processor: Any) -> Hashable:
     """Equal for processors that differ only in what they may have per row; None if nothing may."""
-    if not isinstance(processor, LogitsProcessor) or not processor.per_row:
+    names = _names(processor)
+    if not names:
         return None
-    fixed = [one.name for one in fields(processor) if one.name not in processor.per_row]  # type: ignore[arg-type]
-    absent = tuple(getattr(processor, name) is None for name in processor.per_row)
+    fixed = [one.name for one in fields(processor) if one.name not in names]
+    absent = tuple(getattr(processor, name) is None for name in names)
     return (type(processor), absent, *(getattr(processor, name) for name in fixed))
+
+
+def _names(processor: Any) -> tuple[str, ...]:
+    """What it may have per row; nothing for what is not ours."""
+    return getattr(processor, "per_row", ())
 
 
 def stacked(instances: Sequence[P]) -> P:
     """One instance for R rows, from the instance of each; all of one `stack_key`."""
     per_row = {}
-    for name in instances[0].per_row:
+    for name in _names(instances[0]):
         values = [getattr(one, name) for one in instances]
         same = all(value == values[0] for value in values)
         per_row[name] = values[0] if same else tuple(values)
@@ -85,16 +91,29 @@ def stacked(instances: Sequence[P]) -> P:
 
 def varies(processor: object) -> bool:
     """Whether it has a parameter per row."""
-    names = processor.per_row if isinstance(processor, LogitsProcessor) else ()
-    return any(isinstance(getattr(processor, name), tuple) for name in names)
+    return any(isinstance(getattr(processor, name), tuple) for name in _names(processor))
 
 
 def at_row(processor: P, row: int, rows: int) -> P:
     """The processor as it is for one of a call's rows; RequestError if it has other rows."""
-    processor.require_rows(rows)
-    values = {name: getattr(processor, name) for name in processor.per_row}
+    require_rows(processor, rows)
+    values = {name: getattr(processor, name) for name in _names(processor)}
     own = {name: value[row] for name, value in values.items() if isinstance(value, tuple)}
     return _changed(processor, own) if own else processor
+
+
+def require_rows(processor: object, rows: int) -> None:
+    """RequestError unless every parameter is one number, or one for each of the rows."""
+    for name in _names(processor):
+        value = getattr(processor, name)
+        if isinstance(value, tuple) and len(value) != rows:
+            text = message(
+                f"{name} of {type(processor).__name__} does not fit the rows",
+                wanted=f"one number, or {rows} of them",
+                got=len(value),
+                do="Give one number per row of input_ids",
+            )
+            raise RequestError(text)
 
 
 def _changed(processor: P, values: dict[str, Any]) -> P:

@@ -8,7 +8,7 @@ generation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -24,45 +24,8 @@ from everystep.processors.base import LogitsProcessor, remembers
 from everystep.types import Rows
 
 _MULTIPLIER = 6364136223846793005
-_MASK = 2**64 - 1
 _BLOCK = 2**18  # scores that are marked at once, so that they stay in the processor's cache
 _PERIODIC = 2**18  # the longest table whose g-values are laid out for every context
-
-
-@dataclass(slots=True)
-class _Contexts:
-    """The hash of the context before each choice of a sequence, from its first one on."""
-
-    start: int
-    hashes: list[int] = field(default_factory=list)
-
-    def copy(self) -> _Contexts:
-        """One that knows the same and shares nothing."""
-        return _Contexts(self.start, self.hashes.copy())
-
-    def rewind(self, length: int) -> None:
-        """As it was when the prefix had `length` ids."""
-        del self.hashes[max(length - self.start + 1, 0) :]
-
-    def read(self, line: np.ndarray, length: int, size: int) -> None:
-        """It speaks of the first `length` ids, hashed `size` at a time; zeros stand before them."""
-        self.rewind(length)
-        for end in range(self.start + len(self.hashes), length + 1):
-            ids = line[max(self.start, end - size) : end].tolist()
-            self.hashes.append(_hashed([0] * (size - len(ids)) + ids))
-
-    def repeated(self, first: int, window: int) -> bool:
-        """Whether the last context stood among the `window` ones before it, from `first` on."""
-        last = len(self.hashes) - 1
-        return self.hashes[last] in self.hashes[max(first, last - window) : last]
-
-
-def _hashed(ids: list[int]) -> int:
-    """The hash of a context, modulo 2^64."""
-    value = 1
-    for token in ids:
-        value = ((value + token) * _MULTIPLIER + 1) & _MASK
-    return value
 
 
 @dataclass(frozen=True)
@@ -82,9 +45,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
     device: Any = "cpu"
     skip_first_ngram_calls: bool = False
     debug_mode: bool = False
-    _by_hand: list[tuple[_Contexts, list[int]]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    _by_hand: list[list[int]] = field(default_factory=list, init=False, repr=False, compare=False)
     _layers: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,31 +69,32 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
     def _contexts(self, rows: Rows) -> list[int | None]:
         """Per row the hash of its context, or None where nothing is marked."""
         found = []
-        for r, sequence in enumerate(rows.sequences):
-            key = f"contexts of {self.ngram_len}"
-            memory = sequence.memo.setdefault(key, _Contexts(sequence.request.prompt_visible))
-            memory.read(rows.table.data[sequence.line], int(rows.lengths[r]), self.ngram_len - 1)
-            found.append(self._new(memory))
+        for sequence, length in zip(rows.sequences, rows.lengths.tolist(), strict=True):
+            line = rows.table.data[sequence.line]
+            found.append(self._new(line[sequence.request.prompt_visible : length]))
         return found
 
     def _called(self, rows: Rows) -> list[int | None]:
         """As `_contexts`, for the next call by hand: what was generated is each call's last id."""
         if len(self._by_hand) != len(rows):
-            self._by_hand[:] = [(_Contexts(0), []) for _ in range(len(rows))]
+            self._by_hand[:] = [[] for _ in range(len(rows))]
         else:
-            for (_, ids), line, length in zip(self._by_hand, rows.ids(), rows.lengths, strict=True):
+            for ids, line, length in zip(self._by_hand, rows.ids(), rows.lengths, strict=True):
                 ids.append(int(line[length - 1]))
-        for memory, ids in self._by_hand:
-            memory.read(np.array(ids, dtype=np.int64), len(ids), self.ngram_len - 1)
-        return [self._new(memory) for memory, _ in self._by_hand]
+        return [self._new(np.array(ids, dtype=np.int64)) for ids in self._by_hand]
 
-    def _new(self, memory: _Contexts) -> int | None:
-        """The hash of the last context, None if it is a repeated or a skipped one."""
-        first = self.ngram_len - 1 if self.skip_first_ngram_calls else 0
-        skipped = len(memory.hashes) <= first
-        if skipped or memory.repeated(first, self.context_history_size):
+    def _new(self, ids: np.ndarray) -> int | None:
+        """The hash of the context after these ids, None if it is a repeated or a skipped one."""
+        size, last = self.ngram_len - 1, len(ids)
+        first = size if self.skip_first_ngram_calls else 0
+        if last < first:
             return None
-        return memory.hashes[-1]
+        begin = max(first, last - self.context_history_size)
+        given = ids[max(begin - size, 0) :]
+        padded = np.zeros(last - begin + size, dtype=np.int64)  # zeros stand before the first id
+        padded[len(padded) - len(given) :] = given
+        hashes = _hashes(np.lib.stride_tricks.sliding_window_view(padded, size))
+        return None if (hashes[:-1] == hashes[-1]).any() else int(hashes[-1])
 
     def _marked(self, scores: Tensor, contexts: list[int]) -> Tensor:
         """(R, V) scores -> log-probabilities after the tournament; `contexts`: R hashes."""
@@ -238,3 +200,48 @@ def _table(size: int, seed: int) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     bits: np.ndarray = torch.randint(0, 2, (size,), generator=generator).numpy()
     return bits
+
+
+@dataclass(frozen=True)
+class WeightedMeanDetector:
+    """The mean g-value of what the mask keeps, earlier layers weighing more; needs no training.
+
+    Weights fall evenly from 10 to 1. About 0.5 for unmarked texts, more for marked ones. Source:
+    Dathathri et al. 2024, the weighted mean score.
+    """
+
+    def __call__(self, g_values: Tensor, mask: Tensor) -> Tensor:
+        """(B, T, depth) g-values, (B, T) mask -> (B,) scores, nan where nothing is kept."""
+        depth = g_values.shape[-1]
+        weights = torch.linspace(10, 1, depth, dtype=torch.float64, device=g_values.device)
+        weights = weights / weights.mean()
+        kept = mask.to(torch.float64)
+        total = (g_values * weights * kept[..., None]).sum(dim=(1, 2))
+        return total / (depth * kept.sum(dim=1))
+
+
+class SynthIDTextWatermarkDetector:
+    """Scores how likely texts carry a SynthID watermark.
+
+    `detector_module(g_values, mask)` judges; `WeightedMeanDetector()` where none is given.
+    `tokenizer` has the `eos_token_id` from which on a text does not count. Source:
+    SynthIDTextWatermarkDetector.
+    """
+
+    def __init__(
+        self,
+        detector_module: Callable[[Tensor, Tensor], Any] | None,
+        logits_processor: SynthIDTextWatermarkLogitsProcessor,
+        tokenizer: Any,
+    ) -> None:
+        self.detector_module = detector_module or WeightedMeanDetector()
+        self.logits_processor = logits_processor
+        self.tokenizer = tokenizer
+
+    def __call__(self, tokenized_outputs: Tensor) -> Any:
+        """(B, T) ids -> what the module says of their g-values."""
+        processor, ids = self.logits_processor, tokenized_outputs
+        before_end = processor.compute_eos_token_mask(ids, self.tokenizer.eos_token_id)
+        mask = processor.compute_context_repetition_mask(ids)
+        mask = mask * before_end[:, processor.ngram_len - 1 :]
+        return self.detector_module(processor.compute_g_values(ids), mask)

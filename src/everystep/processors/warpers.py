@@ -7,7 +7,8 @@ numbers may be given per row.
 from __future__ import annotations
 
 import math
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,15 @@ from everystep.config.kinds import (
     integer,
 )
 from everystep.draws import weights
-from everystep.processors.base import LogitsProcessor
-from everystep.processors.best import best_of, beyond_mass, total_weight
-from everystep.processors.filter import Filter, without
+from everystep.processors.base import Filter, LogitsProcessor
+from everystep.processors.best import (
+    above,
+    best_of,
+    beyond_mass,
+    block_highest,
+    total_weight,
+    without,
+)
 from everystep.processors.stacking import (
     Counts,
     Numbers,
@@ -33,7 +40,7 @@ from everystep.processors.stacking import (
     greatest,
     larger,
 )
-from everystep.types import Rows, Shortlist
+from everystep.types import Rows, Scores
 
 # Among so many of the best tokens most of the mass is looked for first, and found with some room.
 _LIKELY = 128
@@ -52,6 +59,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
 
     per_row = ("temperature",)
     ordered = True
+    narrows = True
 
     def __post_init__(self) -> None:
         admit(self, "temperature", POSITIVE, do="For greedy decoding set do_sample=False")
@@ -60,10 +68,14 @@ class TemperatureLogitsWarper(LogitsProcessor):
         """(R, V) -> (R, V)."""
         return self._divide(scores, torch.empty_like(scores))
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens."""
-        rest = None if short.rest is None else self.process(rows, short.rest)
-        return replace(short, scores=self.process(rows, short.scores), rest=rest)
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """The same tokens of a list."""
+        return None if scores.tokens is None else scores.changed(self._cooled)
+
+    def _cooled(self, values: Tensor, which: Any) -> Tensor:
+        """(n, m) values of some of the rows, divided."""
+        divisor = column(self.temperature, values)
+        return values / (divisor[which] if isinstance(divisor, Tensor) else divisor)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> the same, changed."""
@@ -95,21 +107,18 @@ class TopKLogitsWarper(Filter):
         """(R, V) bool."""
         return scores < _kth_highest(scores, self._number)
 
-    def shorten(
-        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
-    ) -> Shortlist | None:
-        """The tokens that it keeps."""
-        blocks = self._blocks(scores, temperature)
-        return None if blocks is None else blocks.first(self._number)
-
     @property
-    def enough(self) -> int:
-        """One more than it keeps, which tells whether a tie goes on."""
+    def best(self) -> int:
+        """One more than it keeps, which shows whether a tie goes on."""
         return 1 + greatest(self._number)
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
+    def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
         """The tokens that it keeps."""
-        return best_of(short, self._number) if self.narrows else None
+        return best_of(scores, self._number, temperature)
+
+    def shortened(self, scores: Scores) -> Scores | None:
+        """The tokens that it keeps."""
+        return best_of(scores, self._number)
 
     @property
     def _number(self) -> Counts:
@@ -148,30 +157,19 @@ class TopPLogitsWarper(Filter):
         keep = np.asarray(self.min_tokens_to_keep)[..., None]
         return torch.from_numpy(beyond_mass(scores.numpy(), self._share, keep))
 
-    def shorten(
-        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
-    ) -> Shortlist | None:
+    def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
         """The tokens that it keeps, where they are among the best few of every row."""
+        values = scores.values
         if temperature != 1.0:
-            scores = scores / column(temperature, scores)
-        blocks = self._blocks(scores)
-        wanted = larger(_LIKELY, self.min_tokens_to_keep)
-        if blocks is None or (short := blocks.first(wanted)) is None:
+            values = values / column(temperature, values)
+        found = best_of(Scores.of(values), larger(_LIKELY, self.min_tokens_to_keep))
+        if found is None:
             return None
-        listed = short.scores.numpy()
-        whole = total_weight(scores.numpy())
+        listed, whole = found.values.numpy(), total_weight(values.numpy())
         if not (total_weight(listed) > self._share * whole * (1 + _ROUNDING)).all():
             return None
-        return self._cut(short, whole)
-
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens, of which some have no score any more."""
-        return self._cut(short, None) if self.narrows else None
-
-    def _cut(self, short: Shortlist, whole: np.ndarray | None) -> Shortlist:
         keep = np.asarray(self.min_tokens_to_keep)[..., None]
-        removed = beyond_mass(short.scores.numpy(), self._share, keep, whole)
-        return without(short, torch.from_numpy(removed))
+        return without(found, torch.from_numpy(beyond_mass(listed, self._share, keep, whole)))
 
     @property
     def _share(self) -> np.ndarray:
@@ -229,18 +227,16 @@ class MinPLogitsWarper(Filter):
         p = torch.from_numpy(weights(scores.numpy()))
         return self._spared(p < column(self.min_p, scores), p)
 
-    def shorten(
-        self, rows: Rows, scores: Tensor, temperature: float | tuple[float, ...] = 1.0
-    ) -> Shortlist | None:
+    def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
         """The tokens that it keeps, where those are few."""
-        blocks = self._blocks(scores, temperature)
-        if blocks is None or self.min_tokens_to_keep != 1:
+        if self.min_tokens_to_keep != 1:
             return None
-        best = blocks.highest.max(axis=1, keepdims=True).astype(np.float64)
+        highest = block_highest(scores, temperature)
+        best = highest.max(axis=1, keepdims=True).astype(np.float64)
         with np.errstate(divide="ignore"):
             lowest = best + np.log(np.asarray(self.min_p, dtype=np.float64)[..., None])
-        short = blocks.above(lowest - _ROOM * (1 + abs(best)))
-        return None if short is None else without(short, self.removed_of_many(short.scores))
+        found = above(scores, temperature, highest, lowest - _ROOM * (1 + abs(best)))
+        return None if found is None else self.shortened(found)
 
     def _spared(self, low: Tensor, p: Tensor) -> Tensor:
         """(R, V) bool: of what is low the likeliest are kept."""
@@ -327,13 +323,15 @@ class EtaLogitsWarper(Filter):
 class LogitNormalization(LogitsProcessor):
     """log-softmax."""
 
+    narrows = True
+
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V)."""
         return scores.log_softmax(dim=-1)
 
-    def narrow(self, rows: Rows, short: Shortlist) -> Shortlist | None:
-        """The same tokens."""
-        return replace(short, scores=self.process(rows, short.scores))
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """The same tokens of a list."""
+        return self.relisted(rows, scores)
 
 
 def _normalised(scores: Tensor) -> Tensor:

@@ -1,22 +1,21 @@
-"""Asks all stops about all children of a step: how much of each stands, and why it ends.
+"""Asks all stops about all candidates of a step: which of them end, and why.
 
-Every prefix of a child's new tokens is a candidate, so that a child of several tokens is cut behind
-the first that ends it. Equal stops are asked once, whichever requests have them, and different ones
-of a class with `stack` as one. Where several say yes, the first of `ORDER` gives the reason: what
+Equal stops are asked once, whichever requests have them, and different ones of a class with `stack`
+as one. Where several say yes, the first of `ORDER` gives the reason: what
 was said (an end token, a string) before limits.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from everystep.stops.base import Candidates, Stop
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
 from everystep.stops.strings import StopStrings
 from everystep.types import FinishReason
+from everystep.types.candidates import Candidates
+from everystep.types.protocols import Stop
 
 ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, User)
 _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}
@@ -25,24 +24,11 @@ Reasons = list[FinishReason | None]
 Asked = list[tuple[Any, list[int]]]
 
 
-def check(chosen: Candidates) -> tuple[np.ndarray, Reasons]:
-    """C children as chosen -> (C,) how many new tokens stand, and why it ends there or None."""
-    counts = chosen.counts
-    reasons: Reasons = [None] * len(chosen)
-    if chosen.new.shape[1] == 1:
-        _explain(chosen, reasons)
-        return counts, reasons
-    child = np.repeat(np.arange(len(chosen)), counts)
-    first = np.cumsum(counts) - counts
-    length = np.arange(len(child)) - first[child] + 1
-    prefixes = replace(chosen.select(child), counts=length)
-    found: Reasons = [None] * len(child)
-    _explain(prefixes, found)
-    kept = counts.copy()
-    for p in range(len(child) - 1, -1, -1):  # backwards: the first of a child is the last to write
-        if found[p] is not None:
-            kept[child[p]], reasons[child[p]] = length[p], found[p]
-    return kept, reasons
+def check(candidates: Candidates) -> Reasons:
+    """Why each candidate ends, or None where it goes on."""
+    reasons: Reasons = [None] * len(candidates)
+    _explain(candidates, reasons)
+    return reasons
 
 
 def _explain(candidates: Candidates, reasons: Reasons) -> None:

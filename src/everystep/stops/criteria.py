@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.stops.base import Candidates, Stop
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
+from everystep.types.candidates import Candidates
+from everystep.types.protocols import Stop
 
 
 class StoppingCriteria:

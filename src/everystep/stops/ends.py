@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
-from everystep.stops.base import Candidates
 from everystep.types import FinishReason
+from everystep.types.candidates import Candidates
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everystep.errors import RequestError, message
-from everystep.stops.base import Candidates
 from everystep.types import FinishReason
+from everystep.types.candidates import Candidates
 
 Ending = tuple[str, bytes]
 """A string that may end within a token, and what of it must stand before that token."""

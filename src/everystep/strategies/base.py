@@ -1,167 +1,88 @@
-"""What a strategy is: a frozen value that reads scores and returns children.
+"""What a strategy is, and how one is found by its name.
 
-A strategy runs no loop, calls no model and touches no cache. Selection is in two halves, so that
-one transfer from the device serves all kinds of strategies in a step: `pick` reduces the scores
-on the device, `select` turns what arrived on the host into children. Both see all groups of one
-kind at once.
+`Strategy` and `Batch` are nouns of `everystep.types`. A strategy of another package is registered
+by `@strategy("name")` where it is defined, or named as an entry point of the group
+`everystep.strategies`, whose value is the class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TypeVar
 
-import numpy as np
-from torch import Tensor
+from everystep.errors import RequestError, UnknownArgumentError, message, nearest
+from everystep.types import FinishReason
+from everystep.types.batch import Batch
+from everystep.types.protocols import DecidesLate, Reads, Strategy
 
-from everystep.draws import Draws, Places, places_of
-from everystep.errors import RequestError, message
-from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence, TokenTable
+__all__ = [
+    "ENTRY_POINTS",
+    "Batch",
+    "DecidesLate",
+    "Reads",
+    "Strategy",
+    "strategy",
+    "strategy_named",
+    "strategy_names",
+    "undrawable",
+]
 
-Drafts = list[np.ndarray]
-Check = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, list[FinishReason | None]]]
-MAX_SEED = 2**64 - 1
+ENTRY_POINTS = "everystep.strategies"
+S = TypeVar("S", bound=type)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """All sequences of one kind that choose in this step, group by group.
-
-    `group_of`: (S,) index into `groups`; a group that opens stands here `width` times with the same
-    source sequence. `first_row`, `row_count`: (S,) the rows of scores of each sequence:
-    1 + len(drafts[s]), the first after its real tokens, the following ones after each draft.
-    `slots`: how many rows the call's full rectangle has, `slots_per_group` for each request of it.
-    `vocabulary`: V.
-    `columns(s)`: (positions, E) hidden states.
-    `stops(parents, tokens (C, n), counts)` says how many tokens of each child stand before it ends
-    (the ending one included), and why it ends.
-    """
-
-    groups: list[Group]
-    sequences: list[Sequence]
-    group_of: np.ndarray
-    first_row: np.ndarray
-    row_count: np.ndarray
-    drafts: Drafts
-    table: TokenTable
-    slots_per_group: int
-    slots: int
-    draws: Draws
-    vocabulary: int
-    columns: Callable[[int], Tensor]
-    stops: Check
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def row_sequence(self) -> np.ndarray:
-        """(R,) whose each row of scores is."""
-        return np.arange(len(self.sequences)).repeat(self.row_count)
-
-    @property
-    def slot(self) -> np.ndarray:
-        """(S,) the place of each sequence in the call's full rectangle."""
-        first = [group.rank * self.slots_per_group for group in self.groups]
-        pairs = zip(self.group_of.tolist(), self.sequences, strict=True)
-        return np.array([first[g] + sequence.index for g, sequence in pairs], dtype=np.int64)
-
-    def places(self, sequences: np.ndarray) -> Places:
-        """Where the next choices of the given sequences stand."""
-        offset = np.zeros(len(sequences), dtype=np.int64)
-        return self._places(sequences, offset, self.slot[sequences], self.slots)
-
-    def row_places(self) -> Places:
-        """Where the choice of every row of scores stands, drafted rows included."""
-        if len(self.sequences) == int(self.row_count.sum()):
-            return self.places(np.arange(len(self.sequences)))
-        owner = self.row_sequence
-        rows = np.arange(len(owner))
-        return self._places(owner, rows - self.first_row[owner], rows, len(rows))
-
-    def _places(
-        self, sequences: np.ndarray, offset: np.ndarray, slot: np.ndarray, slots: int
-    ) -> Places:
-        chosen = [self.sequences[i] for i in sequences.tolist()]
-        position = np.array([s.generated for s in chosen], dtype=np.int64) + offset
-        return places_of(chosen, position, slot, slots)
+_REGISTERED: dict[str, type] = {}
 
 
-def require_drawn(chosen: np.ndarray) -> None:
-    """RequestError where a row had nothing to draw from, which draws answer with -1."""
-    if chosen.size and chosen.min() < 0:
-        raise RequestError(
+def strategy(name: str) -> Callable[[S], S]:
+    """The decorated class is found under this name; RequestError if the name is another's."""
+
+    def register(kind: S) -> S:
+        if _REGISTERED.setdefault(name, kind) is not kind:
+            raise RequestError(
+                message(
+                    f"two strategies are called {name!r}",
+                    got=f"{_REGISTERED[name].__qualname__} and {kind.__qualname__}",
+                    do="Give one of them another name",
+                )
+            )
+        return kind
+
+    return register
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Every name under which a strategy is found, those of other packages included."""
+    return tuple(sorted({*_REGISTERED, *(one.name for one in entry_points(group=ENTRY_POINTS))}))
+
+
+def strategy_named(name: str) -> type:
+    """The class of this name; UnknownArgumentError if there is none."""
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    for found in entry_points(group=ENTRY_POINTS, name=name):
+        kind: type = found.load()
+        return kind
+    known = strategy_names()
+    near = nearest(name, known)
+    raise UnknownArgumentError(
+        message(
+            f"no strategy is called {name!r}",
+            wanted=", ".join(known),
+            do=f"Perhaps you meant {near}" if near else "Install the package that has it",
+        )
+    )
+
+
+def undrawable() -> FinishReason:
+    """The end of a sequence whose scores leave nothing to draw, which draws answer with -1."""
+    return FinishReason(
+        "error",
+        RequestError(
             message(
                 "no token can be drawn: the scores of a sequence hold nan, or nothing but -inf",
                 wanted="at least one finite score, and neither nan nor +inf",
                 do="Relax the processors, or set remove_invalid_values=True",
             )
-        )
-
-
-class Strategy(Protocol):
-    """Frozen; two strategies of equal `kind` select together.
-
-    One that a few of the best scores are enough for may say so; see `FromBest`.
-    """
-
-    width: int
-    """Sequences per request from the first choice on."""
-    returns: int
-    """Sequences in a request's result; while it streams, those of rank < returns."""
-    kept_rows: int
-    """Rows per request in the scores and layers of a step that callers get: all `width` sequences,
-    or, where that is less, those that a token was chosen from."""
-    streams: bool
-    """Whether chosen tokens may be shown at once; if not, those that all `rivals` share are."""
-    scores: Literal["logits", "log_probs"]
-    shortlists: bool
-    """Whether `pick` also takes a shortlist of the scores. Then the best of a row may be all that
-    processors are shown; what it needs otherwise, see `FromBest`, is not asked."""
-    needs: frozenset[str]
-    """Abilities asked of the executor, e.g. "truncate", "columns"."""
-
-    @property
-    def kind(self) -> Hashable:
-        """What makes strategies select in one call."""
-        ...
-
-    def opening_score(self, index: int) -> float:
-        """The score that sibling `index` starts with."""
-        ...
-
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
-        """Per sequence the ids to verify in this step beside the real ones; None: never any."""
-        ...
-
-    def pick(self, batch: Batch, scores: Any) -> tuple[Tensor, ...]:
-        """(R, V) scores -> small tensors, all that `select` will get of them."""
-        ...
-
-    def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        """Who continues whom."""
-        ...
-
-    def keep(self, group: Group) -> list[Finished]:
-        """Those of the group's done sequences that can still be part of its result."""
-        ...
-
-    def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
-        """The hypotheses that the group's result can still come from; of no use if `streams`."""
-        ...
-
-    def finish(self, group: Group) -> list[Finished]:
-        """The group's result, best first where there is an order."""
-        ...
-
-
-class FromBest(Strategy, Protocol):
-    """A strategy that need not see whole rows where nothing else reads them either."""
-
-    enough: int
-    """How many of the best scores of a row decide, or 0 for all of them."""
-
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """What `pick` would have given of the whole rows, from at least `enough` of each."""
-        ...
+        ),
+    )

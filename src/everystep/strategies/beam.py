@@ -1,35 +1,40 @@
-"""Beam search and beam sampling: the best or the drawn continuations over all beams of a request.
+"""Beam search, beam sampling and diverse beams: the best or the drawn continuations of all beams.
 
-Scores accumulate in float32 and every ranking is a `topk` over the same layout as the reference's,
-so that ties fall alike. Source: the reference's vectorised `_beam_search`; one difference: there
-the batch ends together, here each request ends when its own result can no longer change.
+A request is one search over `width` beams, or several over equal shares of them that choose one
+after another, each away from what the earlier ones chose (diverse beams). Scores accumulate in
+float32 and every ranking is a `topk` over the same layout as the reference's, so that ties fall
+alike. Sources: the reference's vectorised `_beam_search`; Vijayakumar et al. 2018 for diverse
+beams. One difference: there the batch ends together, here each request ends when its own result can
+no longer change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.draws import Places
-from everystep.strategies.base import MAX_SEED, Batch, Drafts, require_drawn
-from everystep.types import Best, Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.strategies.base import Batch, Reads, strategy, undrawable
+from everystep.strategies.single import Picked
+from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
 
 _NEVER = -1.0e9
 _NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
 
 
+@strategy("beam")
 @dataclass(frozen=True)
 class Beam:
     """`width` hypotheses go on; the `returns` best finished ones are the result.
 
-    `eos_count`: how many end tokens the request has; (1 + eos_count) * width, at least 2 * width,
-    candidates are ranked so that `width` can go on. `max_new`: the most tokens a hypothesis can
-    have (for `early_stopping="never"`). `sampled`: candidates are drawn without replacement.
+    `eos_count`: how many end tokens the request has; (1 + eos_count), at least two, candidates are
+    ranked for every beam, so that all can go on. `max_new`: the most tokens a hypothesis can have
+    (for `early_stopping="never"`). `sampled`: candidates are drawn without replacement. `searches`:
+    into how many searches the beams are divided; a token loses `diversity` for every earlier search
+    that chose it in the same step.
     """
 
     width: int
@@ -39,111 +44,168 @@ class Beam:
     eos_count: int = 1
     max_new: int = 2**31
     sampled: bool = False
+    searches: int = 1
+    diversity: float = 0.0
     streams: ClassVar[bool] = False
-    scores: ClassVar[Literal["logits", "log_probs"]] = "log_probs"
-    shortlists: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def kept_rows(self) -> int:
-        return self.width
+    def rounds(self) -> int:
+        return self.searches
 
     @property
-    def kind(self) -> Hashable:
-        return ("beam", self.width, self.eos_count, self.sampled)
+    def reads(self) -> Reads:
+        """All ranked candidates may come from one beam; draws and penalties look at all tokens."""
+        whole = self.sampled or self.searches > 1
+        return Reads("log_probs", best=0 if whole else self.ranked)
+
+    @property
+    def beams(self) -> int:
+        """How many beams a search has."""
+        return self.width // self.searches
 
     @property
     def ranked(self) -> int:
-        """How many candidates of a request are looked at."""
-        return max(2, 1 + self.eos_count) * self.width
-
-    @property
-    def enough(self) -> int:
-        """All ranked candidates may come from one beam; draws look at every token."""
-        return 0 if self.sampled else self.ranked
+        """How many candidates of a search are looked at."""
+        return max(2, 1 + self.eos_count) * self.beams
 
     def horizon(self, length: int) -> int:
         """The length at which a running beam of `length` tokens is judged."""
         late = self.early_stopping == "never" and self.length_penalty > 0.0
         return self.max_new if late else length
 
-    def opening_score(self, index: int) -> float:
-        """Only the first of equal siblings counts at first."""
-        return 0.0 if index == 0 else _NEVER
-
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
-        return None
-
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
-        """(G, ranked) accumulated scores and flat indices width * V."""
-        running = torch.tensor([s.score for s in batch.sequences], dtype=scores.dtype)
-        total = scores + running.to(scores.device)[:, None]
-        total = total.reshape(len(batch.groups), -1)  # (G, W * V)
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
+        """(G, ranked) accumulated scores of one search per request, and flat indices beams * V."""
+        enough = scores.values.shape[1] >= min(self.ranked, scores.vocabulary)
+        if self.reads.best and scores.tokens is not None and scores.rest is not None and enough:
+            return self._pick_listed(batch, scores.values.numpy(), scores.tokens.numpy())
+        values = scores.whole().values
+        running = torch.from_numpy(self._running(batch)).to(values)[:, None]
+        if self.searches > 1:
+            own = self._beams_of(batch, len(earlier))
+            penalty = self._penalty(batch, values, earlier)
+            values, running = values[own] - penalty.repeat_interleave(self.beams, 0), running[own]
+        total = (values + running).reshape(len(batch.groups), -1)  # (G, beams * V)
         if not self.sampled:
             return tuple(torch.topk(total, self.ranked))
-        places = _group_places(batch, self.width)
         drawn = batch.draws.choose_without_replacement(
-            torch.softmax(total, dim=-1), places, self.ranked
+            torch.softmax(total, dim=-1), batch.group_places(self.width), self.ranked
         )
         return total.gather(1, drawn.clamp(min=0)), drawn
 
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """The same of the best scores of each beam; of equals the earlier beam's better one."""
+    def _pick_listed(
+        self, batch: Batch, values: np.ndarray, tokens: np.ndarray
+    ) -> tuple[Tensor, ...]:
+        """The same of the best of each beam; of equals the earlier beam's better one."""
         groups = np.arange(len(batch.groups))[:, None]
-        running = np.array([s.score for s in batch.sequences], dtype=np.float32)
-        total = (best.values + running[:, None]).reshape(len(groups), -1)  # (G, W * k)
+        total = (values + self._running(batch)[:, None]).reshape(len(groups), -1)  # (G, W * k)
         order = (-total).argsort(axis=1, kind="stable")[:, : self.ranked]
-        beam = order // best.tokens.shape[1]
-        token = best.tokens.reshape(total.shape)[groups, order]
-        return total[groups, order], beam * batch.vocabulary + token
+        flat = order // tokens.shape[1] * batch.vocabulary
+        flat += tokens.reshape(total.shape)[groups, order]
+        return torch.from_numpy(total[groups, order]), torch.from_numpy(flat)
 
-    def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        """Candidates that end are banked, the best others go on; all groups at once."""
-        scores, flat = picked  # (G, ranked)
-        require_drawn(flat)
-        parent = flat // batch.vocabulary + np.arange(len(flat))[:, None] * self.width
-        token = flat % batch.vocabulary
-        _, reasons = batch.stops(parent.ravel(), token.reshape(-1, 1), np.array([1] * flat.size))
+    def _running(self, batch: Batch) -> np.ndarray:
+        """(S,) float32 accumulated scores; of equal siblings only the first of a search counts."""
+        running = np.array([s.score for s in batch.sequences], dtype=np.float32)
+        for g, group in enumerate(batch.groups):
+            if not group.opened:
+                own = running[g * self.width : (g + 1) * self.width].reshape(self.searches, -1)
+                own[:, 1:] = _NEVER
+        return running
+
+    def _beams_of(self, batch: Batch, search: int) -> Tensor:
+        """(G * beams,) the rows of one search of every request."""
+        first = np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
+        return torch.from_numpy((first + np.arange(self.beams)).ravel())
+
+    def _penalty(self, batch: Batch, scores: Tensor, earlier: Picked) -> Tensor:
+        """(G, V) what each token loses for the earlier searches that chose it."""
+        counts = np.zeros((len(batch.groups), batch.vocabulary), np.float32)
+        for search, picked in enumerate(earlier):
+            found = self._candidates(batch, [picked], [search])
+            chosen = found.token[np.arange(len(counts))[:, None], found.ranks]
+            np.add.at(counts, (np.arange(len(counts))[:, None], chosen), 1.0)
+        return torch.from_numpy(counts * np.float32(self.diversity)).to(scores)
+
+    def _candidates(self, batch: Batch, picked: Picked, searches: list[int]) -> Candidates:
+        """What was picked in the given searches, request by request, as N = G * len(searches)."""
+        scores = np.stack([one[0] for one in picked], axis=1).reshape(-1, self.ranked)
+        flat = np.stack([one[1] for one in picked], axis=1).reshape(-1, self.ranked)
+        first = np.arange(len(batch.groups))[:, None] * self.width
+        first = (first + np.array(searches) * self.beams).reshape(-1, 1)
+        parent, token = flat // batch.vocabulary + first, flat % batch.vocabulary
+        drawn = flat >= 0
+        parent, token = np.where(drawn, parent, first), np.where(drawn, token, 0)
+        reasons = batch.stops(parent.ravel(), token.ravel())
         ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)
-        next_scores, next_ranks = _top(np.where(ended, scores + _NEVER, scores), self.width)
+        going, ranks = _top(np.where(ended, scores + _NEVER, scores), self.beams)
+        return Candidates(scores, parent, token, ended, reasons, going, ranks, drawn.all(axis=1))
+
+    def select(self, batch: Batch, picked: Picked) -> Children:
+        """Candidates that end are banked, the best others go on; all searches at once."""
+        found = self._candidates(batch, picked, [*range(self.searches)])
         banks = Banks.of(batch, self)
-        entries = banks.enter(scores, ended)
-        settled = banks.settle(next_scores[:, :1], ended).tolist()
-        live = [g for g, one in enumerate(batch.groups) if not settled[g] or one.request.linger]
-        group = [*(one.group for one in entries), *(g for g in live for _ in range(self.width))]
-        rank = [*(one.rank for one in entries), *next_ranks[live].ravel().tolist()]
-        score = [*(one.score for one in entries), *next_scores[live].ravel().tolist()]
-        parents = parent[group, rank]
+        entries = banks.enter(found.scores, found.ended)
+        lost = (~found.drawn).reshape(-1, self.searches).any(axis=1)
+        over = banks.settle(found.going[:, :1], found.ended).reshape(-1, self.searches).all(axis=1)
+        over &= ~lost
+        live = [
+            g * self.searches + search
+            for g, group in enumerate(batch.groups)
+            if not over[g] or group.request.linger
+            for search in range(self.searches)
+        ]
+        search = [*(one.search for one in entries), *(n for n in live for _ in range(self.beams))]
+        rank = [*(one.rank for one in entries), *found.ranks[live].ravel().tolist()]
+        score = [*(one.score for one in entries), *found.going[live].ravel().tolist()]
+        finish: list[FinishReason | None] = [
+            found.reasons[one.search * self.ranked + one.rank] for one in entries
+        ]
+        finish += [
+            undrawable() if lost[n // self.searches] else None
+            for n in live
+            for _ in range(self.beams)
+        ]
+        parents = found.parent[search, rank]
+        none = [-1] * (len(live) * self.beams)
+        places = [n % self.searches * self.beams + i for n in live for i in range(self.beams)]
+        states = banks.states()
         return Children(
             parents,
-            token[group, rank].reshape(-1, 1),
-            np.array([1] * len(group), dtype=np.int64),
+            found.token[search, rank].reshape(-1, 1),
+            np.array([1] * len(search), dtype=np.int64),
             np.array(score, dtype=np.float64),
-            [reasons[one.group * self.ranked + one.rank] for one in entries]
-            + [None] * (len(live) * self.width),
-            memo=_memories(batch, parents, self.width, [one.serial for one in entries]),
-            index=np.array([0] * len(entries) + [*range(self.width)] * len(live), dtype=np.int64),
-            settled=tuple(g for g, over in enumerate(settled) if over),
+            finish,
+            memo=self._paths(batch, parents),
+            index=np.array([0] * len(entries) + places, dtype=np.int64),
+            serial=np.array([one.serial for one in entries] + none, dtype=np.int64),
+            settled=tuple(np.flatnonzero(over).tolist()),
+            states=states,
+            held=[frozenset(n for one in banks for n in one.serials.tolist()) for banks in states],
         )
 
-    def keep(self, group: Group) -> list[Finished]:
-        """The `width` best of those that the bank holds, in its order, and that were cut short."""
-        if not group.done:
-            return []
-        slots = _bank(group, self.width).serials.tolist()
-        # Only what was cut short never asked for a place in the bank.
-        held = [d for d in group.done if d.memo.get("serial") in (None, *slots)]
+    def _paths(self, batch: Batch, parents: np.ndarray) -> list[dict[str, object] | None]:
+        """What each child remembers: its beams as a chain (earlier chain, beam in the call)."""
+        paths: list[dict[str, object] | None] = []
+        for parent in parents.tolist():
+            beam = batch.groups[parent // self.width].rank * self.width + parent % self.width
+            paths.append({"beams": (batch.sequences[parent].memo.get("beams"), beam)})
+        return paths
+
+    def best(self, group: Group) -> list[Finished]:
+        """The `width` best of those that the banks hold, in their order, and that were cut short."""
+        slots: list[int] = [n for bank in group.state or () for n in bank.serials.tolist()]
 
         def place(done: Finished) -> tuple[float, int]:
-            serial = done.memo.get("serial")
-            return -done.score, self.width if serial is None else slots.index(serial)
+            # Only what was cut short never asked for a place in the bank.
+            return -done.score, self.width if done.serial < 0 else slots.index(done.serial)
 
+        held = [done for done in group.done if done.serial < 0 or done.serial in slots]
         return sorted(held, key=place)[: self.width]
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The live beams that can still get among the `returns` best, and those finished."""
-        best = self.keep(group)[: self.returns]
-        processed = bool(group.request.processors)
+        best = self.best(group)[: self.returns]
+        processed = bool(group.request.processors) or self.searches > 1
         if len(best) < self.returns:
             # Bans may leave too few beams to end, and then a result is empty.
             few = [_NOTHING] if processed or group.settled else []
@@ -158,13 +220,28 @@ class Beam:
 
     def finish(self, group: Group) -> list[Finished]:
         """The `returns` best; an empty hypothesis where fewer have ended."""
-        best = self.keep(group)[: self.returns]
+        best = self.best(group)[: self.returns]
         return best + [_NOTHING] * (self.returns - len(best))
 
 
-@dataclass(slots=True)
+class Candidates(NamedTuple):
+    """What N searches chose from: (N, ranked) `scores`, `parent` (in the batch), `token`, `ended`;
+    `reasons`, flat; (N, beams) scores and ranks of those that go on; (N,) whether all were drawn.
+    """
+
+    scores: np.ndarray
+    parent: np.ndarray
+    token: np.ndarray
+    ended: np.ndarray
+    reasons: list[FinishReason | None]
+    going: np.ndarray
+    ranks: np.ndarray
+    drawn: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Bank:
-    """The best finished scores of a request, (W,) float32, which are taken, whose they are, and
+    """The best finished scores of a search, (W,) float32, which are taken, whose they are, and
     whether more can come. `serials`: (W,) int64; `born`: how many were given out."""
 
     scores: np.ndarray
@@ -173,11 +250,16 @@ class Bank:
     open: bool = True
     born: int = 0
 
+    @classmethod
+    def empty(cls, beams: int) -> Bank:
+        """Before anything has ended."""
+        return cls(np.full(beams, _NEVER, np.float32), np.zeros(beams, bool), np.full(beams, -1))
+
 
 class Entry(NamedTuple):
     """A candidate that a bank takes: whose, its rank, its final score and its serial number."""
 
-    group: int
+    search: int
     rank: int
     score: float
     serial: int
@@ -185,10 +267,10 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class Banks:
-    """The banks of G groups as one: `scores`, `filled`, `serials` (G, W); all else (G, 1).
+    """The banks of N searches as one: `scores`, `filled`, `serials` (N, W); all else (N, 1).
 
     `power`, `horizon`: what the scores of this step, and the best score still possible, are
-    divided by. `eager`: whether a full bank ends the search.
+    divided by. `eager`: whether a full bank ends the search. `searches`: of each request.
     """
 
     banks: list[Bank]
@@ -198,41 +280,45 @@ class Banks:
     open: np.ndarray
     power: np.ndarray
     horizon: np.ndarray
-    eager: np.ndarray
+    eager: bool
+    searches: int
+    ranked: int
 
     @classmethod
     def of(cls, batch: Batch, beam: Beam) -> Banks:
-        """The banks of a batch; a group that opens has an empty one."""
-        banks = [_bank(group, beam.width) for group in batch.groups]
-        still = [bank.open and not g.settled for bank, g in zip(banks, batch.groups, strict=True)]
-        lengths = [s.generated + 1 for s in batch.sequences[:: beam.width]]
-        strategies: list[Beam] = [group.request.strategy for group in batch.groups]
-        pairs = list(zip(strategies, lengths, strict=True))
+        """The banks of a batch; a group that opens has empty ones."""
+        none = (Bank.empty(beam.beams),) * beam.searches
+        banks = [bank for group in batch.groups for bank in group.state or none]
+        lengths = [s.generated + 1 for s in batch.sequences[:: beam.beams]]
         return cls(
             banks,
-            np.concatenate([bank.scores for bank in banks]).reshape(-1, beam.width),
-            np.concatenate([bank.filled for bank in banks]).reshape(-1, beam.width),
-            np.concatenate([bank.serials for bank in banks]).reshape(-1, beam.width),
-            np.array(still)[:, None],
-            _divisors([length**own.length_penalty for own, length in pairs]),
-            _divisors([own.horizon(length) ** own.length_penalty for own, length in pairs]),
-            np.array([own.early_stopping is True for own in strategies])[:, None],
+            np.concatenate([bank.scores for bank in banks]).reshape(-1, beam.beams),
+            np.concatenate([bank.filled for bank in banks]).reshape(-1, beam.beams),
+            np.concatenate([bank.serials for bank in banks]).reshape(-1, beam.beams),
+            np.array([bank.open for bank in banks])[:, None],
+            _divisors([length**beam.length_penalty for length in lengths]),
+            _divisors([beam.horizon(length) ** beam.length_penalty for length in lengths]),
+            beam.early_stopping is True,
+            beam.searches,
+            beam.ranked,
         )
 
     @property
     def full(self) -> np.ndarray:
-        """(G, 1) whether a search ends because all places are taken."""
-        return self.eager & self.filled.all(axis=1, keepdims=True)
+        """(N, 1) whether a search ends because all places are taken."""
+        return self.filled.all(axis=1, keepdims=True) & self.eager
 
     def enter(self, scores: np.ndarray, ended: np.ndarray) -> list[Entry]:
-        """(G, ranked) candidates, and which ended -> those that the banks take."""
+        """(N, ranked) candidates, and which ended -> those that the banks take."""
         width = self.scores.shape[1]
         just = ended & (np.arange(scores.shape[1]) < width) & self.open & ~self.full
         final = scores / self.power
         moved = self._moved(final, just)
         if not moved.any():
             return []
-        serials = np.array([bank.born for bank in self.banks])[:, None] + np.arange(final.shape[1])
+        born = np.array([bank.born for bank in self.banks])[:, None] + np.arange(final.shape[1])
+        # No two searches of a request give out the same number.
+        serials = born * self.searches + np.arange(len(born))[:, None] % self.searches
         merged = np.concatenate([self.scores, np.where(just, final, final + _NEVER)], axis=1)
         best_scores, best = _top(merged, width)
         groups = np.arange(len(best))[:, None]
@@ -247,7 +333,7 @@ class Banks:
         return [Entry(g, r, float(final[g, r]), int(serials[g, r])) for g, r in entered]
 
     def _moved(self, final: np.ndarray, just: np.ndarray) -> np.ndarray:
-        """(G, 1) in which banks something moves when all candidates are ranked with what is held.
+        """(N, 1) in which banks something moves when all candidates are ranked with what is held.
 
         What did not end ranks far below. It takes an empty place where its score is above 0, and
         may turn equals about, so that later ones fall otherwise.
@@ -257,29 +343,33 @@ class Banks:
         return moved[:, None] & self.open & ~self.full
 
     def settle(self, best: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """(G, 1) best running scores -> (G,) whether no later hypothesis can change the result.
+        """(N, 1) best running scores -> (N,) whether no later hypothesis can change the result.
 
         Source: the reference's `_check_early_stop_heuristic`, with its assumption that the best
         running beam keeps its score at the current length (at the longest under "never").
         """
         worst = np.where(self.filled, self.scores.min(axis=1, keepdims=True), _NEVER)
         self.open = self.open & (best / self.horizon > worst).any(axis=1, keepdims=True)
-        still = self.open[:, 0].tolist()
-        for g, bank in enumerate(self.banks):
-            bank.scores, bank.filled, bank.serials = self.scores[g], self.filled[g], self.serials[g]
-            bank.open = still[g]
-            bank.born += ended.shape[1]
-        over: np.ndarray = (~self.open | self.full | ended.all(axis=1, keepdims=True))[:, 0]
-        return over
+        over: np.ndarray = ~self.open | self.full | ended.all(axis=1, keepdims=True)
+        self.open = self.open & ~over
+        return over[:, 0]
 
-
-def _bank(group: Group, width: int) -> Bank:
-    if "bank" not in group.memo:
-        group.memo["bank"] = Bank(
-            np.full(width, _NEVER, np.float32), np.zeros(width, bool), np.full(width, -1)
+    def states(self) -> list[tuple[Bank, ...]]:
+        """The banks of every request after this step."""
+        rows = zip(
+            self.banks,
+            self.scores,
+            self.filled,
+            self.serials,
+            self.open[:, 0].tolist(),
+            strict=True,
         )
-    bank: Bank = group.memo["bank"]
-    return bank
+        after = [
+            replace(bank, scores=s, filled=f, serials=n, open=o, born=bank.born + self.ranked)
+            for bank, s, f, n, o in rows
+        ]
+        step = self.searches
+        return [tuple(after[n : n + step]) for n in range(0, len(after), step)]
 
 
 def _divisors(values: list[float]) -> np.ndarray:
@@ -294,27 +384,3 @@ def _top(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         best = torch.topk(torch.from_numpy(scores), count)
         return best.values.numpy(), best.indices.numpy()
     return ranked[:, :count], order[:, :count]
-
-
-def _group_places(batch: Batch, width: int) -> Places:
-    """Where the draws of whole groups stand: at their first beam, in the place of the group."""
-    firsts = [batch.sequences[g * width] for g in range(len(batch.groups))]
-    seed = np.array([s.request.draws.seed & MAX_SEED for s in firsts], dtype=np.uint64)
-    position = np.array([s.generated for s in firsts], dtype=np.uint64)
-    slot = batch.slot[::width] // width
-    return Places(seed, np.zeros(len(firsts), np.uint64), position, slot, batch.slots // width)
-
-
-def _memories(
-    batch: Batch, parents: np.ndarray, width: int, serials: list[int]
-) -> list[dict[str, object] | None]:
-    """What each child remembers: its beams as a chain (earlier chain, beam index in the call), and
-    those that enter a bank, which come first, the serial number they have there."""
-    memories: list[dict[str, object] | None] = []
-    for child, parent in enumerate(parents.tolist()):
-        beam = batch.groups[parent // width].rank * width + parent % width
-        memory: dict[str, object] = {"beams": (batch.sequences[parent].memo.get("beams"), beam)}
-        if child < len(serials):
-            memory["serial"] = serials[child]
-        memories.append(memory)
-    return memories

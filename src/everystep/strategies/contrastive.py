@@ -7,18 +7,19 @@ Source: Su et al. 2022, "A Contrastive Framework for Neural Text Generation".
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.strategies.base import Batch, Drafts
-from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
+from everystep.strategies.base import Batch, Reads, strategy
+from everystep.strategies.single import Picked
+from everystep.types import Children, Finished, FinishReason, Group, Scores
 
 
+@strategy("contrastive")
 @dataclass(frozen=True)
 class Contrastive:
     """argmax over the siblings of (1 - alpha) * probability - alpha * highest cosine similarity."""
@@ -26,44 +27,36 @@ class Contrastive:
     top_k: int
     alpha: float
     returns: ClassVar[int] = 1
-    kept_rows: ClassVar[int] = 1
     streams: ClassVar[bool] = True
-    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
-    shortlists: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset({"columns"})
+    reads: ClassVar[Reads] = Reads(hidden=True)
+    rounds: ClassVar[int] = 1
 
     @property
     def width(self) -> int:
         return self.top_k
 
-    @property
-    def kind(self) -> Hashable:
-        return ("contrastive", self.top_k)
-
-    def opening_score(self, index: int) -> float:
-        return 0.0
-
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
-        return None
-
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """(S,) rating of each sibling; (S, top_k) probabilities and ids of its next tokens."""
-        probabilities, tokens = torch.topk(torch.softmax(scores, dim=-1), self.top_k)
-        ratings = [self._rating(batch, s).to(scores.device) for s in range(len(batch))]
+        values = scores.whole().values
+        probabilities, tokens = torch.topk(torch.softmax(values, dim=-1), self.top_k)
+        units: dict[tuple[int, int], Tensor] = {}
+        ratings = [self._rating(batch, s, units).to(values.device) for s in range(len(batch))]
         return torch.stack(ratings), probabilities, tokens
 
-    def _rating(self, batch: Batch, s: int) -> Tensor:
+    def _rating(self, batch: Batch, s: int, units: dict[tuple[int, int], Tensor]) -> Tensor:
+        """() of sibling s; `units` keeps directions of hidden states that siblings share."""
         sequence = batch.sequences[s]
         if not sequence.provisional:  # the opening: there is nothing to choose between yet
             return torch.zeros((), dtype=torch.float64)
-        hidden = batch.columns(s).double()
-        hidden = hidden / hidden.norm(dim=-1, keepdim=True)
-        similarity = (hidden[:-1] @ hidden[-1]).max()
-        alpha = sequence.request.strategy.alpha
-        return (1.0 - alpha) * sequence.score - alpha * similarity
+        pieces = [_directions(piece, units) for piece in batch.columns(s).pieces]
+        last = pieces[-1][-1]
+        earlier = (piece for piece in (*pieces[:-1], pieces[-1][:-1]) if len(piece))
+        similarity = torch.stack([(piece @ last).max() for piece in earlier]).max()
+        return (1.0 - self.alpha) * sequence.score - self.alpha * similarity
 
-    def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        ratings, probabilities, tokens = picked
+    def select(self, batch: Batch, picked: Picked) -> Children:
+        """The best sibling of each group settles its token, and has `top_k` children."""
+        ratings, probabilities, tokens = picked[0]
         best = [
             first + int(ratings[first : first + self.top_k].argmax())
             for first in range(0, len(batch), self.top_k)
@@ -90,18 +83,20 @@ class Contrastive:
 
     def _reasons(self, batch: Batch, best: np.ndarray) -> list[FinishReason | None]:
         """Why the chosen siblings end with their last token, which is settled now."""
-        waiting = [batch.sequences[s].provisional > 0 for s in best]
-        last = np.array(
-            [
-                batch.table.data[q.line, q.visible - 1] if q.provisional else 0
-                for q in (batch.sequences[s] for s in best)
-            ]
-        )
-        _, reasons = batch.stops(best, last.reshape(-1, 1), np.ones(len(best), int))
-        return [r if w else None for r, w in zip(reasons, waiting, strict=True)]
-
-    def keep(self, group: Group) -> list[Finished]:
-        return group.done
+        chosen = [batch.sequences[s] for s in best]
+        last = [batch.table.data[q.line, q.visible - 1] if q.provisional else 0 for q in chosen]
+        reasons = batch.stops(best, np.array(last))
+        return [r if q.provisional else None for r, q in zip(reasons, chosen, strict=True)]
 
     def finish(self, group: Group) -> list[Finished]:
-        return group.done[:1]  # siblings that are cut short all hold the same settled tokens
+        """The settled tokens, which all siblings share."""
+        return group.done[:1]
+
+
+def _directions(hidden: Tensor, known: dict[tuple[int, int], Tensor]) -> Tensor:
+    """(n, E) hidden states -> float64 of length 1, worked out once for the same memory."""
+    place = (hidden.data_ptr(), len(hidden))
+    if place not in known:
+        wide = hidden.double()
+        known[place] = wide / wide.norm(dim=-1, keepdim=True)
+    return known[place]

@@ -2,118 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.draws import on_host
-from everystep.strategies.base import Batch, Drafts, require_drawn
-from everystep.types import Best, Children, Finished, Group, Sequence, Shortlist, TokenTable
+from everystep.strategies.base import Batch, Reads, strategy, undrawable
+from everystep.types import Children, Finished, Group, Scores
+
+Picked = tuple[tuple[np.ndarray, ...], ...]
 
 
-def continue_each(batch: Batch, tokens: np.ndarray, counts: np.ndarray) -> Children:
-    """Every sequence has one child with its (S, n) tokens, cut where a stop ends it.
+def continue_each(batch: Batch, tokens: np.ndarray) -> Children:
+    """Every sequence has one child with its token, (S,).
 
-    A sequence that has already ended, and lingers, goes on with the pad token.
+    A sequence that has already ended, and lingers, goes on with the pad token. One that has no
+    token, -1, ends with an error.
     """
     ended = [s.finish is not None for s in batch.sequences]
     if True in ended:
         pad = np.array([s.request.pad_token for s in batch.sequences])
-        tokens = np.where(np.array(ended)[:, None], pad[:, None], tokens)
-        counts = np.where(ended, 1, counts)
-    width = tokens.shape[1]
-    require_drawn(tokens if width == 1 else tokens[np.arange(width) < counts[:, None]])
+        tokens = np.where(np.array(ended), pad, tokens)
+    counts = np.ones(len(batch), dtype=np.int64)
     parents = np.arange(len(batch))
-    kept, reasons = batch.stops(parents, tokens, counts)
-    finish = [s.finish or reason for s, reason in zip(batch.sequences, reasons, strict=True)]
+    finish = [
+        s.finish or reason
+        for s, reason in zip(batch.sequences, batch.stops(parents, tokens), strict=True)
+    ]
+    if len(tokens) and tokens.min() < 0:
+        counts[tokens < 0] = 0
+        for s in np.flatnonzero(tokens < 0).tolist():
+            finish[s] = undrawable()
     score = np.array([s.score for s in batch.sequences])
-    return Children(parents, tokens, kept, score, finish, lingers=True)
+    return Children(parents, tokens[:, None], counts, score, finish, lingers=True)
 
 
+def in_order(group: Group) -> list[Finished]:
+    """The done sequences of a group by their rank."""
+    return sorted(group.done, key=lambda done: done.index)
+
+
+@strategy("greedy")
 @dataclass(frozen=True)
 class Greedy:
     """The token of the highest score, the first of equals."""
 
     width: ClassVar[int] = 1
     returns: ClassVar[int] = 1
-    enough: ClassVar[int] = 1
-    kept_rows: ClassVar[int] = 1
     streams: ClassVar[bool] = True
-    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
-    shortlists: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
+    reads: ClassVar[Reads] = Reads(best=1, shortlists=True, alone=True)
+    rounds: ClassVar[int] = 1
 
-    @property
-    def kind(self) -> Hashable:
-        return "greedy"
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
+        """(S,) the choice of every row."""
+        values = scores.values
+        if on_host(values):  # there numpy is ten times as fast
+            best = torch.from_numpy(values.numpy().argmax(axis=-1))
+        else:
+            best = values.argmax(dim=-1)
+        # In either order of a list the first of equals is the lowest id.
+        return (best if scores.tokens is None else scores.tokens.gather(1, best[:, None])[:, 0],)
 
-    def opening_score(self, index: int) -> float:
-        return 0.0
-
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
-        return None
-
-    def pick(self, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
-        """(R,) the choice of every row."""
-        if on_host(scores):  # there numpy is ten times as fast
-            return (torch.from_numpy(scores.numpy().argmax(axis=-1)),)
-        return (scores.argmax(dim=-1),)
-
-    def pick_best(self, batch: Batch, best: Best) -> tuple[np.ndarray, ...]:
-        """(R,) the choice of every row."""
-        return (best.tokens[:, 0],)
-
-    def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        return continue_each(batch, picked[0][batch.first_row, None], np.array([1] * len(batch)))
-
-    def keep(self, group: Group) -> list[Finished]:
-        return group.done
+    def select(self, batch: Batch, picked: Picked) -> Children:
+        """One child each."""
+        return continue_each(batch, picked[0][0])
 
     def finish(self, group: Group) -> list[Finished]:
-        return sorted(group.done, key=lambda done: done.index)
+        """The one sequence."""
+        return in_order(group)
 
 
+@strategy("sample")
 @dataclass(frozen=True)
 class Sample:
     """A draw from softmax(scores), for `width` sequences of one prompt."""
 
     width: int = 1
     streams: ClassVar[bool] = True
-    scores: ClassVar[Literal["logits", "log_probs"]] = "logits"
-    shortlists: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset()
+    reads: ClassVar[Reads] = Reads(shortlists=True, alone=True)
+    rounds: ClassVar[int] = 1
 
     @property
     def returns(self) -> int:
         return self.width
 
-    @property
-    def kept_rows(self) -> int:
-        return self.width
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
+        """(S,) the choice of every row."""
+        return (batch.draws.choose(scores, batch.places()),)
 
-    @property
-    def kind(self) -> Hashable:
-        return "sample"
-
-    def opening_score(self, index: int) -> float:
-        return 0.0
-
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> Drafts | None:
-        return None
-
-    def pick(self, batch: Batch, scores: Tensor | Shortlist) -> tuple[Tensor, ...]:
-        """(R,) the choice of every row."""
-        return (batch.draws.choose(scores, batch.row_places()),)
-
-    def select(self, batch: Batch, picked: tuple[np.ndarray, ...]) -> Children:
-        return continue_each(batch, picked[0][batch.first_row, None], np.array([1] * len(batch)))
-
-    def keep(self, group: Group) -> list[Finished]:
-        return group.done
+    def select(self, batch: Batch, picked: Picked) -> Children:
+        """One child each."""
+        return continue_each(batch, picked[0][0])
 
     def finish(self, group: Group) -> list[Finished]:
-        return sorted(group.done, key=lambda done: done.index)
+        """Every sequence, by its rank."""
+        return in_order(group)

@@ -32,10 +32,10 @@ class BeamEvent:
 def beam_event(group: Group, table: TokenTable, wording: Wording) -> BeamEvent:
     """What the live beams of a group hold now."""
     request = group.request
-    first = request.prompt_visible + group.told
+    first = request.prompt_visible + group.reported
     live = []
     for sequence in sorted(group.live, key=lambda s: -s.score):
         tokens = table.data[sequence.line, first : sequence.visible].tolist()
         text = wording.ahead(request.request_id, 0, tokens)
         live.append(LiveBeam(tuple(tokens), text, sequence.score))
-    return BeamEvent(request.request_id, group.told, tuple(live))
+    return BeamEvent(request.request_id, group.reported, tuple(live))

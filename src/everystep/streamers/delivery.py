@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from everystep.nn.modes import ordinary_mode
 from everystep.streamers.wording import Wording
 from everystep.types import Event
 
@@ -61,10 +62,10 @@ class Delivery:
         for column in columns:
             self._put(column)
 
-    @torch.inference_mode(False)
     def _put(self, ids: Any) -> None:
         """An ordinary tensor: the streamer may be used, and keep what it gets, anywhere."""
-        self._streamer.put(torch.tensor(ids))
+        with ordinary_mode():
+            self._streamer.put(torch.tensor(ids))
 
     def _columns(self, events: list[Event]) -> list[tuple[int, ...]]:
         """The first new id of every row, the second, and so on."""

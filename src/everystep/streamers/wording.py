@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 from everystep.text import Detokenizer, Tokenizer, Trimmer
@@ -11,7 +12,7 @@ from everystep.types import Event
 class Wording:
     """Follows every sequence of a stream and says what text each event adds.
 
-    Without a tokenizer events keep no text. What `trim` is told of loses its stop string.
+    Without a tokenizer events keep no text. A request that `trim` names loses its stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -19,6 +20,14 @@ class Wording:
         self._followers: dict[tuple[str, int], Detokenizer] = {}
         self._trims: dict[str, tuple[tuple[str, ...], str]] = {}
         self._trimmers: dict[tuple[str, int], Trimmer] = {}
+
+    def copy(self) -> Wording:
+        """An independent follower in the same state."""
+        other = Wording(self._tokenizer)
+        other._trims = self._trims
+        other._followers = {key: one.copy() for key, one in self._followers.items()}
+        other._trimmers = {key: copy.copy(one) for key, one in self._trimmers.items()}
+        return other
 
     def trim(self, request_id: str, strings: tuple[str, ...], before: str) -> None:
         """The text of a request will lack the string that ends it; `before`: the prompt's end."""
@@ -28,12 +37,16 @@ class Wording:
         """The event with the text that is final now and was not before."""
         if self._tokenizer is None:
             return event
-        follower = self._follower(self._tokenizer, event.request_id, event.index)
+        key = (event.request_id, event.index)
+        follower = self._follower(self._tokenizer, *key)
         piece = follower.push(event.token) if event.token >= 0 else ""
         if event.finish is not None:
             piece += follower.finish()
         if event.request_id in self._trims:
             piece = self._trimmed(event, piece)
+        if event.finish is not None:
+            self._followers.pop(key, None)
+            self._trimmers.pop(key, None)
         return replace(event, text=piece)
 
     def _trimmed(self, event: Event, piece: str) -> str:

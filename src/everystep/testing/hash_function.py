@@ -68,6 +68,12 @@ class HashFunction:
             keys = mix_array(keys * np.uint64(_GOLDEN) + column)
         return [int(key) for key in keys]
 
+    def joined(self, key: int, name: str, further: int) -> int:
+        """The key of an input that has a further, named part."""
+        for byte in name.encode():
+            further = mix(further * _GOLDEN + byte & _MASK)
+        return mix(key * _GOLDEN + further & _MASK)
+
     def start(self, encoder: Tensor | None) -> int:
         """The state of the empty prefix, which reads the encoder's states if there are any."""
         state = _START

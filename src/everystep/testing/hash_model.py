@@ -8,7 +8,7 @@ was asked to do is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from everystep.errors import InvariantError, message
 from everystep.testing.hash_function import HashFunction
-from everystep.types import StepOutput, Verb, Work
+from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
 
 ABILITIES = frozenset(
-    {"truncate", "embeds", "positions", "columns", "layers", "attentions", "encoder"}
+    {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder"}
 )
+_PLAIN = Extra()
 LAYERS = 2
 HEADS = 2
 
@@ -48,24 +49,24 @@ class Row:
     """One cache row: per position the key of its input and the state after it."""
 
     start: int
-    columns: bool
     keys: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
 
     def copy(self) -> Row:
         """An equal row that shares nothing with this one."""
-        return Row(self.start, self.columns, list(self.keys), list(self.states))
+        return Row(self.start, list(self.keys), list(self.states))
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """One feed of a work: its place among the N inputs, its row, and what it wants."""
+    """One feed of a work: its place among the N inputs, its row, and what it brings and wants."""
 
     offset: int
     row: int
     start: int
     count: int
     logits: int
+    extra: Extra
 
 
 class HashExecutor:
@@ -81,11 +82,13 @@ class HashExecutor:
         *,
         max_rows: int | None = None,
         abilities: frozenset[str] = ABILITIES,
+        inputs: tuple[InputSpec, ...] = (),
     ) -> None:
         self.function = HashFunction(vocab_size, embed_dim)
         self.vocab_size = vocab_size
         self.max_rows = max_rows
-        self.abilities = abilities
+        self.inputs: Mapping[str, InputSpec] = {one.name: one for one in inputs}
+        self.abilities = abilities | frozenset(self.inputs)
         self.counts = Counts()
         self.rows: dict[int, Row] = {}
 
@@ -94,13 +97,13 @@ class HashExecutor:
         for verb in work.verbs:
             self._apply(verb, work)
         feeds = self._feeds(work)
-        self._check_inputs(work)
-        keys, positions = self._keys(work), self._positions(work, feeds)
         for feed in feeds:
-            span = slice(feed.offset, feed.offset + feed.count)
-            self._feed(feed, keys[span], positions[span])
+            ids = work.tokens[feed.offset : feed.offset + feed.count]
+            self._check(feed, ids)
+            self._feed(feed, self._keys(feed, ids), self._positions(feed))
         self._count(feeds)
-        return self._output(work, feeds)
+        answers = {f: self._answer(feeds[f]) for f in work.extras}
+        return StepOutput(self._logits(feeds), answers)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -127,8 +130,7 @@ class HashExecutor:
     def _fresh_row(self, number: int, work: Work) -> Row:
         encoder = work.encoders.get(number)
         _require(encoder is None or "encoder" in self.abilities, "encoder states were given")
-        _require(number not in work.columns or "columns" in self.abilities, "columns were wanted")
-        return Row(self.function.start(encoder), number in work.columns)
+        return Row(self.function.start(encoder))
 
     def _open(self, number: int, row: Row) -> None:
         _require(number not in self.rows, f"row {number} was opened while it was live")
@@ -157,35 +159,68 @@ class HashExecutor:
         offsets = np.concatenate([[0], np.cumsum(work.counts)]).tolist()
         _require(offsets[-1] == len(work.tokens), "the counts of the feeds miss the inputs")
         columns = (work.rows, work.starts, work.counts, work.logits)
-        feeds = list(map(Feed, offsets[:-1], *(column.tolist() for column in columns)))
-        fed = [feed.row for feed in feeds]
+        fed = work.rows.tolist()
+        _require(set(work.extras) <= set(range(len(fed))), "extras belong to no feed")
+        extras = [work.extras.get(f, _PLAIN) for f in range(len(fed))]
+        feeds = list(map(Feed, offsets[:-1], *(column.tolist() for column in columns), extras))
         _require(len(set(fed)) == len(fed), f"a row was fed twice in one work: {fed}")
         return feeds
 
-    def _check_inputs(self, work: Work) -> None:
-        given = np.zeros(len(work.tokens), dtype=bool)
-        for offset, embeds in work.embeds:
-            _require("embeds" in self.abilities, "embeddings were fed")
-            _require(tuple(embeds.shape[1:]) == (self.function.embed_dim,), "an embedding's width")
-            _require(not given[offset : offset + len(embeds)].any(), "embeddings overlap")
-            given[offset : offset + len(embeds)] = True
-        inside = (work.tokens >= 0) & (work.tokens < self.vocab_size)
-        fits = np.where(given, work.tokens == -1, inside)
-        _require(bool(fits.all()), f"inputs are neither ids nor embeddings: {work.tokens[~fits]}")
+    def _check(self, feed: Feed, ids: np.ndarray) -> None:
+        """What the feed brings and wants are abilities, and each position has one input."""
+        extra = feed.extra
+        for name in ("positions", "mask"):
+            brought = getattr(extra, name) is not None
+            _require(not brought or name in self.abilities, f"{name} were fed")
+        for name in ("hidden", "layers", "attentions"):
+            wanted = getattr(extra, name)
+            _require(not wanted or name in self.abilities, f"{name} were wanted")
+        given = np.zeros(feed.count, dtype=bool)
+        for name, start, values in extra.inputs:
+            _require(name in self.abilities, f"{name} were fed")
+            fits = start >= 0 and start + len(values) <= feed.count
+            _require(fits, f"{name} reach beyond the feed")
+            if name == "embeds":
+                width = self.function.embed_dim
+                _require(tuple(values.shape[1:]) == (width,), "an embedding's width")
+                _require(not given[start : start + len(values)].any(), "embeddings overlap")
+                given[start : start + len(values)] = True
+        inside = (ids >= 0) & (ids < self.vocab_size)
+        fits_all = np.where(given, ids == -1, inside)
+        _require(bool(fits_all.all()), f"inputs are neither ids nor embeddings: {ids[~fits_all]}")
 
-    def _keys(self, work: Work) -> list[int]:
-        keys = [self.function.token_key(token) for token in work.tokens.tolist()]
-        for offset, embeds in work.embeds:
-            keys[offset : offset + len(embeds)] = self.function.keys(embeds)
-        return keys
+    def _keys(self, feed: Feed, ids: np.ndarray) -> list[int]:
+        """One per position: its id or embedding, with every further input and its mask."""
+        keys = [self.function.token_key(token) for token in ids.tolist()]
+        inputs = sorted(feed.extra.inputs, key=lambda given: given.name != "embeds")
+        for name, start, values in inputs:
+            found = self.function.keys(values.flatten(1).float())
+            for i, key in enumerate(found, start):
+                keys[i] = key if name == "embeds" else self.function.joined(keys[i], name, key)
+        mask = feed.extra.mask
+        if mask is None:
+            return keys
+        wanted = (feed.count, feed.start + feed.count)
+        _require(tuple(mask.shape[1:]) == wanted, f"a mask is not (heads, *{wanted})")
+        return [self._masked(mask, feed.start, i, key) for i, key in enumerate(keys)]
 
-    def _positions(self, work: Work, feeds: list[Feed]) -> list[tuple[int, ...]]:
-        if work.positions is None:
-            return [(feed.start + i,) for feed in feeds for i in range(feed.count)]
-        _require("positions" in self.abilities, "position ids were fed")
-        given = work.positions.reshape(-1, work.positions.shape[-1]).T.tolist()
-        _require(len(given) == len(work.tokens), "there is not one position id per input")
-        return [tuple(int(coordinate) for coordinate in place) for place in given]
+    def _masked(self, mask: Tensor, start: int, i: int, key: int) -> int:
+        """The key of a position that sees only a part of what stands before it."""
+        place = start + i
+        _require(not mask[:, i, place + 1 :].any(), "a position sees what stands after it")
+        seen = mask[:, i, : place + 1]
+        if bool(seen.all()):
+            return key
+        (found,) = self.function.keys(seen.flatten()[None].float())
+        return self.function.joined(key, "mask", found)
+
+    def _positions(self, feed: Feed) -> list[tuple[int, ...]]:
+        given = feed.extra.positions
+        if given is None:
+            return [(feed.start + i,) for i in range(feed.count)]
+        _require(given.shape[-1] == feed.count, "there is not one position id per input")
+        places = given.reshape(-1, feed.count).T.tolist()
+        return [tuple(int(coordinate) for coordinate in place) for place in places]
 
     def _feed(self, feed: Feed, keys: list[int], positions: list[tuple[int, ...]]) -> None:
         row = self._live(feed.row, "feed")
@@ -206,7 +241,7 @@ class HashExecutor:
 
     # --- outputs ----------------------------------------------------------------------------------
 
-    def _output(self, work: Work, feeds: list[Feed]) -> StepOutput:
+    def _logits(self, feeds: list[Feed]) -> Tensor:
         states: list[int] = []
         pairs: list[tuple[int, int]] = []
         for feed in feeds:
@@ -214,28 +249,23 @@ class HashExecutor:
             wanted = range(feed.start + feed.count - feed.logits, feed.start + feed.count)
             states += [row.states[p] for p in wanted]
             pairs += [(row.keys[p - 1] if p else 0, row.keys[p]) for p in wanted]
-        logits = self.function.logits(_uint64(states), _uint64(pairs).reshape(-1, 2))
-        columns = {
-            feed.row: self.function.hidden(_uint64(self.rows[feed.row].states))
-            for feed in feeds
-            if self.rows[feed.row].columns
-        }
-        layers = self._layers(feeds) if work.layers else None
-        attentions = tuple(self._attentions(feeds)) if work.attentions else None
-        return StepOutput(logits, columns, layers, attentions)
+        return self.function.logits(_uint64(states), _uint64(pairs).reshape(-1, 2))
 
-    def _layers(self, feeds: list[Feed]) -> tuple[Tensor, ...]:
-        _require("layers" in self.abilities, "layers were wanted")
-        fed = _uint64([state for f in feeds for state in self.rows[f.row].states[f.start :]])
-        return tuple(self.function.hidden(fed, layer) for layer in range(LAYERS, -1, -1))
+    def _answer(self, feed: Feed) -> Answer:
+        extra, function = feed.extra, self.function
+        states = _uint64(self.rows[feed.row].states[feed.start :])
+        layers = tuple(function.hidden(states, layer) for layer in range(LAYERS, -1, -1))
+        return Answer(
+            function.hidden(states) if extra.hidden else None,
+            layers if extra.layers else None,
+            self._attentions(feed) if extra.attentions else None,
+        )
 
-    def _attentions(self, feeds: list[Feed]) -> Iterator[tuple[Tensor, ...]]:
-        _require("attentions" in self.abilities, "attentions were wanted")
-        for feed in feeds:
-            hidden = self.function.hidden(_uint64(self.rows[feed.row].states))
-            later = torch.ones(feed.count, len(hidden)).triu(feed.start + 1).bool()
-            scores = (hidden[feed.start :] @ hidden.T).masked_fill(later, -torch.inf)
-            yield (torch.softmax(scores, dim=-1).expand(HEADS, -1, -1),) * LAYERS
+    def _attentions(self, feed: Feed) -> tuple[Tensor, ...]:
+        hidden = self.function.hidden(_uint64(self.rows[feed.row].states))
+        later = torch.ones(feed.count, len(hidden)).triu(feed.start + 1).bool()
+        scores = (hidden[feed.start :] @ hidden.T).masked_fill(later, -torch.inf)
+        return (torch.softmax(scores, dim=-1).expand(HEADS, -1, -1),) * LAYERS
 
 
 def _uint64(values: list[int] | list[tuple[int, int]]) -> np.ndarray:

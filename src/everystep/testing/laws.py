@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from everystep.errors import InvariantError, message
 from everystep.executors.base import Executor
-from everystep.strategies import Beam, Speculative
+from everystep.strategies import Beam
 from everystep.testing.drive import Run, hash_executor, run_scheduled, run_together
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import EMBED_DIM, Mix
@@ -35,6 +35,8 @@ class Coverage:
     speculation: int = 0
     contrastive: int = 0
     guidance: int = 0
+    diverse: int = 0
+    draft_models: int = 0
 
     requests: int = 0
     forwards: int = 0
@@ -62,6 +64,8 @@ FLOORS = Coverage(
     speculation=400,
     contrastive=200,
     guidance=300,
+    diverse=100,
+    draft_models=100,
     preemptions_in_decode=500,
     forks=1_000,
     long_children=500,
@@ -117,12 +121,12 @@ class Laws:
 
     def _speculation(self, mix: Mix, together: Results) -> None:
         """Drafts change how many steps it takes, not what comes out."""
-        speculative = [r for r in mix.requests if isinstance(r.strategy, Speculative)]
-        plain = [replace(request, strategy=request.strategy.base) for request in speculative]
+        speculative = [request for request in mix.requests if request.drafter is not None]
+        plain = [replace(request, drafter=None) for request in speculative]
         if plain:
             results = self._together(plain, mix)
             for request in speculative:
-                _compare("base strategy", mix, request, results, together)
+                _compare("without drafts", mix, request, results, together)
 
     def _feeding(self, mix: Mix, together: Results) -> None:
         """Neither chunks of prompts nor rows that linger after their end change anything."""

@@ -21,11 +21,11 @@ from everystep import draws
 from everystep.cache import rows as cache_rows
 from everystep.cache.bank import Bank, Part
 from everystep.cache.states import Mark
-from everystep.engine import apply, batches, engine, feed, regroup
+from everystep.engine import apply, batches, engine, feed, given, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.hash_model import Row
-from everystep.types import Companion, Prompt, Rows, Sequence, TokenTable, companion_length
+from everystep.types import Companion, Prompt, Rows, Scores, Sequence, companion_length
 
 Place = tuple[ModuleType | type, str]
 
@@ -80,15 +80,15 @@ def _truncate_forgets(ledger: Ledger, row: int, length: int) -> None:
 
 
 @mutant("leaked row", (apply, "release"), (engine, "release"))
-def _release_keeps_the_row(sequence: Sequence, table: TokenTable, ledger: Ledger) -> None:
-    table.close(sequence.line)
+def _release_keeps_the_row(sequence: Sequence, ledger: Ledger) -> None:
+    pass
 
 
 def _units(sequence: Sequence) -> list[Sequence | Companion]:
     return [sequence, *sequence.companions]
 
 
-@mutant("leaked companion", (apply, "drop_rows"), (engine, "drop_rows"))
+@mutant("leaked companion", (apply, "drop_rows"))
 def _drop_forgets_companions(sequence: Sequence, ledger: Ledger) -> None:
     if sequence.row is not None:
         ledger.free(sequence.row)
@@ -97,7 +97,7 @@ def _drop_forgets_companions(sequence: Sequence, ledger: Ledger) -> None:
         unit.cached = 0
 
 
-@mutant("preemption keeps its count", (engine, "drop_rows"))
+@mutant("preemption keeps its count", (apply, "drop_rows"))
 def _drop_keeps_the_count(sequence: Sequence, ledger: Ledger) -> None:
     for unit in _units(sequence):
         if unit.row is not None:
@@ -134,14 +134,15 @@ def _chunk_leaves_nothing(grant: feed.Grant, fed: feed.Fed, builder: feed.WorkBu
                 left -= count
 
 
-_true_positions = feed._positions
+_true_positions = given.Span.positions
 
 
-@mutant("stale position", (feed, "_positions"))
-def _positions_stand_still(prompt: Prompt, start: int, count: int) -> Tensor | None:
-    if prompt.positions is None or start < prompt.length:
-        return _true_positions(prompt, start, count)
-    return (prompt.positions[..., -1:] + 1).expand(*prompt.positions.shape[:-1], count)
+@mutant("stale position", (given.Span, "positions"))
+def _positions_stand_still(span: given.Span) -> Tensor | None:
+    prompt = span.prompt
+    if prompt.positions is None or span.inside:
+        return _true_positions(span)
+    return torch.full((*prompt.positions.shape[:-1], span.count), prompt.follows)
 
 
 # --- scores and draws -----------------------------------------------------------------------------
@@ -157,11 +158,11 @@ def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
     return lineage
 
 
-@mutant("normalising after processors", (batches, "shortened"))
-def _normalise_late(rows: Rows, scores: Tensor, *, owned: bool = False) -> Tensor:
+@mutant("normalising after processors", (batches, "apply"))
+def _normalise_late(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:
     scores = pipeline.apply(rows, scores)
-    if rows.sequences[0].request.strategy.scores == "log_probs":
-        scores = scores.log_softmax(dim=-1)
+    if rows.sequences[0].request.strategy.reads.scores == "log_probs":
+        scores = Scores.of(scores.whole().values.log_softmax(dim=-1))
     return scores
 
 
@@ -173,9 +174,9 @@ def _first_row_speaks_for_all(canvas: pipeline._Canvas) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@mutant("shared memory", (batches, "copy_memory"), (apply, "copy_memory"))
-def _memory_is_shared(value: object) -> object:
-    return value
+@mutant("shared memory", (apply, "copied"))
+def _memory_is_shared(memo: dict[str, Any]) -> dict[str, Any]:
+    return dict(memo)
 
 
 @mutant("memory not rewound", (apply, "rewind_memory"))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from everystep.draws import SeededDraws
+from everystep.engine.drafting import DraftModel, PromptLookup
 from everystep.engine.readout import Guidance
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
@@ -22,10 +24,12 @@ from everystep.processors.repetition import (
 )
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
+from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
+from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Prompt, Request
+from everystep.types.protocols import Drafter
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -63,20 +67,21 @@ class Mix:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of "beams", "sampling", "speculation", "contrastive", "guidance"; what is in it."""
+        """What is in it, by the names of `kinds`."""
         return frozenset(name for request in self.requests for name in kinds(request))
 
 
 def kinds(request: Request) -> list[str]:
     """What a request exercises."""
     strategy = request.strategy
-    base = strategy.base if isinstance(strategy, Speculative) else strategy
-    sampled = isinstance(base, Sample) or (isinstance(base, Beam) and base.sampled)
+    sampled = isinstance(strategy, Sample) or (isinstance(strategy, Beam) and strategy.sampled)
     named = {
-        "beams": isinstance(base, Beam),
+        "beams": isinstance(strategy, Beam),
+        "diverse": isinstance(strategy, Beam) and strategy.searches > 1,
         "sampling": sampled,
-        "speculation": isinstance(strategy, Speculative),
-        "contrastive": isinstance(base, Contrastive),
+        "speculation": request.drafter is not None,
+        "draft_models": isinstance(request.drafter, DraftModel),
+        "contrastive": isinstance(strategy, Contrastive),
         "guidance": request.readout is not None,
     }
     return [name for name, holds in named.items() if holds]
@@ -140,10 +145,11 @@ def _request(name: str, function: HashFunction, draw: Dice) -> Request:
         strategy=strategy,
         draws=SeededDraws(draw.between(0, 2**31)),
         processors=_processors(function.vocab_size, draw),
-        wants=Wants(columns="columns" in strategy.needs),
         max_length=prompt.length + max_new,
         pad_prefix=pad_prefix,
     )
+    if strategy.reads.alone and draw.chance(0.55):
+        request = replace(request, drafter=_drafter(function, draw))
     limit = MaxLength(request.prompt_visible + max_new)
     request = replace(request, stops=(EosToken(ends), limit) if ends else (limit,))
     if draw.chance(0.1) and not isinstance(strategy, Contrastive):
@@ -171,10 +177,9 @@ def _prompt(function: HashFunction, draw: Dice) -> Prompt:
 
 def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
     makers: list[tuple[int, Callable[[], Any]]] = [
-        (2, Greedy),
-        (3, lambda: Sample(draw.between(1, 4))),
+        (4, Greedy),
+        (7, lambda: Sample(draw.between(1, 4))),
         (3, lambda: _beam(draw, eos_count, max_new)),
-        (6, lambda: Speculative(_lookup(draw), draw.one_of(Greedy(), Sample(1), Sample(3)))),
         (1, lambda: Contrastive(draw.between(2, 4), draw.one_of(0.1, 0.6))),
     ]
     weights = np.array([weight for weight, _ in makers])
@@ -183,6 +188,18 @@ def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
 
 def _beam(draw: Dice, eos_count: int, max_new: int) -> Beam:
     width = draw.between(2, 4)
+    if width == 4 and draw.chance(0.5):
+        searches = draw.one_of(2, 4)
+        return Beam(
+            width,
+            returns=draw.between(1, width),
+            length_penalty=draw.one_of(1.0, 0.0, 2.0),
+            early_stopping=draw.one_of(False, True),
+            eos_count=eos_count,
+            max_new=max_new,
+            searches=searches,
+            diversity=draw.one_of(0.5, 2.0),
+        )
     return Beam(
         width,
         returns=draw.between(1, width),
@@ -194,7 +211,11 @@ def _beam(draw: Dice, eos_count: int, max_new: int) -> Beam:
     )
 
 
-def _lookup(draw: Dice) -> PromptLookup:
+def _drafter(function: HashFunction, draw: Dice) -> Drafter:
+    if draw.chance(0.2):
+        dim = draw.one_of(EMBED_DIM, EMBED_DIM - 1)  # the very same function, or another
+        opened = partial(HashExecutor, function.vocab_size, dim)
+        return DraftModel(opened, tokens=draw.between(1, 4))
     return PromptLookup(tokens=draw.between(1, 6), max_ngram=draw.between(1, 3))
 
 

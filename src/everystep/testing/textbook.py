@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.draws import Places, fork_lineage
+from everystep.draws import fork_lineage
 from everystep.engine.readout import Guidance
 from everystep.errors import UnsupportedError, message
-from everystep.stops.base import Candidates
-from everystep.strategies import Beam, Contrastive, Greedy, Sample, Speculative
+from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
-from everystep.types import Prompt, Request, Rows, Sequence, TokenTable
+from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
+from everystep.types.batch import Places
+from everystep.types.candidates import Candidates
 
 _NEVER = -1.0e9
 
@@ -37,14 +38,12 @@ def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
     """The result of a request, in the order in which its strategy returns it."""
     prefix = Prefix(request, function)
     strategy = request.strategy
-    if isinstance(strategy, Speculative):
-        strategy = strategy.base
     if isinstance(strategy, Greedy):
         return [follow(prefix, lambda scores, _: int(scores.argmax()))]
     if isinstance(strategy, Sample):
         return [sample(prefix, index) for index in range(strategy.width)]
     if isinstance(strategy, Beam):
-        return beam_search(prefix, strategy)
+        return diverse_beams(prefix, strategy)
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
     raise UnsupportedError(message("no textbook loop", got=type(strategy).__name__))
@@ -66,7 +65,7 @@ class Prefix:
         if isinstance(self.request.readout, Guidance):
             other = logits(self.function, self.request.companions[0], tokens).log_softmax(-1)
             mixed = self.request.readout.scale * (mixed.log_softmax(-1) - other) + other
-        if self.request.strategy.scores == "log_probs":
+        if self.request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in self.request.processors:
             sequence, table = self._written(tokens)
@@ -93,7 +92,7 @@ class Prefix:
         return Places(
             seed=np.array([self.request.draws.seed], np.uint64),
             lineage=np.array([lineage], np.uint64),
-            position=np.array([len(tokens)], np.uint64),
+            position=np.array([self.request.prompt.length + len(tokens)], np.uint64),
             slot=np.array([0]),
             slots=1,
         )
@@ -135,10 +134,10 @@ def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
     else:
         given = [tuple(p) for p in prompt.positions.reshape(-1, prompt.length).T.tolist()]
     yield from given
-    place = given[-1]
+    last = max(map(max, given))
     while True:
-        place = tuple(coordinate + 1 for coordinate in place)
-        yield place
+        last += 1
+        yield (last,) * len(given[-1])
 
 
 # --- the loops ------------------------------------------------------------------------------------
@@ -158,7 +157,8 @@ def sample(prefix: Prefix, index: int) -> Hypothesis:
     lineage = fork_lineage(0, 0, index) if index else 0
 
     def choose(scores: Tensor, tokens: list[int]) -> int:
-        return int(prefix.request.draws.choose(scores[None], prefix.places(tokens, lineage)))
+        place = prefix.places(tokens, lineage)
+        return int(prefix.request.draws.choose(Scores.of(scores[None]), place))
 
     return follow(prefix, choose)
 
@@ -183,13 +183,21 @@ def contrastive(prefix: Prefix, strategy: Contrastive) -> Hypothesis:
 
 @dataclass
 class Beams:
-    """The state of one beam search: W running hypotheses and W slots for finished ones."""
+    """The state of one search: W running hypotheses and W slots for finished ones."""
 
     running: list[list[int]]
     scores: Tensor
     banked: Tensor
     bank: list[Hypothesis | None] = field(default_factory=list)
     improvable: bool = True
+    over: bool = False
+
+    @classmethod
+    def opening(cls, width: int) -> Beams:
+        """Equal siblings, of which only the first counts."""
+        never = torch.full((width,), _NEVER)
+        scores = torch.cat([torch.zeros(1), never[1:]])
+        return cls([[] for _ in range(width)], scores, never, [None] * width)
 
     @property
     def filled(self) -> Tensor:
@@ -197,34 +205,51 @@ class Beams:
         return torch.tensor([slot is not None for slot in self.bank])
 
 
-def beam_search(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
-    """The `returns` best hypotheses. Source: the reference's `_beam_search`, for one prompt."""
-    width = strategy.width
-    never = torch.full((width,), _NEVER)
-    opening = torch.cat([torch.zeros(1), never[1:]])
-    beams = Beams([[] for _ in range(width)], opening, never, [None] * width)
-    while True:
-        values, continued = _continuations(prefix, strategy, beams)
-        reasons = [prefix.reason(tokens) for tokens in continued]
-        ended = torch.tensor([reason is not None for reason in reasons])
-        _store(strategy, beams, values, continued, reasons)
-        going = values + ended.float() * _NEVER
-        beams.scores, best = torch.topk(going, width)
-        beams.running = [continued[i] for i in best.tolist()]
-        if not _may_improve(strategy, beams) or bool(ended.all()):
-            break
-        if strategy.early_stopping is True and bool(beams.filled.all()):
-            break
-    finished = [slot for slot in beams.bank if slot is not None]
+def diverse_beams(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
+    """The `returns` best hypotheses of all searches, which choose in turn in every step.
+
+    Sources: the reference's `_beam_search`, for one prompt; Vijayakumar et al. 2018, where a token
+    loses something for every earlier search that chose it.
+    """
+    beams = strategy.width // strategy.searches
+    searches = [Beams.opening(beams) for _ in range(strategy.searches)]
+    while not all(search.over for search in searches):
+        chosen: list[int] = []
+        for search in searches:
+            _advance(prefix, strategy, search, chosen)
+            chosen += [tokens[-1] for tokens in search.running]
+    finished = [slot for search in searches for slot in search.bank if slot is not None]
+    if strategy.searches > 1:
+        finished.sort(key=lambda hypothesis: -hypothesis.score)
     missing = Hypothesis((), _NEVER, "length")
-    return (finished + [missing] * width)[: strategy.returns]
+    return (finished + [missing] * strategy.width)[: strategy.returns]
 
 
-def _continuations(prefix: Prefix, strategy: Beam, beams: Beams) -> tuple[Tensor, list[list[int]]]:
+def _advance(prefix: Prefix, strategy: Beam, beams: Beams, chosen: list[int]) -> None:
+    """One step of one search; `chosen`: what the earlier ones chose in it."""
+    values, continued = _continuations(prefix, strategy, beams, chosen)
+    reasons = [prefix.reason(tokens) for tokens in continued]
+    ended = torch.tensor([reason is not None for reason in reasons])
+    if not beams.over:
+        _store(strategy, beams, values, continued, reasons)
+    going = values + ended.float() * _NEVER
+    beams.scores, best = torch.topk(going, len(beams.running))
+    beams.running = [continued[i] for i in best.tolist()]
+    full = strategy.early_stopping is True and bool(beams.filled.all())
+    if not _may_improve(strategy, beams) or bool(ended.all()) or full:
+        beams.over = True
+
+
+def _continuations(
+    prefix: Prefix, strategy: Beam, beams: Beams, chosen: list[int]
+) -> tuple[Tensor, list[list[int]]]:
     """The best or the drawn ones among all tokens after all beams: values and sequences."""
     scores = torch.stack([prefix.scores(tokens) for tokens in beams.running])
+    penalty = torch.bincount(torch.tensor(chosen, dtype=torch.int64), minlength=scores.shape[1])
+    if strategy.searches > 1:
+        scores = scores - penalty.float() * strategy.diversity
     total = scores + beams.scores[:, None]
-    flat, count = total.reshape(-1), max(2, 1 + strategy.eos_count) * strategy.width
+    flat, count = total.reshape(-1), max(2, 1 + strategy.eos_count) * len(beams.running)
     if strategy.sampled:
         draws, places = prefix.request.draws, prefix.places(beams.running[0], 0)
         probabilities = torch.softmax(flat[None], dim=-1)
@@ -251,12 +276,12 @@ def _store(
     closed = strategy.early_stopping is True and bool(beams.filled.all())
     new: list[Hypothesis | None] = [None] * len(continued)
     if beams.improvable and not closed:
-        for i in range(strategy.width):
+        for i in range(len(beams.running)):
             if reason := reasons[i]:
                 new[i] = Hypothesis(tuple(continued[i]), float(final[i]), reason)
     absent = torch.tensor([hypothesis is None for hypothesis in new])
     merged = torch.cat([beams.banked, final + absent.float() * _NEVER])
-    beams.banked, best = torch.topk(merged, strategy.width)
+    beams.banked, best = torch.topk(merged, len(beams.running))
     slots = [*beams.bank, *new]
     beams.bank = [slots[i] for i in best.tolist()]
 

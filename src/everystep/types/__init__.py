@@ -18,17 +18,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.types.shortlist import Shortlist as Shortlist
-from everystep.types.shortlist import UndecidedError as UndecidedError
+from everystep.types.columns import COLUMNS as COLUMNS
+from everystep.types.columns import Columns as Columns
+from everystep.types.protocols import (
+    Drafter,
+    Draws,
+    Processor,
+    Readout,
+    Stop,
+    Strategy,
+)
+from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
-from everystep.types.work import Best as Best
+from everystep.types.work import Answer as Answer
+from everystep.types.work import Extra as Extra
+from everystep.types.work import Given as Given
+from everystep.types.work import InputSpec as InputSpec
 from everystep.types.work import Past as Past
 from everystep.types.work import StepOutput as StepOutput
 from everystep.types.work import Verb as Verb
@@ -50,10 +62,15 @@ class Prompt:
     """What the model reads before the first choice.
 
     `ids`: (T,) int64 or None. `embeds`: (T, E) or None; where both are given the model reads the
-    embeddings and everybody else sees the ids. `positions`: (..., length) position ids or None for
-    0, 1, ... `encoder`: (S, E) encoder states for cross attention, or None. `past`: the first
-    positions as they were cached before, or None; `before` of them have no ids or embeddings here.
-    `length`: how many positions the prompt fills.
+    embeddings and everybody else sees the ids. `positions`: (length,) or (axes, length) position
+    ids, or None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`. `mask`:
+    (length, length) or (heads, length, length) bool: position i sees those j <= i where
+    mask[..., i, j], itself always; a generated position sees of the prompt what its last position
+    sees, and every generated one up to itself. `encoder`: (S, E) encoder states for cross
+    attention, or None. `past`: the first positions as they were cached before, or None; `before` of
+    them have no ids or embeddings here.
+    `length`: how many positions the prompt fills. `follows`: the position id of the first generated
+    token, one more than the greatest of the prompt's on any axis. `brings`: there is more than ids.
     """
 
     ids: np.ndarray | None = None
@@ -62,11 +79,22 @@ class Prompt:
     encoder: Tensor | None = None
     past: Past | None = None
     before: int = 0
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    mask: Tensor | None = None
     length: int = field(init=False)
+    follows: int = field(init=False)
+    brings: bool = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.ids if self.embeds is None else self.embeds
-        object.__setattr__(self, "length", self.before + (0 if given is None else len(given)))
+        length = self.before + (0 if given is None else len(given))
+        own = self.positions
+        object.__setattr__(self, "length", length)
+        last = length - 1 if own is None or not own.numel() else int(own.max())
+        object.__setattr__(self, "follows", last + 1)
+        given_more = (self.embeds, own, self.mask)
+        brings = bool(self.inputs) or any(one is not None for one in given_more)
+        object.__setattr__(self, "brings", brings)
 
     @property
     def hidden(self) -> int:
@@ -91,7 +119,6 @@ class Wants:
 
     layers: bool = False
     attentions: bool = False
-    columns: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     cache: bool = False
@@ -102,8 +129,9 @@ class Wants:
 class Request:
     """A prompt and every resolved choice; nothing in it changes while it runs.
 
-    `strategy`, `processors`, `stops`, `draws` and `readout` follow the protocols of their packages.
-    `companions` are further prompts whose rows mirror each sequence and appear in no output.
+    `drafter` proposes tokens that the strategy may accept; None for none. `companions` are further
+    prompts whose rows mirror each sequence and appear in no output. `adapters`: (name, weight)
+    pairs of the adapters that all its feeds ask for.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
     index minus position. `prompt_visible`: how many ids, pad prefix included, stand before the
@@ -112,18 +140,20 @@ class Request:
 
     request_id: str
     prompt: Prompt
-    strategy: Any
-    draws: Any
-    processors: tuple[Any, ...] = ()
-    stops: tuple[Any, ...] = ()
+    strategy: Strategy
+    draws: Draws
+    processors: tuple[Processor, ...] = ()
+    stops: tuple[Stop, ...] = ()
     companions: tuple[Prompt, ...] = ()
-    readout: Any = None
+    readout: Readout | None = None
+    drafter: Drafter | None = None
     wants: Wants = Wants()
     max_length: int = 2**31
     pad_prefix: int = 0
     pad_token: int = 0
     prefix_token: int | None = None
     linger: bool = False
+    adapters: tuple[tuple[str, float], ...] = ()
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 
@@ -135,16 +165,31 @@ class Request:
     @property
     def needs(self) -> frozenset[str]:
         """The abilities that its executor must have; see `Executor.abilities`."""
-        given = ("embeds", "positions", "encoder", "past")
-        wanted = ("layers", "attentions", "columns")
+        given = ("embeds", "positions", "mask", "encoder", "past")
+        prompts = (self.prompt, *self.companions)
+        wanted = ("layers", "attentions")
         return frozenset(
             (
-                *self.strategy.needs,
-                *(name for name in given if getattr(self.prompt, name) is not None),
+                *(("hidden",) if self.strategy.reads.hidden else ()),
+                *(("truncate",) if self.drafter is not None else ()),
+                *(name for name in given for one in prompts if getattr(one, name) is not None),
+                *(name for one in prompts for name in one.inputs),
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),
+                *(("adapters",) if self.adapters else ()),
+                *(adapter_ability(name) for name, _ in self.adapters),
             )
         )
+
+
+def nobodys(prompt: Prompt) -> Request:
+    """A request for plain ids that no engine runs, so that rows of them can be looked at."""
+    return Request("", prompt, cast(Strategy, None), cast(Draws, None))
+
+
+def adapter_ability(name: str) -> str:
+    """The ability of an executor that holds the adapter of this name."""
+    return f"adapters: {name!r}"
 
 
 @dataclass(slots=True, eq=False)
@@ -165,8 +210,12 @@ class Sequence:
     """One hypothesis: its line in the token table, and what of it is cached in which row.
 
     `length` counts positions, with or without ids; `0 <= cached < length` holds between steps.
-    The last `provisional` tokens may still be taken back. `memo` is what processors, strategies
-    and hooks remember; values have `copy()` and `rewind(n)` or are immutable.
+    The last `provisional` tokens may still be taken back. `line` is -1 before the first feed.
+    `memo` is what processors, strategies and hooks remember: immutable values, and a `Memory` each
+    of what changes.
+
+    What a step reports is the work of new sequences: only `row`, `cached` and the memories of a
+    sequence change, and all of those can be made again from its ids.
     """
 
     request: Request
@@ -185,6 +234,10 @@ class Sequence:
     def lose_row(self) -> None:
         """Nothing is cached but what the prompt brings."""
         self.row, self.cached = None, self.request.prompt.start
+
+    def forget(self) -> None:
+        """No memory is left; what is immutable stays."""
+        self.memo = values_of(self.memo)
 
     @property
     def units(self) -> tuple[Sequence | Companion, ...]:
@@ -215,9 +268,22 @@ def companion_length(sequence: Sequence, companion: Companion) -> int:
     return companion.prompt.length + sequence.generated
 
 
+def values_of(memo: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a memo is immutable."""
+    return {key: value for key, value in memo.items() if not is_memory(value)}
+
+
+def is_memory(value: object) -> bool:
+    """Whether this is a `Memory`."""
+    return hasattr(value, "rewind")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """A hypothesis that ended: its generated ids, score and reason, free of any row."""
+    """A hypothesis that ended: its generated ids, score and reason, free of any row.
+
+    `memo`: the values of its sequence. `serial`: the number that its strategy gave it, or -1.
+    """
 
     tokens: np.ndarray
     score: float
@@ -225,6 +291,7 @@ class Finished:
     lineage: int
     index: int
     memo: Mapping[str, Any]
+    serial: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -233,26 +300,62 @@ class Group:
 
     `opened` says that the first choice was made; `settled` that the strategy has declared the
     result final although live sequences linger; `rank` is the order of arrival and, in lockstep,
-    the place in the caller's batch; `told` counts tokens told early. `pasts`: what the rows of the
-    last live sequences held, by index, where that is wanted. `best`: how many of the best logits
-    its choices are told in place of whole rows, or 0.
+    the place in the caller's batch; `reported` counts tokens reported early. `state`: what the
+    strategy knows of the group, an immutable value. `prompt_known`: what is known of how likely
+    the prompt is. `pasts`: what the rows of the last live sequences held, by index, where that is
+    wanted. `best`: how many of the best logits its choices are told in place of whole rows, or 0.
     """
 
     request: Request
     rank: int
     live: list[Sequence] = field(default_factory=list)
     done: list[Finished] = field(default_factory=list)
-    memo: dict[str, Any] = field(default_factory=dict)
+    state: Any = None
+    prompt_known: Any = None
     opened: bool = False
     settled: bool = False
-    told: int = 0
+    reported: int = 0
     pasts: tuple[Past, ...] = ()
     best: int = 0
+
+    def without_live(self) -> Group:
+        """A group that is as this one, but for its live sequences."""
+        return Group(
+            self.request,
+            self.rank,
+            [],
+            list(self.done),
+            self.state,
+            self.prompt_known,
+            self.opened,
+            self.settled,
+            self.reported,
+            self.pasts,
+            self.best,
+        )
+
+    def become(self, other: Group) -> None:
+        """The group is as the other one. To do it again changes nothing."""
+        self.live, self.done, self.state = other.live, other.done, other.state
+        self.prompt_known, self.pasts = other.prompt_known, other.pasts
+        self.opened, self.settled = other.opened, other.settled
+        self.reported = other.reported
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the group, if that was an error."""
+        failed = [one.reason.matched for one in self.done if one.reason.kind == "error"]
+        return failed[0] if failed else None
 
     @property
     def pending(self) -> int:
         """How many positions must be fed before the group may choose."""
         return sum([sequence.pending for sequence in self.live])
+
+    @property
+    def pending_chunks(self) -> int:
+        """How many of them can be fed before: of each row all but the last."""
+        return self.pending - len(self.live) * (1 + len(self.request.companions))
 
     @property
     def rows(self) -> int:
@@ -272,12 +375,15 @@ class Children:
     """All that a strategy may say, as C parallel entries over a batch's S sequences.
 
     `parent`: (C,) index into the batch. `tokens`: (C, n) new ids, of which the first `counts[c]`
-    count. `score`: (C,) the child's whole score. `finish`: a reason, or None to live on.
-    `provisional`: (C,) how many of its last tokens may be taken back, or None for none.
-    `memo`: per child what to put into its memory, or None. `index`: (C,) the children's ranks, or
-    None to inherit the parents'. `lingers`: children that end go on where their request lingers.
-    `settled`: batch indices of groups whose result is final. A sequence without children is
-    dropped; a child may have no tokens and a finish.
+    count. `score`: (C,) the child's whole score. `finish`: a reason, or None to live on; one of the
+    kind "error" ends the whole group. `provisional`: (C,) how many of its last tokens may be taken
+    back, or None for none. `memo`: per child the values to put into its memo, or None. `index`:
+    (C,) the children's ranks, or None to inherit the parents'. `serial`: (C,) numbers for those
+    that end, or None. `lingers`: children that end go on where their request lingers. `settled`:
+    batch indices of groups whose result is final. `states`: the new state of every group, or None
+    where none has any. `held`: per group the serial numbers of those that have ended and can still
+    be part of its result, None for all. A sequence without children is dropped; a child may have
+    no tokens and a finish.
     """
 
     parent: np.ndarray
@@ -288,8 +394,11 @@ class Children:
     provisional: np.ndarray | None = None
     memo: list[dict[str, Any] | None] | None = None
     index: np.ndarray | None = None
+    serial: np.ndarray | None = None
     lingers: bool = False
     settled: tuple[int, ...] = ()
+    states: list[Any] | None = None
+    held: list[frozenset[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

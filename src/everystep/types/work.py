@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from everystep.types.scores import Scores
 
 MOST_BEST = 64
 """The most best logits of a row that a feed may want in place of the whole row."""
@@ -36,6 +39,67 @@ class Verb(NamedTuple):
     value: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """An input that a model declares: what it is given beside ids or embeddings.
+
+    `per`: "token": a prompt gives (length, *shape), one entry per position of it; "prompt": one
+    entry (*shape), which every position of the prompt is given; "row": one entry, which generated
+    positions are given too. `dtype`: what the model computes with; what can be cast to it is taken.
+    """
+
+    name: str
+    per: Literal["token", "row", "prompt"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Given(NamedTuple):
+    """One named input of some positions of a feed.
+
+    `name`: "embeds", or an input that the model declares. `start`: the first position it belongs
+    to, counted from the feed's first. `values`: (n, ...), one entry per position.
+    """
+
+    name: str
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extra:
+    """What one feed brings and wants beyond ids and logits; it concerns no other feed.
+
+    `positions`: (count,) or (axes, count) position ids; None: the places in the row. `mask`:
+    (1 or H, count, start + count) bool, what each fed position sees of the row; None: everything
+    up to itself. `adapters`: (name, weight) pairs. `hidden`: the last hidden states, normalised;
+    `layers`: the hidden states before the first layer and after each; `attentions`: the attention
+    weights of each layer are wanted.
+    """
+
+    inputs: tuple[Given, ...] = ()
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+    adapters: tuple[tuple[str, float], ...] = ()
+    hidden: bool = False
+    layers: bool = False
+    attentions: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What one feed wanted beyond logits; None where it did not want it.
+
+    `hidden`: (count, E). `layers`: (count, E) each, embeddings first, the last one normalised.
+    `attentions`, `cross_attentions`: (H, count, S) each, over the row and over encoder states.
+    """
+
+    hidden: Tensor | None = None
+    layers: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """All that an executor gets for one step.
@@ -43,12 +107,11 @@ class Work:
     `verbs` happened, in this order, since the last step. Then F feeds, as parallel arrays:
     feed f runs `counts[f]` inputs in row `rows[f]` from position `starts[f]` on and wants the
     logits of its last `logits[f]` positions. `tokens`: (N,) ids of all feeds one after another,
-    -1 where `embeds` ((offset into N, (n, E) tensor), ...) gives the input. `positions`: (..., N)
-    position ids, or None where they equal the row positions. `encoders`, `columns` and `pasts` hold
-    for rows allocated by this work: encoder states per row; rows that keep hidden-state columns;
-    what a row holds from the start. `best`: (F,) 0, or how many of the best logits feed f wants
-    instead of whole rows, at most `MOST_BEST`; None for whole rows everywhere. `totals`: the
-    logarithms of the rows' sums of exponentials are of use.
+    -1 where the feed is given an embedding. `extras`: what feed f brings and wants beyond that;
+    plain feeds have none. `encoders` and `pasts` hold for rows allocated by this work: encoder
+    states per row; what a row holds from the start. `best`: (F,) 0, or how many of the best logits
+    feed f wants instead of whole rows, at most `MOST_BEST`; None for whole rows everywhere.
+    `totals`: the logarithms of the rows' sums of exponentials are of use.
     """
 
     verbs: tuple[Verb, ...]
@@ -57,34 +120,16 @@ class Work:
     counts: np.ndarray
     logits: np.ndarray
     tokens: np.ndarray
-    embeds: tuple[tuple[int, Tensor], ...] = ()
-    positions: Tensor | None = None
+    extras: Mapping[int, Extra] = field(default_factory=dict)
     encoders: Mapping[int, Tensor] = field(default_factory=dict)
-    columns: frozenset[int] = frozenset()
     pasts: Mapping[int, Past] = field(default_factory=dict)
-    layers: bool = False
-    attentions: bool = False
     best: np.ndarray | None = None
     totals: bool = False
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Best:
-    """The k best logits of R rows, on the host: best first, of equals the lowest id first.
-
-    `values`: (R, k) float32; `tokens`: (R, k) int64 ids; k is the most that any row of the work
-    wanted, or V, and what stands in a row beyond its own want has no meaning. `totals`: (R,) as in
-    `StepOutput`.
-    """
-
-    values: np.ndarray
-    tokens: np.ndarray
-    totals: np.ndarray | None = None
-
-    def select(self, rows: np.ndarray, count: int) -> Best:
-        """The first `count` of the given rows, in the given order."""
-        totals = None if self.totals is None else self.totals[rows]
-        return Best(self.values[rows, :count], self.tokens[rows, :count], totals)
+    @property
+    def offsets(self) -> np.ndarray:
+        """(F,) where the inputs of each feed begin among all N."""
+        return np.cumsum(self.counts) - self.counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,17 +137,13 @@ class StepOutput:
     """What a work produced.
 
     `logits`: (R, V) of the feeds that want whole rows, in feed order, float32 or wider; R is the
-    sum of their wanted counts. `best`: likewise of the feeds that want the best, or None. `totals`:
+    sum of their wanted counts. `best`: likewise of the feeds that want the best, as lists on the
+    host, float32, best first, of equals the lowest id first, a nan above all; or None. `totals`:
     (R,) logarithms of the sums of exponentials, or None: whoever needs them takes them from logits.
-    `columns`: row -> (cached positions, E) last hidden states of rows that keep columns.
-    `layers`: one (N, E) tensor per layer, embeddings first, or None.
-    `attentions`, `cross_attentions`: per feed a tuple of (H, counts, S) tensors, or None.
+    `answers`: what feeds wanted beyond logits, by the index of the feed.
     """
 
     logits: Tensor
-    columns: Mapping[int, Tensor] = field(default_factory=dict)
-    layers: tuple[Tensor, ...] | None = None
-    attentions: tuple[tuple[Tensor, ...], ...] | None = None
-    cross_attentions: tuple[tuple[Tensor, ...], ...] | None = None
-    best: Best | None = None
+    answers: Mapping[int, Answer] = field(default_factory=dict)
+    best: Scores | None = None
     totals: Tensor | None = None

@@ -64,7 +64,7 @@ def opened(
 
 def outputs(found: StepOutput) -> Iterator[Tensor]:
     yield found.logits
-    yield from found.columns.values()
+    yield from (one.hidden for one in found.answers.values() if one.hidden is not None)
 
 
 def compare(model: Model, here: NativeExecutor, there: NativeExecutor, allowed: float = 0) -> None:

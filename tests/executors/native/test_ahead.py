@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of
@@ -22,7 +23,7 @@ from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarp
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.testing.drive import Run
-from everystep.types import Past, Prompt, Request, Verb, Work
+from everystep.types import Past, Prompt, Request, Scores, Verb, Work
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
 
@@ -72,6 +73,7 @@ class Walk:
     likely: dict[int, int] = field(default_factory=dict)
     verbs: list[Verb] = field(default_factory=list)
     pasts: dict[int, Past] = field(default_factory=dict)
+    earlier: tuple[Scores, Tensor] | None = None
 
     def step(self) -> None:
         self.verbs, self.pasts = [], {}
@@ -127,6 +129,13 @@ class Walk:
         assert (found.best.totals is None) == (wanted.best.totals is None)
         if wanted.best.totals is not None:
             assert np.array_equal(found.best.totals, wanted.best.totals)  # type: ignore[arg-type]
+        # Rows are read whole while threads are ahead, and also after the step that follows.
+        rows = found.best.whole().values
+        assert torch.equal(rows, wanted.best.whole().values)
+        assert torch.equal(rows.gather(1, found.best.tokens), found.best.values)
+        if self.earlier is not None:
+            assert torch.equal(self.earlier[0].whole().values, self.earlier[1])
+        self.earlier = found.best, rows
         told = [row for row, best in zip(fed, work.best.tolist(), strict=True) if best]  # type: ignore[union-attr]
         self.likely.update(zip(told, wanted.best.tokens[:, 0].tolist(), strict=True))
 

@@ -11,9 +11,9 @@ import torch
 
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model
-from everystep.types import MOST_BEST, Best, StepOutput, Verb, Work
+from everystep.types import MOST_BEST, Scores, StepOutput, Verb, Work
 from tests.executors.members import members
-from tests.executors.models import PLAIN, random_model
+from tests.executors.models import PLAIN, narrow_model, random_model
 
 pytestmark = pytest.mark.native
 WIDE = 1_300  # two whole groups of columns and a part of one
@@ -35,10 +35,12 @@ def told(best: list[int], model: Model, threads: int = 2) -> StepOutput:
         return NativeExecutor(model).run(replace(work, best=np.array(best), totals=True))
 
 
-def assert_best_of(logits: torch.Tensor, best: Best, count: int) -> None:
+def assert_best_of(logits: torch.Tensor, best: Scores, count: int) -> None:
     values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
     assert np.array_equal(best.values[:, :count], values[:, :count].numpy(), equal_nan=True)
-    assert np.array_equal(best.tokens[:, :count], tokens[:, :count].numpy())
+    assert best.tokens is not None and torch.equal(best.tokens[:, :count], tokens[:, :count])
+    assert best.rest is not None
+    assert np.array_equal(best.rest[:, 0], values[:, count - 1].numpy(), equal_nan=True)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -51,7 +53,7 @@ def test_the_best_are_those_of_the_whole_row(width: int, count: int, threads: in
     assert found.best is not None and found.best.totals is not None and whole.totals is not None
     assert found.logits.shape == (0, width)
     assert_best_of(whole.logits, found.best, min(count, width))
-    assert np.array_equal(found.best.totals, whole.totals.numpy())
+    assert torch.equal(found.best.totals, whole.totals)
     torch.testing.assert_close(whole.totals, torch.logsumexp(whole.logits, dim=-1))
 
 
@@ -63,8 +65,26 @@ def test_feeds_that_want_the_best_stand_beside_feeds_that_want_all() -> None:
     assert torch.equal(found.logits, whole.logits[torch.from_numpy(most == 0)])
     rows = np.flatnonzero(most)
     for r, row in enumerate(rows.tolist()):
-        one = found.best.select(np.array([r]), int(most[row]))
+        one = found.best.select(torch.tensor([r]), int(most[row]))
         assert_best_of(whole.logits[row : row + 1], one, int(most[row]))
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap", "int8", "int4"])
+def test_rows_that_are_read_after_all_have_the_bits_of_their_step(name: str) -> None:
+    model = read_model(name)
+    whole, found = told([0] * len(COUNTS), model), told([3] * len(COUNTS), model, threads=3)
+    assert found.best is not None
+    assert torch.equal(found.best.whole().values, whole.logits)
+    some = torch.tensor([14, 0, 3])
+    assert torch.equal(found.best.select(some, 1).whole().values, whole.logits[some])
+
+
+def read_model(name: str) -> Model:
+    if name.startswith("int"):
+        return narrow_model("llama", name)
+    cap = 2.0 if name == "softcap" else None
+    spec = replace(PLAIN, vocab_size=WIDE, tied=False, final_softcap=cap)
+    return random_model(spec, dtype=torch.float32)
 
 
 def test_of_equals_the_lower_id_comes_first() -> None:
@@ -72,7 +92,7 @@ def test_of_equals_the_lower_id_comes_first() -> None:
     with torch.no_grad():
         model.network.head.weight[650:] = model.network.head.weight[:650].clone()
     best = told([4] * len(COUNTS), model).best
-    assert best is not None
+    assert best is not None and best.tokens is not None
     pairs = best.tokens.reshape(-1, 2)
     assert (pairs[:, 1] - pairs[:, 0] == 650).all()
 
@@ -82,9 +102,10 @@ def test_a_nan_is_the_highest_as_in_argmax() -> None:
     with torch.no_grad():
         model.network.head.weight[[45, 900, 1_299]] = torch.nan
     best, whole = told([4] * len(COUNTS), model).best, told([0] * len(COUNTS), model).logits
-    assert best is not None and (best.tokens[:, :3] == [45, 900, 1_299]).all()
-    assert np.isnan(best.values[:, :3]).all()
-    assert np.array_equal(best.tokens[:, 0], whole.argmax(-1).numpy())
+    assert best is not None and best.tokens is not None
+    assert (best.tokens[:, :3] == torch.tensor([45, 900, 1_299])).all()
+    assert best.values[:, :3].isnan().all()
+    assert torch.equal(best.tokens[:, 0], whole.argmax(-1))
 
 
 def tied_model() -> Model:

@@ -23,9 +23,10 @@ from everystep.models import Model, convert_model
 from everystep.models.decoder import Decoder
 from everystep.nn.rounding import Rounding
 from everystep.types import Verb, Work
+from tests.executors.layout import axes_model
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
-from tests.executors.works import Wanderer, one_feed, only_verbs
+from tests.executors.works import Wanderer, answer, asking, one_feed, only_verbs
 
 pytestmark = pytest.mark.native
 FORMATS: tuple[Rounding | None, ...] = (None, "int8", "int4")
@@ -232,16 +233,24 @@ def test_a_type_without_kernels_is_an_obstacle() -> None:
         NativeExecutor(wide)
 
 
-def test_columns_are_the_last_hidden_states() -> None:
+def test_hidden_states_are_the_last_ones_normalised() -> None:
     model = model_of("plain")
-    work = replace(one_feed([3, 9, 30], verbs=(Verb("allocate", 0),)), columns=frozenset({0}))
+    work = one_feed([3, 9, 30], verbs=(Verb("allocate", 0),))
     follow = one_feed([4, 5], row=1, start=3, verbs=(Verb("fork", 1, 0),))
     native, judge = NativeExecutor(model), TorchExecutor(model)
-    for one in (work, follow):
-        found, wanted = native.run(one).columns, judge.run(one).columns
-        assert found.keys() == wanted.keys()
-        for row in found:
-            assert_near(found[row], wanted[row])
+    for one in (asking(work, hidden=True), asking(follow, hidden=True)):
+        assert_near(answer(native.run(one)).hidden, answer(judge.run(one)).hidden)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_of_three_axes(interleaved: bool) -> None:
+    model = axes_model(interleaved, torch.float32)
+    places = torch.tensor([[0, 1, 1, 1, 4], [0, 1, 1, 2, 4], [0, 1, 2, 1, 4]])
+    first = asking(one_feed([3, 9, 30, 7, 8], verbs=(Verb("allocate", 0),)), positions=places)
+    more = asking(one_feed([4, 5], start=5), positions=torch.tensor([[5, 6]]).expand(3, -1))
+    native, judge = NativeExecutor(model), TorchExecutor(model)
+    for work in (first, more, one_feed([6], start=7)):
+        assert_near(native.run(work).logits, judge.run(work).logits)
 
 
 def test_a_row_begins_with_what_another_held() -> None:

@@ -6,9 +6,12 @@ the rows beside it, not on how many tokens are fed at once, not on how pages are
 
 from __future__ import annotations
 
+import math
 import weakref
-from ctypes import byref, c_int64, c_void_p
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from ctypes import c_int64
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import add
 
 import numpy as np
@@ -17,15 +20,27 @@ from torch import Tensor
 
 from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of, past_of
-from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.errors import InvariantError, RequestError, UnsupportedError, message
 from everystep.executors.native import library
-from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork
+from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
-from everystep.executors.native.program import described_obstacles, model_obstacles, program_of
-from everystep.executors.positions import check_positions, row_lengths, row_positions
-from everystep.models import Model
+from everystep.executors.native.program import (
+    described_obstacles,
+    model_obstacles,
+    open_runner,
+    program_of,
+)
+from everystep.executors.positions import (
+    declared_inputs,
+    given_inputs,
+    own_positions,
+    position_ids,
+    row_lengths,
+)
+from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
+from everystep.models import Model, refuse_copies
 from everystep.nn.rotary import Rope, rotary_table
-from everystep.types import Best, Past, StepOutput, Work
+from everystep.types import Answer, InputSpec, Past, Scores, StepOutput, Work
 
 _LEAST_TABLE = 512
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -45,16 +60,15 @@ def spec_obstacles(spec: object) -> list[str]:
 class NativeExecutor:
     """One engine's executor on a decoder; UnsupportedError where there are `obstacles`.
 
-    As many threads work as torch was set to use when it was opened. Those of torch wait for more
-    work by spinning, which would take their cores from these: so around a run torch uses one.
-    `cache_dtype`: the type in which pages keep keys and values; None: float32. `ahead`: the other
-    threads begin with what most likely comes next, while the caller looks at a step's results.
+    As many threads work as torch was set to use when it was opened. `cache_dtype`: the type in
+    which pages keep keys and values; None: float32. `ahead`: the other threads begin with what most
+    likely comes next, while the caller looks at a step's results.
     """
 
+    __reduce_ex__ = refuse_copies
     device = torch.device("cpu")
-    max_rows: int | None = None
     host_threads: int | None = 1
-    abilities = frozenset({"truncate", "embeds", "positions", "columns", "past", "best"})
+    abilities = frozenset({"truncate", "cut", "embeds", "positions", "hidden", "past", "best"})
 
     def __init__(
         self, model: Model, cache_dtype: CacheDtype | None = None, *, ahead: bool = True
@@ -65,33 +79,76 @@ class NativeExecutor:
         self.vocab_size: int = model.vocab_size
         self.rows = PagedRows()
         self._program = program_of(model)
+        self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self._library = library.load()
-        kv_type, runner = _KV_TYPES.index(cache_dtype or "float32"), c_void_p()
-        _check(self._library.es_open(self._program.structure, kv_type, byref(runner)))
-        self._runner = runner.value
-        weakref.finalize(self, self._library.es_close, self._runner)
-        self._columns: dict[int, Tensor] = {}
+        kv_type = _KV_TYPES.index(cache_dtype or "float32")
+        self._runner = open_runner(self._library, self._program, kv_type)
         self._threads = torch.get_num_threads()
         self._tables = [_RopeTable(rope) for rope in self._program.ropes]
         self._asked = _Asked(len(self._tables))
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
         self._turned: list[_Turned] = []
+        self._turns: list[weakref.ref[_Turn]] = []
+        self._cut_short = False
 
     def run(self, work: Work) -> StepOutput:
-        """Apply the verbs in order, run the feeds, return what they want; logits are float32."""
-        check_positions(work)
+        """Apply the verbs in order, run the feeds, return what they want; logits are float32.
+
+        After any error or interrupt the executor can be used, but what its rows hold is unknown.
+        CapacityError where memory or threads do not suffice; RequestError where another run of it
+        has not ended, in another thread or in the one that was interrupted by this call.
+        """
+        leave_if_ending()
+        turn = self._enter()
+        try:
+            return self._run(work)
+        except (MemoryError, RuntimeError) as error:
+            if (shortage := out_of_memory(error)) is None:
+                raise
+            raise shortage from error
+        finally:
+            # An error that somebody keeps keeps this frame.
+            del turn
+
+    def _enter(self) -> _Turn:
+        """The right to run, for as long as it exists; so no interrupt can keep it from ending."""
+        turn = _Turn()
+        self._turns.append(weakref.ref(turn, self._turns.remove))
+        if self._turns[0]() is not turn:
+            raise RequestError(
+                message(
+                    "a step was asked for inside another step of the same executor",
+                    do="Let one thread at a time read a stream",
+                )
+            )
+        return turn
+
+    def _run(self, work: Work) -> StepOutput:
+        if self._cut_short:
+            self._library.es_rest(self._runner)
+            self.rows.recount()
+        self._cut_short = True
+        # Waiting threads of torch spin, on the cores that are needed now.
+        pause_torch_threads()
+        output = self._output(work)
+        self._cut_short = False
+        return output
+
+    def _output(self, work: Work) -> StepOutput:
+        axes = self._program.decoder.axes
+        places = position_ids(work, axes) if own_positions(work) else None
         self._apply(work)
-        told = self._told(work)
+        room = self._room(work)
+        hidden = self._hidden_room(work)
         if len(work.rows):
-            hidden = self._hidden_room(work)
-            self._step(work, told, hidden)
-            self._extend_columns(work, hidden)
+            self._step(work, room, places, hidden)
         else:
             self._library.es_rest(self._runner)
-        return StepOutput(
-            told.logits, columns=dict(self._columns), best=told.best, totals=told.totals
-        )
+        best = room.best
+        if best is not None and room.hidden is not None:
+            best = _ended(best, work, partial(self._read_out, room.hidden))
+        return StepOutput(room.logits, _answers(work, hidden), best, room.totals)
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -119,24 +176,17 @@ class NativeExecutor:
                 self._allocate(verb.row, work)
             elif verb.kind == "fork":
                 self.rows.fork(verb.row, verb.value)
-                if verb.value in self._columns:
-                    self._columns[verb.row] = self._columns[verb.value]
             elif verb.kind == "truncate":
                 self.rows.truncate(verb.row, verb.value)
-                if verb.row in self._columns:
-                    self._columns[verb.row] = self._columns[verb.row][: verb.value]
             else:
                 self.rows.free(verb.row)
-                self._columns.pop(verb.row, None)
 
     def _allocate(self, row: int, work: Work) -> None:
         self.rows.allocate(row)
-        if row in work.columns:
-            self._columns[row] = torch.empty(0, self._program.structure.width)
         past = work.pasts.get(row)
         if past is not None and past.length:
             self.rows.extend(row, past.length)
-            _check(self._library.es_reserve(self._runner, self.rows.total))
+            check(self._library.es_reserve(self._runner, self.rows.total))
             kv, pages = kv_of(past).float().contiguous(), self.rows.pages(row)
             self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
 
@@ -150,89 +200,125 @@ class NativeExecutor:
             pair = self.rows.extend(row, count)
             if pair is not None:
                 copied.append(pair)
-        _check(self._library.es_reserve(self._runner, self.rows.total))
+        check(self._library.es_reserve(self._runner, self.rows.total))
         return np.array(copied, np.int32).T.copy() if copied else None
 
     def _hidden_room(self, work: Work) -> Tensor | None:
-        """Where last hidden states go, if a row of this work keeps them."""
-        if not self._columns or self._columns.keys().isdisjoint(work.rows.tolist()):
+        """Where last hidden states go, if a feed wants them."""
+        if not any(extra.hidden for extra in work.extras.values()):
             return None
         return torch.empty(len(work.tokens), self._program.structure.width)
 
-    def _extend_columns(self, work: Work, hidden: Tensor | None) -> None:
-        if hidden is None:
-            return
-        ends = np.cumsum(work.counts).tolist()
-        for row, end, count in zip(work.rows.tolist(), ends, work.counts.tolist(), strict=True):
-            if row in self._columns:
-                # A new tensor: forks of the row go on with the old one.
-                own = hidden[end - count : end]
-                self._columns[row] = torch.cat([self._columns[row], own])
-
     # --- the step ---------------------------------------------------------------------------------
 
-    def _told(self, work: Work) -> _Told:
-        """Room for what the work is told of its wanted positions."""
+    def _read_out(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """(R, E) last hidden states -> (n, V) logits of the given rows, those of their step."""
+        states = hidden[rows]
+        logits = torch.empty(len(rows), self.vocab_size)
+        given = states.data_ptr(), len(rows), logits.data_ptr()
+        check(self._library.es_read_out(self._runner, *given))
+        return logits
+
+    def _room(self, work: Work) -> _Room:
+        """Room for what is reported of the work's wanted positions."""
         wanted = work.logits.tolist()
         most = [0] * len(wanted) if work.best is None else work.best.tolist()
         whole = sum(count for count, best in zip(wanted, most, strict=True) if not best)
         logits = torch.empty(whole, self.vocab_size) if whole else self._nothing
         totals = torch.empty(whole) if whole and work.totals else None
         if whole == sum(wanted):
-            return _Told(logits, totals)
-        shape = (sum(wanted) - whole, min(max(most), self.vocab_size))
-        sums = np.empty(shape[0], np.float32) if work.totals else None
-        return _Told(
-            logits, totals, Best(np.empty(shape, np.float32), np.empty(shape, np.int64), sums)
+            return _Room(logits, totals)
+        rows, most_best = sum(wanted) - whole, min(max(most), self.vocab_size)
+        best = Scores(
+            torch.empty(rows, most_best),
+            torch.empty(rows, most_best, dtype=torch.int64),
+            self.vocab_size,
+            totals=torch.empty(rows) if work.totals else None,
         )
+        return _Room(logits, totals, best, torch.empty(rows, self._program.structure.width))
 
-    def _step(self, work: Work, told: _Told, hidden: Tensor | None) -> None:
+    def _step(
+        self, work: Work, room: _Room, places: np.ndarray | None, hidden: Tensor | None
+    ) -> None:
         copied = self._grow(work)
-        turned = [table.rows(work) for table in self._tables]
-        embeds = [values.float().contiguous() for _, values in work.embeds]
+        turned = [table.rows(work, places) for table in self._tables]
+        embeds = [
+            (start, values.float().contiguous()) for start, values in given_inputs(work, "embeds")
+        ]
         step = self._asked.step(work, self.vocab_size)
         for place, rows in enumerate(turned):
             step.rope[place] = rows.structure
-        given = zip(work.embeds, embeds, strict=True)
         step.embeds = len(embeds)
         step.embed = (GivenEmbeds * len(embeds))(
-            *(GivenEmbeds(at, len(x), x.data_ptr()) for (at, _), x in given)
+            *(GivenEmbeds(start, len(x), x.data_ptr()) for start, x in embeds)
         )
         self._asked.pages(self.rows.table)
-        step.logits, step.totals = told.logits.data_ptr(), _address(told.totals)
-        best = told.best
+        step.logits, step.totals = room.logits.data_ptr(), _address(room.totals)
+        best = room.best
         step.most = 0 if best is None else best.values.shape[1]
-        step.best_values = None if best is None else _address(best.values)
+        step.best_values = None if best is None else best.values.data_ptr()
         step.best_tokens = None if best is None else _address(best.tokens)
         step.best_totals = None if best is None else _address(best.totals)
+        step.best_hidden = _address(room.hidden)
         step.hidden = _address(hidden)
         step.copies = 0 if copied is None else copied.shape[1]
         step.copy_from, step.copy_to = (None, None) if copied is None else map(_address, copied)
         step.ahead = self._ahead and all(map(self.rows.has_room, work.rows.tolist()))
-        _check(self._library.es_run(self._runner, step, self._threads))
-        # Until now the step that was begun before may have read the tables of the last one.
+        # What was begun ahead reads the tables of the step before, what it begins reads these.
+        self._turned = [*self._turned, *turned]
+        check(self._library.es_run(self._runner, step, self._threads))
         self._turned = turned
 
 
+def _answers(work: Work, hidden: Tensor | None) -> dict[int, Answer]:
+    """The hidden states (N, E) of the feeds that want them."""
+    if hidden is None:
+        return {}
+    parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
+    return {f: Answer(hidden=parts[f]) for f, extra in work.extras.items() if extra.hidden}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Told:
-    """Room for what a work is told of its wanted positions."""
+class _Room:
+    """Room for what is reported of a work's wanted positions: rows, their totals, and lists of the
+    best with the last hidden states of their rows."""
 
     logits: Tensor
     totals: Tensor | None
-    best: Best | None = None
+    best: Scores | None = None
+    hidden: Tensor | None = None
+
+
+def _ended(best: Scores, work: Work, read: Callable[[Tensor], Tensor]) -> Scores:
+    """Lists that were filled, each as long as its feed wants, with what the rest is below."""
+    own = np.repeat(work.best, work.logits)  # type: ignore[arg-type]
+    most, rest = best.values.shape[1], best.values[:, -1:]
+    count = np.minimum(own[own > 0], most)
+    if count.min() < most:
+        last = torch.from_numpy(count)[:, None]
+        rest, beyond = best.values.gather(1, last - 1), torch.arange(most) >= last
+        best.values.masked_fill_(beyond, -math.inf)
+        best.tokens.masked_fill_(beyond, 0)  # type: ignore[union-attr]
+    return replace(best, rest=rest, read=read)
+
+
+class _Turn:
+    """The right to run an executor."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _Asked:
-    """The structure that the library reads, made once; a step writes what is new in it.
+    """The structure that the library reads, made once; every step writes all of it.
 
-    The numbers of all feeds lie one after another in one piece of memory, whose address is known.
+    The numbers of all feeds lie one after another in one piece of memory. An array and its address
+    are replaced together, so that no interrupt can part them.
     """
 
     def __init__(self, ropes: int) -> None:
         self._structure = StepWork(ropes=ropes, rope=(RopeRows * ropes)())
-        self._table: np.ndarray | None = None
-        self._make_room(256)
+        self._numbers = _addressed(np.empty(256, np.int64))
+        self._table = _addressed(np.empty((0, 0), np.int32))
 
     def step(self, work: Work, vocab_size: int) -> StepWork:
         """The structure with the numbers of the work's feeds."""
@@ -240,23 +326,26 @@ class _Asked:
         best = np.zeros_like(work.rows) if best is None else np.minimum(best, vocab_size)
         fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
         tokens, feeds = len(work.tokens), len(work.rows)
-        if tokens + 5 * feeds > len(self._numbers):
-            self._make_room(2 * (tokens + 5 * feeds))
-        np.concatenate(fields, out=self._numbers[: tokens + 5 * feeds])
-        step.tokens, step.feeds, step.ids = tokens, feeds, self._first
-        behind = range(self._first + 8 * tokens, self._first + 8 * (tokens + 5 * feeds), 8 * feeds)
-        step.rows, step.starts, step.counts, step.wanted, step.best = behind
+        count = tokens + 5 * feeds
+        if count > len(self._numbers[0]):
+            self._numbers = _addressed(np.empty(2 * count, np.int64))
+        numbers, first = self._numbers
+        np.concatenate(fields, out=numbers[:count])
+        step.tokens, step.feeds, step.ids = tokens, feeds, first
+        after = range(first + 8 * tokens, first + 8 * count, 8 * feeds)
+        step.rows, step.starts, step.counts, step.wanted, step.best = after
         return step
 
     def pages(self, table: np.ndarray) -> None:
         """The structure points to the pages of all rows."""
-        if table is not self._table:
-            self._table, self._structure.stride = table, table.shape[1]
-            self._structure.pages = _address(table)
+        if table is not self._table[0]:
+            self._table = _addressed(table)
+        self._structure.stride, self._structure.pages = table.shape[1], self._table[1]
 
-    def _make_room(self, count: int) -> None:
-        self._numbers = np.empty(count, np.int64)
-        self._first = self._numbers.ctypes.data
+
+def _addressed(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """An array, and where it lies."""
+    return array, array.__array_interface__["data"][0]
 
 
 def _address(array: np.ndarray | Tensor | None) -> int | None:
@@ -281,28 +370,32 @@ class _RopeTable:
 
     def __init__(self, rope: Rope) -> None:
         self._rope = rope
-        self._held = 0
         self._kept: _Turned | None = None
 
-    def rows(self, work: Work) -> _Turned:
-        """What each token of the work turns by."""
-        own = work.positions
-        if own is None and not self._rope.scaling.by_length:
+    def rows(self, work: Work, places: np.ndarray | None) -> _Turned:
+        """What each token of the work turns by.
+
+        `places`: (N,) or (axes, N) position ids of all, where a feed gives some.
+        """
+        if places is None and not self._rope.scaling.by_length:
             # And the position after, should the library go on by itself.
             return self._kept_for(1 + max(map(add, work.starts.tolist(), work.counts.tolist())))
-        places = row_positions(work) if own is None else own.flatten().cpu().numpy()
-        if self._rope.scaling.by_length:
+        places = position_ids(work) if places is None else places
+        if places.ndim > 1 and not self._rope.axes:
+            places = places[0]
+        if self._rope.scaling.by_length or places.ndim > 1:
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
             tables = self._table(torch.from_numpy(places), lengths)
-            return self._turned(tables, np.arange(len(places), dtype=np.int32))
+            return self._turned(tables, np.arange(len(work.tokens), dtype=np.int32))
         return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
 
     def _kept_for(self, length: int) -> _Turned:
         """The table of at least so many positions, for tokens that turn by their own."""
-        if self._kept is None or self._held < length:
-            self._held = max(_LEAST_TABLE, 2 * length)
-            self._kept = self._turned(self._table(torch.arange(self._held), None), None)
-        return self._kept
+        kept = self._kept
+        if kept is None or len(kept.tables[0]) < length:
+            longer = torch.arange(max(_LEAST_TABLE, 2 * length))
+            self._kept = kept = self._turned(self._table(longer, None), None)
+        return kept
 
     def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> _Turned:
         cos, sin = tables
@@ -314,12 +407,3 @@ class _RopeTable:
         """(N, dim) each."""
         table = rotary_table(self._rope, positions, lengths, torch.float32)
         return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()
-
-
-def _check(failed: bool | int) -> None:
-    if failed == 2:
-        raise InvariantError(message("an id beyond the vocabulary was fed"))
-    if failed == 3:
-        raise InvariantError(message("matrices that are joined are not whole panels"))
-    if failed:
-        raise MemoryError("the native executor ran out of memory")

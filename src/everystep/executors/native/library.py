@@ -7,16 +7,23 @@ The library is loaded once per process. Nothing here knows what a decoder is.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from everystep.errors import UnsupportedError, message
+from everystep.errors import (
+    CapacityError,
+    EverystepError,
+    InvariantError,
+    UnsupportedError,
+    message,
+)
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import Settings
 
-INTERFACE = 7
+INTERFACE = 9
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -102,7 +109,8 @@ class StepWork(Structure):
         ("best", c_void_p),
         ("most", c_int64),
         *((name, c_void_p) for name in ("logits", "totals")),
-        *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals", "hidden")),
+        *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals")),
+        *((name, c_void_p) for name in ("best_hidden", "hidden")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         ("ahead", c_int64),
@@ -176,9 +184,32 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.es_rest.argtypes = (c_void_p,)
     library.es_guesses.restype = None
     library.es_guesses.argtypes = (c_void_p, POINTER(c_int64))
+    library.es_read_out.restype = c_int32
+    library.es_read_out.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
     library.es_run.restype = c_int32
     library.es_run.argtypes = (c_void_p, POINTER(StepWork), c_int32)
     return library
+
+
+_LESS = "Run fewer or shorter sequences at once"
+_THREADS = message(
+    "the system gives this process no more threads",
+    do="Raise its limits of memory and processes, or call torch.set_num_threads(1) before",
+)
+_FAILURES: Mapping[int, tuple[type[EverystepError], str]] = {
+    1: (CapacityError, message("memory ran out in the native executor", do=_LESS)),
+    2: (InvariantError, message("an id beyond the vocabulary was fed")),
+    3: (InvariantError, message("matrices that are joined are not whole panels")),
+    4: (CapacityError, _THREADS),
+    5: (InvariantError, message("the native executor was given a row without its pages")),
+}
+
+
+def check(failure: int) -> None:
+    """Raises the error for what a function of the library returned, unless that is 0."""
+    if failure:
+        kind, text = _FAILURES[failure]
+        raise kind(text)
 
 
 def _processor_flags() -> frozenset[str]:

@@ -67,14 +67,16 @@ class PagedRows:
 
     def allocate(self, row: int) -> None:
         """The row exists and is empty."""
-        self._add(row, _Row())
+        self._make_line(row, 0)
+        self._rows[row] = _Row()
 
     def fork(self, row: int, source: int) -> None:
         """The row holds what `source` holds."""
         parent = self._row(source)
-        self._add(row, _Row(parent.used, parent.length))
+        self._make_line(row, parent.used)
         shared = self.table[source, : parent.used]
         self.table[row, : parent.used] = shared
+        self._rows[row] = _Row(parent.used, parent.length)
         self._shares[shared] += 1
         self.counts.forks += 1
 
@@ -115,6 +117,17 @@ class PagedRows:
         """(n,) int32 page numbers of a row."""
         return self.table[row, : self._row(row).used]
 
+    def recount(self) -> None:
+        """Every page is free or counted again, whatever was cut short by an interrupt.
+
+        What rows hold is as it was left, and is only good for being freed.
+        """
+        shares = np.zeros_like(self._shares)
+        for row, held in self._rows.items():
+            shares += np.bincount(self.table[row, : held.used], minlength=len(shares))
+        self._shares = shares
+        self._free = np.flatnonzero(shares == 0)[::-1].tolist()
+
     def _own_last_page(self, row: int, held: _Row) -> tuple[int, int] | None:
         """The last page is the row's alone; returns what to copy and where to, if it was shared."""
         shared = int(self.table[row, held.used - 1])
@@ -130,11 +143,11 @@ class PagedRows:
             raise InvariantError(message(f"row {row} is not allocated"))
         return self._rows[row]
 
-    def _add(self, row: int, made: _Row) -> None:
+    def _make_line(self, row: int, pages: int) -> None:
+        """There is a line for a new row, with places for so many pages."""
         if row in self._rows:
             raise InvariantError(message(f"row {row} is allocated twice"))
-        self._make_room(row, made.used)
-        self._rows[row] = made
+        self._make_room(row, pages)
 
     def _make_room(self, row: int, page: int) -> None:
         """The table has a place for page number `page` of the row."""

@@ -7,7 +7,10 @@ the library cannot do is found before anything is packed.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
+from ctypes import CDLL, byref, c_void_p
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -20,8 +23,9 @@ from everystep.executors.native.library import (
     LinearMap,
     Matrix,
     NormWeights,
+    check,
 )
-from everystep.models import Model
+from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder, Layer
 from everystep.models.spec import DecoderSpec
 from everystep.nn.linear import JoinedLinear, QuantizedLinear, Weight, rows_of, weights_of
@@ -52,6 +56,8 @@ def described_obstacles(spec: object) -> list[str]:
 def model_obstacles(model: Model) -> list[str]:
     """Why the library cannot run a model whose specification it can; empty if it can."""
     network = model.network
+    if model.learns:
+        return ["its weights may change, and the kernels read packed copies"]
     return list(_obstacles(network)) if isinstance(network, Decoder) else [_OTHER]
 
 
@@ -177,13 +183,51 @@ class Program:
 
 
 _PROGRAMS: WeakKeyDictionary[Model, Program] = WeakKeyDictionary()
+_packing = threading.RLock()
 
 
 def program_of(model: Model) -> Program:
-    """The packed form of a model without obstacles, made when it is first asked for."""
-    if model not in _PROGRAMS:
-        _PROGRAMS[model] = Program(cast(Decoder, model.network))
-    return _PROGRAMS[model]
+    """The packed form of a model without obstacles, made once, by who first asks for it."""
+    with _packing:
+        if model not in _PROGRAMS:
+            _PROGRAMS[model] = Program(cast(Decoder, model.network))
+        return _PROGRAMS[model]
+
+
+def _forget_packing() -> None:
+    """A child has no thread that could be packing."""
+    global _packing
+    _packing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_packing)
+
+_OPEN: dict[int, tuple[CDLL, Program]] = {}
+
+
+class Runner(int):
+    """The address of an open runner of the library, which is closed when nobody can step it.
+
+    It has no attributes, so the garbage collector does not know it: in a cycle that is collected
+    it outlives every finaliser, of which some may still step. What it reads is kept in `_OPEN`.
+    """
+
+    __slots__ = ()
+
+    def __del__(self, opened: dict[int, tuple[CDLL, Program]] = _OPEN) -> None:
+        library, _program = opened.pop(self)
+        library.es_close(self)
+
+    __reduce_ex__ = refuse_copies
+
+
+def open_runner(library: CDLL, program: Program, kv_type: int) -> Runner:
+    """A runner without rows; CapacityError where memory does not suffice."""
+    address = c_void_p()
+    check(library.es_open(program.structure, kv_type, byref(address)))
+    _OPEN[address.value or 0] = library, program
+    return Runner(address.value or 0)
 
 
 def _exact(linear: TorchLinear) -> bool:

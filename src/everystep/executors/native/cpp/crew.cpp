@@ -1,5 +1,7 @@
 #include "crew.h"
 
+#include <pthread.h>
+
 #include <chrono>
 
 namespace everystep {
@@ -26,13 +28,26 @@ void wait_for(Done done) {
 
 constexpr auto kAwakeBetweenJobs = std::chrono::microseconds(200);
 
+// How often the process was forked on the way from the one that loaded the library.
+std::atomic<uint32_t> forks{0};
+
 }  // namespace
 
-Crew::Crew(int size) : size_(size), next_(kCounters * size) {
-    for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { serve(i); });
+Crew::Crew(int size) : size_(size), forks_(forks.load()), next_(kCounters * size) {
+    threads_.reserve(size_);
+    try {
+        for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { serve(i); });
+    } catch (...) {
+        close();
+        throw;
+    }
 }
 
-Crew::~Crew() {
+Crew::~Crew() { close(); }
+
+bool Crew::lost() const { return forks_ != forks.load(std::memory_order_relaxed); }
+
+void Crew::close() {
     {
         std::lock_guard<std::mutex> lock(sleeping_);
         closing_ = true;
@@ -133,6 +148,40 @@ void Crew::release(Member& member) {
 void Crew::wait(Member& member) {
     const uint32_t phase = member.phase++;
     wait_for([&] { return finished_phases_.load(std::memory_order_acquire) != phase; });
+}
+
+// Never destroyed: threads may wait for it while the process ends. A child begins with a new one,
+// because threads that are not there may hold cores and the lock of the old one.
+Cores& Cores::all() {
+    static std::atomic<Cores*> held{[] {
+        pthread_atfork(nullptr, nullptr, [] {
+            forks.fetch_add(1);
+            held.store(new Cores);
+        });
+        return new Cores;
+    }()};
+    return *held.load(std::memory_order_acquire);
+}
+
+Cores::Turn::Turn(int members) : cores_(all()), taken_(std::min(members, cores_.count_)) {
+    std::unique_lock<std::mutex> lock(cores_.lock_);
+    const uint64_t place = cores_.came_++;
+    cores_.change_.wait(
+        lock, [&] { return place == cores_.admitted_ && cores_.free_ >= taken_; });
+    ++cores_.admitted_;
+    cores_.free_ -= taken_;
+    cores_.change_.notify_all();
+}
+
+Cores::Turn::~Turn() {
+    std::lock_guard<std::mutex> lock(cores_.lock_);
+    cores_.free_ += taken_;
+    cores_.change_.notify_all();
+}
+
+bool Cores::Turn::is_crowded() const {
+    std::lock_guard<std::mutex> lock(cores_.lock_);
+    return cores_.came_ != cores_.admitted_ || cores_.free_ + taken_ != cores_.count_;
 }
 
 }  // namespace everystep

@@ -9,6 +9,7 @@
 // A job may be started without the caller, who then joins it at one of its doors or gives it up.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -27,12 +28,17 @@ class Crew {
         uint32_t phase = 0;
     };
 
+    // std::system_error where the threads cannot be made; those that were made have ended then.
     explicit Crew(int size);
     ~Crew();
     Crew(const Crew&) = delete;
     Crew& operator=(const Crew&) = delete;
 
     int size() const { return size_; }
+
+    // Whether this process was forked since: its threads stayed with the parent. Such a crew is of no
+    // use and must never be destroyed, because a lock of it may be held by a thread that is not here.
+    bool lost() const;
 
     // Runs `job` once on every member, and returns when all are done.
     void run(const std::function<void(Member&)>& job);
@@ -66,7 +72,7 @@ class Crew {
     }
 
     // The same; then the last member to arrive calls `then`, before anybody returns. What is too
-    // little to be shared saves everybody a meeting in this way.
+    // little to be shared costs one meeting less in this way.
     template <class Job, class Then>
     void share(Member& member, int64_t items, Job work, Then then) {
         for (int i = 0; i < size_; ++i) work_through(member, (member.index + i) % size_, items, work);
@@ -115,8 +121,10 @@ class Crew {
     void release(Member& member);
     void wait(Member& member);
     void serve(int index);
+    void close();
 
     const int size_;
+    const uint32_t forks_;
     std::vector<Counter> next_;  // per phase and member
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> finished_phases_{0};
@@ -135,6 +143,37 @@ class Crew {
     std::mutex sleeping_;
     std::condition_variable wake_;
     std::vector<std::thread> threads_;
+};
+
+// The cores of this machine, shared by all steps of this process: those that together want more cores
+// than there are wait for each other, in the order in which they came, so that threads of one do not
+// spin where another has work to do.
+class Cores {
+  public:
+    // The cores of one step, until it is over.
+    class Turn {
+      public:
+        // Waits until `members` cores are free, or all where there are fewer.
+        explicit Turn(int members);
+        ~Turn();
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+        // Whether other steps run or wait.
+        bool is_crowded() const;
+
+      private:
+        Cores& cores_;
+        const int taken_;
+    };
+
+  private:
+    static Cores& all();
+
+    const int count_ = std::max(1, int(std::thread::hardware_concurrency()));
+    mutable std::mutex lock_;
+    std::condition_variable change_;
+    int free_ = count_;
+    uint64_t came_ = 0, admitted_ = 0;
 };
 
 }  // namespace everystep

@@ -19,7 +19,8 @@ bool Guess::worth_it() {
     return ++passed_over_ % kBetweenTrials == 0;
 }
 
-const Work& Guess::after(const Work& work) {
+const Work& Guess::after(const Work& work, int64_t width) {
+    width_ = width;
     const int64_t feeds = work.feeds;
     ids_.resize(feeds), starts_.resize(feeds), lines_.resize(feeds);
     int64_t stride = 0;
@@ -39,6 +40,7 @@ const Work& Guess::after(const Work& work) {
                     pages_.data() + feed * stride);
     ropes_.assign(work.rope, work.rope + work.ropes);
     values_.resize(feeds * work.most), tokens_.resize(feeds * work.most), totals_.resize(feeds);
+    if (work.best_hidden) hidden_.resize(feeds * width);
     ++made_;
     work_ = {};
     work_.tokens = work_.feeds = feeds;
@@ -49,12 +51,14 @@ const Work& Guess::after(const Work& work) {
     work_.best = best_.data(), work_.most = work.most;
     work_.best_values = values_.data(), work_.best_tokens = tokens_.data();
     work_.best_totals = work.best_totals ? totals_.data() : nullptr;
+    work_.best_hidden = work.best_hidden ? hidden_.data() : nullptr;
     return work_;
 }
 
 bool Guess::covers(const Work& asked) {
     if (!follows(asked) || asked.embeds || asked.copies) return false;
     if (asked.best_totals && !work_.best_totals) return false;
+    if (asked.best_hidden && !work_.best_hidden) return false;
     covered_.clear();
     int64_t mine = 0;
     for (int64_t feed = 0, token = 0; feed < asked.feeds; token += asked.counts[feed++]) {
@@ -85,6 +89,8 @@ void Guess::tell(const Work& asked) const {
         std::copy_n(values_.data() + mine * work_.most, best_[mine], asked.best_values + feed * asked.most);
         std::copy_n(tokens_.data() + mine * work_.most, best_[mine], asked.best_tokens + feed * asked.most);
         if (asked.best_totals) asked.best_totals[feed] = totals_[mine];
+        if (asked.best_hidden)
+            std::copy_n(hidden_.data() + mine * width_, width_, asked.best_hidden + feed * width_);
     }
 }
 

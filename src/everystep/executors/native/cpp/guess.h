@@ -21,8 +21,8 @@ class Guess {
     // Whether guesses have come true of late; now and then one is to be made to see.
     bool worth_it();
 
-    // The work that follows `work`, whose results are there.
-    const Work& after(const Work& work);
+    // The work that follows `work`, whose results are there; hidden states are so wide.
+    const Work& after(const Work& work, int64_t width);
 
     // Whether all that `asked` wants is part of the guess; what it holds came about without `asked`.
     bool covers(const Work& asked);
@@ -47,9 +47,10 @@ class Guess {
     std::vector<int64_t> ids_, rows_, lines_, starts_, ones_, best_;
     std::vector<int32_t> pages_;
     std::vector<Rope> ropes_;
-    std::vector<float> values_, totals_;
+    std::vector<float> values_, totals_, hidden_;
     std::vector<int64_t> tokens_;
     std::vector<int64_t> covered_;  // per feed that was asked for: which one of the guess
+    int64_t width_ = 0;
     double rate_ = 1;
     int64_t passed_over_ = 0, made_ = 0, true_ones_ = 0;
 };

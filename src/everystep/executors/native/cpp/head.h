@@ -22,6 +22,7 @@ struct Wanted {
     float* values;    // (best,), best first
     int64_t* tokens;  // (best,)
     float* total;     // the logarithm of the sum of exponentials, or null
+    float* hidden;    // (width,) after the last norm, or null
 };
 
 struct Candidate {
@@ -39,9 +40,11 @@ inline bool stands_before(const Candidate& a, const Candidate& b) {
 // The best of what was offered, in order.
 class BestList {
   public:
+    // Makes all the room there is: members of a crew must not fail.
     void start(int64_t most) {
         most_ = most;
         held_.clear();
+        held_.reserve(most);
     }
     // Whether a value that no NaN is among may have to be offered.
     bool may_take(float value) const {

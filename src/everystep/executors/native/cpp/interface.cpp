@@ -1,14 +1,44 @@
-// What the library is to its users: plain functions on plain data.
+// What the library is to its users: plain functions on plain data, out of which nothing is thrown.
 #include <new>
 #include <stdexcept>
+#include <system_error>
 
 #include "step.h"
 
 using namespace everystep;
 
+namespace {
+
+// What went wrong, as `library.py` counts it.
+enum Failure : int32_t { kNone, kMemory, kUnknownId, kUnfitMatrices, kThreads, kInvalid };
+
+template <class Action>
+int32_t failure_of(Action action) noexcept {
+    try {
+        action();
+        return kNone;
+    } catch (const std::bad_alloc&) {
+        return kMemory;
+    } catch (const std::length_error&) {
+        return kMemory;
+    } catch (const std::out_of_range&) {
+        return kUnknownId;
+    } catch (const std::invalid_argument&) {
+        return kUnfitMatrices;
+    } catch (const std::system_error&) {
+        return kThreads;
+    } catch (...) {
+        return kInvalid;
+    }
+}
+
+Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
+
+}  // namespace
+
 extern "C" {
 
-int32_t es_interface() { return 7; }
+int32_t es_interface() { return 9; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -21,34 +51,21 @@ void es_sizes(int64_t* out) {
     out[6] = sizeof(Work);
 }
 
-// `kv_type`: a KvType. 0, 1 without the memory for it, or 3 where matrices are joined within panels.
+// Every function that returns a number returns a Failure. `kv_type`: a KvType.
 int32_t es_open(const Model* model, int32_t kv_type, void** runner) {
-    try {
-        *runner = new Runner(*model, static_cast<KvType>(kv_type));
-        return 0;
-    } catch (const std::invalid_argument&) {
-        return 3;
-    } catch (const std::exception&) {
-        return 1;
-    }
+    return failure_of([&] { *runner = new Runner(*model, static_cast<KvType>(kv_type)); });
 }
 
 void es_close(void* runner) { delete static_cast<Runner*>(runner); }
 
-// 0, or 1 without the memory for it.
 int32_t es_reserve(void* runner, int64_t pages) {
-    try {
-        static_cast<Runner*>(runner)->reserve(pages);
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
+    return failure_of([&] { of(runner).reserve(pages); });
 }
 
 // What a row with the given pages holds, as (layers, 2, kv_heads, length, head_dim).
 void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
-    static_cast<Runner*>(runner)->give_up_ahead();
-    static_cast<Runner*>(runner)->each_cached(
+    of(runner).give_up_ahead();
+    of(runner).each_cached(
         pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
             read_position(keys, position, out + key, out + value);
         });
@@ -56,31 +73,29 @@ void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
 
 // The opposite: fills the pages of a row.
 void es_import(void* runner, const int32_t* pages, int64_t length, const float* values) {
-    static_cast<Runner*>(runner)->give_up_ahead();
-    static_cast<Runner*>(runner)->each_cached(
+    of(runner).give_up_ahead();
+    of(runner).each_cached(
         pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
             write_position(keys, position, values + key, values + value);
         });
 }
 
 // Nothing is computed until the next es_run.
-void es_rest(void* runner) { static_cast<Runner*>(runner)->give_up_ahead(); }
+void es_rest(void* runner) { of(runner).give_up_ahead(); }
 
 // How many steps were begun before they were asked for, and how many of those were asked for.
 void es_guesses(void* runner, int64_t* out) {
-    out[0] = static_cast<Runner*>(runner)->guess().made();
-    out[1] = static_cast<Runner*>(runner)->guess().true_ones();
+    out[0] = of(runner).guess().made();
+    out[1] = of(runner).guess().true_ones();
 }
 
-// 0, 1 without the memory for it, or 2 where an id is beyond the vocabulary.
+// Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm. What was begun
+// ahead goes on.
+int32_t es_read_out(void* runner, const float* hidden, int64_t rows, float* logits) {
+    return failure_of([&] { of(runner).read_out(hidden, rows, logits); });
+}
+
 int32_t es_run(void* runner, const Work* work, int32_t threads) {
-    try {
-        static_cast<Runner*>(runner)->run(*work, threads);
-        return 0;
-    } catch (const std::out_of_range&) {
-        return 2;
-    } catch (const std::exception&) {
-        return 1;
-    }
+    return failure_of([&] { of(runner).run(*work, threads); });
 }
 }

@@ -85,6 +85,7 @@ struct Work {
     float* best_values;     // (positions that tell the best, most), best first
     int64_t* best_tokens;   // likewise
     float* best_totals;     // (positions that tell the best,), or null
+    float* best_hidden;     // (positions that tell the best, width) after the last norm, or null
     float* hidden;          // (tokens, width) after the last norm, or null
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages

@@ -91,11 +91,13 @@ void Pages::reserve(int64_t count) {
     while (this->count() < count) {
         // Fresh memory is zeros, and takes room only when it is written.
         const size_t bytes = kSlabPages * bytes_ + 64;
-        void* slab = std::calloc(bytes, 1);
+        std::unique_ptr<void, Freed> slab(std::calloc(bytes, 1));
         if (!slab) throw std::bad_alloc();
-        prefer_large_pages(slab, bytes);
-        slabs_.emplace_back(slab);
-        const auto address = reinterpret_cast<uintptr_t>(slab);
+        if (pages_.capacity() < pages_.size() + kSlabPages)
+            pages_.reserve(2 * pages_.size() + kSlabPages);
+        prefer_large_pages(slab.get(), bytes);
+        const auto address = reinterpret_cast<uintptr_t>(slab.get());
+        slabs_.push_back(std::move(slab));
         uint8_t* first = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);
         for (int64_t i = 0; i < kSlabPages; ++i) pages_.push_back(first + i * bytes_);
     }
@@ -130,10 +132,32 @@ Runner::Runner(const Model& model, KvType type)
     if (!fits) throw std::invalid_argument("a matrix begins within a panel");
 }
 
-void Runner::run(const Work& work, int threads) {
+void Runner::check(const Work& work) const {
     if (std::any_of(work.ids, work.ids + work.tokens,
                     [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
         throw std::out_of_range("an id beyond the vocabulary");
+    for (int64_t feed = 0; feed < work.feeds; ++feed) {
+        const int64_t end = work.starts[feed] + work.counts[feed];
+        const int64_t used = (end + kPagePositions - 1) / kPagePositions;
+        const int32_t* numbers = work.pages + work.rows[feed] * work.stride;
+        if (used > work.stride || std::any_of(numbers, numbers + used, [&](int32_t number) {
+                return number < 0 || number >= pages_.count();
+            }))
+            throw std::logic_error("a row lies in pages that there are not");
+    }
+}
+
+// Its threads are not in this process: it is neither told to end nor waited for, and never freed.
+void Runner::forget_lost_crew() {
+    if (!crew_ || !crew_->lost()) return;
+    ahead_.reset();
+    static_cast<void>(crew_.release());
+}
+
+void Runner::run(const Work& work, int threads) {
+    check(work);
+    forget_lost_crew();
+    const Cores::Turn turn(threads);
     if (!was_ahead(work, threads)) {
         list_wanted(work);
         if (!crew_ || crew_->size() != threads) crew_ = std::make_unique<Crew>(threads);
@@ -142,14 +166,21 @@ void Runner::run(const Work& work, int threads) {
         for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
             run_part(make_part(work, begin));
     }
-    if (work.ahead) run_ahead(work);
+    if (work.ahead && !turn.is_crowded()) run_ahead(work);
 }
 
 // The members but the caller begin with what most likely comes next.
 void Runner::run_ahead(const Work& work) {
     if (crew_->size() == 1 || work.feeds > kMostTokens) return;
     if (!Guess::follows(work) || !guess_.worth_it()) return;
-    const Work& next = guess_.after(work);
+    try {
+        start_ahead(guess_.after(work, model_.width));
+    } catch (const std::bad_alloc&) {
+        ahead_.reset();  // It need not be begun before it is asked for.
+    }
+}
+
+void Runner::start_ahead(const Work& next) {
     list_wanted(next);
     ahead_.emplace(make_part(next, 0));
     make_room(*ahead_);
@@ -175,6 +206,7 @@ bool Runner::was_ahead(const Work& work, int threads) {
 }
 
 void Runner::give_up_ahead() {
+    forget_lost_crew();
     if (ahead_) crew_->give_up();
     ahead_.reset();
 }
@@ -191,7 +223,7 @@ void Runner::list_wanted(const Work& work) {
     for (int64_t feed = 0; feed < work.feeds; ++feed) {
         end += work.counts[feed];
         for (int64_t i = work.wanted[feed]; i > 0; --i) {
-            Wanted one{end - i, work.best[feed], nullptr, nullptr, nullptr, nullptr};
+            Wanted one{end - i, work.best[feed], nullptr, nullptr, nullptr, nullptr, nullptr};
             if (one.best == 0) {
                 one.logits = work.logits + whole * model_.vocabulary;
                 if (work.totals) one.total = work.totals + whole;
@@ -200,6 +232,7 @@ void Runner::list_wanted(const Work& work) {
                 one.values = work.best_values + best * work.most;
                 one.tokens = work.best_tokens + best * work.most;
                 if (work.best_totals) one.total = work.best_totals + best;
+                if (work.best_hidden) one.hidden = work.best_hidden + best * model_.width;
                 ++best;
             }
             wanted_.push_back(one);
@@ -403,26 +436,51 @@ void Runner::finish(Member& member, const Part& part) {
     if (rows == 0) return;
     const bool coded = reads_codes(model_.head);
     crew_->share(member, rows, [&](int64_t row) {
-        const int64_t token = wanted_[part.wanted_begin + row].token - part.begin;
-        normalise(kind, hidden_.data() + token * model_.width, model_.width, model_.eps, model_.norm,
-                  last_.row(row));
+        const Wanted& to = wanted_[part.wanted_begin + row];
+        normalise(kind, hidden_.data() + (to.token - part.begin) * model_.width, model_.width,
+                  model_.eps, model_.norm, last_.row(row));
+        if (to.hidden) std::copy_n(last_.row(row), model_.width, to.hidden);
         if (coded) quantise_row(last_.inputs(), row);
     });
-    const float cap = model_.final_softcap;
-    constexpr int64_t kPanels = Head::kColumns / kPanel;
-    const int64_t panels = panels_in(model_.head);
     crew_->share(member, head_.groups(), [&](int64_t group) {
-        const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
-            using namespace simd;
-            if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
-            write(head_.place(member.index, row, group) + column - group * Head::kColumns, x, count);
-        };
-        const int64_t last = std::min(panels, (group + 1) * kPanels);
-        for (int64_t panel = group * kPanels; panel < last; ++panel)
-            multiply_panel(model_.head, panel, last_.inputs(), rows, use);
+        head_columns(group, last_.inputs(), rows,
+                     [&](int64_t row) { return head_.place(member.index, row, group); });
         head_.digest(member.index, group);
     });
     crew_->share(member, rows, [&](int64_t row) { head_.tell(row); });
+}
+
+// The logits of one group of columns, of every row to where its group begins.
+template <class Place>
+void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, Place place) const {
+    const float cap = model_.final_softcap;
+    const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
+        using namespace simd;
+        if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
+        write(place(row) + column - group * Head::kColumns, x, count);
+    };
+    constexpr int64_t kPanels = Head::kColumns / kPanel;
+    const int64_t last = std::min(panels_in(model_.head), (group + 1) * kPanels);
+    for (int64_t panel = group * kPanels; panel < last; ++panel)
+        multiply_panel(model_.head, panel, in, rows, use);
+}
+
+void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
+    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
+    const bool coded = reads_codes(model_.head);
+    for (int64_t begin = 0; begin < rows; begin += kTogether) {
+        const int64_t count = std::min<int64_t>(kTogether, rows - begin);
+        InputBuffer in(count, model_.width);
+        in.expect(count);
+        for (int64_t row = 0; row < count; ++row) {
+            std::copy_n(hidden + (begin + row) * model_.width, model_.width, in.row(row));
+            if (coded) quantise_row(in.inputs(), row);
+        }
+        for (int64_t group = 0; group < groups; ++group)
+            head_columns(group, in.inputs(), count, [&](int64_t row) {
+                return logits + (begin + row) * model_.vocabulary + group * Head::kColumns;
+            });
+    }
 }
 
 }  // namespace everystep

@@ -41,8 +41,14 @@ class Runner {
     Runner(const Model& model, KvType type);
     ~Runner() { give_up_ahead(); }
 
-    // `threads`: how many members the crew has from now on. std::out_of_range where an id is not one.
+    // `threads`: how many members the crew has from now on. std::out_of_range where an id is not one,
+    // std::logic_error where a row is said to lie in pages that there are not, std::system_error where
+    // threads cannot be made. Nothing is lost then, and rows that are not fed hold what they held.
     void run(const Work& work, int threads);
+
+    // Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm, bit for bit
+    // those of their step. It runs on the caller's thread in memory of its own: others may be ahead.
+    void read_out(const float* hidden, int64_t rows, float* logits) const;
 
     // There are at least so many pages.
     void reserve(int64_t pages);
@@ -82,13 +88,18 @@ class Runner {
     Part make_part(const Work& work, int64_t begin) const;
     void run_part(const Part& part);
     void make_room(const Part& part);
+    void check(const Work& work) const;
+    void forget_lost_crew();
     void run_ahead(const Work& work);
+    void start_ahead(const Work& next);
     bool was_ahead(const Work& work, int threads);
     void run_layers(Member& member, const Part& part, int64_t from);
     void embed(Member& member, const Part& part);
     void embed_token(const Part& part, int64_t token);
     void run_layer(Member& member, const Part& part, int64_t index);
     void finish(Member& member, const Part& part);
+    template <class Place>
+    void head_columns(int64_t group, const Inputs& in, int64_t rows, Place place) const;
     void place(const Part& part, int64_t layer, int64_t token);
     void attend_all(Member& member, const Part& part, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;

@@ -1,0 +1,138 @@
+"""LoRA (Hu et al. 2021): a low-rank product that is added to projections, position by position.
+
+The base product is computed for all positions of a step at once, as without adapters; then each
+adapter adds its own to the positions that ask for it. So a position without adapters keeps its
+bits, whatever its neighbours ask for. Where an adapter comes from is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everystep.models.decoder import Decoder
+from everystep.nn.linear import LinearMap, Matrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """What is added to some rows of a map: `scale` * x A^T B^T, from row `start` on.
+
+    `a`: (rank, in). `b`: (rows, rank).
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    start: int = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., rows)."""
+        return (x @ self.a.T) @ self.b.T * self.scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRA:
+    """An adapter: the key of each projection that it changes, as "layers.0.qkv", and the deltas.
+
+    Projections that read the same input are one matrix in a decoder, so one may have several.
+    """
+
+    targets: Mapping[str, tuple[Delta, ...]]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> LoRA:
+        """The same adapter on a device, in a type."""
+        return LoRA(
+            {
+                key: tuple(
+                    replace(one, a=one.a.to(device, dtype), b=one.b.to(device, dtype))
+                    for one in deltas
+                )
+                for key, deltas in self.targets.items()
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Use:
+    """An adapter in a step: `places` (n,) of the positions that want it, `weights` (n, 1)."""
+
+    adapter: LoRA
+    places: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AdaptedLinear:
+    """A map, whatever its storage, with deltas for some of the N positions that it reads."""
+
+    base: LinearMap
+    deltas: tuple[tuple[Delta, _Use], ...]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the map."""
+        return self.base.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(N, in) -> (N, out)."""
+        return self._changed(self.base(x), x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` (N, out) plus the map of `x` (N, in); `residual` stays as it is."""
+        return self._changed(self.base.add_to(residual, x), x)
+
+    def matrix(self) -> Matrix:
+        """The weight of the map, without deltas."""
+        return self.base.matrix()
+
+    def _changed(self, y: Tensor, x: Tensor) -> Tensor:
+        for delta, use in self.deltas:
+            rows = y[:, delta.start : delta.start + len(delta.b)]
+            rows.index_add_(0, use.places, delta(x[use.places]) * use.weights)
+        return y
+
+
+def adapted(
+    decoder: Decoder,
+    adapters: Mapping[str, LoRA],
+    asked: Iterable[tuple[tuple[tuple[str, float], ...], Tensor]],
+) -> Decoder:
+    """The decoder for one step over N positions, some of which ask for adapters.
+
+    `asked`: (name, weight) pairs of known adapters, and the positions (n,) that want all of them.
+    """
+    uses = _uses(decoder, adapters, asked)
+    layers = []
+    for index, layer in enumerate(decoder.layers):
+        changed: dict[str, Any] = {}
+        for role in ("qkv", "out", "up", "down"):
+            key = f"layers.{index}.{role}"
+            deltas = [(delta, use) for use in uses for delta in use.adapter.targets.get(key, ())]
+            if deltas:
+                changed[role] = _AdaptedLinear(getattr(layer, role), tuple(deltas))
+        layers.append(replace(layer, **changed))
+    return replace(decoder, layers=tuple(layers))
+
+
+def _uses(
+    decoder: Decoder,
+    adapters: Mapping[str, LoRA],
+    asked: Iterable[tuple[tuple[tuple[str, float], ...], Tensor]],
+) -> list[_Use]:
+    """Each adapter once, with all positions that ask for it."""
+    found: dict[str, list[tuple[Tensor, float]]] = {}
+    for pairs, places in asked:
+        for name, weight in pairs:
+            found.setdefault(name, []).append((places, weight))
+    uses = []
+    for name, wanted in found.items():
+        places = torch.cat([at for at, _ in wanted])
+        each = [torch.full((len(at), 1), weight, dtype=torch.float64) for at, weight in wanted]
+        weights = torch.cat(each).to(decoder.device, decoder.dtype)
+        uses.append(_Use(adapters[name], places.to(decoder.device), weights))
+    return uses

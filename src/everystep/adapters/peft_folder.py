@@ -1,0 +1,164 @@
+"""A LoRA as the PEFT library saves it: adapter_config.json and adapter_model.safetensors.
+
+Which projections it changes follows from the names of its tensors. What would make it compute
+something else is refused, so an adapter that is read is the adapter that was trained.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from torch import Tensor
+
+from everystep.adapters.lora import Delta, LoRA
+from everystep.errors import FormatError, MissingFileError, UnsupportedError, message, nearest
+from everystep.files.folder import read_json
+from everystep.files.safetensors import Weights, open_weights
+from everystep.models import Model
+from everystep.models.config import Fields
+from everystep.models.decoder import Decoder
+from everystep.models.families import find_family
+
+CONFIG = "adapter_config.json"
+STEM = "adapter_model"
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_ADAPTABLE = re.compile(r"(layers\.\d+\.(?:qkv|out|up|down))\.weight")
+# What makes an adapter another one, unless it is absent, null, false or empty.
+_REFUSED = (
+    "fan_in_fan_out",
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Rows [start, stop) of a projection with this key and so many inputs."""
+
+    key: str
+    start: int
+    stop: int
+    inputs: int
+
+
+def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
+    """The adapter in a folder, for this model, on its device and in its type.
+
+    Raises MissingFileError, FormatError (a broken file; tensors that do not fit each other, the
+    configuration or the model) and UnsupportedError (another kind of adapter, a variant of LoRA, a
+    target that is not a projection of a decoder's layer).
+    """
+    folder = Path(folder)
+    values = read_json(folder / CONFIG)
+    if values is None:
+        raise MissingFileError(message(f"{folder} is not the folder of an adapter", wanted=CONFIG))
+    config = Fields(values, str(folder / CONFIG))
+    _refuse_variants(config)
+    weights = open_weights(folder, STEM)
+    targets = _targets(model)
+    deltas: dict[str, list[Delta]] = {}
+    for module, pair in sorted(_pairs(weights).items()):
+        target = _find(targets, module)
+        a, b = (weights.load(pair[part], model.dtype).to(model.device) for part in "AB")
+        _check_shapes(config, module, target, a, b)
+        deltas.setdefault(target.key, []).append(Delta(a, b, _scale(config, len(a)), target.start))
+    return LoRA({key: tuple(found) for key, found in deltas.items()})
+
+
+def _refuse_variants(config: Fields) -> None:
+    config.choice("peft_type", {"LORA": None}, "LORA")
+    config.choice("bias", {"none": None}, "none")
+    for key in _REFUSED:
+        value = config.values.get(key)
+        if value:
+            raise UnsupportedError(
+                message(
+                    f"{config.where}: {key} is not supported",
+                    wanted="a plain LoRA, without it",
+                    got=repr(value)[:200],
+                    do="Merge the adapter into the model's weights with PEFT and load those",
+                )
+            )
+
+
+def _scale(config: Fields, rank: int) -> float:
+    root = math.sqrt(rank) if config.flag("use_rslora", False) else rank
+    return config.number("lora_alpha", 8) / root
+
+
+def _pairs(weights: Weights) -> dict[str, dict[str, str]]:
+    """Module -> "A" and "B" -> the name of that tensor."""
+    found: dict[str, dict[str, str]] = {}
+    for name in weights.names():
+        matched = _TENSOR.fullmatch(name)
+        if matched is None:
+            raise UnsupportedError(
+                message(
+                    "the adapter holds a tensor that is not part of a LoRA of linear layers",
+                    wanted="base_model.model.MODULE.lora_A.weight and lora_B",
+                    got=repr(name),
+                )
+            )
+        found.setdefault(matched[1], {})[matched[2]] = name
+    for module, pair in found.items():
+        if len(pair) < 2:
+            raise FormatError(
+                message(f"the adapter has half of {module!r}", wanted="lora_A and lora_B", got=pair)
+            )
+    if not found:
+        raise FormatError(message("the adapter holds no tensors"))
+    return found
+
+
+def _targets(model: Model) -> dict[str, _Target]:
+    """Every projection that can be adapted, by the name of its module in a checkpoint."""
+    if not isinstance(model.network, Decoder):
+        raise UnsupportedError(message("only decoders take adapters", got=model.config.model_type))
+    slots = find_family(model.config.model_type).slots(model.spec)
+    return {
+        part.name.removesuffix(".weight"): _Target(matched[1], part.start, part.stop, slot.shape[1])
+        for slot in slots
+        if (matched := _ADAPTABLE.fullmatch(slot.key))
+        for part in slot.parts
+    }
+
+
+def _find(targets: dict[str, _Target], module: str) -> _Target:
+    if module not in targets:
+        close = nearest(module, targets)
+        raise UnsupportedError(
+            message(
+                "the adapter changes what is no projection of a layer of this model",
+                wanted="attention and MLP projections",
+                got=repr(module),
+                do=f"The nearest is {close!r}" if close else None,
+            )
+        )
+    return targets[module]
+
+
+def _check_shapes(config: Fields, module: str, target: _Target, a: Tensor, b: Tensor) -> None:
+    rank = len(a) if config.values.get("rank_pattern") else config.integer("r", 8)
+    wanted = (rank, target.inputs), (target.stop - target.start, rank)
+    if (tuple(a.shape), tuple(b.shape)) != wanted:
+        raise FormatError(
+            message(
+                f"the adapter's tensors for {module!r} do not fit the model and the rank",
+                wanted=f"A {wanted[0]} and B {wanted[1]}",
+                got=f"{tuple(a.shape)} and {tuple(b.shape)}",
+            )
+        )

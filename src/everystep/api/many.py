@@ -1,0 +1,255 @@
+"""Text in, text out: `generate` over any number of prompts, `stream`, and `chat`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from everystep.api.model import LanguageModel
+from everystep.api.session import (
+    Generated,
+    Messages,
+    OptionsLike,
+    PromptLike,
+    Session,
+    listed,
+    noted,
+)
+from everystep.errors import refuse
+from everystep.streamers import BeamEvent, Wording, beam_event
+from everystep.text import Tokenizer
+from everystep.types import Event, FinishReason, Group
+
+
+def generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer | None = None,
+    prompts: PromptLike | Iterable[PromptLike] | None = None,
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    progress: bool = False,
+    **common: Any,
+) -> Any:
+    """The continuation of one prompt, or of each of many.
+
+    A prompt is a text, a list of ids, or a list of messages (which goes through the chat template).
+    One prompt gives a text; several give a list of texts in their order, from the continuous
+    scheduler, with no more than a few dozen in memory at once. `options`: for each prompt a mapping
+    or a `GenerationConfig` of what holds for it instead of the keywords that all have in common.
+    `seed`: one integer, from which each prompt gets its own, or one per prompt of a list; a
+    prompt's tokens do not depend on the others. With `num_return_sequences` above 1 a prompt gives
+    a list; with `return_dict_in_generate=True` each text is a `Generated`.
+
+    A prompt that fails takes nothing from the others. `on_error="return"` puts a `Generated` in its
+    place whose reason is the error; "raise" raises the first error when all others have ended, with
+    all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
+    """
+    if on_error not in ("raise", "return"):
+        refuse("on_error is impossible", wanted="'raise' or 'return'", got=repr(on_error))
+    if prompts is None:
+        if options is not None or on_error == "return":
+            refuse("options and on_error are for prompts", got="none", do="Pass prompts")
+        return model.generate(seed=seed, tokenizer=tokenizer, **common)
+    many, single = listed(prompts)
+    session = Session(model, tokenizer, many, options, seed, common)
+    results: dict[int, Any] = {}
+    errors: dict[int, Exception] = {}
+    with _bar(progress, many) as advance:
+        for index, found in session.run(many):
+            if isinstance(found, Exception):
+                errors[index], results[index] = found, session.failed(found)
+            else:
+                results[index] = session.shaped(found)
+                if found.error is not None:
+                    errors[index] = found.error
+            advance()
+    every = [results[index] for index in range(len(results))]
+    if errors and on_error == "raise":
+        first = min(errors)
+        raise errors[first] if single else _carrying(errors[first], first, every)
+    return every[0] if single else every
+
+
+def stream(
+    model: LanguageModel,
+    tokenizer: Tokenizer | None,
+    prompts: PromptLike | Sequence[PromptLike],
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    beam_events: bool = False,
+    **common: Any,
+) -> Stream:
+    """The events of a text, of messages, or of a list of either, token by token.
+
+    `options`, `seed`: as for `generate`. `beam_events`: the live beams of every step are shown
+    too, as `BeamEvent`. A prompt that fails while it runs has its error as the reason of its last
+    event; the others go on.
+    """
+    many = list(listed(prompts)[0])
+    if not many:
+        refuse("there is no prompt to stream", do="Pass at least one")
+    session = Session(model, tokenizer, many, options, seed, common, gives_events=True)
+    return Stream(session, tokenizer, many, beam_events=beam_events)
+
+
+def chat(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> str:
+    """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more."""
+    if "max_length" not in options:
+        options.setdefault("max_new_tokens", 512)
+    return str(generate(model, tokenizer, messages, seed=seed, **options))
+
+
+class Stream:
+    """Events of one or several prompts, as they happen.
+
+    Iterating drives the engine; nothing runs between two events. Tokens of beams come when every
+    possible result begins with them; with `beam_events` a `BeamEvent` per request and step shows
+    the live beams after them. `cancel()` ends every prompt with the tokens it has (their last
+    events say so), `close()` ends them silently.
+
+    Several threads may read, cancel and close: each event goes to one reader, and a step is over
+    before anything else happens. An interrupt loses no event: what was produced comes next.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[PromptLike],
+        *,
+        beam_events: bool = False,
+    ):
+        self._session = session
+        self._wording = Wording(tokenizer)
+        self._beam_events = beam_events
+        self._lock = threading.RLock()
+        self._stepping: int | None = None  # the thread that runs a step
+        self._ending: Literal["cancel", "close"] | None = None  # asked for from within a step
+        self._reported: list[Event] = []  # by the engine, without text
+        self._events: deque[Event | BeamEvent] = deque()
+        self.groups = [self._submit(prompt, i) for i, prompt in enumerate(prompts)]
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Any:
+        # What is taken is returned in one line, so that an interrupt finds it taken or not.
+        while True:
+            try:
+                return self._events.popleft()
+            except IndexError:
+                if not self._produce():
+                    raise StopIteration from None
+
+    def cancel(self) -> None:
+        """Every prompt ends here; the last event of each has the reason `cancelled`."""
+        self._end("cancel")
+
+    def close(self) -> None:
+        """Every prompt ends here, and there are no more events."""
+        self._end("close")
+
+    def results(self) -> list[list[Generated]]:
+        """What every prompt that has ended became, in the order of the prompts."""
+        return [self._session.generated(group) for group in self.groups]
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, prompt: PromptLike, index: int) -> Group:
+        try:
+            group = self._session.submit(prompt, index)
+        except Exception as error:
+            raise noted(error, index) from error.__cause__
+        if (trim := self._session.trim(group)) is not None:
+            self._wording.trim(group.request.request_id, *trim)
+        return group
+
+    def _produce(self) -> bool:
+        """Steps until there is an event; False if none will come."""
+        with self._lock:
+            self._word()
+            while not self._events:
+                if self._ending is not None:
+                    self._end(self._ending)
+                elif self._session.engine.pending:
+                    self._step()
+                else:
+                    break
+            return bool(self._events)
+
+    def _step(self) -> None:
+        self._stepping = threading.get_ident()
+        try:
+            self._reported.extend(self._session.step())
+        finally:
+            self._stepping = None
+        self._word()
+        if self._beam_events:
+            table = self._session.engine.table
+            self._events.extend(beam_event(g, table, self._wording) for g in self._beamed())
+
+    def _word(self) -> None:
+        """What the engine reported has its text and may be taken; cut short, it is done again."""
+        if not self._reported:
+            return
+        after = self._wording.copy()
+        worded = [after(event) for event in self._reported]
+        # One line: an interrupt comes before all of it, or after.
+        self._wording, self._reported, _ = after, [], self._events.extend(worded)  # type: ignore[func-returns-value]
+
+    def _end(self, how: Literal["cancel", "close"]) -> None:
+        """Every prompt ends here, or after the step, if the step is what asks for it."""
+        if self._stepping == threading.get_ident():
+            self._ending = how
+            return
+        with self._lock:
+            for group in self.groups:
+                if group.live:
+                    reason = FinishReason("cancelled")
+                    self._reported.extend(self._session.engine.cancel(group, reason))
+            self._word()
+            if how == "close":
+                self._events.clear()
+            self._ending = None
+
+    def _beamed(self) -> list[Group]:
+        return [g for g in self.groups if g.live and g.opened and not g.request.strategy.streams]
+
+
+def _carrying(error: Exception, index: int, results: list[Any]) -> Exception:
+    """The error of one prompt with what became of all."""
+    error.results = results  # type: ignore[attr-defined]
+    return noted(error, index)
+
+
+@contextmanager
+def _bar(progress: bool, many: Any) -> Iterator[Callable[[], None]]:
+    """Something to call once per finished prompt: it moves a bar on standard error, if asked."""
+    if not progress:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), Remaining())
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("prompts", total=len(many) if isinstance(many, Sized) else None)
+        yield lambda: shown.advance(task)

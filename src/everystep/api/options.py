@@ -1,0 +1,282 @@
+"""What a call asks for beside its prompt: every keyword sorted, read, judged and kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from everystep.api.absent import (
+    ARGUMENTS_LATER,
+    ARGUMENTS_NEVER,
+    refuse_argument,
+    refuse_unbuilt,
+)
+from everystep.cache.formats import Quantization
+from everystep.config import FIELDS, META, Effective, GenerationConfig, merge_configs
+from everystep.draws import SeededDraws, SharedDraws, seed_of
+from everystep.errors import UnknownArgumentError, nearest, refuse
+from everystep.executors.base import Executor
+from everystep.nn.network import Heard, Store
+from everystep.types import Prompt
+from everystep.types.protocols import Draws
+
+
+class Host(Protocol):
+    """The model, as far as preparing and running a call needs it; `LanguageModel` says what each
+    of these is."""
+
+    generation_config: GenerationConfig
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def context(self) -> int | None: ...
+    @property
+    def windows(self) -> Sequence[int | None]: ...
+    @property
+    def stores(self) -> Sequence[Sequence[Store]]: ...
+    @property
+    def is_encoder_decoder(self) -> bool: ...
+    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor: ...
+    def generate(self, inputs: Tensor, generation_config: Any, **kwargs: Any) -> Any: ...
+    def executor(
+        self, needs: Set[str] = frozenset(), quantization: Quantization | None = None
+    ) -> Executor: ...
+
+
+MODEL_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "inputs_embeds",
+    "position_ids",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "encoder_outputs",
+    "past_key_values",
+)
+CONFIG_FIELDS = tuple(name for name in FIELDS if name not in META)
+OBJECTS = (
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "tokenizer",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+)
+"""Keywords of every call that are neither configuration nor model input."""
+OF_RECTANGLES = (
+    "streamer",
+    "custom_generate",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+)
+"""Further keywords of `model.generate`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """All that a call asks for beside its prompt, each thing in one place.
+
+    `effective`: every field of the configuration. `eos`, `pad`, `starts`: the special ids;
+    `starts`: a decoder's first id, one for all rows or one each. `seed`: one integer, from which
+    each row gets its own, or one for each row. The rest are the caller's own objects.
+    """
+
+    effective: Effective
+    eos: tuple[int, ...]
+    pad: int | None
+    starts: tuple[int, ...]
+    processors: tuple[Any, ...] = ()
+    criteria: Any = None
+    prefix_allowed_tokens: Any = None
+    tokenizer: Any = None
+    seed: int | Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def fill(self) -> int:
+        """The id that stands where a row has nothing to say."""
+        if self.pad is not None:
+            return self.pad
+        return self.eos[0] if self.eos else 0
+
+    @property
+    def captures(self) -> bool:
+        """Whether hidden states or attentions are part of the result."""
+        e = self.effective
+        asked = bool(e.output_hidden_states or e.output_attentions)
+        return asked and bool(e.return_dict_in_generate)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether scores or logits of whole rows are part of the result."""
+        e = self.effective
+        return bool(e.return_dict_in_generate) and bool(e.output_scores or e.output_logits)
+
+    def draws(self, first: int, rows: int) -> tuple[Draws, ...]:
+        """(rows,) where the randomness of each row comes from, of which `first` is the number of
+        the first one; torch's global generator without a seed."""
+        if self.seed is None:
+            return (SharedDraws(),) * rows
+        seeds = read_seeds(self.seed, rows)
+        if isinstance(self.seed, int):
+            seeds = tuple(seed_of(self.seed, first + row) for row in range(rows))
+        return tuple(map(SeededDraws, seeds))
+
+
+def read_options(model: Host, config: Mapping[str, Any], objects: Mapping[str, Any]) -> Options:
+    """The options of a call with these fields by name and these of `OBJECTS`.
+
+    RequestError for what is impossible, contradicts something else, or cannot be done.
+    """
+    effective = merge_configs(config, objects.get("generation_config"), model.generation_config)
+    refuse_unbuilt(effective)
+    for name in ("logprobs", "prompt_logprobs"):
+        _require_count(name, objects.get(name), model.vocab_size)
+    prefix = objects.get("prefix_allowed_tokens_fn")
+    return Options(
+        effective,
+        *_special_ids(effective, model.vocab_size),
+        processors=_callables("logits_processor", objects.get("logits_processor")),
+        criteria=objects.get("stopping_criteria"),
+        prefix_allowed_tokens=require("prefix_allowed_tokens_fn", prefix, "__call__"),
+        tokenizer=require("tokenizer", objects.get("tokenizer"), "decode"),
+        seed=objects.get("seed"),
+        logprobs=objects.get("logprobs"),
+        prompt_logprobs=objects.get("prompt_logprobs"),
+    )
+
+
+def require_output_object(options: Options) -> None:
+    """Log-probabilities have their place in the output object, so there must be one."""
+    asked = options.logprobs is not None or options.prompt_logprobs is not None
+    if asked and not options.effective.return_dict_in_generate:
+        refuse(
+            "logprobs and prompt_logprobs are part of the output object",
+            wanted="return_dict_in_generate=True with them",
+            do="Set it, or leave them out",
+        )
+
+
+def split(
+    given: Mapping[str, Any], *others: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of the configuration, the rest), where the rest has names among `others` alone.
+
+    UnknownArgumentError, which proposes the nearest name, or UnsupportedError for other names.
+    """
+    known = {name for names in others for name in names}
+    unknown = [name for name in given if name not in known and name not in CONFIG_FIELDS]
+    for name in [one for one in unknown if one in ARGUMENTS_LATER or one in ARGUMENTS_NEVER]:
+        refuse_argument(name, given[name])
+        unknown.remove(name)
+    if unknown:
+        guesses = [(name, nearest(name, (*CONFIG_FIELDS, *known))) for name in unknown]
+        hints = [f"{near} instead of {name}" for name, near in guesses if near]
+        do = f"Perhaps you meant {', '.join(hints)}" if hints else "See help(model.generate)"
+        noun = "argument" if len(unknown) == 1 else "arguments"
+        listed = ", ".join(map(repr, unknown))
+        refuse(f"generate() knows no {noun} {listed}", do=do, kind=UnknownArgumentError)
+    config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
+    return config, {name: value for name, value in given.items() if name in known}
+
+
+def require(name: str, value: Any, *methods: str) -> Any:
+    """The value, which is None or has the methods (`__call__` among them); RequestError if not."""
+    missing = [method for method in methods if not callable(getattr(value, method, None))]
+    if value is None or not missing:
+        return value
+    wanted = "a function" if methods == ("__call__",) else f"an object with {', '.join(methods)}"
+    refuse(
+        f"{name} is of another kind",
+        wanted=wanted,
+        got=repr(value),
+        do=f"Pass such an object as {name}, or leave it out",
+    )
+
+
+def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
+    """(rows,) what was given, where it is one integer or as many as there are rows."""
+    several = isinstance(seed, Sequence) and not isinstance(seed, str)
+    seeds = tuple(seed) if several else (seed,) * rows
+    if len(seeds) == rows and all(type(one) is int for one in seeds):
+        return seeds
+    refuse(
+        "seed does not fit the call",
+        wanted=f"an integer, or {rows} of them",
+        got=repr(seed),
+        do="Pass one seed, or one per row of the prompt or prompt of the list",
+    )
+
+
+def _callables(name: str, value: Any) -> tuple[Any, ...]:
+    """The functions in a list argument, none without it; RequestError for anything else."""
+    if value is None:
+        return ()
+    listed = isinstance(value, (list, tuple))
+    if listed and all(callable(one) for one in value):
+        return tuple(value)
+    strangers = [one for one in value if not callable(one)] if listed else [value]
+    refuse(
+        f"{name} is not a list of functions",
+        wanted="a list of callables of (input_ids, scores)",
+        got=repr(strangers[0]),
+        do=f"Pass {name}=[...] with an object that can be called",
+    )
+
+
+def _require_count(name: str, value: object, vocabulary: int) -> None:
+    """RequestError unless `value` is None or a number of tokens of the vocabulary."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= vocabulary:
+        refuse(
+            f"{name} is impossible",
+            wanted=f"how many of the best tokens to keep, from 0 to {vocabulary}",
+            got=repr(value),
+            do=f"Pass {name}=5, say",
+        )
+
+
+def _special_ids(
+    effective: Effective, vocabulary: int
+) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
+    """End ids, the pad id (the first end id where there is none), first ids of a decoder.
+
+    RequestError if the caller set one that the vocabulary does not have.
+    """
+    for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        outside = [token for token in _listed(effective[name]) if token >= vocabulary]
+        if outside and name in effective.caller:
+            refuse(
+                f"{name} is outside the vocabulary",
+                wanted=f"0 to {vocabulary - 1}",
+                got=outside[0],
+                do="Check that tokenizer and model belong together",
+            )
+    ends, pad = _listed(effective.eos_token_id), effective.pad_token_id
+    start = effective.decoder_start_token_id
+    starts = _listed(effective.bos_token_id if start is None else start)
+    return ends, ends[0] if pad is None and ends else pad, starts
+
+
+def _listed(value: Any) -> tuple[int, ...]:
+    """One id, several or none, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)

@@ -1,0 +1,385 @@
+"""The only way into the engine: options and prompts become requests, in which no choice is open.
+
+`generate()`, many prompts, streams and loops of the caller's all come through `prepare`. Whatever
+can be wrong with a call is known when it returns, before any compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from warnings import warn
+
+from everystep.api.caches import continued, new_cache, require_possible, row_quantization
+from everystep.api.healing import healed, require_healable
+from everystep.api.inputs import Inputs
+from everystep.api.options import Host, Options
+from everystep.cache.formats import Quantization
+from everystep.cache.containers import Cache
+from everystep.config.effective import for_rows
+from everystep.engine import Guidance, PromptLookup
+from everystep.engine.collect import kept_rows
+from everystep.errors import refuse
+from everystep.nn.network import Heard
+from everystep.processors.build import build
+from everystep.processors.order import Facts
+from everystep.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
+)
+from everystep.processors.stacking import varies
+from everystep.processors.base import User
+from everystep.stops.criteria import longest, merge
+from everystep.stops.ends import EosToken, MaxLength, MaxTime
+from everystep.stops.ends import User as Criterion
+from everystep.stops.strings import StopStrings
+from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.text import Spelling
+from everystep.types import Prompt, Request, Wants
+from everystep.types.protocols import Drafter, Stop, Strategy
+
+Runs = Literal["continuous", "lockstep", "loop"]
+DEFAULT_NEW = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Options as they came to hold, inputs, and a request per row.
+
+    `runs`: as `prepare` was asked. `cache`: the cache object that is filled with what the rows hold
+    in the end, if one is. `quantization`: how the rows keep what they hold, None for full
+    precision. `notices`: what the caller should know. `heard`: (B,) what the encoder showed of
+    each row, where that is asked for.
+    """
+
+    options: Options
+    inputs: Inputs
+    requests: tuple[Request, ...]
+    runs: Runs
+    cache: Cache | None = None
+    quantization: Quantization | None = None
+    notices: tuple[str, ...] = ()
+    heard: tuple[Heard, ...] = ()
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of every row."""
+        return self.requests[0].strategy
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are drafted and verified."""
+        return self.requests[0].drafter is not None
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows per prompt in the scores and layers of a step that callers get."""
+        return kept_rows(self.strategy)
+
+
+def prepare(
+    model: Host,
+    options: Options,
+    inputs: Inputs,
+    past: Cache | None = None,
+    runs: Runs = "continuous",
+) -> Call:
+    """Every choice made and checked against every other.
+
+    `past`: the cache object that was passed, which the prompts continue from and which is filled.
+    `runs`: whether the rows come and go ("continuous"), are one rectangle and take their steps
+    together ("lockstep"), or a loop of the caller's decodes such a rectangle ("loop").
+    """
+    if options.effective.token_healing:
+        require_healable(inputs, options)
+    notices = [*options.effective.notices]
+    options, new = _settled(options, inputs, model.context, notices)
+    reach = max(inputs.width + new, longest(options.criteria))
+    strategy, drafter = _strategy(options, reach - inputs.width)
+    drafts, positions = drafter is not None, inputs.total_width + new - 1
+    cache = past
+    if past is not None:
+        hidden = strategy.reads.hidden and runs != "loop"
+        require_possible(past, options, positions, drafts=drafts, hidden=hidden)
+        inputs = continued(inputs, past, strategy.width)
+    elif runs != "continuous":
+        made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
+        cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
+    how = row_quantization(options.effective, model, past)
+    stops = _stops(options, inputs.width + new)
+    processors = _processors(model, options, inputs, new, strategy.width)
+    returned = options.captures or options.keeps_rows or cache is not None
+    lingers = runs == "lockstep" and (returned or _watches(processors, stops))
+    alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or not drafts)
+    wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
+    readout = _readout(options)
+    draws = options.draws(inputs.number, inputs.batch)
+    requests = tuple(
+        Request(
+            request_id=str(inputs.number + row),
+            prompt=prompt,
+            strategy=strategy,
+            draws=draws[row],
+            processors=processors[row],
+            stops=stops,
+            companions=() if readout is None else (_companion(inputs, row),),
+            readout=readout,
+            drafter=drafter,
+            wants=wants,
+            max_length=reach - inputs.pads[row] + prompt.hidden,
+            pad_prefix=inputs.pads[row],
+            pad_token=options.fill,
+            prefix_token=inputs.fills[row] if inputs.fills else None,
+            linger=lingers,
+        )
+        for row, prompt in enumerate(inputs.prompts)
+    )
+    return Call(options, inputs, requests, runs, cache, how, tuple(notices))
+
+
+def completed(model: Host, call: Call) -> Call:
+    """The call with what has to be computed before its requests can run: tokens that heal its
+    prompts, and what an encoder makes of them."""
+    if call.options.effective.token_healing:
+        inputs = healed(model, call.inputs, call.options)
+        call = prepare(model, call.options, inputs, runs=call.runs)
+    source = call.inputs.source
+    if source is None:
+        return call
+    heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
+    each = heard or (None,) * len(source.prompts)
+    states = source.states or tuple(map(model.encode, source.prompts, each))
+    requests = []
+    for request, state in zip(call.requests, states, strict=True):
+        companions = tuple(replace(one, encoder=state) for one in request.companions)
+        prompt = replace(request.prompt, encoder=state)
+        requests.append(replace(request, prompt=prompt, companions=companions))
+    return replace(call, requests=tuple(requests), heard=heard)
+
+
+def _settled(
+    options: Options, inputs: Inputs, context: int | None, notices: list[str]
+) -> tuple[Options, int]:
+    """(the options with the length and the pad id that came to hold, the most new tokens).
+
+    A prompt's positions count once, whether they are ids, embeddings or both; padding counts with
+    them, as it stands in the rectangle that is returned.
+    """
+    e, prompt = options.effective, inputs.prompt_width
+    new = _most_new(options, prompt, context)
+    _check_least(options, prompt, new)
+    by = "max_length" if e.max_new_tokens is None else "max_new_tokens"
+    positions = inputs.total_width + new - 1  # the last token is not fed
+    if context is not None and by in e.caller and positions > context:
+        notices.append(
+            f"{by}={e[by]} leads beyond what the model was made for; wanted at most {context} "
+            f"positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
+            f"Lower {by}, or expect the text to get worse there."
+        )
+    e = e.replaced(e.source(by), max_length=prompt + new)
+    if e.pad_token_id is None and options.pad is not None:
+        e = e.replaced(e.source("eos_token_id"), pad_token_id=options.pad)
+    return replace(options, effective=e), new
+
+
+def _most_new(options: Options, prompt: int, context: int | None) -> int:
+    """`max_new_tokens` wins over `max_length`; without either, 20 new tokens, or as many as the
+    model's context leaves."""
+    e = options.effective
+    if e.max_new_tokens is not None:
+        return int(e.max_new_tokens)
+    if e.source("max_length") != "default" and e.max_length is not None:
+        if prompt >= int(e.max_length):
+            refuse(
+                "the prompt leaves no room for new tokens",
+                wanted=f"a prompt shorter than max_length={e.max_length}",
+                got=f"{prompt} positions",
+                do="Raise max_length, or set max_new_tokens instead",
+            )
+        return int(e.max_length) - prompt
+    if context is not None and prompt >= context:
+        refuse(
+            "the prompt fills the model's context",
+            wanted=f"fewer than {context} positions, or max_new_tokens",
+            got=f"{prompt} positions",
+            do="Shorten the prompt, or set max_new_tokens",
+        )
+    return DEFAULT_NEW if context is None else min(DEFAULT_NEW, context - prompt)
+
+
+def _check_least(options: Options, prompt: int, new: int) -> None:
+    """A minimum beyond the maximum: an error if the caller set both, a warning if the minimum."""
+    e = options.effective
+    name = "min_length" if e.min_new_tokens is None else "min_new_tokens"
+    before = prompt if name == "min_length" else 0
+    if int(e[name] or 0) - before <= new or name not in e.caller:
+        return
+    most = "max_length" if e.max_new_tokens is None else "max_new_tokens"
+    what = f"{name}={e[name]} cannot be reached after a prompt of {prompt} positions"
+    wanted, got = f"at most {new + before}", f"{most}={e[most]} ({e.source(most)})"
+    if most in e.caller:
+        refuse(what, wanted=wanted, got=got, do=f"Lower {name} or raise {most}")
+    text = f"{what}; wanted {wanted}; got {got}. Lower {name} or raise {most}."
+    warn(text, UserWarning, stacklevel=6)
+
+
+def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
+    """What the configuration names: the one place that makes strategies and drafters.
+
+    `most`: the most new tokens that a row can get.
+    """
+    e = options.effective
+    width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
+    contrastive = not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1
+    if e.prompt_lookup_num_tokens is not None and (width > 1 or contrastive):
+        refuse(
+            "prompt_lookup_num_tokens cannot be combined with "
+            f"{'num_beams > 1' if width > 1 else 'penalty_alpha'}",
+            wanted="greedy decoding or sampling",
+            got=f"prompt_lookup_num_tokens={e.prompt_lookup_num_tokens}",
+            do="Leave one of the two out",
+        )
+    if width > 1:
+        beam = Beam(
+            width=width,
+            returns=returns,
+            length_penalty=float(e.length_penalty),
+            early_stopping=e.early_stopping,
+            eos_count=len(options.eos),
+            max_new=most,
+            sampled=bool(e.do_sample),
+        )
+        return beam, None
+    if contrastive:
+        return Contrastive(int(e.top_k), float(e.penalty_alpha)), None
+    base = Sample(returns) if e.do_sample else Greedy()
+    if e.prompt_lookup_num_tokens is None:
+        return base, None
+    ngram = 2 if e.max_matching_ngram_size is None else int(e.max_matching_ngram_size)
+    return base, PromptLookup(int(e.prompt_lookup_num_tokens), ngram, options.eos)
+
+
+def _stops(options: Options, visible: int) -> tuple[Stop, ...]:
+    """Every reason to end a sequence, the caller's own criteria included."""
+    e = options.effective
+    stops: list[Stop] = [MaxLength(visible)]
+    if e.max_time is not None:
+        stops.append(MaxTime.after(float(e.max_time)))
+    if e.stop_strings is not None:
+        if options.tokenizer is None:
+            do = "Pass tokenizer=tokenizer to generate"
+            refuse("stop_strings needs a tokenizer", wanted="tokenizer=...", got="none", do=do)
+        one = isinstance(e.stop_strings, str)
+        strings = (e.stop_strings,) if one else tuple(e.stop_strings)
+        stops.append(StopStrings(strings, Spelling.of(options.tokenizer)))
+    if options.eos:
+        stops.append(EosToken(options.eos))
+    return merge(stops, options.criteria)
+
+
+def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> Wants:
+    """What is recorded only because the caller asked for it.
+
+    `history`: criteria may read scores, since all rows take the same steps and stay. Drafts of
+    several are not accepted alike, and of candidates it is known a step later which row they came
+    from.
+    """
+    if options.prompt_logprobs is not None and any(one.ids is None for one in inputs.prompts):
+        refuse(
+            "prompt_logprobs needs to know what the prompt says",
+            wanted="a prompt given as ids",
+            got="inputs_embeds only",
+            do="Pass input_ids too, or leave prompt_logprobs out",
+        )
+    e = options.effective
+    asked = bool(e.return_dict_in_generate)
+    return Wants(
+        layers=asked and bool(e.output_hidden_states),
+        attentions=asked and bool(e.output_attentions),
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        cache=cached,
+        history=asked and bool(e.output_scores) and bool(options.criteria) and history,
+    )
+
+
+def _watches(processors: Sequence[tuple[Any, ...]], stops: Sequence[Stop]) -> bool:
+    """Whether the caller's own processors or criteria count on the rows of the whole rectangle.
+
+    Ours look at each row by itself, also those that a caller has made.
+    """
+    own = (one for each in processors for one in each if isinstance(one, User))
+    criteria = any(isinstance(one, Criterion) for one in stops)
+    return criteria or not all(one.takes_rows for one in own)
+
+
+def _processors(
+    model: Host, options: Options, inputs: Inputs, new: int, width: int
+) -> list[tuple[Any, ...]]:
+    """One tuple per row; the same one for all rows unless something depends on the row."""
+    e, rows = options.effective, range(inputs.batch)
+    # In visible ids: positions of embeddings count, and `min_new_tokens` goes before `min_length`.
+    least = 0 if e.min_new_tokens is not None else int(e.min_length or 0) - inputs.embeds_width
+    each = for_rows(e.replaced("default", min_length=max(least, 0)), inputs.batch)
+    beams = int(e.num_beams or 1)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = options.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def made(row: int) -> tuple[Any, ...]:
+        number = inputs.number + row
+        facts = Facts(
+            eos=options.eos,
+            prompt_length=inputs.width,
+            max_length=inputs.width + new,
+            encoder_ids=_read_ids(options, inputs, row),
+            beams=beams,
+            vocab_size=model.vocab_size,
+            row=row,
+            rows=inputs.batch,
+            first_row=number if beams > 1 else number * width,
+            prefix_allowed_tokens_fn=options.prefix_allowed_tokens,
+            user=options.processors,
+            encode=None if options.tokenizer is None else encode,
+        )
+        return build(each[row], facts)
+
+    differ = (
+        each[0] is not each[-1],
+        e.encoder_repetition_penalty != 1.0,
+        e.encoder_no_repeat_ngram_size,
+        options.prefix_allowed_tokens is not None,
+        *map(varies, options.processors),
+    )
+    return [made(row) for row in rows] if any(differ) else [made(0)] * inputs.batch
+
+
+def _read_ids(options: Options, inputs: Inputs, row: int) -> tuple[int, ...] | None:
+    """The ids that the encoder, or a decoder alone, reads with their padding; None if unknown."""
+    if inputs.source is not None and inputs.source.ids:
+        return tuple(inputs.source.ids[row].tolist())
+    if inputs.prompts[row].ids is None:
+        return None
+    return tuple(inputs.visible(row, options.fill).tolist())
+
+
+def _readout(options: Options) -> Guidance | None:
+    scale = options.effective.guidance_scale
+    own = any(type(one) is _UnbatchedGuidance for one in options.processors)
+    return None if scale is None or scale == 1 or own else Guidance(float(scale))
+
+
+def _companion(inputs: Inputs, row: int) -> Prompt:
+    """Guidance reads the negative prompt, or the last token of the prompt, beside the row."""
+    if inputs.negative:
+        return inputs.negative[row]
+    ids = inputs.prompts[row].ids
+    if ids is None:
+        refuse(
+            "guidance_scale needs something to guide away from",
+            wanted="negative_prompt_ids, or a prompt given as ids",
+            got="inputs_embeds only",
+            do="Pass negative_prompt_ids",
+        )
+    return Prompt(ids=ids[-1:])

@@ -1,0 +1,247 @@
+"""Drafters: what guesses how sequences go on, so that one forward can verify several tokens.
+
+A drafter is part of the engine. Prompt lookup needs nothing but the ids; a draft model has an
+executor and cache rows of its own, one per sequence, which are forked, truncated and freed with the
+sequence because they are one of its memories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from everystep.engine.apply import sprout
+from everystep.engine.ledger import Ledger
+from everystep.errors import RequestError, message
+from everystep.executors.base import Executor
+from everystep.processors.pipeline import apply
+from everystep.strategies.base import Batch
+from everystep.types import Columns, Prompt, Rows, Scores, Sequence, TokenTable, Work, is_memory
+from everystep.types.protocols import Drafting
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """What followed the latest n-gram where it first stood before.
+
+    Tries n-grams of `max_ngram` ids down to one; drafts at most `tokens` ids, none at or after an
+    id of `stop_ids`. Source: Saxena 2023; the reference's PromptLookupCandidateGenerator.
+    """
+
+    tokens: int = 10
+    max_ngram: int = 2
+    stop_ids: tuple[int, ...] = ()
+
+    def start(self, vocabulary: int) -> PromptLookup:
+        """Itself: it keeps nothing."""
+        return self
+
+    def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
+        """Per sequence what followed its last ids before."""
+        return [self.draft(table.data[s.line, : s.visible]) for s in sequences]
+
+    def draft(self, ids: np.ndarray) -> np.ndarray:
+        """Visible ids of one sequence -> guessed next ids."""
+        for size in range(min(self.max_ngram, len(ids) - 1), 0, -1):
+            starts = _occurrences(ids, size)
+            if len(starts):
+                first = int(starts[0]) + size
+                return self._cut(ids[first : first + self.tokens])
+        return _NONE
+
+    def restart(self) -> None:
+        """There is nothing to let go."""
+
+    def held(self) -> int:
+        """No cache rows."""
+        return 0
+
+    def _cut(self, guess: np.ndarray) -> np.ndarray:
+        ends = np.flatnonzero(np.isin(guess, self.stop_ids)) if self.stop_ids else _NONE
+        return (guess[: ends[0]] if len(ends) else guess).copy()
+
+
+def _occurrences(ids: np.ndarray, size: int) -> np.ndarray:
+    """Where the last `size` ids stood before, other than at the end; ascending starts."""
+    last = len(ids) - size
+    match = ids[:last] == ids[last]
+    for k in range(1, size):
+        match = match & (ids[k : last + k] == ids[last + k])
+    return np.flatnonzero(match)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A smaller model of the same vocabulary guesses `tokens` ids, one after another.
+
+    Each guess is what the request itself would choose from the draft model's scores: with its
+    processors, its strategy and, where they are seeded, its draws. `open`: a fresh executor of the
+    draft model, with the ability "truncate". Sequences whose prompt is given as embeddings are not
+    drafted for. Source: Leviathan et al. 2023.
+    """
+
+    open: Callable[[], Executor]
+    tokens: int = 5
+
+    def start(self, vocabulary: int) -> Drafting:
+        """One at work, on an executor of its own."""
+        executor = self.open()
+        if executor.vocab_size != vocabulary:
+            raise RequestError(
+                message(
+                    "the draft model has another vocabulary",
+                    wanted=f"{vocabulary} ids",
+                    got=executor.vocab_size,
+                    do="Choose a draft model with the tokenizer of the model itself",
+                )
+            )
+        return DraftRows(executor, self.tokens)
+
+
+@dataclass(slots=True)
+class DraftRow:
+    """The draft model's cache row of one sequence: a memory, which holds `cached` positions.
+
+    It can be cut back to any length from `floor` on, or to 0: see `Executor.abilities`.
+    """
+
+    ledger: Ledger
+    row: int
+    cached: int = 0
+    floor: int = 0
+
+    def copy(self) -> DraftRow:
+        """A fork of the row."""
+        return DraftRow(self.ledger, self.ledger.fork(self.row), self.cached, self.floor)
+
+    def rewind(self, length: int) -> None:
+        """The row holds at most the first `length` ids of the prompt and what follows."""
+        if self.cached > length:
+            # What cannot be taken back is fed again.
+            self.cached = length if length >= self.floor else 0
+            self.floor = min(self.floor, self.cached)
+            self.ledger.truncate(self.row, self.cached)
+
+    def release(self) -> None:
+        """The row is free."""
+        self.ledger.free(self.row)
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """A draft model at work: its executor and the rows of all sequences that it drafts for."""
+
+    executor: Executor
+    tokens: int
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
+        """Per sequence `tokens` guesses."""
+        known = [s for s in sequences if s.request.prompt.ids is not None and not s.request.shift]
+        if known:
+            longest = max(s.visible for s in known)
+            table.reserve(longest + self.tokens)
+        for sequence in known:
+            self._begin(sequence)
+        for done in range(self.tokens if known else 0):
+            self._choose(known, table, done)
+        for sequence in known:
+            _forget_guesses(sequence)
+        guesses = {id(s): table.data[s.line, s.visible : s.visible + self.tokens] for s in known}
+        return [guesses.get(id(s), _NONE).copy() for s in sequences]
+
+    def _choose(self, sequences: list[Sequence], table: TokenTable, done: int) -> None:
+        """Every sequence's line holds one guess more, after the `done` that stand there."""
+        lengths = np.array([s.visible + done for s in sequences], dtype=np.int64)
+        output = self.executor.run(self._work(sequences, table, lengths))
+        rows = Rows(table, sequences, lengths)
+        scores = output.logits.to(torch.float32)
+        for s, token in enumerate(self._picked(rows, scores, done)):
+            table.data[sequences[s].line, lengths[s]] = token
+
+    def _picked(self, rows: Rows, scores: torch.Tensor, done: int) -> list[int]:
+        """(S,) what each request would choose, strategy by strategy."""
+        chosen = np.zeros(len(rows), dtype=np.int64)
+        for own in _alike(rows.sequences):
+            part = rows.select(own)
+            given = apply(part, Scores.of(scores[torch.from_numpy(own)])).rising()
+            request = part.sequences[0].request
+            if request.draws.whole_rows:  # unseeded draws are the verifier's alone
+                chosen[own] = given.whole().values.argmax(dim=-1).cpu().numpy()
+                continue
+            (tokens,) = request.strategy.pick(_batch(part, done, given.vocabulary), given)
+            chosen[own] = tokens.cpu().numpy()
+        return chosen.clip(min=0).tolist()
+
+    def _work(self, sequences: list[Sequence], table: TokenTable, lengths: np.ndarray) -> Work:
+        """Feeds what each row does not hold yet."""
+        rows, starts, tokens = [], [], []
+        for sequence, length in zip(sequences, lengths.tolist(), strict=True):
+            held = self._row(sequence)
+            rows.append(held.row)
+            starts.append(held.cached)
+            tokens.append(table.data[sequence.line, held.cached : length])
+            held.cached = length
+            held.floor = 0 if "cut" in self.executor.abilities else length - 1
+        news, none = self.ledger.drain(), np.ones(len(rows), dtype=np.int64)
+        counts = np.array([len(one) for one in tokens], dtype=np.int64)
+        return Work(
+            news.verbs, np.array(rows), np.array(starts), counts, none, np.concatenate(tokens)
+        )
+
+    def _row(self, sequence: Sequence) -> DraftRow:
+        """The sequence's row; at least its last position is still to be fed."""
+        key = f"draft row {id(self)}"
+        if key not in sequence.memo:
+            row = self.ledger.allocate(Prompt(sequence.request.prompt.ids))
+            sequence.memo[key] = DraftRow(self.ledger, row)
+        held: DraftRow = sequence.memo[key]
+        return held
+
+    def _begin(self, sequence: Sequence) -> None:
+        """The sequence's row holds no guess of a step that did not come to its end."""
+        self._row(sequence).rewind(sequence.visible - 1)
+
+    def restart(self) -> None:
+        """Nobody holds a row."""
+        self.ledger.restart(self.executor.audit())
+
+    def held(self) -> int:
+        """How many rows are held."""
+        return len(self.ledger.held)
+
+
+def _forget_guesses(sequence: Sequence) -> None:
+    """What processors remember speaks of no guess; the row still holds them."""
+    for value in sequence.memo.values():
+        if is_memory(value) and not isinstance(value, DraftRow):
+            value.rewind(sequence.visible)
+
+
+def _alike(sequences: list[Sequence]) -> list[np.ndarray]:
+    """Which sequences have equal strategies and kinds of draws."""
+    found: dict[object, list[int]] = {}
+    for s, sequence in enumerate(sequences):
+        request = sequence.request
+        found.setdefault((request.strategy, type(request.draws)), []).append(s)
+    return [np.array(own) for own in found.values()]
+
+
+def _batch(rows: Rows, done: int, vocabulary: int) -> Batch:
+    """The sequences as they are after `done` guesses, for a strategy that picks for each alone."""
+    later = []
+    for sequence in rows.sequences:
+        after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
+        after.length += done
+        later.append(after)
+    numbers = np.arange(len(later))
+    draws = later[0].request.draws
+    return Batch(
+        [], later, numbers, rows.table, numbers, len(later), draws, vocabulary,
+        lambda _: Columns(), lambda parents, _: [None] * len(parents),
+    )  # fmt: skip

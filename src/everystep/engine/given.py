@@ -1,0 +1,128 @@
+"""What a prompt gives beyond ids, cut to the positions of a feed, and whether it fits the model.
+
+Everything is given by absolute position, so that chunks, forks and preemption change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError, message
+from everystep.types import Given, InputSpec, Prompt, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The `count` positions from `start` on of a row that begins with a prompt."""
+
+    prompt: Prompt
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.start + self.count
+
+    @property
+    def inside(self) -> int:
+        """How many of its positions are the prompt's; the others are generated."""
+        return min(self.count, max(self.prompt.length - self.start, 0))
+
+    def inputs(self, declared: Mapping[str, InputSpec]) -> tuple[Given, ...]:
+        """Embeddings, and what the model declares."""
+        prompt, found = self.prompt, []
+        if prompt.embeds is not None and self.inside:
+            found.append(
+                Given("embeds", 0, prompt.embeds[self.start - prompt.before :][: self.inside])
+            )
+        for name, values in prompt.inputs.items():
+            per = declared[name].per
+            if per == "token":
+                part = values[self.start : self.stop]
+            else:
+                count = self.count if per == "row" else self.inside
+                part = values.expand(count, *values.shape)
+            if len(part):
+                found.append(Given(name, 0, part))
+        return tuple(found)
+
+    def positions(self) -> Tensor | None:
+        """Position ids: the prompt's own, then those after the greatest of them on any axis."""
+        own = self.prompt.positions
+        if own is None:
+            return None
+        first, length = self.start + self.inside, self.prompt.length
+        after = self.prompt.follows + torch.arange(first - length, self.stop - length)
+        after = after.expand(*own.shape[:-1], len(after))
+        return torch.cat([own[..., self.start : first], after], dim=-1)
+
+    def mask(self) -> Tensor | None:
+        """(1 or heads, count, stop) bool, as `Prompt.mask` says; None where all before is seen."""
+        own, length = self.prompt.mask, self.prompt.length
+        if own is None or (not self.inside and bool(own[..., -1, :].all())):
+            return None
+        own = own.view(-1, length, length)
+        seen = torch.ones(len(own), self.count, self.stop, dtype=torch.bool).tril(self.start)
+        known = min(self.stop, length)
+        seen[:, : self.inside, :known] &= own[:, self.start : self.start + self.inside, :known]
+        seen[:, self.inside :, :known] = own[:, -1:, :known]
+        return seen
+
+
+def require_fitting(request: Request, declared: Mapping[str, InputSpec]) -> None:
+    """RequestError if what a prompt of the request gives has not the form that the model reads."""
+    for prompt in (request.prompt, *request.companions):
+        for what, wanted, got in _misfits(prompt, declared):
+            raise RequestError(message(f"{what} does not fit", wanted=wanted, got=got))
+
+
+def _misfits(
+    prompt: Prompt, declared: Mapping[str, InputSpec]
+) -> Iterator[tuple[str, object, object]]:
+    """What is wrong, what was wanted and what was given."""
+    for name, values in prompt.inputs.items():
+        spec = declared[name]
+        shape = (prompt.length, *spec.shape) if spec.per == "token" else spec.shape
+        if tuple(values.shape) != shape:
+            yield f"the input {name!r}", shape, tuple(values.shape)
+        if not torch.can_cast(values.dtype, spec.dtype):
+            yield f"the input {name!r}", spec.dtype, values.dtype
+    if prompt.positions is not None:
+        yield from _misplaced(prompt.positions, prompt.length, declared.get("positions"))
+    if prompt.mask is not None:
+        yield from _mismasked(prompt.mask, prompt.length, declared.get("mask"))
+
+
+def _misplaced(
+    positions: Tensor, length: int, spec: InputSpec | None
+) -> Iterator[tuple[str, object, object]]:
+    flat = positions.dim() == 1 or tuple(positions.shape[:-1]) == (1,)
+    if positions.shape[-1] != length:
+        yield "position_ids", f"(..., {length})", tuple(positions.shape)
+    elif spec is not None and not flat and tuple(positions.shape[:-1]) != spec.shape:
+        yield "position_ids", (*spec.shape, length), tuple(positions.shape)
+    if positions.numel() and int(positions.min()) < 0:
+        yield "position_ids", "numbers from 0 on", int(positions.min())
+
+
+def _mismasked(
+    mask: Tensor, length: int, spec: InputSpec | None
+) -> Iterator[tuple[str, object, object]]:
+    if mask.dtype != torch.bool:
+        yield "the mask", torch.bool, mask.dtype
+    heads = tuple(mask.shape[:-2])
+    if tuple(mask.shape[-2:]) != (length, length) or (spec and heads not in ((), (1,), spec.shape)):
+        yield (
+            "the mask",
+            f"(length, length) or (heads, length, length), {length}",
+            tuple(mask.shape),
+        )
+    elif bool(mask.triu(1).any()):
+        yield "the mask", "positions that see none after them", "one that does"
+    elif not bool(mask.diagonal(dim1=-2, dim2=-1).all()):
+        yield "the mask", "positions that see themselves", "one that does not"

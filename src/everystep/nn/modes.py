@@ -1,0 +1,32 @@
+"""Torch's modes for a block of code, restored whatever happens.
+
+torch's own context managers are written in Python, and an interrupt inside them leaves the thread
+in the mode of the block. These are one object of torch's C++ core: the modes before come back when
+it is left, or at the latest when it ceases to exist. They hold for the calling thread alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+
+
+def inference_mode() -> AbstractContextManager[None]:
+    """Within, tensors are made that never take part in autograd."""
+    return _modes(True)
+
+
+def ordinary_mode() -> AbstractContextManager[None]:
+    """Within, tensors are ordinary ones and gradients are on; ends a `no_grad` within too."""
+    return _modes(False)
+
+
+def modes_kept() -> AbstractContextManager[None]:
+    """Within, inference mode is as it was; what is changed within, by `no_grad`, ends with it."""
+    return _modes(torch.is_inference_mode_enabled())
+
+
+def _modes(inference: bool) -> AbstractContextManager[None]:
+    return cast(AbstractContextManager[None], torch._C._InferenceMode(inference))

@@ -1,0 +1,203 @@
+"""What a request's choices must be able to do: protocols, so that every part of it has a type.
+
+Whoever implements one of them need not import it. The nouns they speak of are imported for the
+type checker alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
+    from everystep.types.batch import Batch, Places
+    from everystep.types.candidates import Candidates
+    from everystep.types.scores import Scores
+
+
+class Memory(Protocol):
+    """What is remembered of a prefix, in `Sequence.memo`, and changes as the prefix grows.
+
+    It can be dropped at any time and is made again from the ids. Everything else in a memo is an
+    immutable value, and reaches it through `Children`.
+    """
+
+    def copy(self) -> Self:
+        """An equal one that shares nothing that changes."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """It speaks of the first `length` visible ids only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a strategy reads of a step.
+
+    `scores`: processed logits, or processed log-probabilities. `best`: how many of the best scores
+    of a row decide where no processor changes them, or 0 for all of them. `shortlists`: whether
+    `pick` needs no token that processors left at -inf; then they may be shown the best of a row. `hidden`: whether it reads the last hidden states of every position, which are kept
+    as `Batch.columns`. `alone`:
+    whether each sequence chooses one token from its own row, whatever the others do; such a
+    strategy can be given drafts, of which it learns nothing.
+    """
+
+    scores: Literal["logits", "log_probs"] = "logits"
+    best: int = 0
+    shortlists: bool = False
+    hidden: bool = False
+    alone: bool = False
+
+
+class Strategy(Protocol):
+    """A frozen value that reads scores and returns children; equal strategies choose together.
+
+    It runs no loop, calls no model, touches no cache and writes nothing: a group's state travels in
+    `Children`.
+    """
+
+    @property
+    def width(self) -> int:
+        """Sequences per request from the first choice on."""
+        ...
+
+    @property
+    def returns(self) -> int:
+        """Sequences in a request's result; while it streams, those of rank < returns."""
+        ...
+
+    @property
+    def streams(self) -> bool:
+        """Whether chosen tokens may be shown at once; if not, it is a `DecidesLate`."""
+        ...
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of a step."""
+        ...
+
+    @property
+    def rounds(self) -> int:
+        """How often it picks in a step; a later round sees what the earlier ones picked."""
+        ...
+
+    def pick(
+        self, batch: Batch, scores: Scores, earlier: tuple[tuple[np.ndarray, ...], ...] = ()
+    ) -> tuple[Tensor, ...]:
+        """The scores of S rows -> small tensors, all that `select` will get of them.
+
+        Where lists do not decide, it reads whole rows.
+        `earlier`: what the earlier rounds of this step picked, on the host.
+        """
+        ...
+
+    def select(self, batch: Batch, picked: tuple[tuple[np.ndarray, ...], ...]) -> Children:
+        """Who continues whom, from what every round picked."""
+        ...
+
+    def finish(self, group: Group) -> list[Finished]:
+        """The group's result, best first where there is an order."""
+        ...
+
+
+class DecidesLate(Strategy, Protocol):
+    """A strategy whose tokens are settled late."""
+
+    def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
+        """The hypotheses that the group's result can still come from."""
+        ...
+
+
+class Draws(Protocol):
+    """Chooses tokens at random for rows that stand at given places."""
+
+    @property
+    def seed(self) -> int:
+        """What `Places.seed` holds for the rows of a request with these draws."""
+        ...
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a choice looks at tokens without a score too."""
+        ...
+
+    def choose(self, scores: Scores, places: Places) -> Tensor:
+        """R rows -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
+
+        Lists, with their ids in rising order, give the same as the rows that they stand for.
+        """
+        ...
+
+    def choose_without_replacement(
+        self, probabilities: Tensor, places: Places, count: int
+    ) -> Tensor:
+        """(R, n) probabilities -> (R, count) distinct indices per row, in order of the draw.
+
+        -1 where a row holds nan.
+        """
+        ...
+
+    def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
+        """(R, n) numbers in (0, 1) from a named stream."""
+        ...
+
+
+class Processor(Protocol):
+    """A function of (rows, scores), or of (ids, scores); must not change the scores in place."""
+
+    def __call__(self, rows: Any, scores: Tensor, /) -> Tensor:
+        """(R, V) scores -> (R, V) scores."""
+        ...
+
+
+class Stop(Protocol):
+    """A function of candidates; equal stops of different requests are called once."""
+
+    def __call__(self, candidates: Candidates) -> np.ndarray:
+        """(C,) bool: which candidates end."""
+        ...
+
+    def reason(self, candidates: Candidates, index: int) -> FinishReason:
+        """Why candidate `index`, for which the call said True, ends."""
+        ...
+
+
+class Readout(Protocol):
+    """How the logits of a sequence and of its companions become one row."""
+
+    def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
+        """(R, V) logits of the sequences and of each companion -> (R, V)."""
+        ...
+
+
+class Drafting(Protocol):
+    """A drafter at work for one engine."""
+
+    def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
+        """Per sequence the ids that may follow it, as many as there is room for at most.
+
+        None of the sequences has ended, and each has room for at least one.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Nothing that it held for a sequence is left; it is made again from the ids."""
+        ...
+
+    def held(self) -> int:
+        """How many cache rows it holds."""
+        ...
+
+
+class Drafter(Protocol):
+    """A frozen value that guesses how sequences go on; equal ones work together."""
+
+    def start(self, vocabulary: int) -> Drafting:
+        """A drafter at work for an engine with so many ids, with storage of its own if it needs
+        some; RequestError if it cannot draft for them."""
+        ...

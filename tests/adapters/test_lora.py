@@ -1,0 +1,147 @@
+"""One LoRA on a tiny Llama: on for one row of a batch and off for its neighbour."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from everystep.adapters import Delta, LoRA, adapted
+from everystep.api.model import LanguageModel
+from everystep.engine import Engine, Lockstep
+from everystep.errors import RequestError, UnsupportedError
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.models import convert_model
+from everystep.nn.rounding import Rounding
+from everystep.strategies import Greedy
+from everystep.testing.drive import run_together
+from everystep.types import Prompt, Request
+from tests.adapters.making import PROJECTIONS, merge, random_lora, write_folder
+from tests.executors.models import narrow_model, random_model, with_attention
+from tests.executors.requests import ENDS, MAX_NEW, ids, request
+from tests.models.tiny import ours, reference_decoder
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    """The reference's model, in float64."""
+    return reference_decoder("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def folder(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for all its projections."""
+    tensors = random_lora(reference.state_dict(), 1, PROJECTIONS)
+    return write_folder(tmp_path_factory.mktemp("adapter"), tensors)
+
+
+@pytest.fixture
+def model(reference: PreTrainedModel, folder: Path) -> LanguageModel:
+    """Our model, which knows the adapter as "style"."""
+    model = LanguageModel(ours(reference))
+    model.load_adapter("style", folder)
+    return model
+
+
+def asking(name: str, *adapters: tuple[str, float]) -> Request:
+    """A greedy request for these adapters."""
+    return replace(request(name, Greedy(), Prompt(ids(1, 7))), adapters=adapters)
+
+
+def continued(model: PreTrainedModel) -> tuple[int, ...]:
+    """What the reference says to the same prompt."""
+    read = torch.from_numpy(ids(1, 7))[None]
+    out = model.generate(
+        read, max_new_tokens=MAX_NEW, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0
+    )
+    return tuple(out[0, 7:].tolist())
+
+
+def test_it_is_on_for_one_row_and_off_for_its_neighbour(
+    reference: PreTrainedModel, model: LanguageModel
+) -> None:
+    merged = copy.deepcopy(reference)
+    merge(merged.state_dict(), random_lora(reference.state_dict(), 1, PROJECTIONS))
+    asked = [asking("on", ("style", 1.0)), asking("off"), asking("none of it", ("style", 0.0))]
+    executor = model.executor(frozenset().union(*(one.needs for one in asked)))
+    results = run_together(asked, executor).results
+    assert results["on"][0].tokens == continued(merged)
+    assert results["off"][0].tokens == continued(reference)
+    assert results["none of it"] == results["off"]
+    assert results["on"] != results["off"]
+
+
+def test_an_unknown_adapter_is_refused_before_any_compute(model: LanguageModel) -> None:
+    engine = Engine(model.executor({"adapters"}), Lockstep())
+    with pytest.raises(UnsupportedError, match="adapters: 'other'"):
+        engine.submit(asking("wrong", ("style", 1.0), ("other", 1.0)))
+    assert not engine.pending
+
+
+def test_names_are_given_once_and_taken_back(model: LanguageModel, folder: Path) -> None:
+    with pytest.raises(RequestError, match="this name"):
+        model.load_adapter("style", folder)
+    assert model.adapters == ("style",)
+    running = model.executor({"adapters"})
+    model.delete_adapter("style")
+    assert model.adapters == ()
+    with pytest.raises(RequestError, match="no such adapter"):
+        model.delete_adapter("style")
+    wanted = asking("on", ("style", 1.0))
+    assert run_together([wanted], running).results
+    with pytest.raises(UnsupportedError):
+        run_together([wanted], model.executor({"adapters"}))
+
+
+def test_it_follows_the_model_to_another_type(model: LanguageModel) -> None:
+    before = run_together([asking("on", ("style", 1.0))], model.executor({"adapters"})).results
+    model.to(torch.float32)
+    after = run_together([asking("on", ("style", 1.0))], model.executor({"adapters"})).results
+    assert after["on"][0].tokens == before["on"][0].tokens
+
+
+def test_the_native_executor_leaves_such_requests_to_torch() -> None:
+    held = narrow_model("llama", None, panels=True)
+    needs = asking("on", ("style", 1.0)).needs
+    assert isinstance(LanguageModel(held).executor(needs), TorchExecutor)
+    assert not isinstance(LanguageModel(held).executor(), TorchExecutor)
+    with pytest.raises(UnsupportedError, match="it has no adapters"):
+        LanguageModel(held, executor="native").executor(needs)
+
+
+@pytest.mark.parametrize("rounding", [None, "int8", "int4"])
+@pytest.mark.parametrize("panels", [False, True])
+def test_the_weights_below_may_be_packed_or_quantised(
+    rounding: Rounding | None, panels: bool
+) -> None:
+    """The base product is that of the storage, and what is added does not depend on it."""
+    packed = narrow_model("llama", rounding, panels)
+    plain = convert_model(packed, dtype=torch.float32, exact_activations=True)
+    layer, x = packed.network.layers[0], torch.randn(5, 32)
+    delta = Delta(torch.randn(2, 32), torch.randn(8, 2), 0.5, start=32)
+    lora, places = LoRA({"layers.0.qkv": (delta,)}), torch.tensor([3, 1])
+    for model in (packed, plain):
+        changed = adapted(model.network, {"a": lora}, [((("a", 2.0),), places)])
+        base = model.network.layers[0].qkv(x)
+        found = changed.layers[0].qkv(x) - base
+        wanted = torch.zeros_like(base)
+        wanted[places, 32:40] = x[places] @ delta.a.T @ delta.b.T
+        assert torch.allclose(found, wanted, atol=1e-5)
+        assert changed.layers[1].qkv is model.network.layers[1].qkv
+        assert changed.layers[0].qkv.matrix() is not None
+    assert layer.qkv.bias is changed.layers[0].qkv.bias is None
+
+
+def test_it_learns_where_the_weights_below_are_plain() -> None:
+    model = random_model(with_attention(qk_norm=True), dtype=torch.float32, learns=True)
+    delta = Delta(torch.randn(2, 32, requires_grad=True), torch.randn(64, 2), 0.5)
+    delta.b.requires_grad_()
+    lora, places = LoRA({"layers.0.qkv": (delta,), "layers.1.out": ()}), torch.arange(5)
+    network = adapted(model.network, {"a": lora}, [((("a", 1.0),), places)])
+    replace(model, network=network).forward(torch.arange(5)[None]).square().sum().backward()
+    for leaf in (delta.a, delta.b, model.network.table):
+        assert leaf.grad is not None and leaf.grad.abs().sum() > 0

@@ -1,0 +1,139 @@
+"""PEFT folders: what is read is what was trained, and what would be something else is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from everystep.adapters import adapted, read_lora
+from everystep.errors import FormatError, MissingFileError, UnsupportedError
+from everystep.models import Model, named_weights
+from tests.adapters.making import PROJECTIONS, merge, random_lora, write_folder
+from tests.executors.models import SPECS, random_model
+from tests.models.tiny import ours, reference_t5
+
+SPEC = SPECS["biases"]
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def tensors(rank: int = 3, projections: tuple[str, ...] = PROJECTIONS) -> dict[str, Tensor]:
+    return random_lora(dict(named_weights(random_model(SPEC))), 4, projections, rank)
+
+
+def logits(model: Model, folder: Path) -> Tensor:
+    """Of a prompt whose positions all ask for the adapter."""
+    read = torch.arange(9)
+    lora = read_lora(folder, model)
+    network = adapted(model.network, {"a": lora}, [((("a", 1.0),), read)])
+    return Model(model.config, model.spec, network).forward(read[None])
+
+
+@pytest.mark.parametrize(
+    ("config", "alpha", "rslora"),
+    [
+        ({}, 7, False),
+        ({"lora_alpha": 2.5}, 2.5, False),
+        ({"use_rslora": True}, 7, True),
+        ({"rank_pattern": {"q_proj": 3}, "r": 8}, 7, False),
+        ({"modules_to_save": [], "alpha_pattern": {}}, 7, False),
+    ],
+)
+@pytest.mark.parametrize("projections", [PROJECTIONS, ("v_proj",), ("k_proj", "up_proj", "o_proj")])
+def test_it_is_what_merging_gives(
+    tmp_path: Path, config: dict[str, Any], alpha: float, rslora: bool, projections: tuple[str, ...]
+) -> None:
+    given = tensors(projections=projections)
+    folder = write_folder(tmp_path, given, **config)
+    merged = random_model(SPEC)
+    merge(dict(named_weights(merged)), given, alpha=alpha, rslora=rslora)
+    wanted = merged.forward(torch.arange(9)[None])
+    found = logits(random_model(SPEC), folder)
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    plain = random_model(SPEC).forward(torch.arange(9)[None])
+    assert (found - plain).abs().max() > 1e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"bias": "all"}, "bias"),
+    ],
+)
+def test_what_computes_something_else_is_refused(
+    tmp_path: Path, config: dict[str, Any], text: str
+) -> None:
+    folder = write_folder(tmp_path, tensors(), **config)
+    with pytest.raises(UnsupportedError, match=text):
+        read_lora(folder, random_model(SPEC))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"r": 4}, "rank"),
+        ({"r": 0}, "r is impossible"),
+        ({"r": "3"}, "r is impossible"),
+        ({"lora_alpha": -1}, "lora_alpha"),
+        ({"use_rslora": "yes"}, "use_rslora"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_an_error(
+    tmp_path: Path, config: dict[str, Any], text: str
+) -> None:
+    folder = write_folder(tmp_path, tensors(), **config)
+    with pytest.raises(FormatError, match=text):
+        read_lora(folder, random_model(SPEC))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind", "text"),
+    [
+        ("base_model.model.lm_head.lora_A.weight", (3, 32), FormatError, "half"),
+        (f"{FIRST}.lora_magnitude_vector", (32,), UnsupportedError, "not part of a LoRA"),
+        (f"{FIRST}.lora_A.weight", (3, 31), FormatError, "do not fit"),
+        (f"{FIRST}.lora_B.weight", (16, 3), FormatError, "do not fit"),
+        (f"{FIRST}.lora_A.weight", (3,), FormatError, "do not fit"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_an_error(
+    tmp_path: Path, name: str, shape: tuple[int, ...], kind: type[Exception], text: str
+) -> None:
+    folder = write_folder(tmp_path, {**tensors(), name: torch.zeros(shape)})
+    with pytest.raises(kind, match=text):
+        read_lora(folder, random_model(SPEC))
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.layers.9.mlp.up_proj", "model.embed_tokens"])
+def test_a_target_that_is_no_projection_of_a_layer_is_refused(tmp_path: Path, module: str) -> None:
+    pair = {f"base_model.model.{module}.lora_{x}.weight": torch.zeros(3, 3) for x in "AB"}
+    folder = write_folder(tmp_path, {**tensors(), **pair})
+    with pytest.raises(UnsupportedError, match=module):
+        read_lora(folder, random_model(SPEC))
+
+
+def test_a_folder_without_an_adapter_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"adapter_config\.json"):
+        read_lora(tmp_path, random_model(SPEC))
+    write_folder(tmp_path, {})
+    with pytest.raises(FormatError, match="no tensors"):
+        read_lora(tmp_path, random_model(SPEC))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x02")
+    with pytest.raises((FormatError, MissingFileError)):
+        read_lora(tmp_path, random_model(SPEC))
+
+
+def test_an_encoder_takes_no_adapter(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, tensors())
+    with pytest.raises(UnsupportedError, match="only decoders"):
+        read_lora(folder, ours(reference_t5(torch.float64)))

@@ -30,7 +30,7 @@ from parts.report import options, write
 from parts.steps import WARPERS, Kind
 
 import everystep as es
-from everystep.cache.kv_format import CacheDtype, KvFormat
+from everystep.cache.formats import CacheDtype, KvFormat
 from everystep.draws import SharedDraws
 from everystep.engine import Engine, Lockstep
 from everystep.executors.native import NativeExecutor
@@ -146,8 +146,8 @@ def engine_steps(
 def read_bytes(model: Model, kept: CacheDtype, rows: int, held: int) -> int:
     """Weights once, and keys and values of every row."""
     form = KvFormat(torch.float32, kept)
-    shape = form.shape(model.network.kv_shape)
-    position = 2 * shape.layers * shape.kv_heads * shape.head_dim * form.dtype.itemsize
+    sizes = [(one.heads, form.width(one.key_dim)) for (one,) in model.network.stores]
+    position = 2 * sum(heads * width for heads, width in sizes) * form.dtype.itemsize
     return sum(weight_bytes(model).values()) + rows * held * position
 
 

@@ -29,7 +29,7 @@ from parts.models import SHIPPED, Models
 from parts.report import options, write
 from torch import Tensor
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
 from everystep.executors.native import NativeExecutor
 from everystep.files.gguf import read_gguf
 from everystep.models import Model, build_gguf_model, build_model, named_weights

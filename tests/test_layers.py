@@ -110,10 +110,25 @@ def unplaced_packages(files: Files) -> list[str]:
     return sorted({package_of(module_of(path)) for path in files} - {*LEVEL, "testing"})
 
 
+def without_typing(text: str) -> str:
+    """The source without its `if TYPE_CHECKING:` blocks."""
+    tree = ast.parse(text)
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    return ast.unparse(tree)
+
+
 def cycle(files: Files) -> list[str]:
-    """Modules that import each other in a ring, as a path; empty if none do."""
+    """Modules that import each other in a ring, as a path; empty if none do.
+
+    What is imported for the type checker alone closes no ring.
+    """
     edges: dict[str, set[str]] = {module_of(path): set() for path in files}
-    for path, _, target in inner_imports(files):
+    at_run_time = {path: without_typing(text) for path, text in files.items()}
+    for path, _, target in inner_imports(at_run_time):
         edges[module_of(path)].add(target)
     done: set[str] = set()
 

@@ -9,7 +9,7 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.choice import ExecutorName
 from everystep.testing.models import tiny_llama

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everystep.cache import RowCache
-from everystep.cache.rows import FIRST_FREEZE, LATER_FREEZE, MAX_CHAIN
+from everystep.cache.bank import FIRST_FREEZE, LATER_FREEZE, MAX_CHAIN
 from everystep.errors import InvariantError
-from everystep.nn.network import KvShape
+from everystep.nn.network import Cross, Full
 from everystep.types import Verb, Work
 
-SHAPE = KvShape(layers=2, kv_heads=2, head_dim=3)
+LAYERS = 2
+FULL = Full(2, 3, 3)
 LONG = FIRST_FREEZE
 
 
@@ -23,7 +24,7 @@ class Driver:
     """A cache, and beside it a plain list of what every row should hold."""
 
     def __init__(self) -> None:
-        self.cache = RowCache(SHAPE, torch.float64, torch.device("cpu"))
+        self.cache = RowCache([[FULL]] * LAYERS, torch.float64, torch.device("cpu"))
         self.expected: dict[int, list[int]] = {}
         self._written = 0
 
@@ -59,8 +60,9 @@ class Driver:
         ):
             self.expected[row] += part.tolist()
         packed = numbers if plan.order is None else numbers[plan.order]
-        for layer in range(SHAPE.layers):
-            self.cache._rows.tails.layer(layer)[:, plan.slots, :, plan.places] = values(packed)
+        (bank,), (writes,) = self.cache._rows.banks, plan.writes
+        for layer in range(LAYERS):
+            bank.tails.layer(layer)[:, writes.slots, :, writes.places] = values(packed)
 
     def check(self) -> None:
         """Every row holds what it should, and tails fill the first slots."""
@@ -73,11 +75,10 @@ class Driver:
 
     def held(self, number: int) -> list[int]:
         """The numbers that were written into a row."""
-        row = self.cache._rows[number]
-        parts = [
-            self.cache._rows.shelf.pool.read(link.segment.slot, link.length) for link in row.chain
-        ]
-        parts.append(self.cache._rows.tails.read(row.slot, row.tail))
+        row, (bank,) = self.cache[number], self.cache._rows.banks
+        (part,) = row.parts
+        parts = [bank.shelf.pool.read(link.segment.slot, link.length) for link in part.chain]
+        parts.append(bank.tails.read(row.slot, part.tail))
         stored = torch.cat(parts, dim=3)
         written = stored[0, 0, 0, :, 0].long()
         assert torch.equal(stored, values(written).permute(1, 2, 0, 3).expand_as(stored))
@@ -87,7 +88,7 @@ class Driver:
 def values(numbers: np.ndarray | Tensor) -> Tensor:
     """(n, 2, K, D) keys and values that tell positions apart."""
     wide = torch.as_tensor(numbers, dtype=torch.float64)[:, None, None, None]
-    return wide.expand(-1, 2, SHAPE.kv_heads, SHAPE.head_dim)
+    return wide.expand(-1, 2, FULL.heads, FULL.key_dim)
 
 
 def work_of(verbs: list[Verb], rows: list[int], starts: list[int], counts: list[int]) -> Work:
@@ -225,11 +226,12 @@ def test_memory_is_allocated_by_doubling() -> None:
 def test_a_slot_is_wiped_before_it_is_used_again() -> None:
     # What a softmax masks is still multiplied: a stranger's infinity would become NaN.
     driver = opened(9)
-    driver.cache._rows.tails.layer(0).fill_(float("inf"))
+    (bank,) = driver.cache._rows.banks
+    bank.tails.layer(0).fill_(float("inf"))
     driver.do(("allocate", 1), feed={1: 1})
     driver.do(("free", 0), ("allocate", 2), feed={2: 1})
-    slot = driver.cache._rows[2].slot
-    assert bool(driver.cache._rows.tails.read(slot, 9)[0].isfinite()[:, :, 1:9].all())
+    slot = driver.cache[2].slot
+    assert bool(bank.tails.read(slot, 9)[0].isfinite()[:, :, 1:9].all())
 
 
 def test_encoder_states_are_projected_once_per_tensor() -> None:
@@ -239,16 +241,16 @@ def test_encoder_states_are_projected_once_per_tensor() -> None:
         calls.append(encoder)
         return torch.zeros(2, 2, 2, len(encoder), 3, dtype=torch.float64)
 
-    cache = RowCache(SHAPE, torch.float64, torch.device("cpu"), project)
+    cache = RowCache([[FULL, Cross(2, 3, 3)]] * LAYERS, torch.float64, torch.device("cpu"), project)
     states, other = torch.ones(5, 4), torch.ones(6, 4)
     cache.allocate(0, states)
     cache.allocate(1, states)
     cache.allocate(2, other)
-    cache.fork(3, 0)
+    cache._rows.fork(3, 0)
     assert len(calls) == 2
     assert cache.shared == 2
     for row in (0, 1, 3):
-        cache.free(row)
+        cache._rows.free(row)
     assert cache.shared == 1
 
 

@@ -12,7 +12,7 @@ from everystep.models import Model
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import Decoder
 from everystep.nn.attention import Rule
-from everystep.nn.network import Context, Heard, Inputs, KvShape
+from everystep.nn.network import Context, Heard, Inputs, Store
 from everystep.nn.relative_bias import RelativeBias
 from everystep.nn.rotary import Rope, Unscaled, section_axes
 from everystep.types import InputSpec
@@ -46,8 +46,8 @@ class LayoutDecoder:
         return self.decoder.device
 
     @property
-    def kv_shape(self) -> KvShape:
-        return self.decoder.kv_shape
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        return self.decoder.stores
 
     @property
     def encodes(self) -> bool:

@@ -14,7 +14,7 @@ from everystep.models import Model, build_model, named_weights
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import find_family
-from everystep.models.names import Names, decoder_slots
+from everystep.models.names import Names, Slot, decoder_slots
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from everystep.nn.rotary import (
     Dynamic,
@@ -119,12 +119,7 @@ def random_model(
     spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64, *, learns: bool = False
 ) -> Model:
     """A model of the specification whose values are drawn widely."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = Slots()
-    for slot in decoder_slots(spec, Names()):
-        spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
-        drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
-        tensors[slot.key] = (drawn * spread).to(dtype).requires_grad_(learns)
+    tensors = _drawn(decoder_slots(spec, Names()), seed, dtype, learns)
     network = assemble_decoder(spec, tensors)
     return Model(ModelConfig({"model_type": "llama"}), spec, network, learns)
 
@@ -132,7 +127,19 @@ def random_model(
 def family_model(model_type: str, **config: Any) -> Model:
     """A model of the family's own reading of CONFIG and `config`."""
     family = find_family(model_type)
-    return random_model(family.read_spec({**family.defaults, **CONFIG, **config}))
+    spec = family.read_spec({**family.defaults, **CONFIG, **config})
+    network = family.assemble(spec, _drawn(family.slots(spec), 0, torch.float64))
+    return Model(ModelConfig({"model_type": model_type}), spec, network)
+
+
+def _drawn(slots: list[Slot], seed: int, dtype: torch.dtype, learns: bool = False) -> Slots:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = Slots()
+    for slot in slots:
+        spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
+        drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
+        tensors[slot.key] = (drawn * spread).to(dtype).requires_grad_(learns)
+    return tensors
 
 
 class _Weights:

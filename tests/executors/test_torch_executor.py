@@ -17,7 +17,7 @@ from everystep.errors import RequestError
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
 from everystep.types import Extra, Prompt, StepOutput, Verb, Work
-from tests.executors.models import SPECS, random_model
+from tests.executors.models import SPECS, family_model, random_model
 from tests.executors.works import (
     Wanderer,
     answer,
@@ -64,7 +64,21 @@ def wander(wanderer: Wanderer, steps: int = 10, **wants: Any) -> None:
 @settings(max_examples=15)
 def test_rows_hold_what_they_have_read(name: str, most: int, seed: int, positions: bool) -> None:
     rng = np.random.default_rng(seed)
-    wander(Wanderer(model_of(name), rng, positions, longest=4 * most + 20, most=most))
+    anywhere = name != "window"
+    wander(Wanderer(model_of(name), rng, positions, 4 * most + 20, most, anywhere))
+
+
+@pytest.mark.parametrize("most", [1, 7, 30])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15)
+def test_states_are_those_of_what_was_read(most: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    wander(Wanderer(mamba(), rng, False, 4 * most + 20, most, anywhere=False))
+
+
+@cache
+def mamba() -> Model:
+    return family_model("mamba", state_size=4)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -72,13 +86,13 @@ def test_every_specification(name: str) -> None:
     if SPECS[name].layers[0].rope and SPECS[name].layers[0].rope.scaling.by_length:  # type: ignore[union-attr]
         wander(Wanderer(model_of(name), np.random.default_rng(5), False, longest=16))
     else:
-        wander(Wanderer(model_of(name), np.random.default_rng(5), False, longest=60, most=20))
+        wander(Wanderer(model_of(name), np.random.default_rng(5), False, 60, 20, False))
 
 
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
 def test_weights_and_layers_change_no_logits(seed: int) -> None:
-    wanderer = Wanderer(model_of("window"), np.random.default_rng(seed), False, 60, most=20)
+    wanderer = Wanderer(model_of("window"), np.random.default_rng(seed), False, 60, 20, False)
     wander(wanderer, attentions=True, layers=True)
 
 

@@ -68,11 +68,12 @@ class History:
     def logits(self, model: Model) -> Tensor:
         """(T, V), by one forward over everything."""
         with torch.inference_mode():
-            return model.forward(None, None, self.positions[..., None, :], self.inputs[None])[0]
+            places = self.positions[..., None, :] if model.has_positions else None
+            return model.forward(None, None, places, self.inputs[None])[0]
 
     def watched(self, model: Model) -> Watcher:
         """The same forward with everything that can be seen inside."""
-        watcher = Watcher(DenseContext(1, len(self.inputs), None))
+        watcher = Watcher(DenseContext(model.network, 1, len(self.inputs), None))
         lengths = self.positions.amax().add(1).expand(len(self.inputs))
         with torch.inference_mode():
             hidden = model.network.forward(Inputs(self.inputs, self.positions, lengths), watcher)
@@ -111,7 +112,8 @@ def read(model: Model, ids: list[int]) -> History:
 class Wanderer:
     """Makes one random work after another, and remembers what every row has read.
 
-    `longest`: about where rows are freed. `most`: positions of a feed.
+    `longest`: about where rows are freed. `most`: positions of a feed. `anywhere`: rows are cut to
+    any length, not only to what their last feed wanted logits of.
     """
 
     model: Model
@@ -119,7 +121,9 @@ class Wanderer:
     positions: bool
     longest: int = 40
     most: int = 7
+    anywhere: bool = True
     histories: dict[int, History] = field(default_factory=dict)
+    floors: dict[int, int] = field(default_factory=dict)
 
     def work(self) -> Work:
         """Some verbs, then feeds for some rows; a row that is full is freed first."""
@@ -133,17 +137,24 @@ class Wanderer:
                 del self.histories[row]
                 yield Verb("free", row)
             elif self.rng.random() < 0.2:
-                length = int(self.rng.integers(0, len(history.positions) + 1))
+                length = self._shorter(row, len(history.positions))
                 self.histories[row] = history.first(length)
                 yield Verb("truncate", row, length)
         for row in sorted(set(range(ROWS)) - set(self.histories)):
             if self.rng.random() < 0.5:
                 yield self._open(row)
 
+    def _shorter(self, row: int, length: int) -> int:
+        if self.anywhere or self.rng.random() < 0.2:
+            return int(self.rng.integers(0, length + 1)) if self.anywhere else 0
+        return int(self.rng.integers(min(self.floors[row], length), length + 1))
+
     def _open(self, row: int) -> Verb:
+        self.floors[row] = 0
         if self.histories and self.rng.random() < 0.5:
             source = int(self.rng.choice(list(self.histories)))
             self.histories[row] = replace(self.histories[source])
+            self.floors[row] = self.floors[source]
             return Verb("fork", row, source)
         width = self.model.spec.width
         nothing = torch.empty(0, width, dtype=torch.float64)
@@ -154,6 +165,8 @@ class Wanderer:
         starts = [len(self.histories[row].positions) for row in rows]
         counts = [int(self.rng.integers(1, self.most + 1)) for _ in rows]
         wanted = [int(self.rng.integers(0, count + 1)) for count in counts]
+        for row, start, count, want in zip(rows, starts, counts, wanted, strict=True):
+            self.floors[row] = start + count - want
         tokens, extras = [ints()], {}
         for f, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             ids, given, inputs = self._inputs(count)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
 from everystep.engine import DraftModel
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
@@ -76,6 +76,30 @@ def model(request: pytest.FixtureRequest) -> Model:
 @pytest.mark.parametrize("executor", [TorchExecutor, NumpyExecutor])
 def test_the_laws_hold(model: Model, executor: Callable[[Model], Executor], block: int) -> None:
     check(executor, model, block)
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("name", ["mistral", "mamba"])
+def test_the_laws_hold_where_rows_forget(name: str, block: int) -> None:
+    config = {"sliding_window": 5} if name == "mistral" else {"state_size": 4}
+    model = family_model(name, **config)
+    laws = Laws(lambda mix, max_rows: TorchExecutor(model))
+    for seed in range(block * MIXES, (block + 1) * MIXES):
+        mix = for_decoder(random_mix(seed))
+        laws.check(mix if model.has_positions else without_positions(mix))
+
+
+def without_positions(mix: Mix) -> Mix:
+    """The mix with prompts whose positions are nobody's choice."""
+    requests = (
+        replace(
+            request,
+            prompt=replace(request.prompt, positions=None),
+            companions=tuple(replace(one, positions=None) for one in request.companions),
+        )
+        for request in mix.requests
+    )
+    return replace(mix, requests=tuple(requests))
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.models import Model
 from everystep.testing.laws import Laws
-from everystep.testing.mutants import MUTANTS
+from everystep.testing.mutants import MUTANTS, STORE_MUTANTS
 from everystep.testing.requests import random_mix
+from everystep.types import Verb, Work
+from tests.executors.models import family_model
 
 MIXES = 125
 
@@ -20,6 +26,33 @@ def survives(mixes: int) -> bool:
     except Exception:  # a defect may break a law or crash; either is noticed
         return False
     return True
+
+
+def read_again(model: Model) -> bool:
+    """Whether rows that were cut back give the logits of a forward over everything."""
+    read = np.arange(3, 83) % 40
+    expected = model.forward(torch.from_numpy(read)[None])[0]
+    executor, length, verbs = TorchExecutor(model), 0, (Verb("allocate", 0),)
+    for count, back in ((20, 4), (1, 1), (30, 9), (5, 2), *[(1, 0)] * 25):
+        arrays = [np.array([n]) for n in (0, length, count, max(back, 1))]
+        found = executor.run(Work(verbs, *arrays, read[length : length + count])).logits
+        length += count
+        if not torch.allclose(found, expected[length - len(found) : length], atol=1e-8):
+            return False
+        verbs = (Verb("truncate", 0, length - back),) if back else ()
+        length -= back
+    return True
+
+
+@pytest.mark.parametrize("name", STORE_MUTANTS)
+def test_a_mutant_of_stores_is_killed(name: str) -> None:
+    with STORE_MUTANTS[name].applied():
+        assert not all(map(read_again, forgetful()))
+    assert all(map(read_again, forgetful()))
+
+
+def forgetful() -> list[Model]:
+    return [family_model("mistral", sliding_window=5), family_model("mamba", state_size=4)]
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
 from everystep.executors.native import NativeExecutor
 from everystep.files.gguf import read_gguf
 from everystep.files.sources import DEFAULT_MODEL, resolve_source

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import everystep as es
-from everystep.cache.affine import Quantization
+from everystep.cache.formats import Quantization
+from everystep.cache.pool import Segment
 from everystep.draws import seed_of
-from everystep.errors import EverystepError, RequestError
+from everystep.errors import RequestError
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.testing.models import tiny_llama
 from everystep.types import Verb, Work
@@ -87,11 +88,14 @@ def test_the_scheduler_is_invisible() -> None:
         assert tokens == alone[: len(tokens)].tolist()
 
 
-def fed(executor: TorchExecutor, verbs: tuple[Verb, ...], start: int, ids: Tensor) -> None:
+def fed(
+    executor: TorchExecutor, verbs: tuple[Verb, ...], start: int, ids: Tensor, logits: int = 1
+) -> Tensor:
     def one(value: int) -> Any:
         return torch.tensor([value]).numpy()
 
-    executor.run(Work(verbs, one(0), one(start), one(len(ids)), one(1), ids.numpy()))
+    work = Work(verbs, one(0), one(start), one(len(ids)), one(logits), ids.numpy())
+    return executor.run(work).logits
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.34), (4, 0.22)])
@@ -101,19 +105,42 @@ def test_bytes_per_position(bits: int, most: float) -> None:
     ids = torch.arange(1000) % 40
     fed(executor, (Verb("allocate", 0),), 0, ids)
     fed(executor, (), 1000, ids[:1])
-    shape = model.network.kv_shape
-    full = shape.layers * 2 * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+    (store,) = model.network.stores[0]
+    layers, head = len(model.network.stores), store.key_dim
+    full = layers * 2 * store.heads * head * model.dtype.itemsize
     row = executor.cache[0]
     assert row.length == 1001
-    per_packed = sum(segment.stored_bytes for segment in row.segments) / row.base
-    head = shape.head_dim
+    (part,) = row.parts
+    # Only what the last feed wants may be taken back, so that all but the residual are codes.
+    assert part.tail <= 32 + 32 + 1
+    packed = sum(stored_bytes(link.segment) for link in part.chain)
     # Codes, and a step and a least value for each 32 positions of a key channel, and each value.
-    exact = shape.layers * shape.kv_heads * (2 * head * bits / 8 + 8 * head / 32 + 8)
-    assert per_packed == exact
-    assert row.stored_bytes / row.length < most * full
+    exact = layers * store.heads * (2 * head * bits / 8 + 8 * head / 32 + 8)
+    assert packed / part.base == exact
+    assert (packed + part.tail * full) / row.length < most * full
     fed(executor, (Verb("fork", 1, 0), Verb("free", 0), Verb("allocate", 0)), 0, ids[:9])
-    assert executor.cache[1].segments[0] is row.segments[0]
+    (other,) = executor.cache[1].parts
+    assert other.chain[0].segment is part.chain[0].segment
     assert executor.audit() == {1: 1001, 0: 9}
+
+
+def stored_bytes(segment: Segment) -> int:
+    parts = [x for pair in segment.codes or () for one in pair for x in one.parts]
+    return sum(x.numel() * x.element_size() for x in parts)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_drafts_are_taken_back_from_codes(bits: int) -> None:
+    model, ids = tiny_llama().core, (torch.arange(60) * 7) % 40
+    once = TorchExecutor(model, Quantization(bits, group=4, residual=2))
+    twice = TorchExecutor(model, Quantization(bits, group=4, residual=2))
+    fed(once, (Verb("allocate", 0),), 0, ids[:40])
+    fed(once, (), 40, ids[40:41])
+    wanted = fed(once, (), 41, ids[41:42])
+    fed(twice, (Verb("allocate", 0),), 0, ids[:40])
+    fed(twice, (), 40, torch.cat([ids[40:41], ids[50:57]]), logits=8)
+    found = fed(twice, (Verb("truncate", 0, 41),), 41, ids[41:42])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
 def test_what_a_quantised_row_cannot_do_is_refused() -> None:
@@ -121,5 +148,12 @@ def test_what_a_quantised_row_cannot_do_is_refused() -> None:
     chosen = settings(4, 4, 2)
     with pytest.raises(RequestError, match="cache_implementation='quantized' cannot be truncated"):
         say(ids, prompt_lookup_num_tokens=3, **chosen)
-    with pytest.raises(EverystepError, match="cannot do what the request needs"):
-        say(ids, output_attentions=True, **chosen)
+
+
+def test_weights_of_quantised_rows_have_one_entry_per_position() -> None:
+    ids = torch.arange(3, 20)[None]
+    out = say(ids, output_attentions=True, min_new_tokens=6, **settings(4, 4, 2))
+    for step, layers in enumerate(out.attentions[1:]):
+        for weights in layers:
+            assert weights.shape[-1] == 17 + step + 1
+            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))

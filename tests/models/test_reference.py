@@ -47,6 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one head each": ("llama", {"num_key_value_heads": 6}),
     "llama, wide heads, tied": ("llama", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2 with windows": (
         "qwen2",

@@ -11,6 +11,10 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -41,7 +45,18 @@ T5_SIZES: Mapping[str, Any] = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
 }
-DECODERS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+MAMBA_SIZES: Mapping[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "state_size": 5,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.3,
+}
+DECODERS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,25 @@ def reference_t5(dtype: torch.dtype, **config: Any) -> PreTrainedModel:
     """An encoder-decoder of the reference."""
     model = T5ForConditionalGeneration(T5Config(**{**T5_SIZES, **config}))
     return model.to(dtype).eval()
+
+
+def reference_mamba(dtype: torch.dtype, **config: Any) -> PreTrainedModel:
+    """A model of recurrent layers of the reference, whose states reach far back."""
+    model = MambaForCausalLM(MambaConfig(**{**MAMBA_SIZES, **config}))
+    for block in model.backbone.layers:
+        torch.nn.init.normal_(block.mixer.A_log)
+        torch.nn.init.normal_(block.mixer.D)
+        torch.nn.init.normal_(block.mixer.x_proj.weight, std=0.5)
+    return model.to(dtype).eval()
+
+
+def reference_logits(
+    reference: PreTrainedModel, read: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """(B, T, V) without a cache, in the model's type: Mamba rounds what its head says."""
+    with torch.no_grad():
+        inner = reference.get_decoder()(read, attention_mask=mask, use_cache=False)
+        return reference.lm_head(inner[0])
 
 
 def ours(reference: PreTrainedModel, dtype: torch.dtype | None = None) -> Model:

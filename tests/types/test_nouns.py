@@ -18,7 +18,7 @@ EMBEDS = torch.zeros(3, 4)
 
 
 def past(length: int) -> Past:
-    return Past(length, torch.zeros(1, 2, 1, length, 4))
+    return Past(length, ((torch.zeros(1, length, 4),) * 2,))
 
 
 def request(prompt: Prompt, **rest: Any) -> Request:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from everystep.api.inputs import Inputs
 from everystep.api.options import Host, Options
-from everystep.cache.affine import Quantization
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
@@ -26,11 +25,14 @@ from everystep.cache.containers import (
     QuantizedCache,
     StaticCache,
 )
+from everystep.cache.formats import Quantization
 from everystep.cache.layers import CacheLayer, QuantizedLayer
+from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES
 from everystep.errors import UnsupportedError, refuse
-from everystep.types import Group, Past, Prompt
+from everystep.nn.network import State
+from everystep.types import Group, Prompt
 
 _ABSENT = {
     "offloaded": "Use 'dynamic', or 'quantized' to save memory",
@@ -59,8 +61,16 @@ def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cach
     return cache
 
 
+def is_recurrent(model: Host) -> bool:
+    """Whether rows of the model hold states, which no cache object does."""
+    return any(isinstance(store, State) for layer in model.stores for store in layer)
+
+
 def require_cache(cache: object, model: Host) -> Cache:
     """The object, which is a cache that this model can go on from."""
+    if is_recurrent(model):
+        do = "Pass the whole prompt as input_ids"
+        _refuse("is for models of attention", "none", type(cache).__name__, do)
     wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
     if not isinstance(cache, wanted):
         do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
@@ -179,23 +189,25 @@ def _require_held(inputs: Inputs, keys: Tensor) -> None:
 
 
 def _require_shape(cache: Cache, model: Host) -> None:
-    shape = model.kv_shape
+    stores = model.stores
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if own.layer_class_to_replicate is None and len(own) != shape.layers:
-        _refuse("is of another model", f"{shape.layers} layers", f"{len(own)} layers")
+    if own.layer_class_to_replicate is None and len(own) != len(stores):
+        _refuse("is of another model", f"{len(stores)} layers", f"{len(own)} layers")
     lengths = {int(layer.get_seq_length()) for layer in own.layers}
     if len(lengths) > 1:
         _refuse("is not the same in all layers", "one length", sorted(lengths))
     if lengths in ({0}, set()):
         return
-    for layer in own.layers:
+    for layer, (store, *_) in zip(own.layers, stores, strict=True):
         keys, values = layer.keys, layer.values
-        if keys is None or values is None:
+        if keys is None or values is None or isinstance(store, State):
             refuse("a layer of past_key_values is empty", do="Fill all or none")
-        got = (keys.shape[1], keys.shape[3], keys.dtype, keys.device.type)
-        wanted = (shape.kv_heads, shape.head_dim, model.dtype, model.device.type)
-        if got != wanted or keys.shape != values.shape:
-            _refuse("is of another model", f"(heads, size, type, device) {wanted}", got)
+        got = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device.type)
+        sizes = (store.heads, store.key_dim, store.value_dim)
+        wanted = (*sizes, model.dtype, model.device.type)
+        if got != wanted or keys.shape[:3] != values.shape[:3]:
+            what = "(heads, size of keys, of values, type, device)"
+            _refuse("is of another model", f"{what} {wanted}", got)
 
 
 def _stored(layer: CacheLayer) -> tuple[Tensor, Tensor]:
@@ -235,7 +247,7 @@ def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
         do = "Pass the whole sequence, new tokens included"
         what = f"leaves nothing to feed in row {row}"
         _refuse(what, f"more than {count} positions", prompt.length, do)
-    return replace(prompt, past=Past(count, kv[..., first:, :]) if count else None)
+    return replace(prompt, past=past_of(kv[..., first:, :]) if count else None)
 
 
 def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
@@ -245,7 +257,7 @@ def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
     if positions is not None:
         lead = torch.arange(count).expand(*positions.shape[:-1], count)
         positions = torch.cat([lead, positions], dim=-1)
-    past = Past(count, kv[..., inputs.seen[row], :]) if count else None
+    past = past_of(kv[..., inputs.seen[row], :]) if count else None
     return replace(prompt, positions=positions, past=past)
 
 
@@ -277,11 +289,20 @@ def new_cache(
     effective: Effective, inputs: Inputs, model: Host, positions: int, *, drafts: bool
 ) -> Cache | None:
     """An empty cache of the kind that the configuration names, which can do what a call needs;
-    None where the call goes without. `positions`: how many are cached in the end, at most."""
+    None where the call goes without, or where no object holds what rows do. `positions`: how many
+    are cached in the end, at most."""
     if effective.use_cache is False:
         return None
-    kind, layers = _kind(effective), model.kv_shape.layers
-    windows = list(model.windows) or [None] * layers
+    kind, windows = _kind(effective), list(model.windows)
+    if is_recurrent(model):
+        if kind != "dynamic":
+            refuse(
+                "rows of a model with recurrent layers hold states, not keys and values",
+                got=f"cache_implementation={kind!r}",
+                do="Leave cache_implementation out",
+                kind=UnsupportedError,
+            )
+        return None
     how = row_quantization(effective, model)
     cache: Cache
     if how is not None:
@@ -292,7 +313,7 @@ def new_cache(
         cache = StaticCache(windows, max(positions, effective.max_cache_len or 0))
     if inputs.source is not None:
         read = max(int(places[-1]) + 1 for places in inputs.source.places)
-        across = DynamicCache() if kind == "dynamic" else StaticCache([None] * layers, read)
+        across = DynamicCache() if kind == "dynamic" else StaticCache([None] * len(windows), read)
         cache = EncoderDecoderCache(cache, across)
     _require_abilities(cache, positions, drafts, f"cache_implementation={kind!r}")
     return cache
@@ -323,10 +344,10 @@ def fill_cache(cache: Cache | None, inputs: Inputs, groups: list[Group]) -> Cach
     pairs = list(zip(prompt_of, pasts, strict=True))
     places = [_row_places(inputs, row, past.length) for row, past in pairs]
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    _fill(own, _placed([past.kv for past in pasts], places))
+    _fill(own, _placed([*map(kv_of, pasts)], places))
     if isinstance(cache, EncoderDecoderCache) and inputs.source is not None:
         read = [inputs.source.places[row] for row in prompt_of]
-        across = [past.across for past in pasts if past.across is not None]
+        across = [kv for kv in map(across_of, pasts) if kv is not None]
         _fill(cache.cross_attention_cache, _placed(across, read))
         cache.is_updated = dict.fromkeys(range(len(cache)), True)
     return cache

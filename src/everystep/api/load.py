@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from everystep.api.model import LanguageModel
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
 from everystep.errors import FileError, MissingFileError, refuse
 from everystep.executors.choice import ExecutorName, holds_panels

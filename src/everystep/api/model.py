@@ -12,12 +12,11 @@ from torch import Tensor
 
 from everystep.adapters import LoRA, read_lora
 from everystep.api.absent import refuse_argument
-from everystep.api.caches import require_cache, require_room
+from everystep.api.caches import is_recurrent, require_cache, require_room
 from everystep.api.custom import require_loop
 from everystep.api.rectangle import generate
-from everystep.cache.affine import Quantization
 from everystep.cache.containers import Cache, DynamicCache
-from everystep.cache.kv_format import CacheDtype, KvFormat
+from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
 from everystep.config.kinds import is_integer
 from everystep.errors import ModelClassError, RequestError, UnsupportedError, message, refuse
@@ -38,7 +37,7 @@ from everystep.models import (
 )
 from everystep.models.device import usable_device
 from everystep.nn.modes import modes_kept
-from everystep.nn.network import Heard, KvShape
+from everystep.nn.network import Heard, Store, Window
 from everystep.outputs import CausalLMOutput, compute_transition_scores
 from everystep.types import Prompt
 
@@ -117,12 +116,16 @@ class LanguageModel:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many positions it looks back; None for all."""
-        return tuple(layer.window for layer in getattr(self._core.spec, "layers", ()))
+        sizes = [
+            [one.size for one in layer if isinstance(one, Window)]
+            for layer in self._core.network.stores
+        ]
+        return tuple(size[0] if size else None for size in sizes)
 
     @property
-    def kv_shape(self) -> KvShape:
-        """What one position of a cache costs."""
-        return self._core.network.kv_shape
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        """What each layer keeps of a row."""
+        return self._core.network.stores
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -366,8 +369,10 @@ def _cache_of_forward(
     As in the reference a passed one is filled whatever `use_cache` says, and without it the
     model's configuration decides.
     """
+    recurrent = is_recurrent(model)
     if passed is None and use_cache is None:
-        use_cache = bool(getattr(model.config, "use_cache", True)) and not model.is_encoder_decoder
+        holds = not (model.is_encoder_decoder or recurrent)
+        use_cache = bool(getattr(model.config, "use_cache", True)) and holds
     if passed is None and not use_cache:
         return None
     if model.is_encoder_decoder:
@@ -375,6 +380,13 @@ def _cache_of_forward(
             "a model with an encoder keeps no cache when it is called",
             got="use_cache=True" if passed is None else "past_key_values",
             do="Leave it out and pass all decoder_input_ids, or call generate",
+            kind=UnsupportedError,
+        )
+    if passed is None and recurrent:
+        refuse(
+            "a model with recurrent layers keeps no cache object",
+            got="use_cache=True",
+            do="Leave it out and pass all input_ids each time, or call generate",
             kind=UnsupportedError,
         )
     if passed is None:

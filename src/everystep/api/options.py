@@ -15,12 +15,12 @@ from everystep.api.absent import (
     refuse_argument,
     refuse_unbuilt,
 )
-from everystep.cache.affine import Quantization
+from everystep.cache.formats import Quantization
 from everystep.config import FIELDS, META, Effective, GenerationConfig, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import UnknownArgumentError, nearest, refuse
 from everystep.executors.base import Executor
-from everystep.nn.network import Heard, KvShape
+from everystep.nn.network import Heard, Store
 from everystep.types import Prompt
 from everystep.types.protocols import Draws
 
@@ -46,7 +46,7 @@ class Host(Protocol):
     @property
     def windows(self) -> Sequence[int | None]: ...
     @property
-    def kv_shape(self) -> KvShape: ...
+    def stores(self) -> Sequence[Sequence[Store]]: ...
     @property
     def is_encoder_decoder(self) -> bool: ...
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor: ...

@@ -313,17 +313,10 @@ def _grown(layer: Tensor, start: int, width: int, axes: int) -> Tensor:
 
 def _beam_indices(finished: list[Finished]) -> Tensor:
     """(sequences, longest) int32: the beam each token came from, -1 beyond the end."""
-    paths = [_path(done.memo.get("beams")) for done in finished]
+    chains = [done.memo.get("beams") for done in finished]
+    paths = [[] if chain is None else chain.values() for chain in chains]
     longest = max(len(path) for path in paths)
     table = np.full((len(paths), longest), -1, dtype=np.int32)
     for row, path in enumerate(paths):
         table[row, : len(path)] = path
     return torch.from_numpy(table)
-
-
-def _path(chain: Any) -> list[int]:
-    path: list[int] = []
-    while chain is not None:
-        chain, beam = chain
-        path.append(beam)
-    return path[::-1]

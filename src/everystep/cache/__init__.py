@@ -1,4 +1,4 @@
-"""Cache rows as chains of shared segments with tails of their own."""
+"""Where what models remember lies: rows of stores for executors, cache objects for callers."""
 
 from __future__ import annotations
 

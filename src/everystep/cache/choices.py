@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from everystep.cache.affine import Quantization
+from everystep.cache.formats import Quantization
 from everystep.cache.layers import (
     DynamicLayer,
     DynamicSlidingWindowLayer,

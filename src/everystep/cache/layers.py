@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from everystep.cache.affine import (
+from everystep.cache.formats import (
     Codes,
     Quantization,
     decode_keys,

@@ -1,36 +1,60 @@
 """How the feeds of a step are laid out for attention: decided once, used by every layer.
 
-Feeds of at most eight positions form one rectangle over the first slots of the pool; longer ones
-form spans, of which neighbours with equal lengths and nothing cached are one block. Feeds that must
-be computed alone come last. Positions are packed rectangle first, in the order of slots, so that
-the usual step (one position per row, every row) needs no gathering at all. Nothing here holds keys
-or values.
+Feeds of at most eight positions form one rectangle over the first slots of the pools; longer ones
+form spans, of which neighbours with equal lengths and nothing cached are one block. A feed with a
+mask of its own, or whose weights are wanted, is a span of its own, and so is every feed where rows
+are codes. Positions are packed rectangle first, in the order of slots, so that the usual step (one
+position per row, every row) needs no gathering at all. The layout is the same for every bank; what
+lies where differs. Nothing here holds keys or values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.cache.bank import Bank, Part
+from everystep.cache.pool import Link, Segment
 from everystep.cache.rows import Row
-from everystep.cache.segments import Link
+from everystep.nn.attention import Sight
 
 LONGEST_IN_RECTANGLE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Feed:
-    """`count` positions of a row from `start` on; `index`: its place among the work's feeds."""
+    """`count` positions of a row from `start` on; `index`: its place among the work's feeds.
+
+    `before`, `after`: what the row holds without and with them, bank by bank. `wanted`: of how many
+    logits are wanted. `mask`: (1 or H, count, start + count) bool or None; `weights`: whether
+    attention weights are wanted; `alone`: it is computed by itself.
+    """
 
     index: int
     row: Row
-    slot: int
     start: int
     count: int
+    wanted: int
+    before: Sequence[Part]
+    after: Sequence[Part]
+    mask: Tensor | None
+    weights: bool
+    alone: bool
+
+    @property
+    def slot(self) -> int:
+        """Where its tails lie."""
+        return self.row.slot
+
+    @property
+    def across(self) -> Segment | None:
+        """The encoder states of its row."""
+        return self.row.across
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,31 +97,34 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Box:
+    """What the rows of a rectangle look at in one bank: segments by levels, then `tail` positions.
+
+    `sight`: what of it their queries see.
+    """
+
+    levels: tuple[Level, ...]
+    tail: int
+    sight: Sight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rectangle:
     """Slots [0, rows), `length` positions each, filled up where a row feeds fewer or none.
 
     `gather` (rows * length,): packed positions; `scatter` (n,): places in the rectangle. Both None
-    where they would change nothing. `queries` (rows, length) and `keys` (rows, S): row positions,
-    keys of all levels first, then the tail's `tail` ones; `held` (rows, S): which keys exist.
+    where they would change nothing. `boxes`: bank by bank. `across`: the encoder states, of which
+    rows see `across_seen`.
     """
 
     rows: int
     length: int
     packed: int
-    tail: int
-    levels: tuple[Level, ...]
     gather: Tensor | None
     scatter: Tensor | None
-    queries: np.ndarray
-    keys: np.ndarray
-    held: np.ndarray
+    boxes: tuple[Box, ...]
     across: Level | None
-    across_held: np.ndarray
-
-    @property
-    def even(self) -> bool:
-        """Whether every query sees every key, but for windows."""
-        return self.length == 1 and bool(self.held.all())
+    across_seen: Sight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,42 +146,67 @@ class Span:
         return self.offset + self.count * len(self.feeds)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """`order` (N,): the feed-order place of each packed position, None if they are the same.
+class Writes(NamedTuple):
+    """Where the keys and values of packed positions are written in a bank.
 
-    `slots`, `places` (N,): where the keys and values of packed positions are written.
+    `slots`, `places` (n,), of the packed positions `chosen` (n,); None: of all.
     """
 
-    rectangle: Rectangle | None
-    spans: tuple[Span, ...]
-    alone: tuple[Feed, ...]
-    order: np.ndarray | None
     slots: Tensor
     places: Tensor
+    chosen: Tensor | None
 
 
-def make_plan(
-    feeds: Sequence[Feed], device: torch.device, lone: Collection[int] = frozenset()
-) -> Plan:
-    """The layout of a step; every row has its slot. `lone`: the feeds that are computed alone."""
-    alone = [feed for feed in feeds if feed.index in lone]
-    others = [feed for feed in feeds if feed.index not in lone] if alone else feeds
-    short = sorted(
-        (feed for feed in others if feed.count <= LONGEST_IN_RECTANGLE), key=lambda f: f.slot
-    )
-    long = [feed for feed in others if feed.count > LONGEST_IN_RECTANGLE]
-    packed = [*short, *long, *alone]
-    slots = np.concatenate([np.full(feed.count, feed.slot) for feed in packed])
-    places = np.concatenate([_run(feed.start - feed.row.base, feed.count) for feed in packed])
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """`feeds` in packed order; `order` (N,): the feed-order place of each packed position, None if
+    they are the same; `writes`: bank by bank."""
+
+    feeds: tuple[Feed, ...]
+    rectangle: Rectangle | None
+    spans: tuple[Span, ...]
+    order: np.ndarray | None
+    writes: tuple[Writes, ...]
+
+
+def make_plan(feeds: Sequence[Feed], banks: Sequence[Bank], device: torch.device) -> Plan:
+    """The layout of a step; every row has its slot."""
+    short = sorted((feed for feed in feeds if not feed.alone and not _long(feed)), key=_slot)
+    long = [feed for feed in feeds if feed.alone or _long(feed)]
+    packed = [*short, *long]
     return Plan(
-        rectangle=_rectangle(short, device) if short else None,
+        feeds=tuple(packed),
+        rectangle=_rectangle(short, len(banks), device) if short else None,
         spans=_spans(long, sum(feed.count for feed in short)),
-        alone=tuple(alone),
         order=_order(feeds, packed),
-        slots=torch.from_numpy(slots).to(device),
-        places=torch.from_numpy(places).to(device),
+        writes=tuple(_writes(packed, bank, device) for bank in range(len(banks))),
     )
+
+
+def is_long(count: int) -> bool:
+    """Whether so many positions are too many for a rectangle."""
+    return count > LONGEST_IN_RECTANGLE
+
+
+def _long(feed: Feed) -> bool:
+    return is_long(feed.count)
+
+
+def _slot(feed: Feed) -> int:
+    return feed.slot
+
+
+def _writes(packed: Sequence[Feed], bank: int, device: torch.device) -> Writes:
+    kept = [min(feed.count, feed.after[bank].tail) for feed in packed]
+    slots = np.repeat([feed.slot for feed in packed], kept)
+    tails = [feed.after[bank].tail for feed in packed]
+    places = np.concatenate([_run(tail - n, n) for tail, n in zip(tails, kept, strict=True)])
+    chosen = None
+    if len(places) < sum(feed.count for feed in packed):
+        ends = np.cumsum([feed.count for feed in packed])
+        lasts = [_run(end - n, n) for end, n in zip(ends, kept, strict=True)]
+        chosen = torch.from_numpy(np.concatenate(lasts)).to(device)
+    return Writes(torch.from_numpy(slots).to(device), torch.from_numpy(places).to(device), chosen)
 
 
 def _run(start: int, count: int) -> np.ndarray:
@@ -172,7 +224,8 @@ def _spans(feeds: Sequence[Feed], offset: int) -> tuple[Span, ...]:
     spans: list[Span] = []
     for feed in feeds:
         last = spans[-1] if spans else None
-        if last and last.count == feed.count and last.fresh and feed.start == 0:
+        alike = last is not None and last.count == feed.count and last.fresh and feed.start == 0
+        if last is not None and alike and not feed.alone and not last.feeds[0].alone:
             spans[-1] = Span(last.offset, last.count, (*last.feeds, feed))
         else:
             spans.append(Span(offset, feed.count, (feed,)))
@@ -180,43 +233,51 @@ def _spans(feeds: Sequence[Feed], offset: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _rectangle(feeds: Sequence[Feed], device: torch.device) -> Rectangle:
-    rows, length = feeds[-1].row.slot + 1, max(feed.count for feed in feeds)
+def _rectangle(feeds: Sequence[Feed], banks: int, device: torch.device) -> Rectangle:
+    rows, length = feeds[-1].slot + 1, max(feed.count for feed in feeds)
     by_slot: list[Feed | None] = [None] * rows
     for feed in feeds:
         by_slot[feed.slot] = feed
     gather, scatter = _filling(feeds, rows, length, device)
-    levels, keys, held = _chains(by_slot, device)
-    # What a filled-up place or an idle row sees is nothing or wrong, and never looked at.
-    tails = np.array([feed.row.tail if feed else 0 for feed in by_slot])
-    bases = np.array([feed.row.base if feed else 0 for feed in by_slot])
-    run = np.arange(tails.max())
-    keys.append(bases[:, None] + run)
-    held.append(run < tails[:, None])
+    queries = _query_positions(by_slot, length)
     across, across_held = _across_level(by_slot, device)
     return Rectangle(
         rows=rows,
         length=length,
         packed=sum(feed.count for feed in feeds),
-        tail=len(run),
-        levels=tuple(levels),
         gather=gather,
         scatter=scatter,
-        queries=_query_positions(by_slot, length),
-        keys=np.concatenate(keys, axis=1),
-        held=np.concatenate(held, axis=1),
+        boxes=tuple(_box(by_slot, queries, bank, device) for bank in range(banks)),
         across=across,
-        across_held=across_held,
+        across_seen=Sight(queries, queries, across_held[:, None, None], causal=False),
     )
+
+
+def _box(
+    by_slot: Sequence[Feed | None], queries: np.ndarray, bank: int, device: torch.device
+) -> Box:
+    parts = [feed.after[bank] if feed else Part() for feed in by_slot]
+    levels, keys, held = _chains(parts, device)
+    # What a filled-up place or an idle row sees is nothing or wrong, and never looked at.
+    tails = np.array([part.tail for part in parts])
+    bases = np.array([part.base for part in parts])
+    run = np.arange(tails.max())
+    keys.append(bases[:, None] + run)
+    held.append(run < tails[:, None])
+    places, there = np.concatenate(keys, axis=1), np.concatenate(held, axis=1)
+    # One query after all keys sees every one of them, but for windows.
+    causal = queries.shape[1] > 1
+    exists = None if not causal and bool(there.all()) else there[:, None, None]
+    return Box(tuple(levels), len(run), Sight(queries, places, exists, causal=causal))
 
 
 def _across_level(
     by_slot: Sequence[Feed | None], device: torch.device
 ) -> tuple[Level | None, np.ndarray]:
     """The encoder states that rows look at, and (rows, S) which of them are theirs."""
-    states = [feed.row.across if feed else None for feed in by_slot]
+    states = [feed.across if feed else None for feed in by_slot]
     if not any(states):
-        return None, np.empty(0)
+        return None, np.empty((len(states), 0), dtype=bool)
     links = [Link(segment, segment.length) if segment else None for segment in states]
     level, held = _level(links, device)
     return level, held
@@ -240,12 +301,12 @@ def _query_positions(by_slot: Sequence[Feed | None], length: int) -> np.ndarray:
 
 
 def _chains(
-    by_slot: Sequence[Feed | None], device: torch.device
+    parts: Sequence[Part], device: torch.device
 ) -> tuple[list[Level], list[np.ndarray], list[np.ndarray]]:
     """Levels, key positions and which keys are held, from the first segment of chains on."""
     levels, keys, held = [], [], []
-    starts = np.zeros(len(by_slot), dtype=np.int64)
-    chains = [feed.row.chain if feed else () for feed in by_slot]
+    starts = np.array([part.first for part in parts])
+    chains = [part.chain for part in parts]
     for depth in range(max(map(len, chains))):
         links = [chain[depth] if depth < len(chain) else None for chain in chains]
         level, level_held = _level(links, device)

@@ -3,24 +3,39 @@
 All layers of a slot are copied by one operation, and the first slots of a layer are one view for
 attention. Capacity and slots grow by doubling; on the CPU a page of it takes memory only when it is
 first written. Memory starts as zeros and a slot is wiped before it is used again, because attention
-multiplies what it masks by zero, and zero times NaN is NaN. Who owns a slot, and how much of it
-counts, is not known here.
+multiplies what it masks by zero, and zero times NaN is NaN.
+
+Segments are immutable stretches of rows, shared by reference count. They lie in slots of a pool of
+their own and stay where they are; a free slot is used again, lowest first, so that the segments in
+use are close together. A row refers to a segment by a link, which may use only its first positions:
+that is how a row is truncated into a segment.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from everystep.nn.network import KvShape
+from everystep.cache.formats import Codes
 
 _LEAST_CAPACITY = 64
 _PAGED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one position costs: (L, 2, K, D)."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(slots=True)
@@ -114,6 +129,11 @@ class Pool:
                 :, :, list(sources), :, :length
             ]
 
+    def shift(self, slot: int, by: int, length: int) -> None:
+        """The first `by` of `length` positions are gone, and the others stand in their place."""
+        kept = self._data[:, :, slot, :, by:length].clone()
+        self._data[:, :, slot, :, : length - by] = kept
+
     def _empty(self, slots: int, capacity: int) -> Tensor:
         shape = self._shape
         size = (shape.layers, 2, slots, shape.kv_heads, capacity, shape.head_dim)
@@ -136,3 +156,72 @@ def _doubled(held: int, wanted: int, least: int) -> int:
     while size < wanted:
         size *= 2
     return size
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """`length` positions in a slot, and by how many rows they are referred to.
+
+    A segment of affine codes lies in no slot: `codes` has the codes of keys and of values, layer by
+    layer.
+    """
+
+    slot: int
+    length: int
+    references: int = 1
+    codes: list[tuple[Codes, Codes]] | None = None
+
+
+class Link(NamedTuple):
+    """The first `length` positions of a segment."""
+
+    segment: Segment
+    length: int
+
+
+class Shelf:
+    """Where segments lie."""
+
+    def __init__(
+        self, shape: KvShape, dtype: torch.dtype, device: torch.device, counts: Counts
+    ) -> None:
+        self.pool = Pool(shape, dtype, device, counts)
+        self._free: list[int] = []
+        self._ever = 0
+
+    @property
+    def held(self) -> int:
+        """How many segments somebody refers to."""
+        return self._ever - len(self._free)
+
+    def store(self, values: Tensor) -> Segment:
+        """A segment that holds a copy of (L, 2, K, length, D), with one reference."""
+        slot = self._take(values.shape[3])
+        self.pool.fill(slot, values)
+        return Segment(slot, values.shape[3])
+
+    def retain(self, segment: Segment) -> Segment:
+        """One more row refers to the segment."""
+        segment.references += 1
+        return segment
+
+    def release(self, segment: Segment) -> None:
+        """One row less refers to it; without any it is gone."""
+        segment.references -= 1
+        if segment.references == 0 and segment.codes is None:
+            heapq.heappush(self._free, segment.slot)
+
+    def clear(self) -> None:
+        """Nobody refers to any segment."""
+        self._free.clear()
+        self._ever = 0
+
+    def _take(self, length: int) -> int:
+        if self._free:
+            slot = heapq.heappop(self._free)
+        else:
+            slot = self._ever
+            self._ever += 1
+        self.pool.reserve(slot + 1, length)
+        self.pool.wipe(slot)
+        return slot

@@ -1,95 +1,55 @@
-"""The cache as an executor sees it: the four verbs, and a context per step.
+"""The cache of one executor: verbs in, then a context for each step.
 
-Row numbers are chosen by the engine. What the network computes is not known here.
+    step:  apply(work)            forks, truncations and frees since the last step
+           begin(work) -> Context the layers of the network store and look through it
+
+Row numbers are the engine's. Projections of encoder states are computed once per tensor and shared
+by every row that looks at it. A row of a model with windows, codes or recurrent states can be cut
+back to 0 and to what its last feed wanted logits of, the position before included; others to any
+length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from everystep.cache.context import Context
-from everystep.cache.kv_format import CacheDtype
-from everystep.cache.plan import Feed
+from everystep.cache.formats import CacheDtype, Quantization
+from everystep.cache.plan import Feed, is_long
 from everystep.cache.pool import Counts
-from everystep.cache.rows import Rows
+from everystep.cache.rows import Row, Rows
 from everystep.errors import InvariantError, message
-from everystep.nn.network import KvShape
-from everystep.types import Past, Work
+from everystep.nn.network import Store
+from everystep.types import Extra, Past, Work
 
-
-class Verbs(Protocol):
-    """What happens to rows."""
-
-    def allocate(
-        self,
-        row: int,
-        encoder: Tensor | None = None,
-        past: Past | None = None,
-    ) -> None: ...
-    def fork(self, row: int, source: int) -> None: ...
-    def truncate(self, row: int, length: int) -> None: ...
-    def free(self, row: int) -> None: ...
-
-
-def perform(rows: Verbs, work: Work) -> None:
-    """The verbs of a work have happened to the rows, in order."""
-    for verb in work.verbs:
-        if verb.kind == "allocate":
-            rows.allocate(verb.row, work.encoders.get(verb.row), work.pasts.get(verb.row))
-        elif verb.kind == "fork":
-            rows.fork(verb.row, verb.value)
-        elif verb.kind == "truncate":
-            rows.truncate(verb.row, verb.value)
-        else:
-            rows.free(verb.row)
-
-
-class Held(Protocol):
-    """A row, as far as a feed asks."""
-
-    @property
-    def length(self) -> int:
-        """How many positions are cached."""
-        ...
-
-
-FedRow = TypeVar("FedRow", bound=Held)
-
-
-def fed_rows(work: Work, row_of: Callable[[int], FedRow]) -> Iterator[tuple[FedRow, int, int]]:
-    """Each fed row with the start and count of its feed; InvariantError if it ends elsewhere."""
-    numbers = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
-    for number, start, count in numbers:
-        row = row_of(number)
-        if row.length != start:
-            raise InvariantError(
-                message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
-            )
-        yield row, start, count
+_PLAIN = Extra()
 
 
 class RowCache:
-    """Rows of keys and values for one executor.
+    """Rows for one executor; `stores`: what each layer of its network keeps of a row.
 
     `project`: encoder states (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder.
-    `kept`: the type in which rows keep keys and values, None for `dtype`.
+    `kept`: in which form rows keep keys and values, None for `dtype` as it is.
     """
 
     def __init__(
         self,
-        shape: KvShape,
+        stores: Sequence[Sequence[Store]],
         dtype: torch.dtype,
         device: torch.device,
         project: Callable[[Tensor], Tensor] | None = None,
-        kept: CacheDtype | None = None,
+        kept: CacheDtype | Quantization | None = None,
     ) -> None:
-        self._rows = Rows(shape, dtype, device, kept)
+        self._rows = Rows(stores, dtype, device, kept)
         self._project = project
         self._device = device
+        self._all_alone = isinstance(kept, Quantization)
+
+    def __getitem__(self, row: int) -> Row:
+        return self._rows[row]
 
     @property
     def counts(self) -> Counts:
@@ -97,9 +57,14 @@ class RowCache:
         return self._rows.counts
 
     @property
+    def forgets(self) -> bool:
+        """Whether rows drop or round what they hold, so that they cannot be cut anywhere."""
+        return self._rows.forgets
+
+    @property
     def shared(self) -> int:
         """How many segments are held, encoder states included."""
-        return self._rows.shelf.held + self._rows.across.held
+        return self._rows.shared
 
     def allocate(
         self,
@@ -114,18 +79,6 @@ class RowCache:
         if encoder is not None and self._project is not None:
             self._rows.attach(row, encoder, self._project)
 
-    def fork(self, row: int, source: int) -> None:
-        """The row holds what `source` holds."""
-        self._rows.fork(row, source)
-
-    def truncate(self, row: int, length: int) -> None:
-        """The row holds its first `length` positions."""
-        self._rows.truncate(row, length)
-
-    def free(self, row: int) -> None:
-        """The row is gone, and with it every segment that no other row refers to."""
-        self._rows.free(row)
-
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
         return self._rows.export(row)
@@ -136,7 +89,16 @@ class RowCache:
 
     def apply(self, work: Work) -> None:
         """Does what happened since the last step, in order, and copies what has to be."""
-        perform(self, work)
+        for verb in work.verbs:
+            if verb.kind == "allocate":
+                row = verb.row
+                self.allocate(row, work.encoders.get(row), work.pasts.get(row))
+            elif verb.kind == "fork":
+                self._rows.fork(verb.row, verb.value)
+            elif verb.kind == "truncate":
+                self._rows.truncate(verb.row, verb.value)
+            else:
+                self._rows.free(verb.row)
         self._rows.settle()
 
     def begin(self, work: Work) -> Context:
@@ -144,10 +106,36 @@ class RowCache:
 
         Afterwards every fed row has the length it will have when the step is over.
         """
-        feeds = []
-        fed = fed_rows(work, self._rows.__getitem__)
-        for index, (row, start, count) in enumerate(fed):
-            row.tail += count
-            feeds.append(Feed(index, row, row.slot, start, count))
-        self._rows.make_room(feed.row for feed in feeds)
-        return Context(self._rows, feeds, self._device, work.extras)
+        arrays = (work.rows, work.starts, work.counts, work.logits)
+        numbers = zip(*(array.tolist() for array in arrays), strict=True)
+        feeds = [
+            self._feed(index, row, start, count, wanted, work.extras.get(index, _PLAIN))
+            for index, (row, start, count, wanted) in enumerate(numbers)
+        ]
+        fed = [feed.row for feed in feeds]
+        self._rows.rest(fed)
+        self._rows.make_room(fed)
+        context = Context(self._rows, feeds, self._device)
+        self._rows.mark(context.plan.feeds)
+        return context
+
+    def _feed(
+        self,
+        index: int,
+        number: int,
+        start: int,
+        count: int,
+        wanted: int,
+        extra: Extra,
+    ) -> Feed:
+        """The row holds `count` more positions, whose keys, values and states follow."""
+        row = self._rows[number]
+        if row.length != start:
+            raise InvariantError(
+                message(f"row {number} is fed at the wrong place", wanted=row.length, got=start)
+            )
+        mask, weights = extra.mask, extra.attentions
+        alone = self._all_alone or weights or mask is not None
+        before = self._rows.prepare(row)
+        self._rows.extend(row, count, wanted, alone=alone or is_long(count))
+        return Feed(index, row, start, count, wanted, before, row.parts, mask, weights, alone)

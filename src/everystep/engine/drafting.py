@@ -93,7 +93,7 @@ class DraftModel:
 
     Each guess is what the request itself would choose from the draft model's scores: with its
     processors, its strategy and, where they are seeded, its draws. `open`: a fresh executor of the
-    draft model, with the ability "truncate". Sequences whose prompt is given as embeddings are not
+    draft model, with the ability "cut". Sequences whose prompt is given as embeddings are not
     drafted for. Source: Leviathan et al. 2023.
     """
 
@@ -103,6 +103,15 @@ class DraftModel:
     def start(self, vocabulary: int) -> Drafting:
         """One at work, on an executor of its own."""
         executor = self.open()
+        if "cut" not in executor.abilities:
+            raise RequestError(
+                message(
+                    "the draft model's rows cannot be cut back to any length",
+                    wanted="a model with attention over all positions",
+                    got="windows or recurrent states",
+                    do="Choose another draft model, or prompt_lookup_num_tokens",
+                )
+            )
         if executor.vocab_size != vocabulary:
             raise RequestError(
                 message(
@@ -117,21 +126,27 @@ class DraftModel:
 
 @dataclass(slots=True)
 class DraftRow:
-    """The draft model's cache row of one sequence: a memory, which holds `cached` positions."""
+    """The draft model's cache row of one sequence: a memory, which holds `cached` positions.
+
+    It can be cut back to any length from `floor` on, or to 0: see `Executor.abilities`.
+    """
 
     ledger: Ledger
     row: int
     cached: int = 0
+    floor: int = 0
 
     def copy(self) -> DraftRow:
         """A fork of the row."""
-        return DraftRow(self.ledger, self.ledger.fork(self.row), self.cached)
+        return DraftRow(self.ledger, self.ledger.fork(self.row), self.cached, self.floor)
 
     def rewind(self, length: int) -> None:
         """The row holds at most the first `length` ids of the prompt and what follows."""
         if self.cached > length:
-            self.cached = length
-            self.ledger.truncate(self.row, length)
+            # What cannot be taken back is fed again.
+            self.cached = length if length >= self.floor else 0
+            self.floor = min(self.floor, self.cached)
+            self.ledger.truncate(self.row, self.cached)
 
     def release(self) -> None:
         """The row is free."""
@@ -193,6 +208,7 @@ class DraftRows:
             starts.append(held.cached)
             tokens.append(table.data[sequence.line, held.cached : length])
             held.cached = length
+            held.floor = 0 if "cut" in self.executor.abilities else length - 1
         news, none = self.ledger.drain(), np.ones(len(rows), dtype=np.int64)
         counts = np.array([len(one) for one in tokens], dtype=np.int64)
         return Work(
@@ -244,11 +260,11 @@ def _batch(rows: Rows, done: int, vocabulary: int) -> Batch:
         after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
         after.length += done
         later.append(after)
-    numbers, none = np.arange(len(later)), Columns()
+    numbers = np.arange(len(later))
     draws = later[0].request.draws
     return Batch(
         [], later, numbers, rows.table, numbers, len(later), draws, vocabulary,
-        lambda _: none, lambda parents, _: [None] * len(parents),
+        lambda _: Columns(), lambda parents, _: [None] * len(parents),
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from everystep.engine.readout import best_needed
 from everystep.engine.records import Counts, StepRecord
 from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
+from everystep.engine.snapshot import read, sequences, written
 from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
@@ -107,17 +108,21 @@ class Engine:
 
     def submit(self, request: Request) -> Group:
         """The request waits for its first step; refused if the executor lacks what it needs."""
-        self._require_abilities(request)
-        require_fitting(request, self.executor.inputs)
-        self.drafters.open(request.drafter, self.executor.vocab_size)
-        best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
-        group = Group(request, self._submitted, best=best)
+        group = self._checked(request, self._submitted)
         prompt = request.prompt
         companions = tuple(Companion(one) for one in request.companions)
         group.live = [Sequence(request, -1, prompt.length, prompt.start, companions=companions)]
         self._submitted += 1
         self.scheduler.submit(group)
         return group
+
+    def _checked(self, request: Request, rank: int) -> Group:
+        """A group for a request that the executor and the drafter can serve."""
+        self._require_abilities(request)
+        require_fitting(request, self.executor.inputs)
+        self.drafters.open(request.drafter, self.executor.vocab_size)
+        best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
+        return Group(request, rank, best=best)
 
     def step(self) -> list[Event]:
         """One forward for everything that the scheduler lets in; returns what became known.
@@ -153,6 +158,34 @@ class Engine:
         self.counts.preemptions_in_decode += held and group.opened
         for sequence in group.live:
             release(sequence, self.ledger)
+
+    def dump(self, group: Group) -> bytes:
+        """What the group knows, for `restore`; it goes on here as if nothing had happened.
+
+        RequestError where it holds what cannot be written.
+        """
+        self.recover()
+        return written(group, self.table.data)
+
+    def restore(self, request: Request, data: bytes) -> Group:
+        """A group that goes on where another one with such a request was dumped.
+
+        Its tokens, scores, draws and further events are those that the other one has. RequestError
+        if it was another request, FormatError if the bytes are damaged.
+        """
+        saved = read(data, request)
+        self.recover()
+        group = self._checked(request, saved.rank)
+        group.live, group.done = sequences(saved, request), list(saved.done)
+        group.state, group.prompt_known = saved.state, saved.prompt_known
+        group.opened, group.settled, group.reported = saved.opened, saved.settled, saved.reported
+        self._broken = True  # until every line that is opened is held
+        for sequence, one in zip(group.live, saved.live, strict=True):
+            sequence.line = self.table.open(np.concatenate([_visible(request), one.tokens]))
+        self._submitted = max(self._submitted, saved.rank + 1)
+        self.scheduler.submit(group)
+        self._broken = False
+        return group
 
     def flush(self) -> None:
         """The executor has heard of every fork, truncation and free."""

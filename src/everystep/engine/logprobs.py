@@ -18,10 +18,12 @@ from torch import Tensor
 
 from everystep.outputs import TokenLogprobs
 from everystep.types import Children, Group, Sequence
+from everystep.types.stored import Chain, stored
 
 _CHOICES = "logprobs"
 
 
+@stored("likelihood")
 class Likelihood(NamedTuple):
     """One token with its logprob, and the k best: (k,) ids and (k,) logprobs, best first."""
 
@@ -37,13 +39,7 @@ class Likelihood(NamedTuple):
         )
 
 
-class Chain(NamedTuple):
-    """The likelihoods of a sequence's tokens, the last one first; never changed, so shared."""
-
-    last: Likelihood
-    earlier: Chain | None
-
-
+@stored("prompt likelihoods")
 class PromptLikelihoods(NamedTuple):
     """What is known of a prompt: `reached` positions have been read, each tells of the next."""
 

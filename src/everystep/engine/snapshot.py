@@ -26,7 +26,7 @@ class Live(NamedTuple):
     tokens: np.ndarray
     score: float
     lineage: int
-    index: int
+    rank: int
     provisional: int
     finish: Any
     values: dict[str, Any]
@@ -67,8 +67,16 @@ def written(group: Group, table: np.ndarray) -> bytes:
     done = tuple(group.done)
     return to_bytes(
         Saved(
-            _VERSION, fingerprint(request), group.rank, live, done, group.state,
-            group.prompt_known, group.opened, group.settled, group.reported,
+            _VERSION,
+            fingerprint(request),
+            group.rank,
+            live,
+            done,
+            group.state,
+            group.prompt_known,
+            group.opened,
+            group.settled,
+            group.reported,
         )  # fmt: skip
     )
 

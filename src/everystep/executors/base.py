@@ -20,11 +20,16 @@ class Executor(Protocol):
     vocab_size: int
     device: torch.device
     abilities: frozenset[str]
-    """Of "truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder",
-    "past", "adapters" and "best", the names of the inputs that its model declares, and an
-    `adapter_ability` for each adapter that it holds. "best" is to answer with the best logits of a
-    row without the others; the engine asks for that where "truncate" allows it to read a row
-    again."""
+    """Of "truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions",
+    "encoder", "past", "adapters" and "best", the names of the inputs that its model declares, and
+    an `adapter_ability` for each adapter that it holds.
+
+    "truncate": what the last feed of a row wanted logits of can be taken back, one position after
+    another, and so can everything at once (to 0). Whoever wants to go back further frees the row
+    and feeds it again: a window has dropped what lies before, a recurrent state cannot be cut.
+    "cut": rows can be cut back to any length.
+    "best": to answer with the best logits of a row without the others; the engine asks for that
+    where "truncate" allows it to read a row again."""
     inputs: Mapping[str, InputSpec]
     """What feeds may bring, where its form is known before compute: what the model declares,
     "positions" with the shape (axes,), "mask" with the shape (heads,)."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Literal
 
 from everystep.adapters import LoRA
-from everystep.cache.affine import Quantization
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from everystep.adapters import LoRA, adapted
 from everystep.cache import RowCache
-from everystep.cache.affine import Quantization
 from everystep.cache.context import Context
-from everystep.cache.kv_format import CacheDtype
-from everystep.cache.quantized_rows import QuantizedContext, QuantizedRowCache
+from everystep.cache.formats import CacheDtype, Quantization
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
@@ -30,7 +28,7 @@ from everystep.executors.process import leave_if_ending, out_of_memory
 from everystep.models import refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode
-from everystep.nn.network import Inputs, Network, Placed
+from everystep.nn.network import Full, Inputs, Network, Placed, Window
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work, adapter_ability
 
 
@@ -63,21 +61,25 @@ class TorchExecutor:
         self._adapters = dict(adapters or {})
         self.vocab_size: int = network.spec.vocab_size
         self.device: torch.device = network.device
-        # Models with an encoder have relative positions only.
-        special = "encoder" if network.encodes else "positions"
         self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
-        names = {one.name for one in network.inputs}
-        self.abilities = frozenset({"embeds", "hidden", "layers", "past", special, *names})
-        if isinstance(network, Decoder):
-            self.abilities |= {"adapters", *map(adapter_ability, self._adapters)}
-        self.cache: RowCache | QuantizedRowCache
-        layout = (network.kv_shape, network.dtype, network.device)
-        if quantization is not None:
-            self.cache = QuantizedRowCache(*layout, quantization)
-            return
-        self.abilities |= {"truncate", "attentions", *(() if network.encodes else ("mask",))}
         across = network.across if network.encodes else None
-        self.cache = RowCache(*layout, across, cache_dtype)
+        layout = (network.stores, network.dtype, network.device, across)
+        self.cache = RowCache(*layout, quantization or cache_dtype)
+        self.abilities = self._able()
+
+    def _able(self) -> frozenset[str]:
+        network = self._network
+        able = {"embeds", "hidden", "layers", "past", "truncate"}
+        able.update(one.name for one in network.inputs)
+        if not self.cache.forgets:
+            able.add("cut")
+        if isinstance(network, Decoder):
+            able.update({"adapters", *map(adapter_ability, self._adapters)})
+        # Models with an encoder have relative positions only, recurrent layers none at all.
+        if any(isinstance(one, Full | Window) for layer in network.stores for one in layer):
+            own = {"encoder"} if network.encodes else {"positions", "mask"}
+            able.update({"attentions", *own})
+        return frozenset(able)
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want.
@@ -162,7 +164,7 @@ class TorchExecutor:
         return hidden
 
     def _answers(
-        self, work: Work, context: Context | QuantizedContext, hidden: Tensor, back: Tensor | None
+        self, work: Work, context: Context, hidden: Tensor, back: Tensor | None
     ) -> dict[int, Answer]:
         """What feeds want beyond logits; each from its own positions alone."""
         answers, offsets = {}, work.offsets
@@ -179,7 +181,7 @@ class TorchExecutor:
         feed: int,
         extra: Extra,
         span: slice,
-        context: Context | QuantizedContext,
+        context: Context,
         hidden: Tensor,
     ) -> Answer:
         last = self._network.finish(hidden[span]) if extra.hidden or extra.layers else None

@@ -26,7 +26,7 @@ from everystep.nn.linear import (
     shared_linear,
     weights_of,
 )
-from everystep.nn.network import Context, Heard, Inputs, KvShape
+from everystep.nn.network import Context, Full, Heard, Inputs, Store, Window
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
 from everystep.types import InputSpec
@@ -91,10 +91,12 @@ class Decoder:
         return ()
 
     @property
-    def kv_shape(self) -> KvShape:
-        """What one position costs."""
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        """Keys and values of every layer, of all positions or of a window."""
         attention = self.spec.attention
-        return KvShape(len(self.layers), attention.kv_heads, attention.head_dim)
+        size = (attention.kv_heads, attention.head_dim, attention.head_dim)
+        windows = [layer.window for layer in self.spec.layers]
+        return tuple((Full(*size) if one is None else Window(*size, one),) for one in windows)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""

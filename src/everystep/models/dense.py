@@ -12,19 +12,22 @@ from torch import Tensor
 
 from everystep.cache.containers import Cache
 from everystep.errors import InvariantError, RequestError, message
-from everystep.nn.attention import Rule, additive, attend, attend_causally, visible
-from everystep.nn.network import Inputs, Network
+from everystep.nn.attention import Rule, Sight, look
+from everystep.nn.network import Inputs, Network, State
+from everystep.nn.ragged import Ragged
 from everystep.nn.relative_bias import RelativeBias
 
 
 class DenseContext:
-    """B rows of T positions that see each other, behind those that `cache` holds.
+    """B rows of T positions that see each other, after those that `cache` holds.
 
-    `seen` (B, S) tells real positions from padding, the cached ones first.
+    `seen` (B, S) tells real positions from padding, the cached ones first. `stores`: what the
+    layers of the network keep; recurrent ones begin with nothing.
     """
 
     def __init__(
         self,
+        network: Network,
         batch: int,
         length: int,
         seen: Tensor | None,
@@ -32,13 +35,17 @@ class DenseContext:
         across_seen: Tensor | None = None,
         cache: Cache | None = None,
     ) -> None:
+        self._network = network
         self._shape = (batch, length)
         self._cache = cache
         self._start = 0 if cache is None else int(cache.get_seq_length())
         self._seen = seen
         self._across = across
-        self._across_seen = across_seen
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
+        held = None if across_seen is None else across_seen[:, None, None]
+        nowhere = torch.empty(0)
+        self._across_sight = Sight(nowhere, nowhere, held, causal=False)
+        self._sights: dict[int, Sight] = {}
+        self._feeds: Ragged | None = None
 
     def attend(
         self, layer: int, q: Tensor, kv: Tensor, rule: Rule, bias: RelativeBias | None = None
@@ -48,57 +55,54 @@ class DenseContext:
         k, v = kv.view(*self._shape, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
         if self._cache is not None:
             k, v = self._cache.update(k, v, layer)
-        q = q.view(*self._shape, *q.shape[1:]).transpose(1, 2)
-        alone = k.shape[2] == self._shape[1] and self._seen is None
-        if alone and rule.softcap is None and rule.window is None and bias is None:
-            out = attend_causally(q, k, v, rule)
-        else:
-            groups = q.shape[1] // k.shape[1]
-            mask = self._mask(rule.window, k)
-            if bias is not None:
-                mask = mask + bias(*self._places(k))
-            out = attend(
-                q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), rule, mask
-            )
-        return out.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
+        return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._sight(k), bias)
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
         """Lets q (B * T, H, D) look at the encoder states of its row, returns (B * T, H * D)."""
         if self._across is None:
             raise InvariantError(message("there are no encoder states to look at"))
         k, v = self._across[layer]
-        q = q.view(*self._shape, *q.shape[1:]).transpose(1, 2)
-        seen = self._across_seen
-        mask = None if seen is None else additive(seen, q.dtype)[:, None, None]
-        out = attend(q, k, v, rule, mask)
-        return out.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
+        return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_sight)
+
+    def feeds(self) -> Ragged:
+        """The rectangle as a recurrent layer reads it, without padding."""
+        if self._feeds is None:
+            self._feeds = Ragged.of_rectangle(*self._shape, self._seen, self._network.device)
+        return self._feeds
+
+    def recall(self, layer: int) -> tuple[Tensor, ...]:
+        """(B, *shape) of each shape: zeros."""
+        (store,) = (one for one in self._network.stores[layer] if isinstance(one, State))
+        dtype = torch.promote_types(self._network.dtype, torch.float32)
+        batch = self._shape[0]
+        return tuple(
+            torch.zeros(batch, *shape, dtype=dtype, device=self._network.device)
+            for shape in store.shapes
+        )
+
+    def remember(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """Nothing is kept."""
 
     def keep(self, hidden: Tensor) -> None:
         """Nothing is kept."""
 
-    def _places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) and (S,) where the queries and keys (B, K, S, D) stand.
-
-        A layer shows its last positions, or room for more than there are.
-        """
-        stop = self._start + self._shape[1]
-        first = max(stop - keys.shape[2], 0)
-        queries = torch.arange(self._start, stop, device=keys.device)
-        return queries, torch.arange(first, first + keys.shape[2], device=keys.device)
-
-    def _mask(self, window: int | None, k: Tensor) -> Tensor:
-        """(1 or B, 1, T, S) for keys (B, K, S, D)."""
-        key = (window, k.shape[2])
-        if key not in self._masks:
-            queries, keys = self._places(k)
-            seen = visible(queries, keys, window)[None, None]
+    def _sight(self, k: Tensor) -> Sight:
+        """What is seen of keys (B, K, S, D): a layer's last positions, or room for more."""
+        length = k.shape[2]
+        if length not in self._sights:
+            stop = self._start + self._shape[1]
+            first = max(stop - length, 0)
+            queries = torch.arange(self._start, stop, device=k.device)
+            keys = torch.arange(first, first + length, device=k.device)
+            seen = None
             if self._seen is not None:
-                real = F.pad(self._seen, (0, max(k.shape[2] - self._seen.shape[1], 0)))
+                real = F.pad(self._seen, (0, max(length - self._seen.shape[1], 0)))
                 # A row of padding that sees nothing would divide by zero: it sees itself.
                 itself = keys == queries[:, None]
-                seen = seen & real[:, None, None, keys] | itself
-            self._masks[key] = additive(seen, k.dtype)
-        return self._masks[key]
+                seen = (real[:, None, keys] | itself)[:, None]
+            aligned = length == self._shape[1]
+            self._sights[length] = Sight(queries, keys, seen, aligned=aligned)
+        return self._sights[length]
 
 
 def dense_logits(
@@ -119,7 +123,7 @@ def dense_logits(
         position_ids = torch.arange(start, start + length)
     lead = position_ids.shape[:-2]
     places = position_ids.to(network.device).expand(*lead, batch, length)
-    context = DenseContext(batch, length, seen, cache=cache)
+    context = DenseContext(network, batch, length, seen, cache=cache)
     return _logits(network, hidden, places, context, kept)
 
 
@@ -141,7 +145,7 @@ def paired_logits(
     hidden = network.embed(decoder_input_ids.to(network.device))
     batch, length = hidden.shape[:2]
     places = torch.arange(length, device=network.device).expand(batch, length)
-    context = DenseContext(batch, length, None, across, seen)
+    context = DenseContext(network, batch, length, None, across, seen)
     return _logits(network, hidden, places, context, kept)
 
 

@@ -17,6 +17,8 @@ from everystep.nn.network import Network
 
 _MODULES: Mapping[str, str] = {
     "llama": "everystep.models.llama",
+    "mamba": "everystep.models.mamba",
+    "mistral": "everystep.models.mistral",
     "qwen2": "everystep.models.qwen2",
     "t5": "everystep.models.t5",
 }

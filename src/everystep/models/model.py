@@ -18,7 +18,7 @@ from everystep.errors import RequestError, UnsupportedError, message
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits, paired_logits
 from everystep.nn.modes import inference_mode
-from everystep.nn.network import Heard, Network
+from everystep.nn.network import Heard, Network, State
 from everystep.types import Prompt
 
 
@@ -63,6 +63,12 @@ class Model:
         """The width of the logits."""
         return self.network.spec.vocab_size
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether positions are read as numbers: not as distances, not by recurrent layers."""
+        stores = [one for layer in self.network.stores for one in layer]
+        return not self.network.encodes and not all(isinstance(one, State) for one in stores)
+
     def forward(
         self,
         ids: Tensor | None,
@@ -90,12 +96,12 @@ class Model:
                     wanted="decoder_input_ids" if self.network.encodes else "none",
                 )
             )
+        if position_ids is not None and not self.has_positions:
+            raise UnsupportedError(message("this model knows no position_ids", do="Leave them out"))
         if decoder_input_ids is None:
             return dense_logits(
                 self.network, ids, attention_mask, position_ids, inputs_embeds, cache, kept
             )
-        if position_ids is not None:
-            raise UnsupportedError(message("this model has relative positions, not position_ids"))
         if cache is not None:
             raise UnsupportedError(
                 message(

@@ -21,7 +21,7 @@ from everystep.models.spec import NormSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.attention import Rule, additive, attend, probabilities
 from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
-from everystep.nn.network import Context, Heard, Inputs, KvShape
+from everystep.nn.network import Context, Cross, Full, Heard, Inputs, Store
 from everystep.nn.norm import Norm
 from everystep.nn.relative_bias import RelativeBias
 from everystep.types import InputSpec
@@ -109,7 +109,7 @@ class T5:
     @property
     def heads(self) -> int:
         """How many query heads a layer has."""
-        return self.kv_shape.kv_heads
+        return self.spec.heads
 
     @property
     def axes(self) -> int:
@@ -127,9 +127,10 @@ class T5:
         return True
 
     @property
-    def kv_shape(self) -> KvShape:
-        """What one position of the decoder costs, and one of the encoder the decoder looks at."""
-        return KvShape(self.spec.decoder_layers, self.spec.heads, self.spec.head_dim)
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        """Keys and values of every layer of the decoder, its own and those of encoder states."""
+        size = (self.spec.heads, self.spec.head_dim, self.spec.head_dim)
+        return ((Full(*size), Cross(*size)),) * self.spec.decoder_layers
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""

@@ -1,17 +1,21 @@
 """Attention over keys and values that somebody else stores.
 
 Query heads that share a key head are folded into the query axis, so that keys and values are read
-once per key head and never repeated. Masks are additive. A rectangle of queries may look at several
-stores at once: their scores are concatenated before one softmax. Nothing here knows rows or caches.
+once per key head and never repeated. Masks are additive, and `Sight` alone makes them. A rectangle
+of queries may look at several stores at once: their scores are concatenated before one softmax.
+Nothing here knows rows or caches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from everystep.nn.relative_bias import RelativeBias
 
 _FEW_QUERIES = 16
 
@@ -26,6 +30,98 @@ class Rule:
     scale: float
     softcap: float | None = None
     window: int | None = None
+
+
+Places = np.ndarray | Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """What queries may see of keys; its masks are made once per window and bias.
+
+    `queries` (..., T) and `keys` (..., S): where they stand in their rows. `seen`: which keys are
+    seen, as far as that is not said by places, (..., 1 or H, 1 or T, S), or None for all. `causal`:
+    no query sees a key after it. `aligned`: the queries are the keys, all of them, in order.
+    """
+
+    queries: Places
+    keys: Places
+    seen: Places | None = None
+    causal: bool = True
+    aligned: bool = False
+    _masks: dict[object, Tensor | None] = field(default_factory=dict)
+
+    def mask(
+        self, rule: Rule, bias: RelativeBias | None, q: Tensor, kv_heads: int
+    ) -> Tensor | None:
+        """(..., 1 or K, T * H/K, S) for queries q (R, T, H, D); None where everything is seen."""
+        key = (rule.window, id(bias))
+        if key not in self._masks:
+            self._masks[key] = self._make(rule, bias, q, kv_heads)
+        return self._masks[key]
+
+    def is_plain(self, rule: Rule, bias: RelativeBias | None) -> bool:
+        """Whether position i sees the keys j <= i of its own row and nothing else is asked."""
+        plain = rule.window is None and rule.softcap is None and bias is None
+        return plain and self.aligned and self.causal and self.seen is None
+
+    def _make(
+        self, rule: Rule, bias: RelativeBias | None, q: Tensor, kv_heads: int
+    ) -> Tensor | None:
+        window = rule.window if self._exceeds(rule.window) else None
+        if not self.causal and self.seen is None and window is None and bias is None:
+            return None
+        queries, keys = (torch.as_tensor(x, device=q.device) for x in (self.queries, self.keys))
+        if self.causal or window is not None:
+            shown = visible(queries, keys, window, causal=self.causal)[..., None, :, :]
+        else:
+            shown = torch.ones(1, 1, 1, dtype=torch.bool, device=q.device)
+        if self.seen is not None:
+            shown = shown & torch.as_tensor(self.seen, device=q.device)
+        mask = additive(shown, q.dtype)
+        return _folded(mask if bias is None else mask + bias(queries, keys), q, kv_heads)
+
+    def _exceeds(self, window: int | None) -> bool:
+        """Whether a query may stand further from a key than a window reaches."""
+        if window is None or isinstance(self.queries, Tensor) or isinstance(self.keys, Tensor):
+            return window is not None
+        return bool(self.queries.max() - self.keys.min() >= window)
+
+
+def _folded(mask: Tensor, q: Tensor, kv_heads: int) -> Tensor:
+    """(..., 1 or H, 1 or T, S) -> (..., 1 or K, 1 or T * H/K, S), as `fold_heads` folds queries."""
+    *lead, heads, length, keys = mask.shape
+    groups = q.shape[2] // kv_heads
+    if heads > 1:
+        apart = mask.reshape(*lead, kv_heads, groups, length, keys).transpose(-2, -3)
+        if length < q.shape[1]:
+            apart = apart.expand(*lead, kv_heads, q.shape[1], groups, keys)
+        return apart.reshape(*lead, kv_heads, -1, keys)
+    # Each position's query heads lie side by side in the folded axis.
+    return mask if length == 1 else mask.repeat_interleave(groups, dim=-2)
+
+
+def look(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, sight: Sight, bias: RelativeBias | None = None
+) -> Tensor:
+    """Queries (R, T, H, D) on keys and values (R, K, S, D) -> (R * T, H * D)."""
+    if sight.is_plain(rule, bias):
+        return (
+            attend_causally(q.transpose(1, 2), k, v, rule).transpose(1, 2).flatten(0, 1).flatten(1)
+        )
+    out = attend(fold_heads(q, k.shape[1]), k, v, rule, sight.mask(rule, bias, q, k.shape[1]))
+    return unfold_heads(out, q.shape[1])
+
+
+def look_and_weigh(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, sight: Sight, bias: RelativeBias | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `look`, and the (R, H, T, S) weights."""
+    folded, mask = fold_heads(q, k.shape[1]), sight.mask(rule, bias, q, k.shape[1])
+    weights = probabilities(folded @ k.transpose(-1, -2), rule, mask)
+    rows, length = q.shape[:2]
+    apart = weights.view(rows, k.shape[1], length, -1, k.shape[2]).transpose(2, 3)
+    return unfold_heads(weights @ v, length), apart.flatten(1, 2)
 
 
 def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
@@ -73,11 +169,13 @@ def probabilities(scores: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
     return torch.softmax(scores, dim=-1, dtype=exact).to(scores.dtype)
 
 
-def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def visible(queries: Tensor, keys: Tensor, window: int | None, *, causal: bool = True) -> Tensor:
     """Which key positions (..., S) are seen from which query positions (..., T): (..., T, S)."""
     i, j = queries[..., :, None], keys[..., None, :]
-    seen = j <= i
-    return seen if window is None else seen & (j > i - window)
+    if window is None:
+        return j <= i
+    inside = j > i - window
+    return inside & (j <= i) if causal else inside
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

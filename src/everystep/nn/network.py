@@ -13,17 +13,51 @@ import torch
 from torch import Tensor
 
 from everystep.nn.attention import Rule
+from everystep.nn.ragged import Ragged
 from everystep.nn.relative_bias import RelativeBias
 from everystep.types import InputSpec
 
 
 @dataclass(frozen=True)
-class KvShape:
-    """What one position costs: (L, 2, K, D)."""
+class Full:
+    """A layer keeps keys and values of all positions, `heads` of each.
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    A network hands them over as (N, 2, heads, D), D the larger of the two sizes, the other filled
+    up with zeros, and gets (N, H * D) back.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """A layer looks at the last `size` positions, the query's own among them: see `Full`."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Cross:
+    """A layer looks at keys and values of encoder states: see `Full`."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class State:
+    """A recurrent layer keeps one tensor of each shape, 0 before the first position."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+
+Store = Full | Window | Cross | State
 
 
 class Context(Protocol):
@@ -37,6 +71,18 @@ class Context(Protocol):
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
         """Lets q (N, H, D) look at the encoder states of its rows, returns (N, H * D)."""
+        ...
+
+    def feeds(self) -> Ragged:
+        """The step as a recurrent layer reads it."""
+        ...
+
+    def recall(self, layer: int) -> tuple[Tensor, ...]:
+        """(R, *shape) of each shape: the layer's states before the feeds."""
+        ...
+
+    def remember(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """Keeps (M, *shape) of each shape: the layer's states where the feeds say."""
         ...
 
     def keep(self, hidden: Tensor) -> None:
@@ -90,7 +136,10 @@ class Sizes(Protocol):
 
 
 class Network(Protocol):
-    """Weights that turn inputs into hidden states and hidden states into logits."""
+    """Weights that turn inputs into hidden states and hidden states into logits.
+
+    `stores`: what each layer keeps of a row, at most one store of each kind; () for nothing.
+    """
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -99,7 +148,7 @@ class Network(Protocol):
     @property
     def spec(self) -> Sizes: ...
     @property
-    def kv_shape(self) -> KvShape: ...
+    def stores(self) -> tuple[tuple[Store, ...], ...]: ...
     @property
     def encodes(self) -> bool: ...
     @property

@@ -19,6 +19,7 @@ from everystep.processors.base import Filter, LogitsProcessor, remembers
 from everystep.processors.stacking import Counts, Numbers, admit, column, counts
 from everystep.types import Rows, Scores, Sequence
 from everystep.types.batch import places_of
+from everystep.types.stored import stored
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def _numbers(rows: Rows) -> Tensor:
 _KEY = "mirostat"
 
 
+@stored("mirostat")
 class _Choice(NamedTuple):
     """The limit where the prefix has `length` ids, and the surprises (n,) of the kept `tokens`,
     which rise."""

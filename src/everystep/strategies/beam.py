@@ -20,6 +20,7 @@ from torch import Tensor
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
 from everystep.strategies.single import Picked
 from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
+from everystep.types.stored import Chain, stored
 
 _NEVER = -1.0e9
 _NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
@@ -185,11 +186,11 @@ class Beam:
         )
 
     def _paths(self, batch: Batch, parents: np.ndarray) -> list[dict[str, object] | None]:
-        """What each child remembers: its beams as a chain (earlier chain, beam in the call)."""
+        """What each child remembers: its beams in the call, one after another."""
         paths: list[dict[str, object] | None] = []
         for parent in parents.tolist():
             beam = batch.groups[parent // self.width].rank * self.width + parent % self.width
-            paths.append({"beams": (batch.sequences[parent].memo.get("beams"), beam)})
+            paths.append({"beams": Chain(beam, batch.sequences[parent].memo.get("beams"))})
         return paths
 
     def best(self, group: Group) -> list[Finished]:
@@ -240,6 +241,7 @@ class Candidates(NamedTuple):
     drawn: np.ndarray
 
 
+@stored("bank")
 @dataclass(frozen=True, eq=False)
 class Bank:
     """The best finished scores of a search, (W,) float32, which are taken, whose they are, and

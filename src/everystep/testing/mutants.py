@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from everystep import draws
+from everystep.cache import rows as cache_rows
+from everystep.cache.bank import Bank, Part
+from everystep.cache.states import Mark
 from everystep.engine import apply, batches, engine, feed, given, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
@@ -45,13 +48,15 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {}
+STORE_MUTANTS: dict[str, Mutant] = {}
+"""Defects of what rows hold, which the hash model has none of: models of layers find them."""
 
 
-def mutant(name: str, *places: Place) -> Callable[[Any], Any]:
+def mutant(name: str, *places: Place, kind: dict[str, Mutant] = MUTANTS) -> Callable[[Any], Any]:
     """Registers a replacement for the given places under a name."""
 
     def register(replacement: Any) -> Any:
-        MUTANTS[name] = Mutant(places, replacement)
+        kind[name] = Mutant(places, replacement)
         return replacement
 
     return register
@@ -178,3 +183,30 @@ def _memory_is_shared(memo: dict[str, Any]) -> dict[str, Any]:
 @mutant("memory not rewound", (apply, "rewind_memory"))
 def _memory_stays(sequence: Sequence, visible: int) -> None:
     pass
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+
+@mutant("state store truncated without a mark", (cache_rows, "cut_marks"), kind=STORE_MUTANTS)
+def _cut_keeps_the_newest(marks: tuple[Mark, ...], length: int) -> tuple[Mark, ...]:
+    return tuple(mark._replace(position=length) for mark in marks[-1:]) if length else ()
+
+
+_true_settle = Bank.settle
+
+
+@mutant("window evicts too early", (Bank, "settle"), kind=STORE_MUTANTS)
+def _settle_sees_less(bank: Bank, part: Part, slot: int, start: int) -> Part:
+    # As if the feed began two positions later.
+    return _true_settle(bank, part, slot, start + 2)
+
+
+_true_extended = Bank.extended
+
+
+@mutant("window forgets what may be taken back", (Bank, "extended"), kind=STORE_MUTANTS)
+def _extended_ignores_the_floor(
+    bank: Bank, part: Part, count: int, floor: int, *, alone: bool
+) -> Part:
+    return _true_extended(bank, part, count, part.length + count, alone=alone)

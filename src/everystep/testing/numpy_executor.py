@@ -52,7 +52,7 @@ class NumpyExecutor:
     device = torch.device("cpu")
     host_threads: int | None = None
     abilities = frozenset(
-        {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
+        {"truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
     )
 
     def __init__(self, model: Model) -> None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 from torch import Tensor
 
+from everystep.types.ends import Finished, FinishReason
+
 if TYPE_CHECKING:
-    from everystep.types import Children, Finished, FinishReason, Group, Sequence, TokenTable
+    from everystep.types import Children, Group, Sequence, TokenTable
     from everystep.types.batch import Batch, Places
     from everystep.types.candidates import Candidates
     from everystep.types.scores import Scores

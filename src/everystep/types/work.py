@@ -21,14 +21,14 @@ MOST_BEST = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """What a row holds, outside of any row: keys and values of its first `length` positions.
+    """What a row of `length` positions holds, outside of any row.
 
-    `kv`: (L, 2, K, length, D). `across`: (L, 2, K, S, D) of the encoder states, or None.
+    `layers`: layer by layer the tensors of its stores. They mean something only to an executor that
+    runs the same model, and to `everystep.cache.pasts`, which makes them from cache objects.
     """
 
     length: int
-    kv: Tensor
-    across: Tensor | None = None
+    layers: tuple[tuple[Tensor, ...], ...]
 
 
 class Verb(NamedTuple):

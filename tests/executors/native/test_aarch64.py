@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
+from everystep.cache.pasts import kv_of
 from everystep.executors.native import NativeExecutor, build, library
 from everystep.models import Model, build_gguf_model
 from everystep.types import StepOutput, Verb
@@ -128,7 +129,7 @@ def test_rows_are_taken_over_between_processors(
     for executor in (here, there):
         executor.run(one_feed(tokens, verbs=(Verb("allocate", 0),)))
     past = here.export(0)
-    assert torch.equal(there.export(0).kv, past.kv)
+    assert torch.equal(kv_of(there.export(0)), kv_of(past))
     follow = one_feed([7, 8], row=1, start=20, verbs=(Verb("allocate", 1),))
     follow = replace(follow, pasts={1: past})
     wanted = here.run(one_feed([7, 8], start=20)).logits

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
+from everystep.cache.pasts import kv_of
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine, Lockstep
 from everystep.executors.native import NativeExecutor
@@ -140,7 +141,7 @@ class Walk:
 
     def check_rows(self) -> None:
         for row in self.lengths:
-            assert torch.equal(self.ahead.export(row).kv, self.judge.export(row).kv)
+            assert torch.equal(kv_of(self.ahead.export(row)), kv_of(self.judge.export(row)))
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
+from everystep.cache.pasts import kv_of, past_of
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
@@ -49,7 +50,9 @@ def test_rows_are_the_judges(name: str, cache_dtype: CacheDtype) -> None:
             away = (found - wanted).abs().amax(1) / wanted.abs().max()
             parts = away.split(work.logits.tolist())
             for row, part in zip(work.rows.tolist(), parts, strict=True):
-                alike = torch.allclose(native.export(row).kv, judge.export(row).kv, rtol=1e-5)
+                alike = torch.allclose(
+                    kv_of(native.export(row)), kv_of(judge.export(row)), rtol=1e-5
+                )
                 far[alike] += part.tolist()
     assert len(far[True]) > 50 and max(far[True]) <= 1e-5
     assert max(far[False]) <= {"float16": 5e-4, "int8": 5e-3}[cache_dtype]
@@ -64,9 +67,9 @@ def exported(executor: NativeExecutor | TorchExecutor) -> Past:
 @each_type
 def test_rows_hold_what_the_judge_holds(cache_dtype: CacheDtype) -> None:
     model = model_of("plain")
-    exact = exported(TorchExecutor(model)).kv
-    found = exported(NativeExecutor(model, cache_dtype)).kv[0, :, :, 0]
-    wanted = exported(TorchExecutor(model, None, cache_dtype)).kv[0, :, :, 0]
+    exact = kv_of(exported(TorchExecutor(model)))
+    found = kv_of(exported(NativeExecutor(model, cache_dtype)))[0, :, :, 0]
+    wanted = kv_of(exported(TorchExecutor(model, None, cache_dtype)))[0, :, :, 0]
     # What the first layer says of the first position is the same on both but for its last bits.
     assert torch.allclose(found, wanted, rtol=1e-6)
     assert not torch.allclose(found, exact[0, :, :, 0], rtol=1e-6)
@@ -85,9 +88,9 @@ def test_numbers_are_rounded_as_torch_rounds_them(cache_dtype: CacheDtype) -> No
         NativeExecutor(model_of("plain"), cache_dtype),
         TorchExecutor(model_of("plain"), None, cache_dtype),
     ):
-        past = Past(40, spread)
+        past = past_of(spread)
         executor.run(replace(one_feed([5], row=1, start=40, verbs=OTHER), pasts={1: past}))
-        held.append(executor.export(1).kv[:, :, :, :40])
+        held.append(kv_of(executor.export(1))[:, :, :, :40])
     assert torch.equal(held[0].isnan(), held[1].isnan())
     assert torch.equal(held[0].nan_to_num(), held[1].nan_to_num())
 
@@ -101,7 +104,7 @@ def test_what_is_exported_is_what_is_held(cache_dtype: CacheDtype) -> None:
     other = NativeExecutor(model, cache_dtype)
     follow = one_feed(TOKENS[40:60], row=1, start=40, verbs=OTHER)
     assert torch.equal(other.run(replace(follow, pasts={1: past})).logits, wanted)
-    assert torch.equal(other.export(1).kv, executor.export(0).kv)
+    assert torch.equal(kv_of(other.export(1)), kv_of(executor.export(0)))
 
 
 # --- the same bits --------------------------------------------------------------------------------

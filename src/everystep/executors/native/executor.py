@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.cache.kv_format import CacheDtype
+from everystep.cache.formats import CacheDtype
+from everystep.cache.pasts import kv_of, past_of
 from everystep.errors import InvariantError, RequestError, UnsupportedError, message
 from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
@@ -67,7 +68,7 @@ class NativeExecutor:
     __reduce_ex__ = refuse_copies
     device = torch.device("cpu")
     host_threads: int | None = 1
-    abilities = frozenset({"truncate", "embeds", "positions", "hidden", "past", "best"})
+    abilities = frozenset({"truncate", "cut", "embeds", "positions", "hidden", "past", "best"})
 
     def __init__(
         self, model: Model, cache_dtype: CacheDtype | None = None, *, ahead: bool = True
@@ -165,7 +166,7 @@ class NativeExecutor:
         kv = torch.empty(shape.layers, 2, shape.kv_heads, length, shape.head_dim)
         pages = self.rows.pages(row)
         self._library.es_export(self._runner, pages.ctypes.data, length, kv.data_ptr())
-        return Past(length, kv)
+        return past_of(kv)
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class NativeExecutor:
         if past is not None and past.length:
             self.rows.extend(row, past.length)
             check(self._library.es_reserve(self._runner, self.rows.total))
-            kv, pages = past.kv.float().contiguous(), self.rows.pages(row)
+            kv, pages = kv_of(past).float().contiguous(), self.rows.pages(row)
             self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
 
     def _grow(self, work: Work) -> np.ndarray | None:

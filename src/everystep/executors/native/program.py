@@ -45,12 +45,12 @@ _ACTIVATIONS = {
 }
 _NORMS = {"rms": 0, "layer": 1}
 _MOST_TURNING = 1024
-_ENCODER = "the model has an encoder"
+_OTHER = "there are no kernels for this family of models"
 
 
 def described_obstacles(spec: object) -> list[str]:
     """What the library cannot do of this specification; empty if it can do all."""
-    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_ENCODER]
+    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_OTHER]
 
 
 def model_obstacles(model: Model) -> list[str]:
@@ -58,7 +58,7 @@ def model_obstacles(model: Model) -> list[str]:
     network = model.network
     if model.learns:
         return ["its weights may change, and the kernels read packed copies"]
-    return list(_obstacles(network)) if isinstance(network, Decoder) else [_ENCODER]
+    return list(_obstacles(network)) if isinstance(network, Decoder) else [_OTHER]
 
 
 def _kernels_missing(spec: DecoderSpec) -> Iterator[str]:

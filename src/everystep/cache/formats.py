@@ -1,20 +1,70 @@
-"""Keys and values as integers of 8 or 4 bits: codes, and a step and a least value per group.
+"""In which form rows keep keys and values, and how these are written and read back.
 
-Keys are grouped along positions, channel by channel, because a few channels are large at every
-position; values are grouped along channels, position by position (KIVI, Liu et al. 2024). Which
-positions are stored this way, and where the codes lie, is not known here.
+A narrower type (`KvFormat`) costs what rounding costs and nothing else: whoever looks at a
+position, in the step that fed it too, sees what its row keeps. A position depends on itself alone,
+so neither chunks nor the batch change it. Codes of 8 bits have one scale per position and head,
+which follows them in memory, so that rows are copied, shared and cut without knowing what they
+hold.
+
+Affine codes (`Quantization`) of 8 or 4 bits have a step and a least value per group. Keys are
+grouped along positions, channel by channel, because a few channels are large at every position;
+values are grouped along channels, position by position (KIVI, Liu et al. 2024). Where the codes lie
+is not known here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, message
 
+CacheDtype = Literal["float32", "float16", "int8"]
 BITS = (4, 8)
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """How (..., D) keys or values of the type `computed` are kept; `name` None: as they are."""
+
+    computed: torch.dtype
+    name: CacheDtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of what is kept."""
+        return self.computed if self.name is None else getattr(torch, self.name)
+
+    def width(self, dim: int) -> int:
+        """How many numbers are kept of `dim`."""
+        return dim + (_SCALE_BYTES if self.name == "int8" else 0)
+
+    def packed(self, kv: Tensor) -> Tensor:
+        """What is kept of (..., D)."""
+        return _codes(kv.float()) if self.name == "int8" else kv.to(self.dtype)
+
+    def unpacked(self, kept: Tensor) -> Tensor:
+        """The (..., D) that what is kept stands for."""
+        return (_values(kept) if self.name == "int8" else kept).to(self.computed)
+
+
+def _codes(values: Tensor) -> Tensor:
+    """(..., D) float32 -> (..., D + 4) int8: codes, then the bytes of their scale."""
+    # What is not finite makes the scale NaN, and with it all that the codes stand for.
+    scale = values.abs().amax(-1, keepdim=True) / 127 + (values * 0).sum(-1, keepdim=True)
+    codes = (values / torch.where(scale == 0, 1.0, scale)).round().nan_to_num().to(torch.int8)
+    return torch.cat([codes, scale.view(torch.int8)], dim=-1)
+
+
+def _values(kept: Tensor) -> Tensor:
+    """The inverse of `_codes`, up to rounding."""
+    scale = kept[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
+    return kept[..., :-_SCALE_BYTES] * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +101,10 @@ class Quantization:
         """
         return max(length - self.residual, 0) // self.group * self.group
 
+    def turn(self, places: Tensor) -> Tensor:
+        """The first query position that sees the codes of each of the positions `places`."""
+        return (places // self.group + 1) * self.group + self.residual
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
@@ -68,6 +122,10 @@ class Codes:
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """All that is stored."""
         return self.codes, self.step, self.least
+
+    def first(self, groups: int) -> Codes:
+        """A copy of the first groups of (..., groups, group, D)."""
+        return Codes(*(x[..., :groups, :, :].clone() for x in self.parts))
 
 
 def encode_keys(keys: Tensor, bits: int) -> Codes:

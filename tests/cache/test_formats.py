@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from everystep.cache.kv_format import CacheDtype, KvFormat
-from everystep.nn.network import KvShape
+from everystep.cache.formats import CacheDtype, KvFormat
 
 VALUES = torch.randn(3, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -15,7 +14,7 @@ VALUES = torch.randn(3, 2, 16, dtype=torch.float64, generator=torch.Generator().
 def test_without_a_choice_nothing_is_rounded_or_copied() -> None:
     kept = KvFormat(torch.float64)
     assert kept.packed(VALUES) is VALUES and kept.unpacked(VALUES) is VALUES
-    assert kept.shape(KvShape(2, 2, 16)) == KvShape(2, 2, 16)
+    assert kept.width(16) == 16
 
 
 @pytest.mark.parametrize("name", ["float32", "float16"])
@@ -30,7 +29,7 @@ def test_codes_have_a_scale_per_position_and_head() -> None:
     kept = KvFormat(torch.float64, "int8")
     packed = kept.packed(VALUES)
     assert packed.dtype == torch.int8 and packed.shape == (3, 2, 20)
-    assert kept.shape(KvShape(2, 2, 16)) == KvShape(2, 2, 20)
+    assert kept.width(16) == 20
     exact = VALUES.numpy().astype(np.float32)
     scales = np.abs(exact).max(-1, keepdims=True) / np.float32(127)
     wanted = np.round(exact / scales) * scales

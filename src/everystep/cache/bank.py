@@ -1,0 +1,246 @@
+"""A bank: where all layers with equal stores keep what rows hold, and what a row holds in it.
+
+    positions of a row   [ dropped | segments of the chain | tail ]
+                         0         first                   base   length
+
+A fork shares the chain. A long tail (16 positions where there is no segment yet, 128 after one, at
+most four segments in a chain) is frozen first: copied once into a segment that parent and child
+share. Truncation drops links, or uses fewer positions of one.
+
+A bank of windowed layers drops what no later query sees. A bank of affine codes turns whole groups
+of positions into codes, which are its segments; what a query sees depends on its position alone: at
+position i the first `Quantization.packed(i)` positions are what their codes stand for, the others
+are exact, however they were fed. Both go only as far as the least position that a row may still be
+cut back to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from everystep.cache.formats import (
+    CacheDtype,
+    Codes,
+    KvFormat,
+    Quantization,
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+)
+from everystep.cache.pool import Counts, KvShape, Link, Pool, Segment, Shelf
+from everystep.nn.network import Full, Window
+
+FIRST_FREEZE = 16
+LATER_FREEZE = 128
+MAX_CHAIN = 4
+LEAST_SHIFT = 16
+NOWHERE = -1
+
+
+class Part(NamedTuple):
+    """What a row holds in a bank: `chain` from position `first` on, then `tail` positions."""
+
+    first: int = 0
+    chain: tuple[Link, ...] = ()
+    tail: int = 0
+
+    @property
+    def base(self) -> int:
+        """The position at which the tail starts."""
+        return self.first + sum([link.length for link in self.chain])
+
+    @property
+    def length(self) -> int:
+        """The position after the last."""
+        return self.base + self.tail
+
+
+class Bank:
+    """Tails and segments of `layers` layers, (2, K, n, D) of each.
+
+    `kept`: the type of what is stored, or how it becomes codes; None for `dtype`.
+    """
+
+    def __init__(
+        self,
+        store: Full | Window,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: CacheDtype | Quantization | None,
+        counts: Counts,
+    ) -> None:
+        self.store = store
+        self.coding = kept if isinstance(kept, Quantization) else None
+        self.format = KvFormat(dtype, None if isinstance(kept, Quantization) else kept)
+        # Codes are small, and their groups need not end where a window begins.
+        drops = isinstance(store, Window) and self.coding is None
+        self._window = store.size if isinstance(store, Window) and drops else None
+        width = self.format.width(max(store.key_dim, store.value_dim))
+        layout = (KvShape(layers, store.heads, width), self.format.dtype, device, counts)
+        self.tails = Pool(*layout)
+        self.shelf = Shelf(*layout)
+        self._layers = layers
+        self._counts = counts
+
+    @property
+    def forgets(self) -> bool:
+        """Whether something of a row is dropped or rounded before the row is freed."""
+        return self._window is not None or self.coding is not None
+
+    # --- verbs ------------------------------------------------------------------------------------
+
+    def restore(self, kv: Tensor, length: int) -> Part:
+        """What a row of `length` positions holds, the last ones of which are kv (L, 2, K, n, D)."""
+        count = kv.shape[3]
+        if not count:
+            return Part(length)
+        segment = self.shelf.store(self.format.packed(kv))
+        return Part(length - count, (Link(segment, count),))
+
+    def fork(self, part: Part, slot: int) -> Part:
+        """What two rows share from now on, but for the tail in `slot`, if it still has one."""
+        least = LATER_FREEZE if part.chain else FIRST_FREEZE
+        if self.coding is None and part.tail >= least and len(part.chain) < MAX_CHAIN:
+            segment = self.shelf.store(self.tails.read(slot, part.tail))
+            part = Part(part.first, (*part.chain, Link(segment, part.tail)))
+            self._counts.freezes += 1
+        for link in part.chain:
+            self.shelf.retain(link.segment)
+        return part
+
+    def cut(self, part: Part, length: int) -> Part:
+        """Only the positions before `length` are left."""
+        tail, kept, at = max(0, length - part.base), [], part.first
+        for link in part.chain:
+            if at < length:
+                kept.append(Link(link.segment, min(link.length, length - at)))
+            else:
+                self.shelf.release(link.segment)
+            at += link.length
+        return Part(min(part.first, length), tuple(kept), tail)
+
+    # --- feeds ------------------------------------------------------------------------------------
+
+    def settle(self, part: Part, slot: int, start: int) -> Part:
+        """Before a feed at `start`: what no query from there on sees is dropped."""
+        if self.coding is not None:
+            return self._absorbed(part, slot)
+        if self._window is None:
+            return part
+        least = max(start - self._window + 1, 0)
+        while part.chain and part.first + part.chain[0].length <= least:
+            self.shelf.release(part.chain[0].segment)
+            part = Part(part.first + part.chain[0].length, part.chain[1:], part.tail)
+        gone = min(least - part.first, part.tail)
+        # A shift costs a copy of the window, so that it is done once for many positions.
+        if part.chain or gone < max(LEAST_SHIFT, self._window // 4):
+            return part
+        self.tails.shift(slot, gone, part.tail)
+        return Part(part.first + gone, (), part.tail - gone)
+
+    def extended(self, part: Part, count: int, floor: int, *, alone: bool) -> Part:
+        """What the row holds after `count` more positions; it may be cut back to `floor`.
+
+        `alone`: the feed brings what its own queries see, so that not all of it must be stored.
+        """
+        end = part.length + count
+        if self.coding is not None:
+            # Codes are made of what some query of this feed sees as codes.
+            return self._coded(part, end, self.coding.packed(min(floor, end - 1)))
+        if alone and self._window is not None:
+            first = floor - self._window + 1
+            if first > part.length:
+                for link in part.chain:
+                    self.shelf.release(link.segment)
+                return Part(first, (), end - first)
+        return Part(part.first, part.chain, part.tail + count)
+
+    def _absorbed(self, part: Part, slot: int) -> Part:
+        """The same positions, those that were restored in full precision as a tail or as codes."""
+        exact = [link for link in part.chain if link.segment.codes is None]
+        if not exact:
+            return part
+        (link,) = exact
+        kv = self.shelf.pool.read(link.segment.slot, link.length)
+        count = self._how.packed(link.length)
+        segment = Segment(NOWHERE, count, codes=[])
+        for layer in range(self._layers):
+            self.encode(kv[layer, :, :, :count], segment)
+        self.tails.reserve(slot + 1, link.length - count)
+        self.tails.fill(slot, kv[:, :, :, count:])
+        self.shelf.release(link.segment)
+        chain = (Link(segment, count),) if count else ()
+        return Part(part.first, chain, link.length - count)
+
+    def _coded(self, part: Part, end: int, packed: int) -> Part:
+        base, chain = part.base, part.chain
+        if packed > base:
+            segment = Segment(NOWHERE, packed - base, codes=[])
+            chain = (*chain, Link(segment, packed - base))
+        return Part(part.first, chain, end - max(packed, base))
+
+    # --- keys and values --------------------------------------------------------------------------
+
+    def read(self, layer: int, part: Part, slot: int) -> list[Tensor]:
+        """What a layer holds of a row, (2, K, n, D), one after another."""
+        shelf, tails = self.shelf.pool.layer(layer), self.tails.layer(layer)
+        parts = [
+            self.decoded(layer, link.segment)
+            if link.segment.codes is not None
+            else self.format.unpacked(shelf[:, link.segment.slot, :, : link.length])
+            for link in part.chain
+        ]
+        if part.tail:
+            parts.append(self.format.unpacked(tails[:, slot, :, : part.tail]))
+        return parts
+
+    def export(self, part: Part, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Per layer (K, n, D) keys and values of the last n of `length` positions, as copies."""
+        keys, values = self.store.key_dim, self.store.value_dim
+        # One more than the next query sees: cache objects have room for a whole window.
+        first = 0 if self._window is None else max(length - self._window, 0)
+        gone = max(first - part.first, 0)
+        found = []
+        for layer in range(self._layers):
+            pieces = self.read(layer, part, slot)
+            kv = torch.cat(pieces, dim=2)[:, :, gone:] if pieces else None
+            if kv is None:
+                kv = self.format.unpacked(self.tails.layer(layer)[:, 0, :, :0])
+            found.append((kv[0, ..., :keys].clone(), kv[1, ..., :values].clone()))
+        return found
+
+    # --- codes ------------------------------------------------------------------------------------
+
+    def encode(self, exact: Tensor, segment: Segment | None) -> Tensor:
+        """Positions (2, K, n, D), whole groups, as the codes of them stand for them.
+
+        `segment` keeps the codes of the first of them; it hears of one layer after another.
+        """
+        how = self._how
+        groups = exact.unflatten(2, (-1, how.group))  # type: ignore[no-untyped-call]
+        keys = encode_keys(groups[0], how.bits)
+        values = encode_values(groups[1], how.bits, how.group)
+        if segment is not None and segment.codes is not None:
+            count = segment.length // how.group
+            segment.codes.append((keys.first(count), values.first(count)))
+        return _joined(keys, values, how.bits, exact.dtype)
+
+    def decoded(self, layer: int, segment: Segment) -> Tensor:
+        """(2, K, n, D): what the codes of a segment stand for."""
+        codes = segment.codes or []
+        return _joined(*codes[layer], self._how.bits, self.format.computed)
+
+    @property
+    def _how(self) -> Quantization:
+        assert self.coding is not None, "only a bank of codes has codes"
+        return self.coding
+
+
+def _joined(keys: Codes, values: Codes, bits: int, dtype: torch.dtype) -> Tensor:
+    pair = decode_keys(keys, bits, dtype), decode_values(values, bits, dtype)
+    return torch.stack([one.flatten(-3, -2) for one in pair])

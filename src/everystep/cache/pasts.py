@@ -1,0 +1,34 @@
+"""What a row holds as rectangles of keys and values, and back: the one place that knows both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.types import Past
+
+
+def past_of(kv: Tensor) -> Past:
+    """A past of n positions in layers of attention, from (L, 2, K, n, D)."""
+    return Past(kv.shape[3], tuple((keys, values) for keys, values in kv))
+
+
+def kv_of(past: Past) -> Tensor:
+    """(L, 2, K, length, D), 0 where a window has dropped what nobody looks at again."""
+    pairs = [pair(layer) for layer in past.layers]
+    return torch.stack([F.pad(x, (0, 0, past.length - x.shape[2], 0)) for x in pairs])
+
+
+def across_of(past: Past) -> Tensor | None:
+    """(L, 2, K, S, D) of encoder states, None where there are none."""
+    pairs = [pair(layer[2:]) for layer in past.layers if len(layer) == 4]
+    return torch.stack(pairs) if pairs else None
+
+
+def pair(held: Sequence[Tensor]) -> Tensor:
+    """(2, K, n, D) of keys and values, the shorter filled up with zeros."""
+    dim = max(one.shape[-1] for one in held[:2])
+    return torch.stack([F.pad(x, (0, dim - x.shape[-1])) for x in held[:2]])

@@ -1,0 +1,122 @@
+"""What stands at both ends of a generation: the prompt, and the sequences that ended.
+
+Also what consumers see on the way, and what of a memo is an immutable value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from everystep.types.stored import stored
+from everystep.types.work import Past
+
+FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]
+
+
+@stored("reason")
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a sequence ended; `matched` is the token id, string or exception behind it."""
+
+    kind: FinishKind
+    matched: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What the model reads before the first choice.
+
+    `ids`: (T,) int64 or None. `embeds`: (T, E) or None; where both are given the model reads the
+    embeddings and everybody else sees the ids. `positions`: (length,) or (axes, length) position
+    ids, or None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`. `mask`:
+    (length, length) or (heads, length, length) bool: position i sees those j <= i where
+    mask[..., i, j], itself always; a generated position sees of the prompt what its last position
+    sees, and every generated one up to itself. `encoder`: (S, E) encoder states for cross
+    attention, or None. `past`: the first positions as they were cached before, or None; `before` of
+    them have no ids or embeddings here.
+    `length`: how many positions the prompt fills. `follows`: the position id of the first generated
+    token, one more than the greatest of the prompt's on any axis. `brings`: there is more than ids.
+    """
+
+    ids: np.ndarray | None = None
+    embeds: Tensor | None = None
+    positions: Tensor | None = None
+    encoder: Tensor | None = None
+    past: Past | None = None
+    before: int = 0
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    mask: Tensor | None = None
+    length: int = field(init=False)
+    follows: int = field(init=False)
+    brings: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = self.ids if self.embeds is None else self.embeds
+        length = self.before + (0 if given is None else len(given))
+        own = self.positions
+        object.__setattr__(self, "length", length)
+        last = length - 1 if own is None or not own.numel() else int(own.max())
+        object.__setattr__(self, "follows", last + 1)
+        given_more = (self.embeds, own, self.mask)
+        brings = bool(self.inputs) or any(one is not None for one in given_more)
+        object.__setattr__(self, "brings", brings)
+
+    @property
+    def hidden(self) -> int:
+        """How many positions stand before the first id."""
+        return self.length if self.ids is None else self.before
+
+    @property
+    def start(self) -> int:
+        """The first position that is to be fed."""
+        return 0 if self.past is None else self.past.length
+
+
+@stored("finished")
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """A hypothesis that ended: its generated ids, score and reason, free of any row.
+
+    `memo`: the values of its sequence. `serial`: the number that its strategy gave it, or -1.
+    """
+
+    tokens: np.ndarray
+    score: float
+    reason: FinishReason
+    lineage: int
+    index: int
+    memo: Mapping[str, Any]
+    serial: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One settled token of one sequence; `finish` rides on the last one.
+
+    `token` is -1 for an event that only ends a sequence. `position` counts generated tokens.
+    `top_logprobs`: (id, logprob) pairs, best first; it and `logprob` where the request asked.
+    """
+
+    request_id: str
+    index: int
+    token: int
+    text: str | None = None
+    logprob: float | None = None
+    position: int = 0
+    finish: FinishReason | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+
+
+def values_of(memo: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a memo is immutable."""
+    return {key: value for key, value in memo.items() if not is_memory(value)}
+
+
+def is_memory(value: object) -> bool:
+    """Whether this is a `Memory`."""
+    return hasattr(value, "rewind")

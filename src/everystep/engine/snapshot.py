@@ -65,20 +65,8 @@ def written(group: Group, table: np.ndarray) -> bytes:
         for s in group.live
     )
     done = tuple(group.done)
-    return to_bytes(
-        Saved(
-            _VERSION,
-            fingerprint(request),
-            group.rank,
-            live,
-            done,
-            group.state,
-            group.prompt_known,
-            group.opened,
-            group.settled,
-            group.reported,
-        )  # fmt: skip
-    )
+    after = group.state, group.prompt_known, group.opened, group.settled, group.reported
+    return to_bytes(Saved(_VERSION, fingerprint(request), group.rank, live, done, *after))
 
 
 def read(data: bytes, request: Request) -> Saved:
@@ -107,7 +95,7 @@ def sequences(saved: Saved, request: Request) -> list[Sequence]:
             None,
             one.score,
             one.lineage,
-            one.index,
+            one.rank,
             one.provisional,
             one.finish,
             dict(one.values),

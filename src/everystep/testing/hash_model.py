@@ -20,7 +20,7 @@ from everystep.testing.hash_function import HashFunction
 from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
 
 ABILITIES = frozenset(
-    {"truncate", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder"}
+    {"truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder"}
 )
 _PLAIN = Extra()
 LAYERS = 2

@@ -85,7 +85,7 @@ class NativeExecutor:
         self._runner = open_runner(self._library, self._program, kv_type)
         self._threads = torch.get_num_threads()
         self._tables = [_RopeTable(rope) for rope in self._program.ropes]
-        self._asked = _Asked(len(self._tables))
+        self._asked = _StepNumbers(len(self._tables))
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
         self._turned: list[_Turned] = []
@@ -308,7 +308,7 @@ class _Turn:
     __slots__ = ("__weakref__",)
 
 
-class _Asked:
+class _StepNumbers:
     """The structure that the library reads, made once; every step writes all of it.
 
     The numbers of all feeds lie one after another in one piece of memory. An array and its address

@@ -346,9 +346,10 @@ def _kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
     length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
     if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
         return slice(-wanted, None)  # type: ignore[operator]
-    listed = isinstance(wanted, Tensor) and wanted.dtype in (torch.int64, torch.int32)
-    if listed and wanted.dim() == 1 and bool(((wanted >= -length) & (wanted < length)).all()):  # type: ignore[attr-defined]
-        return wanted  # type: ignore[return-value]
+    if isinstance(wanted, Tensor) and wanted.dtype in (torch.int64, torch.int32):
+        inside = (wanted >= -length) & (wanted < length)
+        if wanted.dim() == 1 and bool(inside.all()):
+            return wanted
     refuse(
         "logits_to_keep names no positions of the inputs",
         wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -58,7 +59,8 @@ def fresh(mix: Mix) -> Run:
 
 
 def step(run: Run) -> None:
-    run.events += run.engine.step()
+    """One line, so that nothing falls between the step and what a consumer has of it."""
+    run.events.extend(run.engine.step())
 
 
 def finished(run: Run, wire: Tripwire | None = None) -> bool:
@@ -69,8 +71,7 @@ def finished(run: Run, wire: Tripwire | None = None) -> bool:
             if wire is None or tripped:
                 run.step()
             else:
-                # One line for the step and what becomes of its events, as a consumer has it.
-                wire.run(lambda: run.events.extend(run.engine.step()))
+                wire.run(partial(step, run))
         except (Interrupt, MemoryError):
             tripped = True
     run.finish()
@@ -122,7 +123,7 @@ def test_two_interrupts_in_a_row_change_nothing(seed: int) -> None:
             wire = Tripwire(at)
             while run.engine.pending and wire.lines < at:
                 try:
-                    wire.run(lambda: run.events.extend(run.engine.step()))
+                    wire.run(partial(step, run))
                 except Interrupt:
                     break
             finished(run, Tripwire(again))

@@ -1,4 +1,4 @@
-"""A request's trouble is its own: whatever one of them raises, the others are as they were alone."""
+"""A request's trouble is its own: whatever one raises, the others are as they were alone."""
 
 from __future__ import annotations
 

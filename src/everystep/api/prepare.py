@@ -22,13 +22,13 @@ from everystep.engine import Guidance, PromptLookup
 from everystep.engine.collect import kept_rows
 from everystep.errors import refuse
 from everystep.nn.network import Heard
+from everystep.processors.base import User
 from everystep.processors.build import build
-from everystep.processors.order import Facts
 from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
+from everystep.processors.order import Facts
 from everystep.processors.stacking import varies
-from everystep.processors.base import User
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime
 from everystep.stops.ends import User as Criterion

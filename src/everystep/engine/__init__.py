@@ -2,8 +2,9 @@
 
 from everystep.engine.audit import audit
 from everystep.engine.drafting import DraftModel, PromptLookup
-from everystep.engine.engine import Counts, Engine
+from everystep.engine.engine import Engine
 from everystep.engine.readout import Guidance
+from everystep.engine.records import Counts
 from everystep.engine.schedule import Continuous, Lockstep
 
 __all__ = [

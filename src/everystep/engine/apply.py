@@ -12,17 +12,16 @@ Afterwards `cached < length` holds for every live sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from everystep.draws import fork_lineage
+from everystep.engine.events import child_events, token_events
 from everystep.engine.ledger import Ledger
-from everystep.engine.logprobs import Likelihood, last_choices
-from everystep.engine.regroup import common_length
 from everystep.errors import InvariantError, message
-from everystep.strategies.base import Batch, DecidesLate
+from everystep.strategies.base import Batch
 from everystep.types import (
     COLUMNS,
     Children,
@@ -86,7 +85,9 @@ def changes(
         change = found[group_of[child.parent]]
         if child.finish is not None and parent.finish is None:
             change.after.done.append(_finished(table, parent, child))
-        change.events += _events(table, parent, child)
+        change.events += child_events(
+            table, parent, child.tokens, child.finish, child.provisional, child.memo, child.rank
+        )
     # First of all, so that no group ever needs more rows than it declared.
     for g, source in {
         s.line: (g, s) for g, s in zip(group_of, batch.sequences, strict=True)
@@ -266,95 +267,6 @@ def _finished(table: TokenTable, parent: Sequence, child: Child) -> Finished:
     assert child.finish is not None, "only what ends is finished"
     lineage, rank, serial = parent.lineage, child.rank, child.serial
     return Finished(tokens, child.score, child.finish, lineage, rank, memo, serial)
-
-
-# --- events ---------------------------------------------------------------------------------------
-
-
-def _events(table: TokenTable, parent: Sequence, child: Child) -> list[Event]:
-    """The tokens of a streaming sequence that this child settles."""
-    request, index = parent.request, child.rank
-    strategy = request.strategy
-    if not strategy.streams or index >= strategy.returns or parent.finish is not None:
-        return []
-    tokens, first = child.tokens, parent.generated - parent.provisional
-    if parent.provisional:
-        tail = table.data[parent.line, parent.visible - parent.provisional : parent.visible]
-        tokens = [*tail.tolist(), *tokens]
-    if child.provisional:
-        tokens = tokens[: len(tokens) - child.provisional]
-    known = None
-    if request.wants.logprobs is not None:
-        memo = {**parent.memo, **(child.memo or {})}
-        known = last_choices(memo, len(tokens) + child.provisional)
-    return token_events(request.request_id, index, tokens, first, child.finish, known)
-
-
-def token_events(
-    request_id: str,
-    index: int,
-    tokens: list[int],
-    first: int,
-    finish: FinishReason | None,
-    known: list[Likelihood] | None = None,
-) -> list[Event]:
-    """One event per token, the reason on the last; one without a token if there is none.
-
-    `known`: how likely the tokens were; empty or None where nobody asked.
-    """
-    if not tokens:
-        return (
-            [] if finish is None else [Event(request_id, index, -1, position=first, finish=finish)]
-        )
-    last = len(tokens) - 1
-    events = [
-        Event(request_id, index, token, position=first + i, finish=finish if i == last else None)
-        for i, token in enumerate(tokens)
-    ]
-    return [_with_logprob(*pair) for pair in zip(events, known, strict=False)] if known else events
-
-
-def _with_logprob(event: Event, known: Likelihood) -> Event:
-    top = zip(known.top_tokens.tolist(), known.top_logprobs.tolist(), strict=True)
-    return replace(event, logprob=known.logprob, top_logprobs=tuple(top))
-
-
-def settled_events(after: Group, table: TokenTable) -> list[Event]:
-    """Tokens that every hypothesis of the result will begin with and that were not reported yet.
-
-    One event per token for each index of the result; the group remembers how many it has reported.
-    """
-    request = after.request
-    strategy: DecidesLate = request.strategy  # type: ignore[assignment]  # it does not stream
-    live, done = strategy.rivals(after)
-    first = request.prompt_visible + after.reported
-    tails = [table.data[s.line, first : s.visible - s.provisional] for s in live]
-    tails += [hypothesis.tokens[after.reported :] for hypothesis in done]
-    tokens = tails[0][: common_length(tails)].tolist() if tails else []
-    if not tokens:
-        return []
-    known = last_choices([*live, *done][0].memo, len(tails[0]))[: len(tokens)]
-    start = after.reported
-    after.reported += len(tokens)
-    return [
-        event
-        for index in range(strategy.returns)
-        for event in token_events(request.request_id, index, tokens, start, None, known)
-    ]
-
-
-def last_events(after: Group) -> list[Event]:
-    """What of the result of a group that is over was not reported yet."""
-    strategy, told = after.request.strategy, after.reported
-    if strategy.streams:
-        return []
-    events: list[Event] = []
-    for index, done in enumerate(strategy.finish(after)):
-        tokens = done.tokens.tolist()
-        known = last_choices(done.memo, len(tokens))[told:]
-        name = after.request.request_id
-        events += token_events(name, index, tokens[told:], told, done.reason, known)
-    return events
 
 
 # --- endings --------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def audit(engine: Engine) -> None:
     _require(len(lines) == len(set(lines)), "a line of the token table is shared", lines)
     _require(len(lines) == engine.table.open_lines, "a line of the token table is leaked", lines)
     _require(set(held) == engine.ledger.held, "the ledger and the sequences differ", held)
-    drafted = sum(drafting.held() for drafting in engine.drafting.values())
+    drafted = engine.drafters.held()
     memories = [
         memory
         for group in engine.scheduler.groups

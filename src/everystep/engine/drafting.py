@@ -7,6 +7,7 @@ sequence because they are one of its memories.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,13 +15,24 @@ import numpy as np
 import torch
 
 from everystep.engine.apply import sprout
+from everystep.engine.choices import NOBODYS
 from everystep.engine.ledger import Ledger
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch
-from everystep.types import Columns, Prompt, Rows, Scores, Sequence, TokenTable, Work, is_memory
-from everystep.types.protocols import Drafting
+from everystep.types import (
+    Columns,
+    Group,
+    Prompt,
+    Rows,
+    Scores,
+    Sequence,
+    TokenTable,
+    Work,
+    is_memory,
+)
+from everystep.types.protocols import Drafter, Drafting
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -239,9 +251,84 @@ def _batch(rows: Rows, done: int, vocabulary: int) -> Batch:
         after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
         after.length += done
         later.append(after)
-    numbers = np.arange(len(later))
+    numbers, none = np.arange(len(later)), Columns()
     draws = later[0].request.draws
     return Batch(
         [], later, numbers, rows.table, numbers, len(later), draws, vocabulary,
-        lambda _: Columns(), lambda parents, _: [None] * len(parents),
+        lambda _: none, lambda parents, _: [None] * len(parents),
     )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Drafters:
+    """The drafters at work for an engine, by the value that asked for them."""
+
+    at_work: dict[Drafter, Drafting] = field(default_factory=dict)
+
+    def open(self, drafter: Drafter | None, vocabulary: int) -> None:
+        """The drafter is at work; RequestError if it cannot draft for such a vocabulary."""
+        if drafter is not None and drafter not in self.at_work:
+            self.at_work[drafter] = drafter.start(vocabulary)
+
+    def propose(
+        self, choosing: list[Group], groups: list[Group], table: TokenTable
+    ) -> tuple[dict[int, np.ndarray], list[tuple[Group, Exception]]]:
+        """Sequence id -> the ids that may follow it, for groups that choose; and those among them
+        whose drafter fails. `groups`: all that are not over."""
+        asking: deque[tuple[Drafter, list[Group]]] = deque(_by_drafter(choosing).items())
+        drafts: dict[int, np.ndarray] = {}
+        failed: list[tuple[Group, Exception]] = []
+        while asking:
+            drafter, own = asking.popleft()
+            try:
+                drafts |= self._proposed(drafter, [s for group in own for s in group.live], table)
+            except NOBODYS:
+                raise
+            except Exception as error:
+                self._restart(drafter, groups)
+                if len(own) == 1:
+                    failed.append((own[0], error))
+                else:
+                    asking.extend((drafter, [group]) for group in own)
+        return drafts, failed
+
+    def restart(self) -> None:
+        """None of them holds anything."""
+        for drafting in self.at_work.values():
+            drafting.restart()
+
+    def held(self) -> int:
+        """How many cache rows they hold."""
+        return sum(drafting.held() for drafting in self.at_work.values())
+
+    def _proposed(
+        self, drafter: Drafter, sequences: list[Sequence], table: TokenTable
+    ) -> dict[int, np.ndarray]:
+        """Ids after each of the sequences that have room for more than the choice."""
+        open_ones = [s for s in sequences if s.finish is None and _room(s) > 0]
+        if not open_ones:
+            return {}
+        proposed = self.at_work[drafter].propose(open_ones, table)
+        pairs = zip(open_ones, proposed, strict=True)
+        return {id(s): draft[: _room(s)] for s, draft in pairs if len(draft)}
+
+    def _restart(self, drafter: Drafter, groups: list[Group]) -> None:
+        """The drafter holds nothing, and no sequence remembers otherwise."""
+        for group in groups:
+            if group.request.drafter == drafter:
+                for sequence in group.live:
+                    sequence.forget()
+        self.at_work[drafter].restart()
+
+
+def _by_drafter(groups: list[Group]) -> dict[Drafter, list[Group]]:
+    found: dict[Drafter, list[Group]] = {}
+    for group in groups:
+        if group.request.drafter is not None:
+            found.setdefault(group.request.drafter, []).append(group)
+    return found
+
+
+def _room(sequence: Sequence) -> int:
+    """How many tokens may follow a sequence beside the one that it chooses now."""
+    return sequence.request.max_length - sequence.length - 1

@@ -17,38 +17,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from everystep.engine.apply import (
-    Change,
-    abandoned,
-    changes,
-    forget,
-    last_events,
-    release,
-    settled_events,
-)
-from everystep.engine.batches import History, Picked, Scored, score
+from everystep.engine.apply import Change, abandoned, release
+from everystep.engine.batches import History
+from everystep.engine.choices import NOBODYS, Choices, failed
+from everystep.engine.drafting import Drafters
+from everystep.engine.events import last_events, settled_events
 from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, note_hidden
 from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
-from everystep.engine.logprobs import note_choices, with_prompt
 from everystep.engine.readout import best_needed
-from everystep.engine.records import Capture, StepRecord
+from everystep.engine.records import Counts, StepRecord
 from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
-from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.errors import UnsupportedError, message
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
-from everystep.executors.process import set_threads_here
 from everystep.types import (
-    Children,
     Companion,
     Event,
     FinishReason,
@@ -59,27 +50,8 @@ from everystep.types import (
     TokenTable,
     Work,
 )
-from everystep.types.protocols import Drafter, Drafting
 
 Observer = Callable[[StepRecord], None]
-# A request's own code may raise anything else, which ends that request alone.
-_NOBODYS = (MemoryError, InvariantError)
-
-
-@dataclass(slots=True)
-class Counts:
-    """What the engine has done so far; deterministic, so that tests can hold it to account."""
-
-    steps: int = 0
-    forwards: int = 0
-    fed: int = 0
-    chunks: int = 0
-    syncs: int = 0
-    preemptions: int = 0
-    preemptions_in_decode: int = 0
-    long_children: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +66,6 @@ class Commit:
     events: deque[Event]
     history: History
     records: deque[StepRecord]
-
-
-@dataclass(slots=True)
-class Step:
-    """What the first half of a step has found out so far."""
-
-    fed: Fed
-    work: Work
-    output: StepOutput
-    changes: list[Change] = field(default_factory=list)
-    records: list[StepRecord] = field(default_factory=list)
-    history: History = ()
 
 
 class Engine:
@@ -129,7 +89,7 @@ class Engine:
         self.table = TokenTable()
         self.ledger = Ledger()
         self.counts = Counts()
-        self.drafting: dict[Drafter, Drafting] = {}
+        self.drafters = Drafters()
         # Observers are shown whole rows.
         self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
@@ -149,9 +109,7 @@ class Engine:
         """The request waits for its first step; refused if the executor lacks what it needs."""
         self._require_abilities(request)
         require_fitting(request, self.executor.inputs)
-        drafter = request.drafter
-        if drafter is not None and drafter not in self.drafting:
-            self.drafting[drafter] = drafter.start(self.executor.vocab_size)
+        self.drafters.open(request.drafter, self.executor.vocab_size)
         best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
         group = Group(request, self._submitted, best=best)
         prompt = request.prompt
@@ -210,8 +168,7 @@ class Engine:
                 sequence.forget()
                 for unit in sequence.units:
                     unit.lose_row()
-            for drafting in self.drafting.values():
-                drafting.restart()
+            self.drafters.restart()
             self.ledger.restart(self.executor.audit())
             self.table.keep({sequence.line for sequence in live})
             self._broken = False
@@ -221,20 +178,23 @@ class Engine:
     def _step(self) -> None:
         grants = self._let_in(self.scheduler.plan(self.preempt))
         ready = [grant.group for grant in grants if chooses(grant, self.table)]
-        drafts, failed = self._draft(ready)
-        if failed:
-            self._end(failed)
+        drafts, broken = self.drafters.propose(ready, self.scheduler.groups, self.table)
+        if broken:
+            self._end([one for group, error in broken for one in self._failed([group], error)])
             return
-        kinds, fed, work = self._feed(grants, Fed(ready, drafts))
+        fed = Fed(ready, drafts)
+        work = self._feed(grants, fed)
         output = self._run(work, grants, fed.ready)
         if output is None:
             return
         self._count(fed)
         note_hidden(fed, output)
-        step = Step(fed, work, output, history=self._history)
-        self._choose(kinds, step)
-        self._note_prompts(step)
-        self._end(step.changes, step)
+        choices = Choices(
+            self.table, self.ledger, self.counts, self._submitted, bool(self.observers),
+            fed, work, output, self._history,
+        )  # fmt: skip
+        choices.make()
+        self._end(choices.changes, choices)
 
     def _let_in(self, grants: list[Grant]) -> list[Grant]:
         """The grants whose sequences have lines; one alone while somebody broke a forward."""
@@ -248,58 +208,16 @@ class Engine:
                 regroup(grant.group, self.table, self.ledger)
         return grants
 
-    def _feed(self, grants: list[Grant], fed: Fed) -> tuple[list[list[Group]], Fed, Work]:
-        """The groups that will choose in this step, kind by kind, and what the step feeds."""
+    def _feed(self, grants: list[Grant], fed: Fed) -> Work:
+        """All that the step feeds; `fed` knows which groups choose, and their drafts."""
         builder = self._builder()
         feed(grants, fed, builder)
         requests = [grant.group.request for grant in grants]
         totals = any(request.strategy.reads.scores == "log_probs" for request in requests)
-        work = builder.work(totals=totals)
-        return _kinds(fed.ready), fed, work
+        return builder.work(totals=totals)
 
     def _builder(self) -> WorkBuilder:
         return WorkBuilder(self.table, self.ledger, self.executor.inputs)
-
-    def _draft(self, groups: list[Group]) -> tuple[dict[int, np.ndarray], list[Change]]:
-        """The drafts of groups that choose, and what becomes of those whose drafter fails."""
-        drafters: dict[Drafter, list[Group]] = {}
-        for group in groups:
-            if group.request.drafter is not None:
-                drafters.setdefault(group.request.drafter, []).append(group)
-        drafts: dict[int, np.ndarray] = {}
-        failed: list[Change] = []
-        asking = deque(drafters.items())
-        while asking:
-            drafter, own = asking.popleft()
-            try:
-                drafts |= self._proposed(drafter, [s for group in own for s in group.live])
-            except _NOBODYS:
-                raise
-            except Exception as error:
-                self._restart(drafter)
-                if len(own) == 1:
-                    failed += self._failed(own, error)
-                else:
-                    asking.extend((drafter, [group]) for group in own)
-        return drafts, failed
-
-    def _restart(self, drafter: Drafter) -> None:
-        """The drafter holds nothing, and no sequence remembers otherwise."""
-        for group in self.scheduler.groups:
-            if group.request.drafter == drafter:
-                for sequence in group.live:
-                    sequence.forget()
-        if drafter in self.drafting:
-            self.drafting[drafter].restart()
-
-    def _proposed(self, drafter: Drafter, sequences: list[Sequence]) -> dict[int, np.ndarray]:
-        """The drafter's ids after each of the sequences that have room for one beside the choice."""
-        open_ones = [s for s in sequences if s.finish is None and _room(s) > 0]
-        if not open_ones:
-            return {}
-        proposed = self.drafting[drafter].propose(open_ones, self.table)
-        pairs = zip(open_ones, proposed, strict=True)
-        return {id(s): draft[: _room(s)] for s, draft in pairs if len(draft)}
 
     def _run(self, work: Work, grants: list[Grant], ready: list[Group]) -> StepOutput | None:
         """What the executor answers. If it fails, who broke it is found by feeding one at a time,
@@ -308,7 +226,7 @@ class Engine:
         self.counts.fed += len(work.tokens)
         try:
             output = self.executor.run(work)
-        except _NOBODYS:
+        except NOBODYS:
             raise
         except Exception as error:
             groups = [grant.group for grant in grants]
@@ -330,79 +248,9 @@ class Engine:
         self.counts.chunks += fed.chunks
         self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
 
-    def _choose(self, kinds: list[list[Group]], step: Step) -> None:
-        """What every group that chooses becomes; one transfer serves all of them."""
-        scored = [one for groups in kinds for one in self._scored(groups, step)]
-        picked = [one.pick() for one in scored]
-        self.counts.syncs += bool(picked)
-        for one, arrived in zip(scored, _together(picked), strict=True):
-            self._selected(one, arrived, step)
-
-    def _scored(self, groups: list[Group], step: Step) -> list[Scored]:
-        """The scores of groups with equal strategies; if that fails, of each for itself."""
-        try:
-            return [self._score(groups, step)]
-        except _NOBODYS:
-            raise
-        except Exception as error:
-            for sequence in (s for group in groups for s in group.live):
-                forget(sequence)
-            if len(groups) == 1:
-                step.changes += self._failed(groups, error)
-                return []
-            return [one for group in groups for one in self._scored([group], step)]
-
-    def _score(self, groups: list[Group], step: Step) -> Scored:
-        return score(
-            groups, step.fed, step.output, self.table, self._submitted, self._history
-        )
-
-    def _selected(self, scored: Scored, first: tuple[np.ndarray, ...], step: Step) -> None:
-        """What becomes of groups that chose together; if that fails, of each for itself."""
-        try:
-            children = scored.select(self._rounds(scored, first))
-        except _NOBODYS:
-            raise
-        except Exception as error:
-            if len(scored.groups) == 1:
-                step.changes += self._failed(scored.groups, error)
-                return
-            for one in (one for group in scored.groups for one in self._scored([group], step)):
-                self._selected(one, _together([one.pick()])[0], step)
-            return
-        longer = children.counts > 1
-        self.counts.long_children += int(longer.sum())
-        self.counts.accepted += int((children.counts[longer] - 1).sum())
-        if scored.shown:
-            step.history = scored.shown[: len(self._history) + int(children.counts.max())]
-        if self.observers:
-            step.records.append(_record(scored, children, step))
-        children, noted = note_choices(scored.sequences, scored.first, children, scored.logits)
-        self.counts.syncs += noted
-        step.changes += changes(scored.of_sequences(), children, scored.drafts, *self._stores)
-
-    def _rounds(self, scored: Scored, first: tuple[np.ndarray, ...]) -> Picked:
-        """What every round of the strategy picks; each after the first sees those before it."""
-        picked: Picked = (first,)
-        while len(picked) < scored.groups[0].request.strategy.rounds:
-            picked = (*picked, _together([scored.pick(picked)])[0])
-        return picked
-
-    def _note_prompts(self, step: Step) -> None:
-        """How likely prompts are, where that was asked."""
-        for asked in step.fed.prompt_rows:
-            change = next((one for one in step.changes if one.group is asked.group), None)
-            if change is None:
-                change = Change(asked.group, asked.group.without_live())
-                change.after.live = asked.group.live
-                step.changes.append(change)
-            change.after.prompt_known = with_prompt(
-                change.after.prompt_known, asked, step.output.logits
-            )
-
     def _failed(self, groups: list[Group], error: Exception) -> list[Change]:
         """What becomes of groups that this error ends."""
-        return [abandoned(group, FinishReason("error", error), *self._stores) for group in groups]
+        return failed(groups, error, *self._stores)
 
     @property
     def _stores(self) -> tuple[TokenTable, Ledger]:
@@ -410,7 +258,7 @@ class Engine:
 
     # --- the second half --------------------------------------------------------------------------
 
-    def _end(self, found: list[Change], step: Step | None = None) -> None:
+    def _end(self, found: list[Change], step: Choices | None = None) -> None:
         """The changes happen, and what follows from them."""
         after = {id(change.group): change.after for change in found}
         alive = any(not after.get(id(g), g).finished for g in self.scheduler.groups)
@@ -493,65 +341,3 @@ def _visible(request: Request) -> np.ndarray:
     token = request.pad_token if request.prefix_token is None else request.prefix_token
     pad = np.full(request.pad_prefix, token, dtype=np.int64)
     return pad if ids is None else np.concatenate([pad, ids])
-
-
-def _room(sequence: Sequence) -> int:
-    """How many tokens may follow a sequence beside the one that it chooses now."""
-    return sequence.request.max_length - sequence.length - 1
-
-
-def _kinds(groups: list[Group]) -> list[list[Group]]:
-    """Groups that choose together: equal in strategy, source of draws and readout."""
-    kinds: dict[object, list[Group]] = {}
-    for group in groups:
-        request = group.request
-        # Shortlists may be of different lengths.
-        best = group.best > 0 if request.strategy.reads.shortlists else group.best
-        key = (request.strategy, type(request.draws), request.readout, best)
-        kinds.setdefault(key, []).append(group)
-    return list(kinds.values())
-
-
-def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:
-    """The same tensors on the host: from an accelerator they travel as one block of bytes."""
-    flat = [tensor for tensors in picked for tensor in tensors]
-    if not flat or flat[0].device.type == "cpu":
-        return [tuple(tensor.cpu().numpy() for tensor in tensors) for tensors in picked]
-    block = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in flat]).cpu()
-    host, start = [], 0
-    for tensor in flat:
-        end = start + tensor.numel() * tensor.element_size()
-        # a copy aligns the bytes for the wider type
-        host.append(block[start:end].clone().view(tensor.dtype).reshape(tensor.shape).numpy())
-        start = end
-    arrived = iter(host)
-    return [tuple(next(arrived) for _ in tensors) for tensors in picked]
-
-
-def _record(scored: Scored, children: Children, step: Step) -> StepRecord:
-    batch = scored.of_sequences()
-    captures = _captures(scored.sequences, scored.groups, step.fed, step.output, step.work)
-    return StepRecord(
-        tuple(scored.groups),
-        tuple(scored.sequences),
-        batch.group_of,
-        scored.owner,
-        scored.logits,
-        scored.scores.whole().values,
-        children,
-        captures,
-    )
-
-
-def _captures(
-    sequences: list[Sequence], groups: list[Group], fed: Fed, output: StepOutput, work: Work
-) -> dict[int, Capture]:
-    """Batch index -> what the sequence's feed returned, for requests that want it."""
-    captures: dict[int, Capture] = {}
-    source_of = {s.line: s for group in groups for s in group.live}
-    for s, sequence in enumerate(sequences):
-        f = fed.feed_of[id(source_of[sequence.line])]
-        answer = output.answers.get(f)
-        if answer is not None and (answer.layers or answer.attentions):
-            captures[s] = Capture(int(work.starts[f]), int(work.counts[f]), answer)
-    return captures

@@ -11,6 +11,22 @@ from torch import Tensor
 from everystep.types import Answer, Children, Group, Sequence
 
 
+@dataclass(slots=True)
+class Counts:
+    """What the engine has done so far; deterministic, so that tests can hold it to account."""
+
+    steps: int = 0
+    forwards: int = 0
+    fed: int = 0
+    chunks: int = 0
+    syncs: int = 0
+    preemptions: int = 0
+    preemptions_in_decode: int = 0
+    long_children: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
     """What one sequence's feed of `count` positions from `start` on returned beside logits."""

@@ -86,8 +86,8 @@ class Model:
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
         as (B, T) or (axes, B, T), as in the reference's `forward`. With an encoder these describe
         what it reads, the logits are those of `decoder_input_ids` (B, T), and there is no cache.
-        `kept`: the positions whose logits are given. Differentiable where the weights are plain; UnsupportedError where a
-        gradient would have to pass through packed ones.
+        `kept`: the positions whose logits are given. Differentiable where the weights are plain;
+        UnsupportedError where a gradient would have to pass through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
             raise RequestError(

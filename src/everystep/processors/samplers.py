@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE, integer
-from everystep.processors.base import Filter, LogitsProcessor
+from everystep.processors.base import Filter, LogitsProcessor, remembers
 from everystep.processors.stacking import Counts, Numbers, admit, column, counts
 from everystep.types import Rows, Scores, Sequence
 from everystep.types.batch import places_of
@@ -125,7 +125,7 @@ class Xtc(LogitsProcessor):
 def _numbers(rows: Rows) -> Tensor:
     """(R, 1) what decides whether XTC strikes in each row."""
     sequences, draws = rows.sequences, rows.sequences[0].request.draws
-    if draws is None:
+    if not remembers(rows):  # rows of a call by hand
         return torch.rand(len(rows), 1, dtype=torch.float64)
     shifts = np.fromiter((one.request.shift for one in sequences), np.int64, len(rows))
     slots = np.arange(len(rows))

@@ -121,7 +121,7 @@ class Beam:
         """(G, V) what each token loses for the earlier searches that chose it."""
         counts = np.zeros((len(batch.groups), batch.vocabulary), np.float32)
         for search, picked in enumerate(earlier):
-            found = self._candidates(batch, [picked], [search])
+            found = self._candidates(batch, (picked,), [search])
             chosen = found.token[np.arange(len(counts))[:, None], found.ranks]
             np.add.at(counts, (np.arange(len(counts))[:, None], chosen), 1.0)
         return torch.from_numpy(counts * np.float32(self.diversity)).to(scores)
@@ -138,16 +138,17 @@ class Beam:
         reasons = batch.stops(parent.ravel(), token.ravel())
         ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)
         going, ranks = _top(np.where(ended, scores + _NEVER, scores), self.beams)
-        return Candidates(scores, parent, token, ended, reasons, going, ranks, drawn.all(axis=1))
+        whole = np.logical_and.reduce(drawn, axis=1)
+        return Candidates(scores, parent, token, ended, reasons, going, ranks, whole)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
         """Candidates that end are banked, the best others go on; all searches at once."""
         found = self._candidates(batch, picked, [*range(self.searches)])
         banks = Banks.of(batch, self)
         entries = banks.enter(found.scores, found.ended)
-        lost = (~found.drawn).reshape(-1, self.searches).any(axis=1)
-        over = banks.settle(found.going[:, :1], found.ended).reshape(-1, self.searches).all(axis=1)
-        over &= ~lost
+        lost = np.logical_or.reduce((~found.drawn).reshape(-1, self.searches), axis=1)
+        settled = banks.settle(found.going[:, :1], found.ended).reshape(-1, self.searches)
+        over = np.logical_and.reduce(settled, axis=1) & ~lost
         live = [
             g * self.searches + search
             for g, group in enumerate(batch.groups)
@@ -192,7 +193,7 @@ class Beam:
         return paths
 
     def best(self, group: Group) -> list[Finished]:
-        """The `width` best of those that the banks hold, in their order, and that were cut short."""
+        """The `width` best of what the banks hold, in their order, and of what was cut short."""
         slots: list[int] = [n for bank in group.state or () for n in bank.serials.tolist()]
 
         def place(done: Finished) -> tuple[float, int]:
@@ -306,7 +307,7 @@ class Banks:
     @property
     def full(self) -> np.ndarray:
         """(N, 1) whether a search ends because all places are taken."""
-        return self.filled.all(axis=1, keepdims=True) & self.eager
+        return np.logical_and.reduce(self.filled, axis=1, keepdims=True) & self.eager
 
     def enter(self, scores: np.ndarray, ended: np.ndarray) -> list[Entry]:
         """(N, ranked) candidates, and which ended -> those that the banks take."""

@@ -26,6 +26,7 @@ from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.hash_model import Row
 from everystep.types import Companion, Prompt, Rows, Scores, Sequence, companion_length
+from everystep.types.batch import Places
 
 Place = tuple[ModuleType | type, str]
 
@@ -149,7 +150,7 @@ def _positions_stand_still(span: given.Span) -> Tensor | None:
 
 
 @mutant("order-dependent draw", (draws.SeededDraws, "uniform"))
-def _draw_by_slot(self: draws.SeededDraws, stream: str, places: draws.Places, n: int = 1) -> Tensor:
+def _draw_by_slot(self: draws.SeededDraws, stream: str, places: Places, n: int = 1) -> Tensor:
     return torch.from_numpy(draws.uniform(places.seed, stream, places.slot, places.position, n))
 
 

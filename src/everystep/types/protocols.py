@@ -41,10 +41,10 @@ class Reads:
 
     `scores`: processed logits, or processed log-probabilities. `best`: how many of the best scores
     of a row decide where no processor changes them, or 0 for all of them. `shortlists`: whether
-    `pick` needs no token that processors left at -inf; then they may be shown the best of a row. `hidden`: whether it reads the last hidden states of every position, which are kept
-    as `Batch.columns`. `alone`:
-    whether each sequence chooses one token from its own row, whatever the others do; such a
-    strategy can be given drafts, of which it learns nothing.
+    `pick` needs no token that processors left at -inf; then they may be shown the best of a row.
+    `hidden`: whether it reads the last hidden states of every position, kept as `Batch.columns`.
+    `alone`: whether each sequence chooses one token from its own row, whatever the others do; such
+    a strategy can be given drafts, of which it learns nothing.
     """
 
     scores: Literal["logits", "log_probs"] = "logits"

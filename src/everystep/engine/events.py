@@ -1,0 +1,106 @@
+"""What consumers see of a step: tokens as they are settled, and the end of each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+from everystep.engine.logprobs import Likelihood, last_choices
+from everystep.engine.regroup import common_length
+from everystep.strategies.base import DecidesLate
+from everystep.types import Event, FinishReason, Group, Sequence, TokenTable
+
+
+def child_events(
+    table: TokenTable,
+    parent: Sequence,
+    tokens: list[int],
+    finish: FinishReason | None,
+    provisional: int,
+    memo: dict[str, Any] | None,
+    index: int,
+) -> list[Event]:
+    """The tokens of a streaming sequence that a child with these `tokens` settles.
+
+    Its last `provisional` ones may still be taken back; `memo` is added to the parent's.
+    """
+    request, strategy = parent.request, parent.request.strategy
+    if not strategy.streams or index >= strategy.returns or parent.finish is not None:
+        return []
+    first = parent.generated - parent.provisional
+    if parent.provisional:
+        tail = table.data[parent.line, parent.visible - parent.provisional : parent.visible]
+        tokens = [*tail.tolist(), *tokens]
+    if provisional:
+        tokens = tokens[: len(tokens) - provisional]
+    known = None
+    if request.wants.logprobs is not None:
+        known = last_choices({**parent.memo, **(memo or {})}, len(tokens) + provisional)
+    return token_events(request.request_id, index, tokens, first, finish, known)
+
+
+def token_events(
+    request_id: str,
+    index: int,
+    tokens: list[int],
+    first: int,
+    finish: FinishReason | None,
+    known: list[Likelihood] | None = None,
+) -> list[Event]:
+    """One event per token, the reason on the last; one without a token if there is none.
+
+    `known`: how likely the tokens were; empty or None where nobody asked.
+    """
+    if not tokens:
+        return (
+            [] if finish is None else [Event(request_id, index, -1, position=first, finish=finish)]
+        )
+    last = len(tokens) - 1
+    events = [
+        Event(request_id, index, token, position=first + i, finish=finish if i == last else None)
+        for i, token in enumerate(tokens)
+    ]
+    return [_with_logprob(*pair) for pair in zip(events, known, strict=False)] if known else events
+
+
+def _with_logprob(event: Event, known: Likelihood) -> Event:
+    top = zip(known.top_tokens.tolist(), known.top_logprobs.tolist(), strict=True)
+    return replace(event, logprob=known.logprob, top_logprobs=tuple(top))
+
+
+def settled_events(after: Group, table: TokenTable) -> list[Event]:
+    """Tokens that every hypothesis of the result will begin with and that were not reported yet.
+
+    One event per token for each index of the result; the group remembers how many it has reported.
+    """
+    request = after.request
+    strategy = cast(DecidesLate, request.strategy)  # it does not stream
+    live, done = strategy.rivals(after)
+    first = request.prompt_visible + after.reported
+    tails = [table.data[s.line, first : s.visible - s.provisional] for s in live]
+    tails += [hypothesis.tokens[after.reported :] for hypothesis in done]
+    tokens = tails[0][: common_length(tails)].tolist() if tails else []
+    if not tokens:
+        return []
+    known = last_choices((live[0] if live else done[0]).memo, len(tails[0]))[: len(tokens)]
+    start = after.reported
+    after.reported += len(tokens)
+    return [
+        event
+        for index in range(strategy.returns)
+        for event in token_events(request.request_id, index, tokens, start, None, known)
+    ]
+
+
+def last_events(after: Group) -> list[Event]:
+    """What of the result of a group that is over was not reported yet."""
+    strategy, told = after.request.strategy, after.reported
+    if strategy.streams:
+        return []
+    events: list[Event] = []
+    for index, done in enumerate(strategy.finish(after)):
+        tokens = done.tokens.tolist()
+        known = last_choices(done.memo, len(tokens))[told:]
+        name = after.request.request_id
+        events += token_events(name, index, tokens[told:], told, done.reason, known)
+    return events

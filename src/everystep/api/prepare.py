@@ -15,8 +15,8 @@ from everystep.api.caches import continued, new_cache, require_possible, row_qua
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs
 from everystep.api.options import Host, Options
-from everystep.cache.formats import Quantization
 from everystep.cache.containers import Cache
+from everystep.cache.formats import Quantization
 from everystep.config.effective import for_rows
 from everystep.engine import Guidance, PromptLookup
 from everystep.engine.collect import kept_rows

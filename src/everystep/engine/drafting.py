@@ -264,7 +264,7 @@ def _batch(rows: Rows, done: int, vocabulary: int) -> Batch:
     draws = later[0].request.draws
     return Batch(
         [], later, numbers, rows.table, numbers, len(later), draws, vocabulary,
-        lambda _: Columns(), lambda parents, _: [None] * len(parents),
+        lambda _: none, lambda parents, _: [None] * len(parents),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from everystep.files.sources import Settings
+from everystep.files.sources import SourceSettings
 
 TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers==5.23.0"
@@ -54,7 +54,7 @@ class Unavailable(Exception):
 
 def default_folder() -> Path:
     """Where environments and converted models are kept: outside the repository."""
-    return Settings.from_environment().cache / "bench" / "peers"
+    return SourceSettings.from_environment().cache / "bench" / "peers"
 
 
 def python_of(peer: Peer, folder: Path) -> Path:

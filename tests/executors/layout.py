@@ -12,7 +12,7 @@ from everystep.models import Model
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import Decoder
 from everystep.nn.attention import Rule
-from everystep.nn.network import Context, Heard, Inputs, Store
+from everystep.nn.network import Context, Heard, StepInputs, Store
 from everystep.nn.relative_bias import RelativeBias
 from everystep.nn.rotary import Rope, Unscaled, section_axes
 from everystep.types import InputSpec
@@ -68,7 +68,7 @@ class LayoutDecoder:
         """(n, 4) -> (n, E)."""
         return self.sides[torch.arange(4), bbox].sum(dim=1)
 
-    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+    def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         given = inputs.declared["bbox"]
         hidden = inputs.hidden.index_add(0, given.places, self.boxes(given.values))
         return self.decoder.forward(replace(inputs, hidden=hidden), context)
@@ -106,7 +106,7 @@ def axes_model(interleaved: bool, dtype: torch.dtype = torch.float64) -> Model:
 def masked_logits(model: Model, inputs: Tensor, seen: Tensor) -> Tensor:
     """(T, V) of (T, E) embeddings, where position i sees j iff `seen` (1 or H, T, T) says so."""
     places = torch.arange(len(inputs))
-    given = Inputs(inputs, places, torch.full_like(places, len(places)))
+    given = StepInputs(inputs, places, torch.full_like(places, len(places)))
     with torch.inference_mode():
         hidden = model.network.forward(given, _Masked(seen))
         return model.network.logits(model.network.finish(hidden))

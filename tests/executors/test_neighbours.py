@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.cache.context import Context
+from everystep.cache.context import CacheContext
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
@@ -100,14 +100,14 @@ def test_on_torch_the_paths_of_neighbours_stay(name: str, monkeypatch: pytest.Mo
     calls: Counter[str] = Counter()
 
     def counted(method: str) -> None:
-        before = getattr(Context, method)
+        before = getattr(CacheContext, method)
 
-        def call(self: Context, *given: Any) -> Tensor:
+        def call(self: CacheContext, *given: Any) -> Tensor:
             calls[method] += 1
             result: Tensor = before(self, *given)
             return result
 
-        monkeypatch.setattr(Context, method, call)
+        monkeypatch.setattr(CacheContext, method, call)
 
     model = random_model(PLAIN)
     wanted = ran(TorchExecutor(model), None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from everystep.models import Model
 from everystep.models.dense import DenseContext
 from everystep.nn.attention import Rule, additive, probabilities, visible
-from everystep.nn.network import Inputs
+from everystep.nn.network import StepInputs
 from everystep.nn.relative_bias import RelativeBias
 from everystep.types import Answer, Extra, Given, StepOutput, Verb, Work
 
@@ -76,7 +76,9 @@ class History:
         watcher = Watcher(DenseContext(model.network, 1, len(self.inputs), None))
         lengths = self.positions.amax().add(1).expand(len(self.inputs))
         with torch.inference_mode():
-            hidden = model.network.forward(Inputs(self.inputs, self.positions, lengths), watcher)
+            hidden = model.network.forward(
+                StepInputs(self.inputs, self.positions, lengths), watcher
+            )
             watcher.layers[-1] = model.network.finish(hidden)
         return watcher
 

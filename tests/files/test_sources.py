@@ -10,7 +10,7 @@ import pytest
 from everystep.errors import FormatError, MissingFileError, RequestError
 from everystep.files import sources
 from everystep.files.hub import HubAccess, HubId
-from everystep.files.sources import DEFAULT_MODEL, KNOWN_MODELS, Settings, resolve_source
+from everystep.files.sources import DEFAULT_MODEL, KNOWN_MODELS, SourceSettings, resolve_source
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_a_local_path_has_no_revision(elsewhere: Path) -> None:
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path) -> None:
-    assert Settings.from_environment().models == tmp_path / "cache" / "everystep" / "models"
+    assert SourceSettings.from_environment().models == tmp_path / "cache" / "everystep" / "models"
 
 
 @pytest.mark.parametrize("value", ["", "relative/folder"])
@@ -145,7 +145,7 @@ def test_a_cache_folder_that_is_not_absolute_is_ignored(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", value)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert Settings.from_environment().cache == tmp_path / ".cache" / "everystep"
+    assert SourceSettings.from_environment().cache == tmp_path / ".cache" / "everystep"
 
 
 def test_the_default_model_is_the_promised_one() -> None:

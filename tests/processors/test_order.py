@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 
 from everystep.config import merge_configs
 from everystep.errors import RequestError
-from everystep.processors.base import User
+from everystep.processors.base import UserProcessor
 from everystep.processors.build import build
 from everystep.processors.length import (
     MinLengthLogitsProcessor,
@@ -75,7 +75,7 @@ def test_a_configuration_means_what_it_means_in_the_reference(seed: int) -> None
     values = {name: pick.choice(c) for name, c in CHOICES.items() if pick.random() < 0.35}
     values["do_sample"] = pick.random() < 0.7
     if not values["do_sample"]:
-        values = {name: v for name, v in values.items() if RANK[User] > _rank_of(name)}
+        values = {name: v for name, v in values.items() if RANK[UserProcessor] > _rank_of(name)}
     beams, pads = pick.choice([1, 3]), [0, 2, 1]
     width = pick.choice([PROMPT, PROMPT + 3, LENGTH - 1])
     prefixes, encoder = rectangle(3, width), torch.tensor(rectangle(1, 6))
@@ -123,7 +123,12 @@ def test_a_users_processor_stands_before_those_for_sampling() -> None:
         return scores
 
     kinds = [type(p) for p in built((own,), do_sample=True, min_length=9, temperature=0.5)]
-    assert kinds == [MinLengthLogitsProcessor, User, TemperatureLogitsWarper, TopKLogitsWarper]
+    assert kinds == [
+        MinLengthLogitsProcessor,
+        UserProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+    ]
 
 
 def test_one_object_given_twice_runs_once() -> None:
@@ -143,8 +148,8 @@ def test_a_given_processor_for_sampling_stands_in_the_users_slot() -> None:
     own = TemperatureLogitsWarper(0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert built((own,), do_sample=True, temperature=0.5, top_k=0) == (User(own), own)
-    rows, scores = rows_of([[1]], (User(own, takes_rows=True), own)), torch.ones(1, 5)
+        assert built((own,), do_sample=True, temperature=0.5, top_k=0) == (UserProcessor(own), own)
+    rows, scores = rows_of([[1]], (UserProcessor(own, takes_rows=True), own)), torch.ones(1, 5)
     assert applied(rows, scores).tolist() == [[4.0] * 5]
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers.generation import logits_process as reference
 
 import everystep
-from everystep.processors.base import Processor
 from everystep.processors.bias import PrefixConstrainedLogitsProcessor
 from everystep.processors.length import ForcedBOSTokenLogitsProcessor
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
+from everystep.types.protocols import Processor
 from tests.processors.making import (
     FINITE_MAXIMUM,
     KINDS,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.processors.base import Processor, User
+from everystep.processors.base import UserProcessor
 from everystep.processors.bias import PrefixConstrainedLogitsProcessor, SequenceBiasLogitsProcessor
 from everystep.processors.order import CANONICAL
 from everystep.processors.repetition import RepetitionPenaltyLogitsProcessor
@@ -24,6 +24,7 @@ from everystep.processors.warpers import (
     TypicalLogitsWarper,
 )
 from everystep.types import Rows, TokenTable
+from everystep.types.protocols import Processor
 from tests.processors.making import (
     VOCABULARY,
     a_sequence,
@@ -86,7 +87,10 @@ def test_mixed_requests_are_as_if_alone(seed: int) -> None:
     by_class: dict[type, list[Processor]] = {}
     for _, processor in ALL:
         by_class.setdefault(type(processor), []).append(processor)
-    by_class[User] = [User(shift_last), User(lambda ids, scores: -scores)]
+    by_class[UserProcessor] = [
+        UserProcessor(shift_last),
+        UserProcessor(lambda ids, scores: -scores),
+    ]
     tuples = [
         tuple(pick.choice(by_class[kind]) for kind in CANONICAL
               if kind in by_class and pick.random() < 0.3)
@@ -151,8 +155,8 @@ def test_equal_processors_of_different_requests_run_as_one_call() -> None:
         seen.append(len(scores))
         return scores
 
-    applied(rows_of([[1], [2], [3]], (User(spy),)), some_scores(3))
-    rows = mixed([(User(spy), TopKLogitsWarper(2)), (User(spy),)])
+    applied(rows_of([[1], [2], [3]], (UserProcessor(spy),)), some_scores(3))
+    rows = mixed([(UserProcessor(spy), TopKLogitsWarper(2)), (UserProcessor(spy),)])
     rows.lengths[:] = 3
     applied(rows, some_scores(2))
     assert seen == [3, 2]
@@ -179,8 +183,8 @@ def test_a_users_processor_gets_a_rectangle_where_lengths_agree() -> None:
         shapes.append(tuple(input_ids.shape))
         return scores
 
-    User(spy)(rows_of([[1, 2], [3, 4]]), some_scores(2))
-    User(spy)(rows_of([[1, 2], [3]]), some_scores(2))
+    UserProcessor(spy)(rows_of([[1, 2], [3, 4]]), some_scores(2))
+    UserProcessor(spy)(rows_of([[1, 2], [3]]), some_scores(2))
     assert shapes == [(2, 2), (1, 2), (1, 1)]
 
 
@@ -191,14 +195,14 @@ def test_a_users_processor_may_change_what_it_gets_in_place() -> None:
         input_ids.zero_()
         return given.add_(1)
 
-    assert User(careless)(rows, scores).eq(1).all()
+    assert UserProcessor(careless)(rows, scores).eq(1).all()
     assert scores.eq(0).all()
     assert rows.ids().tolist() == [[1, 2], [3, 4]]
 
 
 def test_a_users_processor_must_return_scores() -> None:
     with pytest.raises(RequestError, match=r"wanted a tensor of shape \(1, 37\); got NoneType"):
-        User(lambda ids, scores: None)(rows_of([[1]]), some_scores(1))
+        UserProcessor(lambda ids, scores: None)(rows_of([[1]]), some_scores(1))
 
 
 def test_batch_ids_count_sampled_siblings_and_not_beams() -> None:

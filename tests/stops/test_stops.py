@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError
 from everystep.stops.check import check
-from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.types import FinishReason, Prompt, Request, Sequence, TokenTable
 from everystep.types.candidates import Candidates
@@ -104,7 +104,7 @@ def test_an_end_token_at_the_limit_is_a_stop(order: int) -> None:
 
 
 def test_a_string_goes_before_the_limit_and_the_limit_before_the_users_own() -> None:
-    stops = (User(lambda ids, scores: True), MaxLength(3), StopStrings(("b",), byte))
+    stops = (UserStop(lambda ids, scores: True), MaxLength(3), StopStrings(("b",), byte))
     answers = ask(stops, [1, 2], list(b"b"), list(b"a"))
     assert answers == [(1, FinishReason(STOP, "b")), (1, LENGTH)]
 
@@ -155,7 +155,7 @@ def test_each_request_has_its_own_stops() -> None:
 def test_mixed_requests_end_as_each_alone() -> None:
     generator = np.random.default_rng(0)
     choices: list[Stop] = [EosToken((3,)), EosToken((4, 5)), MaxLength(4), MaxLength(6)]
-    choices += [User(lambda ids, scores: ids[:, -1] == 6), StopStrings(("\x01\x02",), byte)]
+    choices += [UserStop(lambda ids, scores: ids[:, -1] == 6), StopStrings(("\x01\x02",), byte)]
     for _ in range(50):
         table = TokenTable()
         parents = [
@@ -201,7 +201,7 @@ def test_equal_stops_are_asked_once() -> None:
         asked.append(len(input_ids))
         return False
 
-    parents = [a_sequence(table, [1, 2], (User(own),)) for _ in range(3)]
+    parents = [a_sequence(table, [1, 2], (UserStop(own),)) for _ in range(3)]
     ask_all(table, parents, [[5], [6], [7]])
     assert asked == [3]
 
@@ -294,7 +294,7 @@ def test_the_users_criterion_gets_a_rectangle_where_lengths_agree() -> None:
         shapes.append(tuple(input_ids.shape))
         return input_ids[:, -1] == 5
 
-    stops = (User(own),)
+    stops = (UserStop(own),)
     same = [a_sequence(table, [1, 2], stops) for _ in range(2)]
     answers = ask_all(table, same, [[5], [6]])
     assert [reason and reason.kind for _, reason in answers] == ["criteria", None]
@@ -306,14 +306,14 @@ def test_the_users_criterion_gets_a_rectangle_where_lengths_agree() -> None:
     "answer", [True, torch.tensor([True, True]), torch.tensor([[True], [True]]), [True, True]]
 )
 def test_the_users_criterion_may_answer_in_any_of_the_known_forms(answer: Any) -> None:
-    answers = ask((User(lambda ids, scores: answer),), [1], [2], [3])
+    answers = ask((UserStop(lambda ids, scores: answer),), [1], [2], [3])
     assert all(reason is not None for _, reason in answers)
 
 
 @pytest.mark.parametrize("answer", [None, torch.tensor([True, False, True]), torch.tensor([1, 0])])
 def test_other_answers_are_refused(answer: Any) -> None:
     with pytest.raises(RequestError, match="wanted 2 bools or one"):
-        ask((User(lambda ids, scores: answer),), [1], [2], [3])
+        ask((UserStop(lambda ids, scores: answer),), [1], [2], [3])
 
 
 def test_a_tail_is_the_end_of_all_ids() -> None:

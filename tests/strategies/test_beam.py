@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from everystep.strategies.beam import Bank, Beam
+from everystep.strategies.beam import Beam, BeamBank
 from everystep.types import Finished, FinishReason, Group, Prompt, Request
 
 
@@ -15,7 +15,7 @@ def _finished(score: float, **memo: int) -> Finished:
 def test_a_hypothesis_that_the_bank_has_dropped_is_not_kept() -> None:
     beam = Beam(width=3)
     group = Group(Request("", Prompt(ids=np.array([1])), beam, draws=None), 0)
-    group.memo["bank"] = Bank(
+    group.memo["bank"] = BeamBank(
         np.array([-1.0, -1e9, -1e9], np.float32),
         np.array([True, False, False]),
         np.array([4, 9, 8]),

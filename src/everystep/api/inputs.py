@@ -22,7 +22,7 @@ Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class EncoderSource:
     """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done.
 
     `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
@@ -56,7 +56,7 @@ class Inputs:
     firsts: tuple[int, ...] = ()
     lead: int = 0
     seen: tuple[np.ndarray, ...] = ()
-    source: Source | None = None
+    source: EncoderSource | None = None
     negative: tuple[Prompt, ...] = ()
     number: int = 0
 
@@ -306,7 +306,7 @@ def _row_positions(
     return row[..., first:last].detach().cpu()
 
 
-def _read_source(model: Host, given: Given, options: Options) -> tuple[Source, int]:
+def _read_source(model: Host, given: Given, options: Options) -> tuple[EncoderSource, int]:
     """The encoder's side and how many rows it has."""
     if given.get("position_ids") is not None:
         what = (
@@ -318,12 +318,12 @@ def _read_source(model: Host, given: Given, options: Options) -> tuple[Source, i
         refuse(what, wanted="one of them", got="both", do="Leave one of them out")
     if given.get("encoder_outputs") is not None:
         states, places = _read_states(given)
-        return Source(states=states, places=places), len(states)
+        return EncoderSource(states=states, places=places), len(states)
     read = _read_rectangle(model, given, options)
     rows = range(read.batch)
     places = tuple(map(read.passed, rows))
     ids = tuple(map(read.rectangle, rows)) if read.width else ()
-    return Source(read.prompts, (), places, read.prompt_width, ids), read.batch
+    return EncoderSource(read.prompts, (), places, read.prompt_width, ids), read.batch
 
 
 def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:

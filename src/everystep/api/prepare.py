@@ -22,7 +22,7 @@ from everystep.engine import Guidance, PromptLookup
 from everystep.engine.collect import kept_rows
 from everystep.errors import refuse
 from everystep.nn.network import Heard
-from everystep.processors.base import User
+from everystep.processors.base import UserProcessor
 from everystep.processors.build import build
 from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
@@ -30,8 +30,7 @@ from everystep.processors.guidance import (
 from everystep.processors.order import Facts
 from everystep.processors.stacking import varies
 from everystep.stops.criteria import longest, merge
-from everystep.stops.ends import EosToken, MaxLength, MaxTime
-from everystep.stops.ends import User as Criterion
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.text import Spelling
@@ -308,8 +307,8 @@ def _watches(processors: Sequence[tuple[Any, ...]], stops: Sequence[Stop]) -> bo
 
     Ours look at each row by itself, also those that a caller has made.
     """
-    own = (one for each in processors for one in each if isinstance(one, User))
-    criteria = any(isinstance(one, Criterion) for one in stops)
+    own = (one for each in processors for one in each if isinstance(one, UserProcessor))
+    criteria = any(isinstance(one, UserStop) for one in stops)
     return criteria or not all(one.takes_rows for one in own)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everystep.cache.pool import Counts
+from everystep.cache.pool import CacheCounts
 from everystep.cache.row_cache import RowCache
 
-__all__ = ["Counts", "RowCache"]
+__all__ = ["CacheCounts", "RowCache"]

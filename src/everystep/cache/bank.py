@@ -31,7 +31,7 @@ from everystep.cache.formats import (
     encode_keys,
     encode_values,
 )
-from everystep.cache.pool import Counts, KvShape, Link, Pool, Segment, Shelf
+from everystep.cache.pool import CacheCounts, KvShape, Link, Pool, Segment, Shelf
 from everystep.nn.network import Full, Window
 
 FIRST_FREEZE = 16
@@ -41,7 +41,7 @@ LEAST_SHIFT = 16
 NOWHERE = -1
 
 
-class Part(NamedTuple):
+class BankPart(NamedTuple):
     """What a row holds in a bank: `chain` from position `first` on, then `tail` positions."""
 
     first: int = 0
@@ -72,7 +72,7 @@ class Bank:
         dtype: torch.dtype,
         device: torch.device,
         kept: CacheDtype | Quantization | None,
-        counts: Counts,
+        counts: CacheCounts,
     ) -> None:
         self.store = store
         self.coding = kept if isinstance(kept, Quantization) else None
@@ -94,26 +94,26 @@ class Bank:
 
     # --- verbs ------------------------------------------------------------------------------------
 
-    def restore(self, kv: Tensor, length: int) -> Part:
+    def restore(self, kv: Tensor, length: int) -> BankPart:
         """What a row of `length` positions holds, the last ones of which are kv (L, 2, K, n, D)."""
         count = kv.shape[3]
         if not count:
-            return Part(length)
+            return BankPart(length)
         segment = self.shelf.store(self.format.packed(kv))
-        return Part(length - count, (Link(segment, count),))
+        return BankPart(length - count, (Link(segment, count),))
 
-    def fork(self, part: Part, slot: int) -> Part:
+    def fork(self, part: BankPart, slot: int) -> BankPart:
         """What two rows share from now on, but for the tail in `slot`, if it still has one."""
         least = LATER_FREEZE if part.chain else FIRST_FREEZE
         if self.coding is None and part.tail >= least and len(part.chain) < MAX_CHAIN:
             segment = self.shelf.store(self.tails.read(slot, part.tail))
-            part = Part(part.first, (*part.chain, Link(segment, part.tail)))
+            part = BankPart(part.first, (*part.chain, Link(segment, part.tail)))
             self._counts.freezes += 1
         for link in part.chain:
             self.shelf.retain(link.segment)
         return part
 
-    def cut(self, part: Part, length: int) -> Part:
+    def cut(self, part: BankPart, length: int) -> BankPart:
         """Only the positions before `length` are left."""
         tail, kept, at = max(0, length - part.base), [], part.first
         for link in part.chain:
@@ -122,11 +122,11 @@ class Bank:
             else:
                 self.shelf.release(link.segment)
             at += link.length
-        return Part(min(part.first, length), tuple(kept), tail)
+        return BankPart(min(part.first, length), tuple(kept), tail)
 
     # --- feeds ------------------------------------------------------------------------------------
 
-    def settle(self, part: Part, slot: int, start: int) -> Part:
+    def settle(self, part: BankPart, slot: int, start: int) -> BankPart:
         """Before a feed at `start`: what no query from there on sees is dropped."""
         if self.coding is not None:
             return self._absorbed(part, slot)
@@ -135,15 +135,15 @@ class Bank:
         least = max(start - self._window + 1, 0)
         while part.chain and part.first + part.chain[0].length <= least:
             self.shelf.release(part.chain[0].segment)
-            part = Part(part.first + part.chain[0].length, part.chain[1:], part.tail)
+            part = BankPart(part.first + part.chain[0].length, part.chain[1:], part.tail)
         gone = min(least - part.first, part.tail)
         # A shift costs a copy of the window, so that it is done once for many positions.
         if part.chain or gone < max(LEAST_SHIFT, self._window // 4):
             return part
         self.tails.shift(slot, gone, part.tail)
-        return Part(part.first + gone, (), part.tail - gone)
+        return BankPart(part.first + gone, (), part.tail - gone)
 
-    def extended(self, part: Part, count: int, floor: int, *, alone: bool) -> Part:
+    def extended(self, part: BankPart, count: int, floor: int, *, alone: bool) -> BankPart:
         """What the row holds after `count` more positions; it may be cut back to `floor`.
 
         `alone`: the feed brings what its own queries see, so that not all of it must be stored.
@@ -157,10 +157,10 @@ class Bank:
             if first > part.length:
                 for link in part.chain:
                     self.shelf.release(link.segment)
-                return Part(first, (), end - first)
-        return Part(part.first, part.chain, part.tail + count)
+                return BankPart(first, (), end - first)
+        return BankPart(part.first, part.chain, part.tail + count)
 
-    def _absorbed(self, part: Part, slot: int) -> Part:
+    def _absorbed(self, part: BankPart, slot: int) -> BankPart:
         """The same positions, those that were restored in full precision as a tail or as codes."""
         exact = [link for link in part.chain if link.segment.codes is None]
         if not exact:
@@ -175,18 +175,18 @@ class Bank:
         self.tails.fill(slot, kv[:, :, :, count:])
         self.shelf.release(link.segment)
         chain = (Link(segment, count),) if count else ()
-        return Part(part.first, chain, link.length - count)
+        return BankPart(part.first, chain, link.length - count)
 
-    def _coded(self, part: Part, end: int, packed: int) -> Part:
+    def _coded(self, part: BankPart, end: int, packed: int) -> BankPart:
         base, chain = part.base, part.chain
         if packed > base:
             segment = Segment(NOWHERE, packed - base, codes=[])
             chain = (*chain, Link(segment, packed - base))
-        return Part(part.first, chain, end - max(packed, base))
+        return BankPart(part.first, chain, end - max(packed, base))
 
     # --- keys and values --------------------------------------------------------------------------
 
-    def read(self, layer: int, part: Part, slot: int) -> list[Tensor]:
+    def read(self, layer: int, part: BankPart, slot: int) -> list[Tensor]:
         """What a layer holds of a row, (2, K, n, D), one after another."""
         shelf, tails = self.shelf.pool.layer(layer), self.tails.layer(layer)
         parts = [
@@ -199,7 +199,7 @@ class Bank:
             parts.append(self.format.unpacked(tails[:, slot, :, : part.tail]))
         return parts
 
-    def export(self, part: Part, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    def export(self, part: BankPart, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Per layer (K, n, D) keys and values of the last n of `length` positions, as copies."""
         keys, values = self.store.key_dim, self.store.value_dim
         # One more than the next query sees: cache objects have room for a whole window.

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.cache.bank import Bank, Part
-from everystep.cache.plan import Box, Feed, Plan, Rectangle, Span, Writes, make_plan
-from everystep.cache.rows import Row, Rows
+from everystep.cache.bank import Bank, BankPart
+from everystep.cache.plan import Box, Plan, PlannedFeed, PlannedSpan, Rectangle, Writes, make_plan
+from everystep.cache.rows import CacheRow, CacheRows
 from everystep.errors import InvariantError, message
 from everystep.nn.attention import (
     Rule,
@@ -32,14 +32,14 @@ from everystep.nn.relative_bias import RelativeBias
 _EVERYTHING = Sight(np.empty(0), np.empty(0), causal=False)
 
 
-class Context:
+class CacheContext:
     """What the layers of a network see of the rows in one step.
 
     `attentions`, `cross_attentions`: by the index of each feed that wants weights, (H, count, S) of
     one layer after another.
     """
 
-    def __init__(self, rows: Rows, feeds: Sequence[Feed], device: torch.device) -> None:
+    def __init__(self, rows: CacheRows, feeds: Sequence[PlannedFeed], device: torch.device) -> None:
         self._rows = rows
         self._device = device
         self.plan: Plan = make_plan(feeds, rows.banks, device)
@@ -145,7 +145,7 @@ class Context:
         index: int,
         q: Tensor,
         kv: Tensor,
-        span: Span,
+        span: PlannedSpan,
         rule: Rule,
         bias: RelativeBias | None,
     ) -> Tensor:
@@ -162,7 +162,7 @@ class Context:
             seen = torch.cat([*held, blocks[:, 0]], dim=2)[:, None]
         return _seen(own, seen, rule, self._sight(place, feed), bias, feed, self.attentions)
 
-    def _sight(self, place: int, feed: Feed) -> Sight:
+    def _sight(self, place: int, feed: PlannedFeed) -> Sight:
         """What a span's queries see, made once for all layers of a bank."""
         key = (place, feed.index)
         if key not in self._sights:
@@ -173,7 +173,7 @@ class Context:
                 self._sights[key] = _coded_sight(bank, feed, before)
         return self._sights[key]
 
-    def _across(self, index: int, row: Row) -> Tensor:
+    def _across(self, index: int, row: CacheRow) -> Tensor:
         """(2, K, S, D)."""
         if row.across is None:
             raise InvariantError(message("a row of a model with an encoder has no encoder states"))
@@ -217,7 +217,7 @@ def _seen(
     rule: Rule,
     sight: Sight,
     bias: RelativeBias | None,
-    feed: Feed,
+    feed: PlannedFeed,
     weights: dict[int, list[Tensor]],
 ) -> Tensor:
     """Queries (R, T, H, D) on kv (2, R, K, S, D); the feed's weights are kept where wanted."""
@@ -238,7 +238,7 @@ def _by_position(weights: Tensor, sight: Sight) -> Tensor:
     return room.index_add_(2, keys, weights)
 
 
-def _span_sight(feed: Feed, first: int) -> Sight:
+def _span_sight(feed: PlannedFeed, first: int) -> Sight:
     """A span looks at what its row held from `first` on, and at itself."""
     keys = np.arange(first, feed.start + feed.count)
     mask = None if feed.mask is None else feed.mask[..., first:]
@@ -249,7 +249,9 @@ def _span_sight(feed: Feed, first: int) -> Sight:
 # --- codes ----------------------------------------------------------------------------------------
 
 
-def _coded(bank: Bank, index: int, feed: Feed, before: Part, after: Part, own: Tensor) -> Tensor:
+def _coded(
+    bank: Bank, index: int, feed: PlannedFeed, before: BankPart, after: BankPart, own: Tensor
+) -> Tensor:
     """(2, 1, K, S, D): what some query sees as codes, then what some query sees exactly.
 
     Stores `own` (2, K, count, D).
@@ -266,13 +268,13 @@ def _coded(bank: Bank, index: int, feed: Feed, before: Part, after: Part, own: T
     return torch.cat([*codes, exact], dim=2)[:, None]
 
 
-def _soon(bank: Bank, feed: Feed, before: Part) -> int:
+def _soon(bank: Bank, feed: PlannedFeed, before: BankPart) -> int:
     """How many exact positions the last query of a feed sees as codes."""
     how = bank.coding
     return 0 if how is None else max(how.packed(feed.start + feed.count - 1) - before.base, 0)
 
 
-def _coded_sight(bank: Bank, feed: Feed, before: Part) -> Sight:
+def _coded_sight(bank: Bank, feed: PlannedFeed, before: BankPart) -> Sight:
     """Each position is seen exactly up to its turn, and by its codes from then on."""
     base, end = before.base, feed.start + feed.count
     codes, exact = np.arange(base + _soon(bank, feed, before)), np.arange(base, end)

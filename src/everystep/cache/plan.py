@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.cache.bank import Bank, Part
+from everystep.cache.bank import Bank, BankPart
 from everystep.cache.pool import Link, Segment
-from everystep.cache.rows import Row
+from everystep.cache.rows import CacheRow
 from everystep.nn.attention import Sight
 
 LONGEST_IN_RECTANGLE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Feed:
+class PlannedFeed:
     """`count` positions of a row from `start` on; `index`: its place among the work's feeds.
 
     `before`, `after`: what the row holds without and with them, bank by bank. `wanted`: of how many
@@ -36,12 +36,12 @@ class Feed:
     """
 
     index: int
-    row: Row
+    row: CacheRow
     start: int
     count: int
     wanted: int
-    before: Sequence[Part]
-    after: Sequence[Part]
+    before: Sequence[BankPart]
+    after: Sequence[BankPart]
     mask: Tensor | None
     weights: bool
     alone: bool
@@ -128,12 +128,12 @@ class Rectangle:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class PlannedSpan:
     """Feeds of `count` positions each, packed from `offset` on; several only if all are fresh."""
 
     offset: int
     count: int
-    feeds: tuple[Feed, ...]
+    feeds: tuple[PlannedFeed, ...]
 
     @property
     def fresh(self) -> bool:
@@ -162,14 +162,14 @@ class Plan:
     """`feeds` in packed order; `order` (N,): the feed-order place of each packed position, None if
     they are the same; `writes`: bank by bank."""
 
-    feeds: tuple[Feed, ...]
+    feeds: tuple[PlannedFeed, ...]
     rectangle: Rectangle | None
-    spans: tuple[Span, ...]
+    spans: tuple[PlannedSpan, ...]
     order: np.ndarray | None
     writes: tuple[Writes, ...]
 
 
-def make_plan(feeds: Sequence[Feed], banks: Sequence[Bank], device: torch.device) -> Plan:
+def make_plan(feeds: Sequence[PlannedFeed], banks: Sequence[Bank], device: torch.device) -> Plan:
     """The layout of a step; every row has its slot."""
     short = sorted((feed for feed in feeds if not feed.alone and not _long(feed)), key=_slot)
     long = [feed for feed in feeds if feed.alone or _long(feed)]
@@ -188,15 +188,15 @@ def is_long(count: int) -> bool:
     return count > LONGEST_IN_RECTANGLE
 
 
-def _long(feed: Feed) -> bool:
+def _long(feed: PlannedFeed) -> bool:
     return is_long(feed.count)
 
 
-def _slot(feed: Feed) -> int:
+def _slot(feed: PlannedFeed) -> int:
     return feed.slot
 
 
-def _writes(packed: Sequence[Feed], bank: int, device: torch.device) -> Writes:
+def _writes(packed: Sequence[PlannedFeed], bank: int, device: torch.device) -> Writes:
     kept = [min(feed.count, feed.after[bank].tail) for feed in packed]
     slots = np.repeat([feed.slot for feed in packed], kept)
     tails = [feed.after[bank].tail for feed in packed]
@@ -213,29 +213,29 @@ def _run(start: int, count: int) -> np.ndarray:
     return np.arange(start, start + count)
 
 
-def _order(feeds: Sequence[Feed], packed: Sequence[Feed]) -> np.ndarray | None:
+def _order(feeds: Sequence[PlannedFeed], packed: Sequence[PlannedFeed]) -> np.ndarray | None:
     if [feed.index for feed in packed] == list(range(len(packed))):
         return None
     ends = np.cumsum([feed.count for feed in feeds])
     return np.concatenate([_run(ends[feed.index] - feed.count, feed.count) for feed in packed])
 
 
-def _spans(feeds: Sequence[Feed], offset: int) -> tuple[Span, ...]:
-    spans: list[Span] = []
+def _spans(feeds: Sequence[PlannedFeed], offset: int) -> tuple[PlannedSpan, ...]:
+    spans: list[PlannedSpan] = []
     for feed in feeds:
         last = spans[-1] if spans else None
         alike = last is not None and last.count == feed.count and last.fresh and feed.start == 0
         if last is not None and alike and not feed.alone and not last.feeds[0].alone:
-            spans[-1] = Span(last.offset, last.count, (*last.feeds, feed))
+            spans[-1] = PlannedSpan(last.offset, last.count, (*last.feeds, feed))
         else:
-            spans.append(Span(offset, feed.count, (feed,)))
+            spans.append(PlannedSpan(offset, feed.count, (feed,)))
         offset += feed.count
     return tuple(spans)
 
 
-def _rectangle(feeds: Sequence[Feed], banks: int, device: torch.device) -> Rectangle:
+def _rectangle(feeds: Sequence[PlannedFeed], banks: int, device: torch.device) -> Rectangle:
     rows, length = feeds[-1].slot + 1, max(feed.count for feed in feeds)
-    by_slot: list[Feed | None] = [None] * rows
+    by_slot: list[PlannedFeed | None] = [None] * rows
     for feed in feeds:
         by_slot[feed.slot] = feed
     gather, scatter = _filling(feeds, rows, length, device)
@@ -254,9 +254,9 @@ def _rectangle(feeds: Sequence[Feed], banks: int, device: torch.device) -> Recta
 
 
 def _box(
-    by_slot: Sequence[Feed | None], queries: np.ndarray, bank: int, device: torch.device
+    by_slot: Sequence[PlannedFeed | None], queries: np.ndarray, bank: int, device: torch.device
 ) -> Box:
-    parts = [feed.after[bank] if feed else Part() for feed in by_slot]
+    parts = [feed.after[bank] if feed else BankPart() for feed in by_slot]
     levels, keys, held = _chains(parts, device)
     # What a filled-up place or an idle row sees is nothing or wrong, and never looked at.
     tails = np.array([part.tail for part in parts])
@@ -272,7 +272,7 @@ def _box(
 
 
 def _across_level(
-    by_slot: Sequence[Feed | None], device: torch.device
+    by_slot: Sequence[PlannedFeed | None], device: torch.device
 ) -> tuple[Level | None, np.ndarray]:
     """The encoder states that rows look at, and (rows, S) which of them are theirs."""
     states = [feed.across if feed else None for feed in by_slot]
@@ -284,7 +284,7 @@ def _across_level(
 
 
 def _filling(
-    feeds: Sequence[Feed], rows: int, length: int, device: torch.device
+    feeds: Sequence[PlannedFeed], rows: int, length: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """See `Rectangle.gather` and `Rectangle.scatter`."""
     if len(feeds) == rows and all(feed.count == length for feed in feeds):
@@ -295,13 +295,13 @@ def _filling(
     return torch.from_numpy(gather).to(device), torch.from_numpy(scatter).to(device)
 
 
-def _query_positions(by_slot: Sequence[Feed | None], length: int) -> np.ndarray:
+def _query_positions(by_slot: Sequence[PlannedFeed | None], length: int) -> np.ndarray:
     """(rows, length); places that are filled up count on."""
     return np.array([feed.start if feed else 0 for feed in by_slot])[:, None] + np.arange(length)
 
 
 def _chains(
-    parts: Sequence[Part], device: torch.device
+    parts: Sequence[BankPart], device: torch.device
 ) -> tuple[list[Level], list[np.ndarray], list[np.ndarray]]:
     """Levels, key positions and which keys are held, from the first segment of chains on."""
     levels, keys, held = [], [], []

@@ -39,7 +39,7 @@ class KvShape:
 
 
 @dataclass(slots=True)
-class Counts:
+class CacheCounts:
     """What the cache has done so far; deterministic, so that tests can hold it to account.
 
     `forks`: rows made from others. `tail_copies`: tails copied for a fork. `freezes`: tails that
@@ -57,7 +57,7 @@ class Pool:
     """Slots of keys and values that grow as needed."""
 
     def __init__(
-        self, shape: KvShape, dtype: torch.dtype, device: torch.device, counts: Counts
+        self, shape: KvShape, dtype: torch.dtype, device: torch.device, counts: CacheCounts
     ) -> None:
         self._shape = shape
         self._dtype = dtype
@@ -183,7 +183,7 @@ class Shelf:
     """Where segments lie."""
 
     def __init__(
-        self, shape: KvShape, dtype: torch.dtype, device: torch.device, counts: Counts
+        self, shape: KvShape, dtype: torch.dtype, device: torch.device, counts: CacheCounts
     ) -> None:
         self.pool = Pool(shape, dtype, device, counts)
         self._free: list[int] = []

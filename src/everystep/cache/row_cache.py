@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from everystep.cache.context import Context
+from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
-from everystep.cache.plan import Feed, is_long
-from everystep.cache.pool import Counts
-from everystep.cache.rows import Row, Rows
+from everystep.cache.plan import PlannedFeed, is_long
+from everystep.cache.pool import CacheCounts
+from everystep.cache.rows import CacheRow, CacheRows
 from everystep.errors import InvariantError, message
 from everystep.nn.network import Store
 from everystep.types import Extra, Past, Work
@@ -43,16 +43,16 @@ class RowCache:
         project: Callable[[Tensor], Tensor] | None = None,
         kept: CacheDtype | Quantization | None = None,
     ) -> None:
-        self._rows = Rows(stores, dtype, device, kept)
+        self._rows = CacheRows(stores, dtype, device, kept)
         self._project = project
         self._device = device
         self._all_alone = isinstance(kept, Quantization)
 
-    def __getitem__(self, row: int) -> Row:
+    def __getitem__(self, row: int) -> CacheRow:
         return self._rows[row]
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> CacheCounts:
         """What was copied, moved and allocated so far."""
         return self._rows.counts
 
@@ -101,7 +101,7 @@ class RowCache:
                 self._rows.free(verb.row)
         self._rows.settle()
 
-    def begin(self, work: Work) -> Context:
+    def begin(self, work: Work) -> CacheContext:
         """A context for the feeds of a work whose verbs were applied.
 
         Afterwards every fed row has the length it will have when the step is over.
@@ -115,7 +115,7 @@ class RowCache:
         fed = [feed.row for feed in feeds]
         self._rows.rest(fed)
         self._rows.make_room(fed)
-        context = Context(self._rows, feeds, self._device)
+        context = CacheContext(self._rows, feeds, self._device)
         self._rows.mark(context.plan.feeds)
         return context
 
@@ -127,7 +127,7 @@ class RowCache:
         count: int,
         wanted: int,
         extra: Extra,
-    ) -> Feed:
+    ) -> PlannedFeed:
         """The row holds `count` more positions, whose keys, values and states follow."""
         row = self._rows[number]
         if row.length != start:
@@ -138,4 +138,6 @@ class RowCache:
         alone = self._all_alone or weights or mask is not None
         before = self._rows.prepare(row)
         self._rows.extend(row, count, wanted, alone=alone or is_long(count))
-        return Feed(index, row, start, count, wanted, before, row.parts, mask, weights, alone)
+        return PlannedFeed(
+            index, row, start, count, wanted, before, row.parts, mask, weights, alone
+        )

@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from everystep.cache.bank import NOWHERE, Bank, Part
+from everystep.cache.bank import NOWHERE, Bank, BankPart
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.pasts import pair
-from everystep.cache.pool import Counts, KvShape, Segment, Shelf
+from everystep.cache.pool import CacheCounts, KvShape, Segment, Shelf
 from everystep.cache.states import Mark, Recurrence, cut_marks, restored
 from everystep.errors import InvariantError, UnsupportedError, message
 from everystep.nn.network import Cross, Full, State, Store, Window
@@ -29,14 +29,14 @@ from everystep.types import Past
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class CacheRow:
     """`parts`: what it holds, bank by bank; `marks`: its states, `across`: its encoder states.
 
     It may be cut back to any length from `floor` on, or to 0. A row without a slot yet may have
     `source`, the slot its tails are to be copied from. -1: none.
     """
 
-    parts: list[Part]
+    parts: list[BankPart]
     length: int = 0
     floor: int = 0
     slot: int = NOWHERE
@@ -59,7 +59,7 @@ class Feeding(Protocol):
     """A feed, as far as rows ask."""
 
     @property
-    def row(self) -> Row: ...
+    def row(self) -> CacheRow: ...
     @property
     def count(self) -> int: ...
     @property
@@ -100,7 +100,7 @@ class Layout:
         return made
 
 
-class Rows:
+class CacheRows:
     """All rows of an executor and where what they hold lies.
 
     `kept`: in which form; encoder states and recurrent states are kept as computed.
@@ -113,7 +113,7 @@ class Rows:
         device: torch.device,
         kept: CacheDtype | Quantization | None = None,
     ) -> None:
-        self.counts = Counts()
+        self.counts = CacheCounts()
         layout = Layout.of(stores)
         self.layers = len(stores)
         self.banks = [
@@ -130,16 +130,16 @@ class Rows:
         self.recurrence = Recurrence([*layout.states.values()], dtype, device)
         self.across = Shelf(_shape(layout.crossed), dtype, device, self.counts)
         self.forgets = bool(layout.states) or any(bank.forgets for bank in self.banks)
-        self._rows: dict[int, Row] = {}
-        self._owners: list[Row | None] = []
+        self._rows: dict[int, CacheRow] = {}
+        self._owners: list[CacheRow | None] = []
         self._encoders: dict[int, tuple[Tensor, Segment]] = {}
 
-    def __getitem__(self, row: int) -> Row:
+    def __getitem__(self, row: int) -> CacheRow:
         if row not in self._rows:
             raise InvariantError(message(f"row {row} is not allocated"))
         return self._rows[row]
 
-    def items(self) -> Iterable[tuple[int, Row]]:
+    def items(self) -> Iterable[tuple[int, CacheRow]]:
         """Row numbers and rows."""
         return self._rows.items()
 
@@ -152,7 +152,7 @@ class Rows:
 
     def allocate(self, row: int) -> None:
         """The row exists and is empty."""
-        self._add(row, Row([Part()] * len(self.banks)))
+        self._add(row, CacheRow([BankPart()] * len(self.banks)))
 
     def attach(self, row: int, encoder: Tensor, project: Callable[[Tensor], Tensor]) -> None:
         """The row looks at encoder states (S, E), projected once per tensor to (L, 2, K, S, D)."""
@@ -202,7 +202,7 @@ class Rows:
             parent.source = NOWHERE
         if parent.across is not None:
             self.across.retain(parent.across)
-        child = Row(
+        child = CacheRow(
             [*parent.parts],
             parent.length,
             parent.floor,
@@ -256,7 +256,7 @@ class Rows:
 
     # --- feeds ------------------------------------------------------------------------------------
 
-    def prepare(self, row: Row) -> list[Part]:
+    def prepare(self, row: CacheRow) -> list[BankPart]:
         """What a settled row holds before a feed, without what no query sees any more."""
         if self.forgets:
             row.parts = [
@@ -265,7 +265,7 @@ class Rows:
             ]
         return [*row.parts]
 
-    def extend(self, row: Row, count: int, wanted: int, *, alone: bool) -> None:
+    def extend(self, row: CacheRow, count: int, wanted: int, *, alone: bool) -> None:
         """The row holds `count` more positions, of which the last `wanted` may be taken back.
 
         `alone` as in `Bank.extended`. Their keys, values and states follow.
@@ -278,7 +278,7 @@ class Rows:
             for bank, part in zip(self.banks, row.parts, strict=True)
         ]
 
-    def make_room(self, fed: Sequence[Row]) -> None:
+    def make_room(self, fed: Sequence[CacheRow]) -> None:
         """The tails of the given rows, settled before, may be written up to their length."""
         for index, bank in enumerate(self.banks):
             tails = [row.parts[index].tail for row in fed]
@@ -294,7 +294,7 @@ class Rows:
             for feed, made in zip(feeds, self.recurrence.begin(marks, counts, wanted), strict=True):
                 feed.row.marks = made
 
-    def rest(self, fed: Sequence[Row]) -> None:
+    def rest(self, fed: Sequence[CacheRow]) -> None:
         """Rows with states that are not fed keep only what is their own."""
         if self.recurrent:
             busy = set(map(id, fed))
@@ -304,12 +304,12 @@ class Rows:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _add(self, row: int, made: Row) -> None:
+    def _add(self, row: int, made: CacheRow) -> None:
         if row in self._rows:
             raise InvariantError(message(f"row {row} is allocated twice"))
         self._rows[row] = made
 
-    def _cut(self, row: Row, length: int) -> None:
+    def _cut(self, row: CacheRow, length: int) -> None:
         row.marks = cut_marks(row.marks, length) if self.recurrent else ()
         row.parts = [
             bank.cut(part, length) for bank, part in zip(self.banks, row.parts, strict=True)
@@ -323,7 +323,7 @@ class Rows:
             if stored is segment:
                 del self._encoders[key]
 
-    def _inherit(self, homeless: list[Row]) -> list[Row]:
+    def _inherit(self, homeless: list[CacheRow]) -> list[CacheRow]:
         """Forks of freed rows take over their slots; returns the rows that still need one."""
         left = []
         for row in homeless:
@@ -333,7 +333,7 @@ class Rows:
                 left.append(row)
         return left
 
-    def _place(self, homeless: list[Row]) -> None:
+    def _place(self, homeless: list[CacheRow]) -> None:
         """New rows take gaps first, then slots at the end; tails are copied in one operation."""
         gaps = [slot for slot, owner in enumerate(self._owners) if owner is None]
         more = len(homeless) - len(gaps)
@@ -352,7 +352,7 @@ class Rows:
         self._copy(moved)
         self.counts.tail_copies += len(moved)
 
-    def _copy(self, moved: Sequence[tuple[Row, int, int]]) -> None:
+    def _copy(self, moved: Sequence[tuple[CacheRow, int, int]]) -> None:
         """The tails of rows lie in the second of two slots too."""
         if moved:
             rows, sources, targets = zip(*moved, strict=True)
@@ -374,13 +374,13 @@ class Rows:
                     self.counts.moves += 1
         self._last()
 
-    def _last(self) -> Row | None:
+    def _last(self) -> CacheRow | None:
         """The row in the last slot, after slots that nobody has are dropped from the end."""
         while self._owners and self._owners[-1] is None:
             self._owners.pop()
         return self._owners[-1] if self._owners else None
 
-    def _own(self, row: Row, slot: int) -> None:
+    def _own(self, row: CacheRow, slot: int) -> None:
         row.slot, row.source = slot, NOWHERE
         self._owners[slot] = row
 

@@ -47,7 +47,7 @@ def chat(
 
     Ctrl-C stops an answer, Ctrl-D or /exit ends the chat. From a pipe, each line is a message.
     """
-    decoding = o.Decoding(
+    decoding = o.DecodingOptions(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         temperature=temperature,
@@ -71,7 +71,7 @@ class Partner:
 
     model: Any
     tokenizer: Any
-    decoding: o.Decoding
+    decoding: o.DecodingOptions
     seed: int | None
 
     def stream(self, conversation: Conversation) -> Any:
@@ -81,7 +81,7 @@ class Partner:
         arguments = self._fitting(messages).arguments()
         return es.stream(self.model, self.tokenizer, messages, seed=seed, **arguments)
 
-    def _fitting(self, messages: list[dict[str, str]]) -> o.Decoding:
+    def _fitting(self, messages: list[dict[str, str]]) -> o.DecodingOptions:
         """The decoding, its length cut to what the model's context leaves."""
         if self.model.context is None:
             return self.decoding
@@ -101,7 +101,7 @@ class Partner:
         return replace(self.decoding, max_new_tokens=min(room, self.decoding.max_new_tokens))
 
 
-def _partner(choice: o.ModelChoice, decoding: o.Decoding, seed: int | None) -> Partner:
+def _partner(choice: o.ModelChoice, decoding: o.DecodingOptions, seed: int | None) -> Partner:
     model, tokenizer = load(choice)
     if tokenizer.chat_template is None:
         raise RequestError(

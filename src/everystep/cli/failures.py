@@ -18,7 +18,7 @@ import typer
 
 from everystep.cli.terminal import is_terminal, note
 from everystep.errors import EverystepError, InvariantError, RequestError, UnsupportedError
-from everystep.files.sources import Settings
+from everystep.files.sources import SourceSettings
 
 OK = 0
 FAILURE = 1
@@ -89,7 +89,7 @@ def _sentence(text: str) -> str:
 
 
 def _debugging() -> bool:
-    value = Settings.from_environment().variables.get("EVERYSTEP_DEBUG", "")
+    value = SourceSettings.from_environment().variables.get("EVERYSTEP_DEBUG", "")
     return value.strip().lower() not in {"", "0", "false", "no", "off"}
 
 

@@ -87,7 +87,7 @@ def generate(
 
     Without PROMPT and --file the prompt is read from standard input.
     """
-    decoding = o.Decoding(
+    decoding = o.DecodingOptions(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         temperature=temperature,
@@ -118,7 +118,7 @@ def _form(as_json: bool, as_jsonl: bool) -> Form:
 def _answer(
     choice: o.ModelChoice,
     question: Question,
-    decoding: o.Decoding,
+    decoding: o.DecodingOptions,
     seed: int | None,
     form: Form,
 ) -> None:

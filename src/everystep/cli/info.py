@@ -11,7 +11,7 @@ from everystep._version import __version__
 from everystep.cli.models import AsJson
 from everystep.cli.tables import print_table
 from everystep.cli.writers import write_document
-from everystep.files.sources import DEFAULT_MODEL, Settings, cached_models
+from everystep.files.sources import DEFAULT_MODEL, SourceSettings, cached_models
 
 _LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "transformers")
 
@@ -61,7 +61,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _file_facts() -> dict[str, Any]:
-    settings = Settings.from_environment()
+    settings = SourceSettings.from_environment()
     cached = {one.name: str(one.path) for one in cached_models()}
     return {
         "executable": sys.executable,

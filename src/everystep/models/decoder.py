@@ -26,7 +26,7 @@ from everystep.nn.linear import (
     shared_linear,
     weights_of,
 )
-from everystep.nn.network import Context, Full, Heard, Inputs, Store, Window
+from everystep.nn.network import Context, Full, Heard, StepInputs, Store, Window
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
 from everystep.types import InputSpec
@@ -106,7 +106,7 @@ class Decoder:
         # The factor is rounded to the weights' type first, as in the reference.
         return hidden * torch.tensor(self.spec.embed_scale, dtype=self.dtype, device=self.device)
 
-    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+    def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""
         hidden = inputs.hidden
         tables = self._tables(inputs)
@@ -135,7 +135,7 @@ class Decoder:
         """Never called: there is no encoder."""
         raise NotImplementedError
 
-    def _tables(self, inputs: Inputs) -> dict[Rope, RotaryTable]:
+    def _tables(self, inputs: StepInputs) -> dict[Rope, RotaryTable]:
         ropes = {layer.rope for layer in self.spec.layers if layer.rope is not None}
         return {
             rope: rotary_table(rope, inputs.places(rope.axes), inputs.lengths, self.dtype)

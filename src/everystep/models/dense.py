@@ -13,7 +13,7 @@ from torch import Tensor
 from everystep.cache.containers import Cache
 from everystep.errors import InvariantError, RequestError, message
 from everystep.nn.attention import Rule, Sight, look
-from everystep.nn.network import Inputs, Network, State
+from everystep.nn.network import Network, State, StepInputs
 from everystep.nn.ragged import Ragged
 from everystep.nn.relative_bias import RelativeBias
 
@@ -160,7 +160,7 @@ def _logits(
     batch, length = places.shape[-2:]
     ends = places.cpu().view(-1, batch, length).amax(dim=(0, 2))
     lengths = ends.add(1)[:, None].expand(batch, length)
-    inputs = Inputs(hidden.flatten(0, 1), places.flatten(-2), lengths.flatten())
+    inputs = StepInputs(hidden.flatten(0, 1), places.flatten(-2), lengths.flatten())
     out = network.finish(network.forward(inputs, context))
     out = out.view(batch, length, -1)[:, kept]
     return network.logits(out.flatten(0, 1)).view(batch, out.shape[1], -1)

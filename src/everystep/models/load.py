@@ -22,8 +22,8 @@ from everystep.models.slots import (
     InPanels,
     Kept,
     Slots,
-    Source,
     Storage,
+    TensorSource,
     never_in_panels,
     nothing_kept,
 )
@@ -38,7 +38,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat
 
 def build_model(
     config: Mapping[str, Any],
-    source: Source,
+    source: TensorSource,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -187,7 +187,9 @@ class _Held:
         return weight if isinstance(weight, QuantizedWeight) else None
 
 
-def _network(family: Family, spec: Any, source: Source, storage: Storage, kept: Kept) -> Network:
+def _network(
+    family: Family, spec: Any, source: TensorSource, storage: Storage, kept: Kept
+) -> Network:
     # Whoever takes these weights out may train them, which tensors of inference mode cannot be.
     with ordinary_mode(), torch.no_grad():
         return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
@@ -242,7 +244,7 @@ def _supported(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _check_names(slots: list[Slot], source: Source, unused: Any) -> None:
+def _check_names(slots: list[Slot], source: TensorSource, unused: Any) -> None:
     wanted = {part.name: (part.stop - part.start, *slot.shape[1:]) for slot, part in _parts(slots)}
     found = set(source.names())
     missing = [name for name in wanted if name not in found]

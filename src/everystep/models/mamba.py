@@ -23,7 +23,7 @@ from everystep.models.names import Filled, Slot, linear, slot
 from everystep.models.spec import NormSpec
 from everystep.nn.activations import ACTIVATIONS
 from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
-from everystep.nn.network import Context, Heard, Inputs, State, Store
+from everystep.nn.network import Context, Heard, State, StepInputs, Store
 from everystep.nn.norm import Norm
 from everystep.nn.ragged import Ragged
 from everystep.types import InputSpec
@@ -119,7 +119,7 @@ class Mamba:
         """(...,) ids -> (..., E)."""
         return look_up(self.table, tokens)
 
-    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+    def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""
         hidden = inputs.hidden
         context.keep(hidden)

@@ -18,7 +18,7 @@ from everystep.nn.linear import Matrix
 
 
 @dataclass(frozen=True)
-class Part:
+class SlotPart:
     """Rows [start, stop) of a slot, under this name in the checkpoint."""
 
     name: str
@@ -32,7 +32,7 @@ class Slot:
 
     key: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[SlotPart, ...]
 
 
 class Filled(Protocol):
@@ -102,7 +102,7 @@ def decoder_slots(spec: DecoderSpec, names: Names) -> list[Slot]:
 
 def slot(key: str, name: str, *shape: int) -> Slot:
     """A tensor that has one name."""
-    return Slot(key, shape, (Part(name, 0, shape[0]),))
+    return Slot(key, shape, (SlotPart(name, 0, shape[0]),))
 
 
 def linear(
@@ -115,10 +115,10 @@ def linear(
         yield Slot(f"{key}.bias", (total,), tuple(_parts(sizes, ".bias")))
 
 
-def _parts(sizes: tuple[tuple[str, int], ...], suffix: str) -> Iterator[Part]:
+def _parts(sizes: tuple[tuple[str, int], ...], suffix: str) -> Iterator[SlotPart]:
     start = 0
     for name, rows in sizes:
-        yield Part(name + suffix, start, start + rows)
+        yield SlotPart(name + suffix, start, start + rows)
         start += rows
 
 

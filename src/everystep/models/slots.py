@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from everystep.models.names import Part, Slot
+from everystep.models.names import Slot, SlotPart
 from everystep.nn.linear import Matrix, Weight, joined, weights_of
 from everystep.nn.panels import Arena, Panels
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding, quantize
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Named tensors that are read one by one."""
 
     def names(self) -> Iterable[str]:
@@ -74,7 +74,7 @@ class Slots:
     """A source as slots, see `Filled`."""
 
     def __init__(
-        self, slots: list[Slot], source: Source, storage: Storage, kept: Kept = nothing_kept
+        self, slots: list[Slot], source: TensorSource, storage: Storage, kept: Kept = nothing_kept
     ) -> None:
         self._slots = {slot.key: slot for slot in slots}
         self._source = source
@@ -120,7 +120,7 @@ class Slots:
     def _packed(self, weight: Weight) -> Panels:
         return weight if isinstance(weight, Panels) else Panels.of(weight, self._arena)
 
-    def _weight(self, part: Part, kept: QuantizedWeight | None) -> Weight:
+    def _weight(self, part: SlotPart, kept: QuantizedWeight | None) -> Weight:
         if kept is not None:
             return kept.to(self._storage.device)
         values = self._source.load(part.name, self._storage.dtype)

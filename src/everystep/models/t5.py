@@ -21,7 +21,7 @@ from everystep.models.spec import NormSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.attention import Rule, additive, attend, probabilities
 from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
-from everystep.nn.network import Context, Cross, Full, Heard, Inputs, Store
+from everystep.nn.network import Context, Cross, Full, Heard, StepInputs, Store
 from everystep.nn.norm import Norm
 from everystep.nn.relative_bias import RelativeBias
 from everystep.types import InputSpec
@@ -160,7 +160,7 @@ class T5:
         projected = [layer.across_kv(states).view(shape) for layer in self.decoder]
         return torch.stack(projected).permute(0, 2, 3, 1, 4)
 
-    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+    def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) decoder states after the last layer, before the last norm."""
         hidden = inputs.hidden
         context.keep(hidden)

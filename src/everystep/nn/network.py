@@ -99,7 +99,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
+class StepInputs:
     """N positions of one step: `hidden` (N, E), `positions` (N,), row `lengths` (N,) after it.
 
     `positions` are (axes, N) for a network of several axes. `lengths` stay on the CPU: what they
@@ -170,7 +170,7 @@ class Network(Protocol):
         """(...,) ids -> (..., E)."""
         ...
 
-    def forward(self, inputs: Inputs, context: Context) -> Tensor:
+    def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""
         ...
 

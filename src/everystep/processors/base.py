@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,14 +24,6 @@ from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit, Revision
 from everystep.processors.stacking import Numbers, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
-
-
-class Processor(Protocol):
-    """A function of (rows, scores); must not change the scores it was given in place."""
-
-    def __call__(self, rows: Rows, scores: Tensor, /) -> Tensor:
-        """(R, V) scores -> (R, V) scores."""
-        ...
 
 
 class LogitsProcessor:
@@ -205,7 +197,7 @@ def remembers(rows: Rows) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class User:
+class UserProcessor:
     """Calls a function of (input_ids, scores), or of (rows, scores) with `takes_rows`.
 
     Rows of equal length are given as one rectangle, others one by one without padding. Two are
@@ -216,7 +208,7 @@ class User:
     takes_rows: bool = False
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, User) and self.call is other.call
+        return isinstance(other, UserProcessor) and self.call is other.call
 
     def __hash__(self) -> int:
         return id(self.call)

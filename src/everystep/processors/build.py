@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from warnings import warn
 
-from everystep.processors.base import Processor, User, reads_rows
+from everystep.processors.base import UserProcessor, reads_rows
 from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from everystep.processors.order import AFTER, BEFORE, BY_NAME, SAMPLERS, Facts, Maker, Values
 from everystep.processors.stacking import at_row
+from everystep.types.protocols import Processor
 
 
 def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
@@ -83,7 +84,7 @@ def _guiding(values: Values, free: list[Any]) -> tuple[list[Any], list[Any]]:
     return own, [one for one in free if one is not own[0]]
 
 
-def _at_slot(given: Any) -> User:
-    if isinstance(given, User):
+def _at_slot(given: Any) -> UserProcessor:
+    if isinstance(given, UserProcessor):
         return given
-    return User(given, takes_rows=reads_rows(given))
+    return UserProcessor(given, takes_rows=reads_rows(given))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingConfig
 from everystep.errors import RequestError, message
-from everystep.processors.base import Processor, User
+from everystep.processors.base import UserProcessor
 from everystep.processors.bias import (
     InfNanRemoveLogitsProcessor,
     LogitBias,
@@ -51,6 +51,7 @@ from everystep.processors.warpers import (
     TypicalLogitsWarper,
 )
 from everystep.processors.watermark import WatermarkLogitsProcessor
+from everystep.types.protocols import Processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,8 @@ class Facts:
     the encoder, or of a decoder alone; None if it was not given as ids. `beams`: how many
     hypotheses are searched together. `row` of `rows`: which prompt of the call it is.
     `first_row`: the call's row of the request's first sequence.
-    `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or `User`.
+    `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or
+    `UserProcessor`.
     `encode`: a text's ids without special ones; None without a tokenizer.
     """
 
@@ -281,7 +283,7 @@ def _begin_suppress(values: Values, facts: Facts) -> Processor | None:
 
 
 # The one order of all processors: the reference's (`_get_logits_processor` of 5.23.0). The caller's
-# stand in the slot of `User`, before those that shape the distribution for sampling.
+# stand in the slot of `UserProcessor`, before those that shape the distribution for sampling.
 BEFORE: dict[type, Maker] = {
     SequenceBiasLogitsProcessor: _sequence_bias,
     LogitBias: _logit_bias,
@@ -339,7 +341,7 @@ AFTER: dict[type, Maker] = {
     ),
 }
 _SAMPLING = (TemperatureLogitsWarper, DynamicTemperature, *SAMPLERS)
-CANONICAL: tuple[type, ...] = (*BEFORE, User, *dict.fromkeys(_SAMPLING), *AFTER)
+CANONICAL: tuple[type, ...] = (*BEFORE, UserProcessor, *dict.fromkeys(_SAMPLING), *AFTER)
 RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(CANONICAL)}
 # What `sampler_order` may name; those that it names come first, as it names them.
 BY_NAME: dict[str, tuple[type, ...]] = {

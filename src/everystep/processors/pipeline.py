@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.processors.base import LogitsProcessor, Processor, User, reads_rows
+from everystep.processors.base import LogitsProcessor, UserProcessor, reads_rows
 from everystep.processors.best import is_few
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
 from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.types import Rows, Scores
+from everystep.types.protocols import Processor
 
 Processors = tuple[Processor, ...]
-_USER = RANK[User]
+_USER = RANK[UserProcessor]
 
 
 def best_read(processors: Processors, vocabulary: int) -> int:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.types import FinishReason
 from everystep.types.candidates import Candidates
 from everystep.types.protocols import Stop
 
-ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, User)
+ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, UserStop)
 _RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}
 
 Reasons = list[FinishReason | None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.stops.ends import EosToken, MaxLength, MaxTime, User
+from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
 from everystep.types.candidates import Candidates
@@ -224,7 +224,7 @@ def by_hand(stops: Sequence[Stop]) -> StoppingCriteriaList:
 
 
 def _criterion_of(stop: Stop) -> Any:
-    if isinstance(stop, User):
+    if isinstance(stop, UserStop):
         return stop.call
     if isinstance(stop, EosToken):
         return EosTokenCriteria(list(stop.ids))
@@ -248,7 +248,7 @@ def _checked(criteria: Any) -> Iterable[Any]:
 
 
 def _stop_of(criterion: Any) -> Stop:
-    return criterion.stop() if type(criterion) in _OWN else User(criterion)
+    return criterion.stop() if type(criterion) in _OWN else UserStop(criterion)
 
 
 def _ask(stop: Stop, input_ids: Tensor) -> Tensor:

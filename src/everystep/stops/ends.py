@@ -86,7 +86,7 @@ class MaxTime:
 
 
 @dataclass(frozen=True, eq=False)
-class User:
+class UserStop:
     """Ends where a function of (input_ids, scores) says so.
 
     Candidates of equal length are given as one rectangle, others one by one without padding. Scores
@@ -97,7 +97,7 @@ class User:
     call: Callable[..., Any]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, User) and self.call is other.call
+        return isinstance(other, UserStop) and self.call is other.call
 
     def __hash__(self) -> int:
         return id(self.call)

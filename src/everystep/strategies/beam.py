@@ -127,7 +127,7 @@ class Beam:
             np.add.at(counts, (np.arange(len(counts))[:, None], chosen), 1.0)
         return torch.from_numpy(counts * np.float32(self.diversity)).to(scores)
 
-    def _candidates(self, batch: Batch, picked: Picked, searches: list[int]) -> Candidates:
+    def _candidates(self, batch: Batch, picked: Picked, searches: list[int]) -> RankedBeams:
         """What was picked in the given searches, request by request, as N = G * len(searches)."""
         scores = np.stack([one[0] for one in picked], axis=1).reshape(-1, self.ranked)
         flat = np.stack([one[1] for one in picked], axis=1).reshape(-1, self.ranked)
@@ -140,7 +140,7 @@ class Beam:
         ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)
         going, ranks = _top(np.where(ended, scores + _NEVER, scores), self.beams)
         whole = np.logical_and.reduce(drawn, axis=1)
-        return Candidates(scores, parent, token, ended, reasons, going, ranks, whole)
+        return RankedBeams(scores, parent, token, ended, reasons, going, ranks, whole)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
         """Candidates that end are banked, the best others go on; all searches at once."""
@@ -226,7 +226,7 @@ class Beam:
         return best + [_NOTHING] * (self.returns - len(best))
 
 
-class Candidates(NamedTuple):
+class RankedBeams(NamedTuple):
     """What N searches chose from: (N, ranked) `scores`, `parent` (in the batch), `token`, `ended`;
     `reasons`, flat; (N, beams) scores and ranks of those that go on; (N,) whether all were drawn.
     """
@@ -243,7 +243,7 @@ class Candidates(NamedTuple):
 
 @stored("bank")
 @dataclass(frozen=True, eq=False)
-class Bank:
+class BeamBank:
     """The best finished scores of a search, (W,) float32, which are taken, whose they are, and
     whether more can come. `serials`: (W,) int64; `born`: how many were given out."""
 
@@ -254,7 +254,7 @@ class Bank:
     born: int = 0
 
     @classmethod
-    def empty(cls, beams: int) -> Bank:
+    def empty(cls, beams: int) -> BeamBank:
         """Before anything has ended."""
         return cls(np.full(beams, _NEVER, np.float32), np.zeros(beams, bool), np.full(beams, -1))
 
@@ -276,7 +276,7 @@ class Banks:
     divided by. `eager`: whether a full bank ends the search. `searches`: of each request.
     """
 
-    banks: list[Bank]
+    banks: list[BeamBank]
     scores: np.ndarray
     filled: np.ndarray
     serials: np.ndarray
@@ -290,7 +290,7 @@ class Banks:
     @classmethod
     def of(cls, batch: Batch, beam: Beam) -> Banks:
         """The banks of a batch; a group that opens has empty ones."""
-        none = (Bank.empty(beam.beams),) * beam.searches
+        none = (BeamBank.empty(beam.beams),) * beam.searches
         banks = [bank for group in batch.groups for bank in group.state or none]
         lengths = [s.generated + 1 for s in batch.sequences[:: beam.beams]]
         return cls(
@@ -357,7 +357,7 @@ class Banks:
         self.open = self.open & ~over
         return over[:, 0]
 
-    def states(self) -> list[tuple[Bank, ...]]:
+    def states(self) -> list[tuple[BeamBank, ...]]:
         """The banks of every request after this step."""
         rows = zip(
             self.banks,

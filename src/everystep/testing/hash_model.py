@@ -28,7 +28,7 @@ HEADS = 2
 
 
 @dataclass(slots=True)
-class Counts:
+class HashCounts:
     """What an executor was asked to do so far.
 
     `chunk_feeds`: feeds that wanted no logits. `copied`: positions that forks carried over.
@@ -45,20 +45,20 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Row:
+class HashRow:
     """One cache row: per position the key of its input and the state after it."""
 
     start: int
     keys: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
 
-    def copy(self) -> Row:
+    def copy(self) -> HashRow:
         """An equal row that shares nothing with this one."""
-        return Row(self.start, list(self.keys), list(self.states))
+        return HashRow(self.start, list(self.keys), list(self.states))
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class HashFeed:
     """One feed of a work: its place among the N inputs, its row, and what it brings and wants."""
 
     offset: int
@@ -89,8 +89,8 @@ class HashExecutor:
         self.max_rows = max_rows
         self.inputs: Mapping[str, InputSpec] = {one.name: one for one in inputs}
         self.abilities = abilities | frozenset(self.inputs)
-        self.counts = Counts()
-        self.rows: dict[int, Row] = {}
+        self.counts = HashCounts()
+        self.rows: dict[int, HashRow] = {}
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""
@@ -127,25 +127,25 @@ class HashExecutor:
             del self.rows[verb.row]
             self.counts.frees += 1
 
-    def _fresh_row(self, number: int, work: Work) -> Row:
+    def _fresh_row(self, number: int, work: Work) -> HashRow:
         encoder = work.encoders.get(number)
         _require(encoder is None or "encoder" in self.abilities, "encoder states were given")
-        return Row(self.function.start(encoder))
+        return HashRow(self.function.start(encoder))
 
-    def _open(self, number: int, row: Row) -> None:
+    def _open(self, number: int, row: HashRow) -> None:
         _require(number not in self.rows, f"row {number} was opened while it was live")
         full = self.max_rows is not None and len(self.rows) >= self.max_rows
         _require(not full, f"row {number} was opened beyond the {self.max_rows} that fit")
         self.rows[number] = row
 
-    def _truncate(self, row: Row, verb: Verb) -> None:
+    def _truncate(self, row: HashRow, verb: Verb) -> None:
         _require("truncate" in self.abilities, f"row {verb.row} was truncated")
         held = len(row.states)
         _require(0 <= verb.value <= held, f"row {verb.row} was cut to {verb.value} of {held}")
         del row.states[verb.value :], row.keys[verb.value :]
         self.counts.truncates += 1
 
-    def _live(self, number: int, purpose: str) -> Row:
+    def _live(self, number: int, purpose: str) -> HashRow:
         row = self.rows.get(number)
         if row is None:
             raise InvariantError(message(f"a row to {purpose} is not allocated", got=number))
@@ -153,7 +153,7 @@ class HashExecutor:
 
     # --- inputs -----------------------------------------------------------------------------------
 
-    def _feeds(self, work: Work) -> list[Feed]:
+    def _feeds(self, work: Work) -> list[HashFeed]:
         lengths = {len(work.rows), len(work.starts), len(work.counts), len(work.logits)}
         _require(len(lengths) == 1, f"the arrays of the feeds have lengths {lengths}")
         offsets = np.concatenate([[0], np.cumsum(work.counts)]).tolist()
@@ -162,11 +162,11 @@ class HashExecutor:
         fed = work.rows.tolist()
         _require(set(work.extras) <= set(range(len(fed))), "extras belong to no feed")
         extras = [work.extras.get(f, _PLAIN) for f in range(len(fed))]
-        feeds = list(map(Feed, offsets[:-1], *(column.tolist() for column in columns), extras))
+        feeds = list(map(HashFeed, offsets[:-1], *(column.tolist() for column in columns), extras))
         _require(len(set(fed)) == len(fed), f"a row was fed twice in one work: {fed}")
         return feeds
 
-    def _check(self, feed: Feed, ids: np.ndarray) -> None:
+    def _check(self, feed: HashFeed, ids: np.ndarray) -> None:
         """What the feed brings and wants are abilities, and each position has one input."""
         extra = feed.extra
         for name in ("positions", "mask"):
@@ -189,7 +189,7 @@ class HashExecutor:
         fits_all = np.where(given, ids == -1, inside)
         _require(bool(fits_all.all()), f"inputs are neither ids nor embeddings: {ids[~fits_all]}")
 
-    def _keys(self, feed: Feed, ids: np.ndarray) -> list[int]:
+    def _keys(self, feed: HashFeed, ids: np.ndarray) -> list[int]:
         """One per position: its id or embedding, with every further input and its mask."""
         keys = [self.function.token_key(token) for token in ids.tolist()]
         inputs = sorted(feed.extra.inputs, key=lambda given: given.name != "embeds")
@@ -214,7 +214,7 @@ class HashExecutor:
         (found,) = self.function.keys(seen.flatten()[None].float())
         return self.function.joined(key, "mask", found)
 
-    def _positions(self, feed: Feed) -> list[tuple[int, ...]]:
+    def _positions(self, feed: HashFeed) -> list[tuple[int, ...]]:
         given = feed.extra.positions
         if given is None:
             return [(feed.start + i,) for i in range(feed.count)]
@@ -222,7 +222,7 @@ class HashExecutor:
         places = given.reshape(-1, feed.count).T.tolist()
         return [tuple(int(coordinate) for coordinate in place) for place in places]
 
-    def _feed(self, feed: Feed, keys: list[int], positions: list[tuple[int, ...]]) -> None:
+    def _feed(self, feed: HashFeed, keys: list[int], positions: list[tuple[int, ...]]) -> None:
         row = self._live(feed.row, "feed")
         held = len(row.states)
         _require(feed.count > 0, f"row {feed.row} was fed nothing")
@@ -234,14 +234,14 @@ class HashExecutor:
             row.states.append(state)
         row.keys += keys
 
-    def _count(self, feeds: list[Feed]) -> None:
+    def _count(self, feeds: list[HashFeed]) -> None:
         self.counts.forwards += bool(feeds)
         self.counts.tokens += sum(feed.count for feed in feeds)
         self.counts.chunk_feeds += sum(feed.logits == 0 for feed in feeds)
 
     # --- outputs ----------------------------------------------------------------------------------
 
-    def _logits(self, feeds: list[Feed]) -> Tensor:
+    def _logits(self, feeds: list[HashFeed]) -> Tensor:
         states: list[int] = []
         pairs: list[tuple[int, int]] = []
         for feed in feeds:
@@ -251,7 +251,7 @@ class HashExecutor:
             pairs += [(row.keys[p - 1] if p else 0, row.keys[p]) for p in wanted]
         return self.function.logits(_uint64(states), _uint64(pairs).reshape(-1, 2))
 
-    def _answer(self, feed: Feed) -> Answer:
+    def _answer(self, feed: HashFeed) -> Answer:
         extra, function = feed.extra, self.function
         states = _uint64(self.rows[feed.row].states[feed.start :])
         layers = tuple(function.hidden(states, layer) for layer in range(LAYERS, -1, -1))
@@ -261,7 +261,7 @@ class HashExecutor:
             self._attentions(feed) if extra.attentions else None,
         )
 
-    def _attentions(self, feed: Feed) -> tuple[Tensor, ...]:
+    def _attentions(self, feed: HashFeed) -> tuple[Tensor, ...]:
         hidden = self.function.hidden(_uint64(self.rows[feed.row].states))
         later = torch.ones(feed.count, len(hidden)).triu(feed.start + 1).bool()
         scores = (hidden[feed.start :] @ hidden.T).masked_fill(later, -torch.inf)

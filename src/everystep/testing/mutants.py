@@ -19,12 +19,12 @@ from torch import Tensor
 
 from everystep import draws
 from everystep.cache import rows as cache_rows
-from everystep.cache.bank import Bank, Part
+from everystep.cache.bank import Bank, BankPart
 from everystep.cache.states import Mark
 from everystep.engine import apply, batches, engine, feed, given, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
-from everystep.testing.hash_model import Row
+from everystep.testing.hash_model import HashRow
 from everystep.types import Companion, Prompt, Rows, Scores, Sequence, companion_length
 from everystep.types.batch import Places
 
@@ -70,8 +70,8 @@ def _fork_shares_the_row(ledger: Ledger, source: int) -> int:
     return source
 
 
-@mutant("aliasing storage", (Row, "copy"))
-def _copy_shares_the_lists(row: Row) -> Row:
+@mutant("aliasing storage", (HashRow, "copy"))
+def _copy_shares_the_lists(row: HashRow) -> HashRow:
     return row
 
 
@@ -197,7 +197,7 @@ _true_settle = Bank.settle
 
 
 @mutant("window evicts too early", (Bank, "settle"), kind=STORE_MUTANTS)
-def _settle_sees_less(bank: Bank, part: Part, slot: int, start: int) -> Part:
+def _settle_sees_less(bank: Bank, part: BankPart, slot: int, start: int) -> BankPart:
     # As if the feed began two positions later.
     return _true_settle(bank, part, slot, start + 2)
 
@@ -207,6 +207,6 @@ _true_extended = Bank.extended
 
 @mutant("window forgets what may be taken back", (Bank, "extended"), kind=STORE_MUTANTS)
 def _extended_ignores_the_floor(
-    bank: Bank, part: Part, count: int, floor: int, *, alone: bool
-) -> Part:
+    bank: Bank, part: BankPart, count: int, floor: int, *, alone: bool
+) -> BankPart:
     return _true_extended(bank, part, count, part.length + count, alone=alone)

@@ -31,7 +31,7 @@ from everystep.executors.native.library import (
     DecoderWeights,
     GivenEmbeds,
     LayerWeights,
-    LinearMap,
+    LinearMapC,
     Matrix,
     NormWeights,
     RopeRows,
@@ -134,7 +134,7 @@ RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
 }
 EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = {
     Matrix: {"row_scales": lambda matrix, _: 4 * -(-matrix.rows // 16) * 16},
-    LinearMap: {"bias": lambda linear, _: 4 * sum(part.rows for part in linear.parts)},
+    LinearMapC: {"bias": lambda linear, _: 4 * sum(part.rows for part in linear.parts)},
     NormWeights: _NORM,
     RopeRows: {
         **{name: lambda rope, around: 4 * _rope_values(rope, around) for name in ("cos", "sin")},

@@ -21,7 +21,7 @@ from everystep.errors import (
     message,
 )
 from everystep.executors.native.build import instruction_sets, library_path
-from everystep.files.sources import Settings
+from everystep.files.sources import SourceSettings
 
 INTERFACE = 9
 _NEEDS = {
@@ -45,7 +45,7 @@ class Matrix(Structure):
     )
 
 
-class LinearMap(Structure):
+class LinearMapC(Structure):
     """Matrices with one input, outputs side by side."""
 
     _fields_ = (("count", c_int64), ("parts", Matrix * 3), ("bias", c_void_p))
@@ -61,7 +61,7 @@ class LayerWeights(Structure):
     """One layer."""
 
     _fields_ = (
-        *((name, LinearMap) for name in ("qkv", "out", "gate", "up", "down")),
+        *((name, LinearMapC) for name in ("qkv", "out", "gate", "up", "down")),
         *((name, NormWeights) for name in ("attention", "mlp", "attention_post", "mlp_post")),
         *((name, NormWeights) for name in ("q", "k")),
         ("rope", c_int64),
@@ -81,7 +81,7 @@ class DecoderWeights(Structure):
         ("layer", POINTER(LayerWeights)),
         ("norm", NormWeights),
         ("embedding", Matrix),
-        ("head", LinearMap),
+        ("head", LinearMapC),
     )
 
 
@@ -117,7 +117,7 @@ class StepWork(Structure):
     )
 
 
-_MIRRORED = (Matrix, LinearMap, LayerWeights, DecoderWeights, RopeRows, GivenEmbeds, StepWork)
+_MIRRORED = (Matrix, LinearMapC, LayerWeights, DecoderWeights, RopeRows, GivenEmbeds, StepWork)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Status:
 @cache
 def status() -> Status:
     """Which library this process uses, or why none."""
-    wanted = Settings.from_environment().variables.get("EVERYSTEP_INSTRUCTIONS")
+    wanted = SourceSettings.from_environment().variables.get("EVERYSTEP_INSTRUCTIONS")
     if wanted == "none":
         return Status(None, "EVERYSTEP_INSTRUCTIONS is none")
     flags = _processor_flags()

@@ -17,7 +17,7 @@ PAGE = 16
 
 
 @dataclass(slots=True)
-class Counts:
+class PageCounts:
     """What was done so far: `copies` of pages, and the most that were in use at once."""
 
     forks: int = 0
@@ -41,7 +41,7 @@ class PagedRows:
     them; it is replaced when it grows.
     """
 
-    counts: Counts = field(default_factory=Counts)
+    counts: PageCounts = field(default_factory=PageCounts)
     table: np.ndarray = field(default_factory=lambda: np.zeros((8, 8), np.int32))
     _rows: dict[int, _Row] = field(default_factory=dict)
     _shares: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))

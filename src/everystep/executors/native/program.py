@@ -20,7 +20,7 @@ from torch import Tensor
 from everystep.executors.native.library import (
     DecoderWeights,
     LayerWeights,
-    LinearMap,
+    LinearMapC,
     Matrix,
     NormWeights,
     check,
@@ -120,10 +120,10 @@ class Program:
             head=self._head(decoder, table),
         )
 
-    def _head(self, decoder: Decoder, table: Matrix) -> LinearMap:
+    def _head(self, decoder: Decoder, table: Matrix) -> LinearMapC:
         if not decoder.spec.tied:
             return self._linear(weights_of(decoder.head.matrix()), decoder.head.bias)
-        shared = LinearMap(count=1, bias=self._floats(decoder.head.bias))
+        shared = LinearMapC(count=1, bias=self._floats(decoder.head.bias))
         shared.parts[0] = table
         return shared
 
@@ -151,8 +151,8 @@ class Program:
             window=spec.layers[index].window or 0,
         )
 
-    def _linear(self, weights: Sequence[Weight], bias: Tensor | None) -> LinearMap:
-        made = LinearMap(count=len(weights), bias=self._floats(bias))
+    def _linear(self, weights: Sequence[Weight], bias: Tensor | None) -> LinearMapC:
+        made = LinearMapC(count=len(weights), bias=self._floats(bias))
         for place, weight in enumerate(weights):
             made.parts[place] = self._matrix(weight)
         return made

@@ -22,7 +22,6 @@ from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch
 from everystep.types import (
-    Columns,
     Group,
     Prompt,
     Rows,
@@ -264,7 +263,7 @@ def _batch(rows: Rows, done: int, vocabulary: int) -> Batch:
     draws = later[0].request.draws
     return Batch(
         [], later, numbers, rows.table, numbers, len(later), draws, vocabulary,
-        lambda _: none, lambda parents, _: [None] * len(parents),
+        lambda _: Columns(), lambda parents, _: [None] * len(parents),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch
 from everystep.types import (
+    Columns,
     Group,
     Prompt,
     Rows,

@@ -188,7 +188,7 @@ def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
 
 def _beam(draw: Dice, eos_count: int, max_new: int) -> Beam:
     width = draw.between(2, 4)
-    if width == 4 and draw.chance(0.5):
+    if width == 4 and draw.chance(0.8):
         searches = draw.one_of(2, 4)
         return Beam(
             width,

@@ -93,7 +93,7 @@ class DraftModel:
 
     Each guess is what the request itself would choose from the draft model's scores: with its
     processors, its strategy and, where they are seeded, its draws. `open`: a fresh executor of the
-    draft model, with the ability "cut". Sequences whose prompt is given as embeddings are not
+    draft model, with the ability "truncate". Sequences whose prompt is given as embeddings are not
     drafted for. Source: Leviathan et al. 2023.
     """
 
@@ -103,15 +103,6 @@ class DraftModel:
     def start(self, vocabulary: int) -> Drafting:
         """One at work, on an executor of its own."""
         executor = self.open()
-        if "cut" not in executor.abilities:
-            raise RequestError(
-                message(
-                    "the draft model's rows cannot be cut back to any length",
-                    wanted="a model with attention over all positions",
-                    got="windows or recurrent states",
-                    do="Choose another draft model, or prompt_lookup_num_tokens",
-                )
-            )
         if executor.vocab_size != vocabulary:
             raise RequestError(
                 message(

@@ -31,6 +31,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 # (importer, imported) of one level, each with its reason.
 LISTED: dict[tuple[str, str], str] = {
+    ("types", "errors"): "a value that cannot be saved, or bytes that are damaged, are errors",
     ("config", "files"): "a configuration is read from a folder or from the hub",
     ("text", "files"): "a tokenizer is written file by file, each whole or not at all",
     ("executors", "models"): "an executor runs a model: it reads specification and weights",

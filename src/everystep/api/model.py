@@ -36,7 +36,6 @@ from everystep.models import (
     weight_bytes,
 )
 from everystep.models.device import usable_device
-from everystep.nn.modes import modes_kept
 from everystep.nn.network import Heard, Store, Window
 from everystep.outputs import CausalLMOutput, compute_transition_scores
 from everystep.types import Prompt
@@ -270,16 +269,15 @@ class LanguageModel:
         given = inputs if decoder_input_ids is None else decoder_input_ids
         kept = _kept_positions(logits_to_keep, given)
         cache = _cache_of_forward(self, inputs, past_key_values, use_cache)
-        with modes_kept():
-            logits = self._core.forward(
-                input_ids,
-                attention_mask,
-                position_ids,
-                inputs_embeds,
-                decoder_input_ids=decoder_input_ids,
-                cache=cache,
-                kept=kept,
-            )
+        logits = self._core.forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            decoder_input_ids=decoder_input_ids,
+            cache=cache,
+            kept=kept,
+        )
         result = CausalLMOutput(logits, cache)
         return result.to_tuple() if return_dict is False else result
 
@@ -346,19 +344,16 @@ def _kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
     length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
     if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
         return slice(-wanted, None)  # type: ignore[operator]
-    if isinstance(wanted, Tensor) and _are_places(wanted, length):
-        return wanted
+    if isinstance(wanted, Tensor) and wanted.dtype in (torch.int64, torch.int32):
+        inside = (wanted >= -length) & (wanted < length)
+        if wanted.dim() == 1 and bool(inside.all()):
+            return wanted
     refuse(
         "logits_to_keep names no positions of the inputs",
         wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",
         got=repr(wanted),
         do="Leave it out for the logits of every position",
     )
-
-
-def _are_places(wanted: Tensor, length: int) -> bool:
-    inside = (wanted >= -length) & (wanted < length)
-    return wanted.dim() == 1 and wanted.dtype in (torch.int64, torch.int32) and bool(inside.all())
 
 
 def _cache_of_forward(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from ctypes import c_int64
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import add
 
 import numpy as np
 import torch
@@ -30,19 +29,17 @@ from everystep.executors.native.program import (
     open_runner,
     program_of,
 )
+from everystep.executors.native.rope import RopeTable, Turned
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
     own_positions,
     position_ids,
-    row_lengths,
 )
 from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
 from everystep.models import Model, refuse_copies
-from everystep.nn.rotary import Rope, rotary_table
 from everystep.types import Answer, InputSpec, Past, Scores, StepOutput, Work
 
-_LEAST_TABLE = 512
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
 
 
@@ -84,11 +81,11 @@ class NativeExecutor:
         kv_type = _KV_TYPES.index(cache_dtype or "float32")
         self._runner = open_runner(self._library, self._program, kv_type)
         self._threads = torch.get_num_threads()
-        self._tables = [_RopeTable(rope) for rope in self._program.ropes]
+        self._tables = [RopeTable(rope) for rope in self._program.ropes]
         self._asked = _StepNumbers(len(self._tables))
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
-        self._turned: list[_Turned] = []
+        self._turned: list[Turned] = []
         self._turns: list[weakref.ref[_Turn]] = []
         self._cut_short = False
 
@@ -354,56 +351,3 @@ def _address(array: np.ndarray | Tensor | None) -> int | None:
         return None if array is None else array.data_ptr()
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Turned:
-    """The rows of a table that a work turns by; keeps alive what `structure` points to."""
-
-    structure: RopeRows
-    tables: tuple[Tensor, Tensor]
-    rows: np.ndarray | None
-
-
-class _RopeTable:
-    """Cos and sin of one kind of rope, kept where they do not depend on a row's length."""
-
-    def __init__(self, rope: Rope) -> None:
-        self._rope = rope
-        self._kept: _Turned | None = None
-
-    def rows(self, work: Work, places: np.ndarray | None) -> _Turned:
-        """What each token of the work turns by.
-
-        `places`: (N,) or (axes, N) position ids of all, where a feed gives some.
-        """
-        if places is None and not self._rope.scaling.by_length:
-            # And the position after, should the library go on by itself.
-            return self._kept_for(1 + max(map(add, work.starts.tolist(), work.counts.tolist())))
-        places = position_ids(work) if places is None else places
-        if places.ndim > 1 and not self._rope.axes:
-            places = places[0]
-        if self._rope.scaling.by_length or places.ndim > 1:
-            lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
-            tables = self._table(torch.from_numpy(places), lengths)
-            return self._turned(tables, np.arange(len(work.tokens), dtype=np.int32))
-        return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
-
-    def _kept_for(self, length: int) -> _Turned:
-        """The table of at least so many positions, for tokens that turn by their own."""
-        kept = self._kept
-        if kept is None or len(kept.tables[0]) < length:
-            longer = torch.arange(max(_LEAST_TABLE, 2 * length))
-            self._kept = kept = self._turned(self._table(longer, None), None)
-        return kept
-
-    def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> _Turned:
-        cos, sin = tables
-        at = None if rows is None else rows.ctypes.data
-        structure = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim)
-        return _Turned(structure, tables, rows)
-
-    def _table(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(N, dim) each."""
-        table = rotary_table(self._rope, positions, lengths, torch.float32)
-        return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()

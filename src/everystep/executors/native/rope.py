@@ -1,0 +1,70 @@
+"""What the tokens of a work turn by, as the library reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import add
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.executors.native.library import RopeRows
+from everystep.executors.positions import position_ids, row_lengths
+from everystep.nn.rotary import Rope, rotary_table
+from everystep.types import Work
+
+_LEAST_TABLE = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turned:
+    """The rows of a table that a work turns by; keeps alive what `structure` points to."""
+
+    structure: RopeRows
+    tables: tuple[Tensor, Tensor]
+    rows: np.ndarray | None
+
+
+class RopeTable:
+    """Cos and sin of one kind of rope, kept where they do not depend on a row's length."""
+
+    def __init__(self, rope: Rope) -> None:
+        self._rope = rope
+        self._kept: Turned | None = None
+
+    def rows(self, work: Work, places: np.ndarray | None) -> Turned:
+        """What each token of the work turns by.
+
+        `places`: (N,) or (axes, N) position ids of all, where a feed gives some.
+        """
+        if places is None and not self._rope.scaling.by_length:
+            # And the position after, should the library go on by itself.
+            return self._kept_for(1 + max(map(add, work.starts.tolist(), work.counts.tolist())))
+        places = position_ids(work) if places is None else places
+        if places.ndim > 1 and not self._rope.axes:
+            places = places[0]
+        if self._rope.scaling.by_length or places.ndim > 1:
+            lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
+            tables = self._table(torch.from_numpy(places), lengths)
+            return self._turned(tables, np.arange(len(work.tokens), dtype=np.int32))
+        return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
+
+    def _kept_for(self, length: int) -> Turned:
+        """The table of at least so many positions, for tokens that turn by their own."""
+        kept = self._kept
+        if kept is None or len(kept.tables[0]) < length:
+            longer = torch.arange(max(_LEAST_TABLE, 2 * length))
+            self._kept = kept = self._turned(self._table(longer, None), None)
+        return kept
+
+    def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> Turned:
+        cos, sin = tables
+        at = None if rows is None else rows.ctypes.data
+        structure = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim)
+        return Turned(structure, tables, rows)
+
+    def _table(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(N, dim) each."""
+        table = rotary_table(self._rope, positions, lengths, torch.float32)
+        return table.cos[:, 0].contiguous(), table.sin[:, 0].contiguous()

@@ -240,7 +240,7 @@ class Cut(deque[Group]):
         return found
 
     def popleft(self) -> Group:
-        return self._call("popleft")  # type: ignore[no-any-return]
+        return self._call("popleft")
 
     def appendleft(self, group: Group) -> None:
         self._call("appendleft", group)

@@ -1,0 +1,100 @@
+"""Named defects of what an engine remembers, each with the check that must notice it.
+
+They stand beside those of `everystep.testing.mutants`, which random mixes kill. These need an
+interrupt at one certain place, a generation that is restored, or a look at what a step has asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from everystep.engine import drafting, engine, feed, snapshot
+from everystep.engine.choices import Choices
+from everystep.strategies import single
+from everystep.testing.mutants import Mutant
+from everystep.testing.mutants import mutant as registering
+from everystep.types import Children, Extra, Sequence
+from everystep.types import batch as batches
+from everystep.types.batch import Batch, Places
+
+MUTANTS: dict[str, Mutant] = {}
+mutant = partial(registering, kind=MUTANTS)
+
+_true_continue_each = single.continue_each
+
+
+@mutant("select that writes", (single, "continue_each"))
+def _select_counts_in_the_sequence(batch: Batch, tokens: np.ndarray) -> Children:
+    for sequence in batch.sequences:
+        sequence.score += 1.0
+    return _true_continue_each(batch, tokens)
+
+
+@mutant("select that writes to its group", (single, "continue_each"))
+def _select_counts_in_the_group(batch: Batch, tokens: np.ndarray) -> Children:
+    for group in batch.groups:
+        group.state = 1 + (group.state or 0)
+    return _true_continue_each(batch, tokens)
+
+
+_true_recover = engine.Engine.recover
+
+
+@mutant("event lost", (engine.Engine, "recover"))
+def _recover_drops_what_was_not_taken(self: engine.Engine) -> None:
+    broken = self._broken
+    _true_recover(self)
+    if broken:
+        self._outbox = deque()
+
+
+_true_selected = Choices._selected
+
+
+@mutant("apply before all selected", (Choices, "_selected"))
+def _selected_puts_in_place(self: Choices, *given: Any) -> None:
+    _true_selected(self, *given)
+    for change in self.changes:
+        change.group.become(change.after)
+
+
+@mutant("drafter row leaked", (drafting.DraftRow, "release"))
+def _release_keeps_the_drafters_row(row: drafting.DraftRow) -> None:
+    pass
+
+
+_true_extra = feed.WorkBuilder._extra
+
+
+@mutant("want that switches a neighbour", (feed.WorkBuilder, "_extra"))
+def _everybody_wants_what_one_does(
+    builder: feed.WorkBuilder, *given: Any, **named: Any
+) -> Extra | None:
+    extra = _true_extra(builder, *given, **named)
+    return next(iter(builder.extras.values()), None) if extra is None else extra
+
+
+_true_sequences = snapshot.sequences
+
+
+@mutant("restored draw out of step", (engine, "sequences"))
+def _restored_siblings_draw_alike(*given: Any) -> list[Sequence]:
+    restored = _true_sequences(*given)
+    for sequence in restored:
+        sequence.lineage = 0
+    return restored
+
+
+_true_places = batches.places_of
+
+
+@mutant("draws counted from the end of the prompt", (batches, "places_of"))
+def _positions_begin_at_the_prompts_end(
+    sequences: list[Sequence], position: np.ndarray, *rest: Any
+) -> Places:
+    prompts = np.array([s.request.prompt.length for s in sequences], dtype=np.uint64)
+    return _true_places(sequences, position - prompts, *rest)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.engine import Continuous, Engine, Lockstep
+from everystep.engine import Continuous, Engine, Lockstep, PromptLookup
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
-from everystep.strategies import Beam, Contrastive, Greedy, PromptLookup, Sample, Speculative
+from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing import textbook
 from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
@@ -39,7 +39,6 @@ STRATEGIES: dict[str, Any] = {
     "sampled": Sample(3),
     "beams": Beam(3, returns=2, eos_count=len(ENDS), max_new=MAX_NEW),
     "contrastive": Contrastive(3, 0.6),
-    "drafted": Speculative(PromptLookup(4, 2), Greedy()),
 }
 PLAIN_ONES = tuple(one for one in REQUESTS if one.request_id in ("greedy", "beams", "sampled"))
 WAYS = ("together", "chunked", "continuous", "preempted")
@@ -48,7 +47,8 @@ WAYS = ("together", "chunked", "continuous", "preempted")
 def everyone(prompt: Prompt) -> tuple[Request, ...]:
     """The prompt under every strategy, among plain requests."""
     own = [request(f"own {name}", one, prompt) for name, one in STRATEGIES.items()]
-    return (*own[:2], *PLAIN_ONES, *own[2:])
+    drafted = request("own drafted", Greedy(), prompt, drafter=PromptLookup(4, 2))
+    return (*own[:2], *PLAIN_ONES, *own[2:], drafted)
 
 
 def run(requests: Iterable[Request], executor: Executor, way: str) -> Run:

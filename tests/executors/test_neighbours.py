@@ -35,7 +35,6 @@ EXTRAS: dict[str, Extra] = {
     "mask": Extra(mask=SEEN[None]),
     "embeds": Extra(inputs=(Given("embeds", 0, torch.ones(9, 32)),)),
 }
-ALONE = {"attentions", "mask"}
 
 
 def warm() -> Work:
@@ -113,11 +112,10 @@ def test_on_torch_the_paths_of_neighbours_stay(name: str, monkeypatch: pytest.Mo
     wanted = ran(TorchExecutor(model), None)
     other = TorchExecutor(model)
     other.run(warm())
-    for method in ("_rectangle", "_span", "_alone"):
+    for method in ("_rectangle", "_span"):
         counted(method)
     found = other.run(beside(EXTRAS[name]))
-    lone = name in ALONE
-    # The first and the last feed are the rectangle, the second and the third a span each.
-    expected = {"_rectangle": LAYERS, "_span": (2 - lone) * LAYERS, "_alone": lone * LAYERS}
-    assert calls == Counter(expected)
+    # The first and the last feed are the rectangle, the second and the third a span each, whether
+    # the second is computed by itself or not.
+    assert calls == Counter({"_rectangle": LAYERS, "_span": 2 * LAYERS})
     torch.testing.assert_close(of_others(found), of_others(wanted), rtol=0, atol=1e-12)

@@ -174,7 +174,8 @@ def test_chains_of_several_segments(name: str) -> None:
     tokens = ints(ids[20], *ids[158:160], ids[157])
     found = executor.run(Work((), rows, starts, ones, ones, tokens)).logits
     whole = read(model, ids).logits(model)
-    assert executor.cache.counts.freezes == 2
+    banks = 1 if name == "plain" else 2
+    assert executor.cache.counts.freezes == 2 * banks
     assert_near(found, whole[[20, 158, 159, 157]])
 
 

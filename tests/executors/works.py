@@ -13,9 +13,9 @@ from torch import Tensor
 from everystep.models import Model
 from everystep.models.dense import DenseContext
 from everystep.nn.attention import Rule, additive, probabilities, visible
-from everystep.nn.network import StepInputs
+from everystep.nn.network import State, StepInputs, Window
 from everystep.nn.relative_bias import RelativeBias
-from everystep.types import Answer, Extra, Given, StepOutput, Verb, Work
+from everystep.types import Answer, Extra, Given, Past, StepOutput, Verb, Work
 
 ROWS = 5
 
@@ -103,6 +103,23 @@ class Watcher:
 
     def keep(self, hidden: Tensor) -> None:
         self.layers.append(hidden.clone())
+
+
+def forgets(model: Model) -> bool:
+    """Whether rows on torch operators drop what they hold, so that not every cut is possible."""
+    stores = [one for layer in model.network.stores for one in layer]
+    return any(isinstance(one, Window | State) for one in stores)
+
+
+def both_hold(found: Past, wanted: Past, **tolerance: float) -> bool:
+    """Whether two pasts agree in the positions of each layer that both have."""
+    pairs = zip(found.layers, wanted.layers, strict=True)
+    tensors = [(a, b) for one, other in pairs for a, b in zip(one, other, strict=True)]
+    kept = [min(a.shape[1], b.shape[1]) for a, b in tensors]
+    return found.length == wanted.length and all(
+        torch.allclose(a[:, a.shape[1] - n :], b[:, b.shape[1] - n :], **tolerance)
+        for (a, b), n in zip(tensors, kept, strict=True)
+    )
 
 
 def read(model: Model, ids: list[int]) -> History:

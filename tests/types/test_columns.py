@@ -56,11 +56,3 @@ def test_siblings_share_what_they_have_in_common(inference: bool) -> None:
         best = siblings[step % 3]
     assert best.length == 1010
     assert len(memory) < 10
-
-
-def test_nothing_is_known_after_a_release() -> None:
-    columns = Columns()
-    columns.append(torch.zeros(2, WIDTH))
-    other = columns.copy()
-    columns.release()
-    assert (columns.length, columns.pieces, other.length) == (0, (), 2)

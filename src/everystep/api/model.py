@@ -36,7 +36,6 @@ from everystep.models import (
     weight_bytes,
 )
 from everystep.models.device import usable_device
-from everystep.nn.modes import modes_kept
 from everystep.nn.network import Heard, Store, Window
 from everystep.outputs import CausalLMOutput, compute_transition_scores
 from everystep.types import Prompt
@@ -270,16 +269,15 @@ class LanguageModel:
         given = inputs if decoder_input_ids is None else decoder_input_ids
         kept = _kept_positions(logits_to_keep, given)
         cache = _cache_of_forward(self, inputs, past_key_values, use_cache)
-        with modes_kept():
-            logits = self._core.forward(
-                input_ids,
-                attention_mask,
-                position_ids,
-                inputs_embeds,
-                decoder_input_ids=decoder_input_ids,
-                cache=cache,
-                kept=kept,
-            )
+        logits = self._core.forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            decoder_input_ids=decoder_input_ids,
+            cache=cache,
+            kept=kept,
+        )
         result = CausalLMOutput(logits, cache)
         return result.to_tuple() if return_dict is False else result
 

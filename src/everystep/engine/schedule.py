@@ -76,6 +76,8 @@ class Continuous:
     left for its next choice is passed over, and comes first in a later step. `max_rows`: cache rows
     in use at once. `max_positions`: cached positions in use at once, or None; beyond it the
     youngest is preempted. A group that an interrupt left in both queues runs.
+    `served[id(group)]`: the last step in which the group fed, or else the one in which it was
+    admitted; the ranks of restored groups may be equal.
     """
 
     token_budget: int = 2048
@@ -100,7 +102,7 @@ class Continuous:
         self.running = [one for one in self.running if one is not group]
         if group in self.waiting:
             self.waiting = deque(one for one in self.waiting if one is not group)
-        self.served.pop(group.rank, None)
+        self.served.pop(id(group), None)
 
     def plan(self, preempt: Preempt) -> list[Grant]:
         self._settle()
@@ -108,20 +110,20 @@ class Continuous:
         self._admit()
         self.steps += 1
         for group in self.running:
-            self.served.setdefault(group.rank, self.steps)
+            self.served.setdefault(id(group), self.steps)
         left = self.token_budget
         grants = []
         for group in sorted(self.running, key=self._turn):
             used = _usable(group, left)
             if used:
                 grants.append(Grant(group, left))
-                self.served[group.rank] = self.steps
+                self.served[id(group)] = self.steps
                 left -= used
         return grants
 
     def _turn(self, group: Group) -> tuple[int, bool, int]:
         """Those served longest ago first; of them those that have begun, in order of arrival."""
-        return self.served[group.rank], not group.opened, group.rank
+        return self.served[id(group)], not group.opened, group.rank
 
     def _settle(self) -> None:
         """No group is in both queues."""

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everystep.cache.pasts import kv_of
 from everystep.errors import InvariantError, UnsupportedError
 from everystep.executors.choice import open_executor
 from everystep.executors.native import NativeExecutor, obstacles
@@ -26,7 +25,15 @@ from everystep.types import Verb, Work
 from tests.executors.layout import axes_model
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
-from tests.executors.works import Wanderer, answer, asking, one_feed, only_verbs
+from tests.executors.works import (
+    Wanderer,
+    answer,
+    asking,
+    both_hold,
+    forgets,
+    one_feed,
+    only_verbs,
+)
 
 pytestmark = pytest.mark.native
 FORMATS: tuple[Rounding | None, ...] = (None, "int8", "int4")
@@ -52,7 +59,7 @@ def distances(found: Tensor, wanted: Tensor) -> Tensor:
 def compare(model: Model, seed: int, most: int, steps: int = 8, *, positions: bool = False) -> None:
     """Works with rows of any history, on both executors."""
     wanderer = Wanderer(
-        model, np.random.default_rng(seed), positions, longest=4 * most + 20, most=most
+        model, np.random.default_rng(seed), positions, 4 * most + 20, most, not forgets(model)
     )
     native, judge = NativeExecutor(model), TorchExecutor(model)
     for _ in range(steps):
@@ -262,7 +269,7 @@ def test_a_row_begins_with_what_another_held() -> None:
     for one in (native, judge):
         one.run(one_feed(tokens, verbs=(Verb("allocate", 0),)))
     past = judge.export(0)
-    assert torch.allclose(kv_of(native.export(0)), kv_of(past), atol=1e-5)
+    assert both_hold(native.export(0), past, atol=1e-5)
     follow = replace(
         one_feed([7, 8], row=1, start=len(tokens), verbs=(Verb("allocate", 1),)), pasts={1: past}
     )

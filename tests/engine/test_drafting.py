@@ -1,0 +1,48 @@
+"""Draft models whose rows forget: what cannot be taken back is fed again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from everystep.engine import DraftModel, Engine, Lockstep
+from everystep.executors.torch_executor import TorchExecutor
+from everystep.strategies import Greedy, Sample
+from everystep.testing.drive import Run
+from everystep.types import Prompt, Request
+from everystep.types.protocols import Drafter
+from tests.executors.models import family_model
+from tests.executors.requests import ids, request
+
+FAMILIES = {"mistral": {"sliding_window": 5}, "mamba": {"state_size": 4}}
+
+
+def asked(drafter: Drafter | None) -> list[Request]:
+    """Two requests that draft."""
+    return [
+        request("greedy", Greedy(), Prompt(ids(1, 17)), drafter=drafter),
+        request("sampled", Sample(2), Prompt(ids(2, 6)), drafter=drafter),
+    ]
+
+
+def tokens(executor: TorchExecutor, drafter: Drafter | None) -> tuple[list[list[int]], int]:
+    """What the requests end with, and in how many steps."""
+    going = Run(Engine(executor, Lockstep()))
+    for one in asked(drafter):
+        going.submit(one)
+    going.finish()
+    found = [done.tokens.tolist() for group in going.groups.values() for done in group.done]
+    return sorted(found), going.engine.counts.steps
+
+
+@pytest.mark.parametrize("target", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_models_that_forget_change_no_token(family: str, target: str) -> None:
+    draft, model = (family_model(name, **FAMILIES[name]) for name in (family, target))
+    drafter = DraftModel(partial(TorchExecutor, draft), 4)
+    wanted, plain = tokens(TorchExecutor(model), None)
+    found, steps = tokens(TorchExecutor(model), drafter)
+    assert found == wanted
+    # A model that drafts for itself is right every time.
+    assert steps <= plain and (family != target or steps < plain)

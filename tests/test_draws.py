@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from everystep.draws import (
-    Places,
     SeededDraws,
     SharedDraws,
     fork_lineage,
-    places_of,
     set_seed,
     uniform,
 )
 from everystep.errors import RequestError
-from everystep.types import Prompt, Request, Sequence, Shortlist
+from everystep.types import Prompt, Request, Scores, Sequence
+from everystep.types.batch import Places, places_of
 
 STREAMS = ("choice", "accept", "residual", "draft", "xtc")
 # Five standard deviations: a fair draw fails once in more than a million runs, and the seeds are
@@ -151,7 +150,7 @@ def test_seeded_choices_follow_the_softmax(size: int) -> None:
     rows = 20_000 if size < 100 else 2_000
     scores = torch.full((1, size), -math.inf)
     scores[0, torch.arange(9) * (size // 9)] = random_scores(1, 9)[0]
-    tokens = SeededDraws(3).choose(scores.expand(rows, size), places(rows))
+    tokens = SeededDraws(3).choose(Scores.of(scores.expand(rows, size)), places(rows))
     wanted = scores[0].softmax(-1).double()
     spread = (wanted * (1 - wanted) / rows).sqrt()
     assert bool(((shares(tokens, size) - wanted).abs() <= FAR * spread).all())
@@ -176,11 +175,13 @@ def test_draws_without_replacement_follow_the_successive_choices() -> None:
 @pytest.mark.parametrize("size", [50, 5_000])
 def test_a_seeded_choice_does_not_know_its_batch(size: int) -> None:
     scores, where = random_scores(12, size), places(12, position=4)
-    together = SeededDraws(3).choose(scores, where)
+    together = SeededDraws(3).choose(Scores.of(scores), where)
     order = [7, 2, 11, 0]
-    assert torch.equal(SeededDraws(3).choose(scores[order], at(where, order)), together[order])
+    assert torch.equal(
+        SeededDraws(3).choose(Scores.of(scores[order]), at(where, order)), together[order]
+    )
     for row in range(12):
-        alone = SeededDraws(99).choose(scores[row : row + 1], at(where, [row]))
+        alone = SeededDraws(99).choose(Scores.of(scores[row : row + 1]), at(where, [row]))
         assert alone[0] == together[row], "the seed is that of the place"
 
 
@@ -193,12 +194,12 @@ def test_seeded_draws_without_replacement_do_not_know_their_batch() -> None:
 
 
 @pytest.mark.parametrize("draws", [SeededDraws(3), SharedDraws()])
-def test_a_shortlist_gives_what_whole_rows_give(draws: Any) -> None:
+def test_a_list_gives_what_whole_rows_give(draws: Any) -> None:
     rows, vocabulary = 40, 30
     tokens = torch.stack([torch.randperm(vocabulary)[:6].sort().values for _ in range(rows)])
-    short = Shortlist(tokens, random_scores(rows, 6), vocabulary)
+    short = Scores(random_scores(rows, 6), tokens, vocabulary)
     found = []
-    for scores in (short, short.dense()):
+    for scores in (short, short.whole()):
         torch.manual_seed(0)
         found.append(draws.choose(scores, places(rows)))
     assert torch.equal(*found)
@@ -210,7 +211,7 @@ def test_only_what_has_a_probability_is_drawn(draws: Any, size: int) -> None:
     scores = torch.full((200, size), -math.inf)
     possible = torch.tensor([0, size // 2, size - 1])
     scores[:, possible] = random_scores(200, 3)
-    found = draws.choose(scores, places(200))
+    found = draws.choose(Scores.of(scores), places(200))
     assert set(found.tolist()) == set(possible.tolist())
 
 
@@ -219,12 +220,12 @@ def test_only_what_has_a_probability_is_drawn(draws: Any, size: int) -> None:
 def test_a_row_without_a_distribution_gives_no_token(draws: Any, size: int) -> None:
     scores = random_scores(3, size)
     scores[1, 4] = math.nan
-    found = draws.choose(scores, places(3))
+    found = draws.choose(Scores.of(scores), places(3))
     assert found[1] == -1 and found[0] >= 0 and found[2] >= 0
     drawn = draws.choose_without_replacement(scores.softmax(-1), places(3), 2)
     assert drawn[1].tolist() == [-1, -1] and bool((drawn[[0, 2]] >= 0).all())
     scores[1] = -math.inf
-    assert draws.choose(scores, places(3))[1] == -1
+    assert draws.choose(Scores.of(scores), places(3))[1] == -1
 
 
 # --- the reference's draws ------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_shared_choices_are_those_of_multinomial(dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     wanted = [torch.multinomial(scores.softmax(-1), 1)[:, 0] for _ in range(3)]
     torch.manual_seed(5)
-    found = [SharedDraws().choose(scores, places(30)) for _ in range(3)]
+    found = [SharedDraws().choose(Scores.of(scores), places(30)) for _ in range(3)]
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
@@ -254,7 +255,7 @@ def test_rows_that_left_keep_their_share_of_the_noise() -> None:
     torch.manual_seed(5)
     wanted = torch.multinomial(scores.softmax(-1), 1)[:, 0]
     torch.manual_seed(5)
-    assert torch.equal(SharedDraws().choose(scores[left], at(where, left)), wanted[left])
+    assert torch.equal(SharedDraws().choose(Scores.of(scores[left]), at(where, left)), wanted[left])
     torch.manual_seed(5)
     numbers = torch.rand(9, 2, dtype=torch.float64)
     torch.manual_seed(5)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from everystep.engine.apply import rewind_memory
-from everystep.engine.batches import copy_memory
+from everystep.engine.apply import copied, rewind_memory
 from everystep.processors.base import LogitsProcessor, bare_rows
 from everystep.processors.memory import NGrams, Occurrences
 from everystep.processors.repetition import (
@@ -47,7 +46,7 @@ class Line:
     def fork(self) -> Line:
         old = self.sequence
         line = self.table.fork(old.line, old.visible)
-        memo = {key: copy_memory(value) for key, value in old.memo.items()}
+        memo = copied(old.memo)
         return Line(self.table, Sequence(old.request, line, old.length, index=old.index, memo=memo))
 
 

@@ -202,7 +202,7 @@ def test_xtc_strikes_by_seed_sequence_and_position() -> None:
     rows, scores = seeded(ids, 3, lineages), torch.zeros(6, VOCABULARY)
     scores[:, 0] = 3.0
     struck = [0 not in ids for ids in kept(Xtc(0.5, 0.001)(rows, scores))]
-    numbers = uniform(np.full(6, 3), "xtc", np.array(lineages), np.arange(6))[:, 0]
+    numbers = uniform(np.full(6, 3), "xtc", np.array(lineages), np.arange(1, 7))[:, 0]
     assert struck == (numbers < 0.5).tolist()
     backwards = Xtc(0.5, 0.001)(rows.select(np.arange(6)[::-1]), scores)
     assert [0 not in ids for ids in kept(backwards)] == struck[::-1]

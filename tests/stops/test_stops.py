@@ -40,12 +40,19 @@ def ask(
 def ask_all(
     table: TokenTable, parents: list[Sequence], children: Several[Several[int]]
 ) -> list[tuple[int, FinishReason | None]]:
-    counts = np.array([len(child) for child in children])
-    tokens = np.zeros((len(children), counts.max()), dtype=np.int64)
-    for c, child in enumerate(children):
-        tokens[c, : len(child)] = child
-    kept, reasons = check(Candidates(table, parents, tokens, counts))
-    return list(zip(kept.tolist(), reasons, strict=True))
+    """Every beginning of a child is a candidate; it stands up to the first that ends."""
+    longest = max(map(len, children))
+    begun = [(c, n) for c, child in enumerate(children) for n in range(1, len(child) + 1)]
+    tokens = np.zeros((len(begun), longest), dtype=np.int64)
+    for b, (c, n) in enumerate(begun):
+        tokens[b, :n] = children[c][:n]
+    counts = np.array([n for _, n in begun])
+    reasons = check(Candidates(table, [parents[c] for c, _ in begun], tokens, counts))
+    found: dict[int, tuple[int, FinishReason | None]] = {}
+    for (c, n), reason in zip(begun, reasons, strict=True):
+        if c not in found or found[c][1] is None:
+            found[c] = n, reason
+    return [found[c] for c in range(len(children))]
 
 
 def byte(id: int) -> bytes:
@@ -207,10 +214,8 @@ def test_equal_stops_are_asked_once() -> None:
 
 
 def test_nothing_to_ask_nothing_ends() -> None:
-    kept, reasons = check(
-        Candidates(TokenTable(), [], np.zeros((0, 1), np.int64), np.zeros(0, np.int64))
-    )
-    assert (len(kept), reasons) == (0, [])
+    none = np.zeros(0, np.int64)
+    assert check(Candidates(TokenTable(), [], np.zeros((0, 1), np.int64), none)) == []
 
 
 # --- strings -------------------------------------------------------------------------------------

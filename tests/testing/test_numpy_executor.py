@@ -258,7 +258,7 @@ def assert_results(run: Run, requests: tuple[Request, ...], model: Model) -> Non
         found = run.results[request.request_id]
         wanted = textbook.generate(request, Prefixes(model))
         assert [(h.tokens, h.reason) for h in found] == [(h.tokens, h.reason) for h in wanted]
-        if request.strategy.scores == "log_probs":  # which the engine adds up in float32
+        if request.strategy.reads.scores == "log_probs":  # which the engine adds up in float32
             scores = [h.score for h in wanted]
             assert [h.score for h in found] == pytest.approx(scores, abs=1e-6)
 

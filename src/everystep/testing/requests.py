@@ -243,7 +243,7 @@ def random_schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
     longest = max(request.max_length * _rows(request) for request in requests)
     return Schedule(
         arrivals=tuple(draw.between(0, 15) for _ in requests),
-        cancels=tuple(draw.between(0, 25) if draw.chance(0.08) else None for _ in requests),
+        cancels=tuple(draw.between(0, 25) if draw.chance(0.1) else None for _ in requests),
         token_budget=widest + draw.one_of(0, 1, 3, 8, 30),
         max_rows=widest + draw.one_of(0, 1, 3, 10),
         max_positions=draw.one_of(None, None, longest, 2 * longest),

@@ -13,6 +13,7 @@ import pytest
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, DraftModel, Engine, audit
 from everystep.errors import FormatError, RequestError
+from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.strategies import Beam, Greedy
 from everystep.testing.drive import Run, hash_executor, result
 from everystep.testing.requests import Mix, random_mix
@@ -122,12 +123,13 @@ def test_a_beam_search_goes_on_in_another_process(tmp_path: Path) -> None:
 def test_another_request_is_refused() -> None:
     mix = random_mix(2)
     engine = engine_of(mix)
-    request = mix.requests[0]
+    request = replace(mix.requests[0], processors=(TemperatureLogitsWarper(0.3),))
     data = engine.dump(engine.submit(request))
     for other in (
         replace(request, max_length=request.max_length + 1),
         replace(request, draws=SeededDraws(12345)),
         replace(request, prompt=Prompt(ids=np.array([1, 2, 3]))),
+        replace(request, processors=(TemperatureLogitsWarper(0.31),)),
     ):
         with pytest.raises(RequestError, match="another request"):
             engine_of(mix).restore(other, data)

@@ -7,6 +7,7 @@ goes on makes it again, from the same prompt and options, and its fingerprint mu
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any, NamedTuple
 
@@ -121,11 +122,19 @@ def fingerprint(request: Request) -> str:
         request.pad_prefix,
         request.adapters,
         request.wants,
-        [type(processor).__qualname__ for processor in request.processors],
+        [_described(processor) for processor in request.processors],
         [type(stop).__qualname__ for stop in request.stops],
     )
     digest.update(repr(choices).encode())
     return digest.hexdigest()
+
+
+def _described(processor: Any) -> str:
+    """The class of a processor, and those of its values that are numbers or text."""
+    named = dataclasses.fields(processor) if dataclasses.is_dataclass(processor) else ()
+    values = [getattr(processor, field.name) for field in named]
+    plain = [value for value in values if isinstance(value, (bool, int, float, str, tuple))]
+    return f"{type(processor).__qualname__} {plain!r}"
 
 
 def _array(tensor: Any) -> np.ndarray:

@@ -67,7 +67,7 @@ def test_the_first_prompt_has_the_seed_itself_and_no_two_the_same() -> None:
 
 
 def test_all_answers_to_a_prompt_follow_from_one(model: LanguageModel) -> None:
-    several = {"num_return_sequences": 2}
+    several: dict[str, Any] = {"num_return_sequences": 2}
     many = es.generate(model, None, PROMPTS, seed=(3, 4, 5), **DRAWN, **several)
     assert many[1] == alone(model, PROMPTS[1], 4, **several)
 
@@ -95,3 +95,31 @@ def test_prompts_that_come_one_by_one_cannot_have_one_each(model: LanguageModel)
     with pytest.raises(RequestError, match=r"one by one.*list"):
         es.generate(model, None, iter(PROMPTS), seed=[3, 4, 5], **DRAWN)
     assert len(es.generate(model, None, iter(PROMPTS), seed=3, **DRAWN)) == 3
+
+
+@pytest.mark.parametrize("known", [1, 5, 11])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_goes_on_from_a_cache_draws_on(model: LanguageModel, rows: int, known: int) -> None:
+    """Draws follow from where in its row a token stands, not from when a call began."""
+    prompt = torch.tensor([PROMPTS[0]] * rows)
+    sampled: dict[str, Any] = {"do_sample": True, "eos_token_id": None, "seed": 3}
+    whole = model.generate(prompt, max_new_tokens=12, **sampled)
+    first: Any = model.generate(
+        prompt, max_new_tokens=known, return_dict_in_generate=True, **sampled
+    )
+    assert torch.equal(first.sequences, whole[:, : 3 + known])
+    cache, rest = first.past_key_values, {"max_new_tokens": 12 - known, **sampled}
+    assert torch.equal(model.generate(first.sequences, past_key_values=cache, **rest), whole)
+    # Without the cache as well; and another seed goes on otherwise.
+    assert torch.equal(model.generate(first.sequences, **rest), whole)
+    if known < 11:
+        assert not torch.equal(model.generate(first.sequences, **{**rest, "seed": 4}), whole)
+
+
+def test_equal_prompts_of_a_call_share_no_number(model: LanguageModel) -> None:
+    """The first tokens already differ: 16 equal draws of a flat distribution are no accident."""
+    many = es.generate(model, None, [PROMPTS[0]] * 16, seed=3, temperature=100.0, **DRAWN)
+    for step in range(12):
+        assert len({one[step] for one in many}) > 4, step
+    rows = model.generate(torch.tensor([PROMPTS[0]] * 16), seed=3, temperature=100.0, **DRAWN)
+    assert rows[:, 3:].tolist() == many

@@ -63,7 +63,8 @@ def fake() -> HashExecutor:
 def state_of(group: Group, sequences: list[Sequence]) -> list[Any]:
     """All that a strategy could write to, but for memories of prefixes."""
     found: list[Any] = [list(group.live), list(group.done)]
-    for owner in (group, *sequences):
+    owners: list[Group | Sequence] = [group, *sequences]
+    for owner in owners:
         kept = [one.name for one in fields(owner) if one.name not in ("live", "done", "memo")]
         found.append({name: getattr(owner, name) for name in kept})
     found += [values_of(sequence.memo) for sequence in sequences]
@@ -221,7 +222,7 @@ KILLERS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("check", sorted(set(KILLERS.values()), key=lambda one: one.__name__))
+@pytest.mark.parametrize("check", list(dict.fromkeys(KILLERS.values())))
 def test_without_defects(check: Callable[[], None]) -> None:
     check()
 

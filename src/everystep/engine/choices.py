@@ -139,14 +139,21 @@ def failed(
 
 def _kinds(groups: list[Group]) -> list[list[Group]]:
     """Groups that choose together: equal in strategy, source of draws and readout."""
+    if not groups or all(_is_like(groups[0], group) for group in groups):
+        return [groups] if groups else []
     kinds: dict[object, list[Group]] = {}
     for group in groups:
         request = group.request
-        # Shortlists may be of different lengths.
-        best = group.best > 0 if request.strategy.reads.shortlists else group.best
-        key = (request.strategy, type(request.draws), request.readout, best)
+        key = (request.strategy, type(request.draws), request.readout, group.best > 0)
         kinds.setdefault(key, []).append(group)
     return list(kinds.values())
+
+
+def _is_like(one: Group, other: Group) -> bool:
+    """Whether they choose together for sure; comparing strategies by value costs more."""
+    a, b = one.request, other.request
+    same = a.strategy is b.strategy and a.readout is b.readout
+    return same and type(a.draws) is type(b.draws) and (one.best > 0) == (other.best > 0)
 
 
 def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:

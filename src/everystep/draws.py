@@ -86,7 +86,7 @@ def _possible(drawn: Tensor, probabilities: Tensor) -> Tensor:
 
 
 def on_host(scores: Tensor) -> bool:
-    """Whether numpy may read the scores: nobody has to wait for them."""
+    """Whether numpy may read the scores, which takes no waiting for a device."""
     return scores.device.type == "cpu"
 
 

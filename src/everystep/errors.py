@@ -2,7 +2,7 @@
 
     EverystepError
     |- RequestError (ValueError)         a call asks for something impossible or contradictory
-    |  |- UnknownArgumentError (TypeError)  a name nobody knows; the text proposes the nearest one
+    |  |- UnknownArgumentError (TypeError)  an unknown name; the text proposes the nearest one
     |  `- UnsupportedError (NotImplementedError)  known, but this model or executor cannot do it
     |- AbsentNameError (ImportError)     a name of the reference that is not here is imported
     |- AbsentAttributeError (AttributeError)  the same name, asked of the package
@@ -41,7 +41,7 @@ class RequestError(EverystepError, ValueError):
 
 
 class UnknownArgumentError(RequestError, TypeError):
-    """A call uses a name that nobody knows."""
+    """A call uses an unknown name."""
 
 
 class UnsupportedError(RequestError, NotImplementedError):

@@ -142,7 +142,7 @@ def _find(targets: dict[str, _Target], module: str) -> _Target:
         close = nearest(module, targets)
         raise UnsupportedError(
             message(
-                "the adapter changes what is no projection of a layer of this model",
+                "the adapter changes something other than a projection of a layer of this model",
                 wanted="attention and MLP projections",
                 got=repr(module),
                 do=f"The nearest is {close!r}" if close else None,

@@ -30,7 +30,7 @@ _TRAINED = (
     "Give SynthIDTextWatermarkDetector a WeightedMeanDetector, which needs no training",
 )
 _LAYER_CODES = (
-    "quantised layers have codes of their own here, and no library behind them",
+    "quantised layers have codes of their own here and need no other library",
     "Use QuantizedCache, or set cache_implementation='quantized'",
 )
 _INDEXED = (
@@ -185,7 +185,7 @@ FIELDS_LATER = {
     "target_lookbehind": ("drafting with a second model", _BY_LOOKUP),
 }
 """Fields that are read and checked, whose capability is not built yet -> what it is, what to do."""
-# What a configuration that is passed may not ask for in vain, whoever wrote it: other tokens.
+# Fields that would change the tokens: refused in a passed configuration, whatever set them.
 _CHOOSES = ("dola_layers", "constraints", "force_words_ids", "num_beam_groups")
 
 _OF_RECTANGLES = "is part of the output object of model.generate, and not of a text or an event"

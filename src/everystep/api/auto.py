@@ -72,7 +72,7 @@ _SETTINGS = (
 def _check(
     given: Mapping[str, object], harmless: Mapping[str, Any], named: tuple[str, ...]
 ) -> None:
-    """Raises for what would be dropped: a name nobody knows, or a value that asks for more."""
+    """Raises for what would be dropped: an unknown name, or a value that asks for more."""
     for name, value in given.items():
         if name not in harmless:
             near = nearest(name, (*harmless, *named, *_HUB))
@@ -190,7 +190,7 @@ class ModelLoader:
             kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
             raise RequestError(
                 message(
-                    f"{local} is no model for {self.name}",
+                    f"{local} is not a model for {self.name}",
                     wanted="an encoder with a decoder" if self.encodes else "a decoder alone",
                     got=config.get("model_type", "a GGUF file"),
                     do=f"Load it with {kinds[not self.encodes]}",

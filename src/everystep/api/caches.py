@@ -74,7 +74,7 @@ def require_cache(cache: object, model: Host) -> Cache:
     wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
     if not isinstance(cache, wanted):
         do = "Pass the cache of an earlier result, or convert tuples with from_legacy_cache"
-        _refuse("is no cache of this library", wanted.__name__, type(cache).__name__, do)
+        _refuse("is not a cache of this library", wanted.__name__, type(cache).__name__, do)
     if isinstance(cache, EncoderDecoderCache) and not model.is_encoder_decoder:
         do = "Pass its self_attention_cache"
         _refuse("is of a model with an encoder", "a plain cache", type(cache).__name__, do)
@@ -221,7 +221,7 @@ def _stored(layer: CacheLayer) -> tuple[Tensor, Tensor]:
 
 
 def _rectangle(cache: Cache, length: int) -> Tensor:
-    """(L, 2, R, K, length, D); what a window has dropped is 0, as nobody looks at it again."""
+    """(L, 2, R, K, length, D); what a window has dropped is 0, as it is not looked at again."""
     stacked = [torch.stack(_stored(layer)) for layer in cache.layers]
     filled = [torch.nn.functional.pad(x, (0, 0, length - x.shape[3], 0)) for x in stacked]
     return torch.stack(filled)
@@ -240,7 +240,7 @@ def _one_of_each(kv: Tensor, batch: int, width: int) -> Tensor:
 
 
 def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
-    """The prompt says all positions, the first of them are cached in kv (L, 2, K, S, D)."""
+    """The prompt holds all positions, of which the first are cached in kv (L, 2, K, S, D)."""
     prompt, first = inputs.prompts[row], inputs.margins[row]
     count = max(0, kv.shape[3] - first)
     if count >= prompt.length:
@@ -251,7 +251,7 @@ def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
 
 
 def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
-    """The prompt says only what comes after the real positions of kv (L, 2, K, S, D)."""
+    """The prompt holds only what comes after the real positions of kv (L, 2, K, S, D)."""
     prompt, count = inputs.prompts[row], inputs.prompts[row].before
     positions = prompt.positions
     if positions is not None:

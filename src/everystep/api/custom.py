@@ -85,7 +85,7 @@ def run_loop(model: Any, call: Call, given: dict[str, Any], own: dict[str, Any])
 
 
 def refuse_unseen(call: Call) -> None:
-    """UnsupportedError for what a loop outside the engine would never hear of."""
+    """UnsupportedError for options that a loop outside the engine would never see."""
     for name, asked in (
         ("guidance_scale", call.options.effective.guidance_scale not in (None, 1)),
         ("an encoder", call.inputs.source is not None),
@@ -151,7 +151,7 @@ def _inputs(call: Call, width: int) -> dict[str, Tensor]:
 
 
 def _cached(cache: Cache | None) -> dict[str, Any]:
-    """How a loop tells the model what to keep."""
+    """The arguments by which a loop has the model keep a cache."""
     return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
 
 

@@ -38,7 +38,7 @@ def healed(model: Host, inputs: Inputs, options: Options) -> Inputs:
 
 
 def require_healable(inputs: Inputs, options: Options) -> None:
-    """RequestError if these prompts are no text of a tokenizer whose vocabulary can be read."""
+    """RequestError unless these prompts are text of a tokenizer whose vocabulary can be read."""
     tokenizer = options.tokenizer
     if not callable(getattr(tokenizer, "get_vocab", None)):
         refuse(

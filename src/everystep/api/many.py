@@ -45,7 +45,7 @@ def generate(
     prompt's tokens do not depend on the others. With `num_return_sequences` above 1 a prompt gives
     a list; with `return_dict_in_generate=True` each text is a `Generated`.
 
-    A prompt that fails takes nothing from the others. `on_error="return"` puts a `Generated` in its
+    A prompt that fails does not affect the others. `on_error="return"` puts a `Generated` in its
     place whose reason is the error; "raise" raises the first error when all others have ended, with
     all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
     """

@@ -306,13 +306,13 @@ class LanguageModel:
         """Continues every row of the prompt.
 
         Names, defaults and outputs are the reference's (`GenerationMixin.generate`, 5.23): any
-        `GenerationConfig` field and model input may be given by name; a name nobody knows is an
-        error. Returns a (rows, length) int64 tensor, or with `return_dict_in_generate=True` an
-        output object. Without `seed` draws come from torch's global generator, as there; with
-        it a row's tokens do not depend on its batch. `seed`: one integer, or one per row.
-        `logprobs=k`, `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the
-        k best there, before any processor; part of the output object (`TokenLogprobs`).
-        `custom_generate`: a decoding loop of the caller's, see `api/custom.py`.
+        `GenerationConfig` field and model input may be given by name; an unknown name is an error.
+        Returns a (rows, length) int64 tensor, or with `return_dict_in_generate=True` an output
+        object. Without `seed` draws come from torch's global generator, as there; with it a row's
+        tokens do not depend on its batch. `seed`: one integer, or one per row. `logprobs=k`,
+        `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the k best there,
+        before any processor; part of the output object (`TokenLogprobs`). `custom_generate`: a
+        decoding loop of the caller's, see `api/custom.py`.
         """
         refuse_argument("synced_gpus", synced_gpus)
         refuse_argument("assistant_model", assistant_model)

@@ -43,7 +43,7 @@ DEFAULT_NEW = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Options as they came to hold, inputs, and a request per row.
+    """The options in force, the inputs, and a request per row.
 
     `runs`: as `prepare` was asked. `cache`: the cache object that is filled with what the rows hold
     in the end, if one is. `quantization`: how the rows keep what they hold, None for full
@@ -159,7 +159,7 @@ def completed(model: Host, call: Call) -> Call:
 def _settled(
     options: Options, inputs: Inputs, context: int | None, notices: list[str]
 ) -> tuple[Options, int]:
-    """(the options with the length and the pad id that came to hold, the most new tokens).
+    """(the options with the length and the pad id in force, the most new tokens).
 
     A prompt's positions count once, whether they are ids, embeddings or both; padding counts with
     them, as it stands in the rectangle that is returned.

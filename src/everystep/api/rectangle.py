@@ -82,7 +82,7 @@ def read_call(model: Host, given: dict[str, Any]) -> tuple[Options, Inputs, Cach
 
 
 def _padding_notices(given: dict[str, Any], inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """What to tell a caller whose prompts look padded, and whose padding cannot be recognised."""
+    """The warning to a caller whose prompts look padded in a way that cannot be recognised."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if ids is None or mask is not None or inputs.batch == 1 or options.pad not in options.eos:
         return ()
@@ -152,7 +152,7 @@ def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
 
 @contextmanager
 def _freed(engine: Engine, groups: list[Group]) -> Iterator[None]:
-    """No row survives a call that fails, be it by its streamer."""
+    """Frees all rows if the call fails, even if only its streamer does."""
     try:
         yield
     except BaseException:
@@ -163,7 +163,8 @@ def _freed(engine: Engine, groups: list[Group]) -> Iterator[None]:
 
 
 def _opened(delivery: Delivery | None, call: Call) -> AbstractContextManager[Any]:
-    """The streamer, if there is one, has the prompt, and in the end learns of the end."""
+    """Passes the streamer, if there is one, the prompt now and the end of the call when it
+    comes."""
     if delivery is None:
         return nullcontext()
     rows = range(call.inputs.batch)
@@ -238,7 +239,7 @@ def _output(
     """The output object of the reference for this kind of model and strategy, with our extras."""
     e, inputs, tokenizer = call.options.effective, call.inputs, call.options.tokenizer
     beams = isinstance(call.strategy, Beam)
-    # Rows that have ended wait for the last one, and where drafts stand it may catch up on them.
+    # Rows that have ended wait for the last one, which may catch up on them with drafts.
     steps = slice(None if beams else max(len(done.tokens) for done in finished))
     pads = np.repeat(np.array(inputs.margins or inputs.pads), call.kept_rows)
     fields: dict[str, Any] = {

@@ -163,7 +163,7 @@ class Session:
             return completed(self._model, prepare(self._model, options, inputs))
 
     def submit(self, prompt: PromptLike, index: int) -> Group:
-        """The prompt waits for its turn; the id of its request is its number."""
+        """Queues the prompt; the id of its request is its number."""
         (request,) = self.call(prompt, index).requests
         return self.engine.submit(request)
 
@@ -276,7 +276,7 @@ class Session:
             ids = torch.as_tensor(rendered)
         if ids.dim() != 1 or not len(ids):
             do = "Pass a text, messages, or a list with at least one id"
-            refuse("a prompt is empty, or no row of ids", got=f"shape {tuple(ids.shape)}", do=do)
+            refuse("a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do)
         found: np.ndarray = ids.detach().cpu().numpy()
         return found
 
@@ -322,7 +322,7 @@ def _said(own: Any) -> Mapping[str, Any]:
         return {name: value for name, value in own.to_diff_dict().items() if name not in META}
     if not isinstance(own, Mapping):
         wanted = "a mapping or a GenerationConfig"
-        refuse("they are no options", wanted=wanted, got=type(own).__name__)
+        refuse("these are not options", wanted=wanted, got=type(own).__name__)
     return own
 
 
@@ -353,7 +353,7 @@ def _require_room(length: int, context: int | None) -> None:
 
 
 def _count(prompts: Any, what: str) -> int:
-    """How many prompts there are; RequestError where nobody can know it."""
+    """How many prompts there are; RequestError where that cannot be known."""
     if isinstance(prompts, Sized):
         return len(prompts)
     do = "Pass list(prompts), or what holds for all of them"

@@ -219,7 +219,7 @@ class Bank:
     def encode(self, exact: Tensor, segment: Segment | None) -> Tensor:
         """Positions (2, K, n, D), whole groups, as the codes of them stand for them.
 
-        `segment` keeps the codes of the first of them; it hears of one layer after another.
+        `segment` keeps the codes of the first of them; layers come one after another.
         """
         how = self._how
         groups = exact.unflatten(2, (-1, how.group))  # type: ignore[no-untyped-call]

@@ -65,7 +65,7 @@ class Cache:
         return f"{type(self).__name__}(layers={self.layers})"
 
     def __len__(self) -> int:
-        """How many layers there are; those that are added by need count once they exist."""
+        """How many layers there are; those that are added on demand count once they exist."""
         return len(self.layers)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
@@ -88,7 +88,7 @@ class Cache:
     ) -> Pair:
         """Stores (B, K, T, D) in a layer and returns what the new positions may see, S >= T.
 
-        `cache_kwargs`: read by nobody; positions follow from what is stored.
+        `cache_kwargs`: not read; positions follow from what is stored.
         """
         if self.layer_class_to_replicate is not None:
             while len(self.layers) <= layer_idx:
@@ -187,7 +187,7 @@ class DynamicCache(Cache):
     """Grows with what is stored; layers with a window keep the window.
 
     `ddp_cache_data`: (keys, values) per layer to begin with. `config`: the model's configuration,
-    which tells windows, or a list of them; without it every layer keeps everything.
+    which gives the windows, or a list of them; without it every layer keeps everything.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class CacheContext:
         return self.plan.order
 
     def keep(self, hidden: Tensor) -> None:
-        """Remembers (N, E) hidden states if somebody asked for layers."""
+        """Remembers (N, E) hidden states if a feed asks for layers."""
         if self.kept is not None:
             self.kept.append(hidden)
 

@@ -1,7 +1,7 @@
 """In which form rows keep keys and values, and how these are written and read back.
 
-A narrower type (`KvFormat`) costs what rounding costs and nothing else: whoever looks at a
-position, in the step that fed it too, sees what its row keeps. A position depends on itself alone,
+A narrower type (`KvFormat`) costs the rounding and nothing else: every query that looks at a
+position, even in the step that fed it, sees what the row keeps. A position depends on itself alone,
 so neither chunks nor the batch change it. Codes of 8 bits have one scale per position and head,
 which follows them in memory, so that rows are copied, shared and cut without knowing what they
 hold.

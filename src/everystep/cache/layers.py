@@ -47,7 +47,7 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D) behind what there is; returns all that the new positions may see."""
+        """Stores (B, K, T, D) after what there is; returns all that the new positions may see."""
 
     @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:
@@ -91,7 +91,7 @@ class DynamicLayer(CacheLayer):
     """Grows with every update."""
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D) behind what there is, and returns everything."""
+        """Stores (B, K, T, D) after what there is, and returns everything."""
         self.keys, self.values = self._joined(key_states, value_states)
         self._length += key_states.shape[-2]
         return self.keys, self.values
@@ -176,7 +176,7 @@ class StaticLayer(CacheLayer):
         return self.max_cache_len
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores (B, K, T, D) behind what there is; returns the whole room."""
+        """Stores (B, K, T, D) after what there is; returns the whole room."""
         end = self._length + key_states.shape[-2]
         if end > self.max_cache_len:
             raise RequestError(
@@ -323,7 +323,7 @@ class QuantizedLayer(CacheLayer):
             )
         left = len(self._groups) * how.group - done
         if left:
-            # A copy, or the full precision of what was packed would stay in memory.
+            # Without a copy the full precision of what was packed would stay in memory.
             self.keys = self.keys[..., left:, :].clone()
             self.values = self.values[..., left:, :].clone()
 

@@ -17,7 +17,7 @@ def past_of(kv: Tensor) -> Past:
 
 
 def kv_of(past: Past) -> Tensor:
-    """(L, 2, K, length, D), 0 where a window has dropped what nobody looks at again."""
+    """(L, 2, K, length, D), 0 where a window has dropped positions that are not looked at again."""
     pairs = [pair(layer) for layer in past.layers]
     return torch.stack([F.pad(x, (0, 0, past.length - x.shape[2], 0)) for x in pairs])
 

@@ -258,7 +258,7 @@ def _box(
 ) -> Box:
     parts = [feed.after[bank] if feed else BankPart() for feed in by_slot]
     levels, keys, held = _chains(parts, device)
-    # What a filled-up place or an idle row sees is nothing or wrong, and never looked at.
+    # What a filled-up place or an idle row sees is nothing or wrong, and is never used.
     tails = np.array([part.tail for part in parts])
     bases = np.array([part.base for part in parts])
     run = np.arange(tails.max())

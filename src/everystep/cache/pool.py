@@ -191,7 +191,7 @@ class Shelf:
 
     @property
     def held(self) -> int:
-        """How many segments somebody refers to."""
+        """How many segments are referred to."""
         return self._ever - len(self._free)
 
     def store(self, values: Tensor) -> Segment:
@@ -201,18 +201,18 @@ class Shelf:
         return Segment(slot, values.shape[3])
 
     def retain(self, segment: Segment) -> Segment:
-        """One more row refers to the segment."""
+        """Counts one more row that refers to the segment."""
         segment.references += 1
         return segment
 
     def release(self, segment: Segment) -> None:
-        """One row less refers to it; without any it is gone."""
+        """Counts one row less; a segment without rows is gone."""
         segment.references -= 1
         if segment.references == 0 and segment.codes is None:
             heapq.heappush(self._free, segment.slot)
 
     def clear(self) -> None:
-        """Nobody refers to any segment."""
+        """Drops all segments."""
         self._free.clear()
         self._ever = 0
 

@@ -56,7 +56,7 @@ class CacheRow:
 
 
 class Feeding(Protocol):
-    """A feed, as far as rows ask."""
+    """What rows need to know of a feed."""
 
     @property
     def row(self) -> CacheRow: ...
@@ -239,7 +239,7 @@ class CacheRows:
             if gone.across.references == 0:
                 self._forget_encoder(gone.across)
         if not self._rows:
-            # An interrupt may have cut a verb short: whatever it left behind goes now.
+            # An interrupt may have cut a verb short: its leftovers are removed now.
             self._owners.clear()
             self._encoders.clear()
             for shelf in (self.across, *(bank.shelf for bank in self.banks)):
@@ -375,7 +375,7 @@ class CacheRows:
         self._last()
 
     def _last(self) -> CacheRow | None:
-        """The row in the last slot, after slots that nobody has are dropped from the end."""
+        """The row in the last slot, after unused slots are dropped from the end."""
         while self._owners and self._owners[-1] is None:
             self._owners.pop()
         return self._owners[-1] if self._owners else None

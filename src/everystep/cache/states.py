@@ -124,5 +124,5 @@ class Recurrence:
         return tuple(made)
 
     def remember(self, states: tuple[Tensor, ...]) -> None:
-        """Keeps (M, *shape) of each shape; layers are heard of one after another."""
+        """Keeps (M, *shape) of each shape; layers come one after another."""
         self._record.layers.append(states)

@@ -148,8 +148,8 @@ def _turn(
 ) -> None:
     """A line is obeyed if it is a command, answered if it says something."""
     if line.startswith("/") and not line.startswith("//"):
-        if told := obey(conversation, line.rstrip()):
-            note(told)
+        if reply := obey(conversation, line.rstrip()):
+            note(reply)
         return
     text = line.removeprefix("/") if line.startswith("//") else line
     if text.strip():

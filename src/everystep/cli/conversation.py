@@ -58,7 +58,7 @@ class Conversation:
 
 
 def obey(conversation: Conversation, line: str) -> str:
-    """Does what a line that starts with a slash says, and returns what to tell the user."""
+    """Does what a line that starts with a slash says, and returns the answer to the user."""
     name, _, rest = line[1:].partition(" ")
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)

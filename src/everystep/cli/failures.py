@@ -105,7 +105,7 @@ def _silence_output() -> None:
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
-        return  # no file behind it, so nothing to flush
+        return  # not backed by a file, so nothing to flush
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Ctrl-C as a wish.
 
 An exception could strike the engine in the middle of a step; here the first Ctrl-C is only
-remembered, for who asks between two steps. The second one raises KeyboardInterrupt after all, and
-while a line is typed the first one does. Installed for a whole chat, it leaves no moment in which
-Ctrl-C would end the program.
+remembered, for code that asks between two steps. The second one raises KeyboardInterrupt after all,
+and while a line is typed the first one does. Installed for a whole chat, it leaves no moment in
+which Ctrl-C would end the program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fetching and loading a model while somebody watches.
+"""Fetching and loading a model, with progress shown.
 
 On a terminal a bar shows what is fetched and a spinner that something happens; otherwise standard
 error gets one line per stage of a fetch, and nothing when there is nothing to fetch.

@@ -95,7 +95,7 @@ class DecodingOptions:
 def device_name(text: str) -> str:
     """The text itself if it is spelled like a device."""
     if not _DEVICE.fullmatch(text):
-        raise typer.BadParameter(f"{text!r} is no device; wanted cpu, cuda, cuda:1 or the like")
+        raise typer.BadParameter(f"{text!r} is not a device; wanted cpu, cuda, cuda:1 or the like")
     return text
 
 

@@ -34,7 +34,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 
 def decoded(data: bytes, where: str) -> str:
-    """The bytes as text; FileError says where they are no UTF-8."""
+    """The bytes as text; FileError says where they are not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -74,7 +74,7 @@ def _bounded(data: bytes, where: str) -> bytes:
 
 
 def _checked_argument(text: str) -> str:
-    # The interpreter hands on bytes that are no UTF-8 as lone surrogates.
+    # The interpreter hands on bytes that are not UTF-8 as lone surrogates.
     return decoded(text.encode("utf-8", "surrogateescape"), "the prompt")
 
 

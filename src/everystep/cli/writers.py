@@ -38,7 +38,7 @@ class Timings:
     _mark: float = field(default_factory=time.perf_counter)
 
     def loaded(self) -> None:
-        """The model is there; from now on generating is measured."""
+        """Notes that the model is loaded; from now on generating is measured."""
         now = time.perf_counter()
         self.load_seconds, self._mark = now - self._mark, now
 

@@ -1,4 +1,4 @@
-"""What holds for one call: the value of every field and who said so.
+"""What holds for one call: the value of every field and where it comes from.
 
 Call before passed configuration before checkpoint before default. A None in the call is said on
 purpose: it turns off `top_k` and `max_length`, and gives any other field its default back.
@@ -22,8 +22,8 @@ Source = Literal["call", "config", "checkpoint", "default"]
 class Effective(Mapping[str, Any]):
     """Every field's value, by attribute or key, and its source.
 
-    `notices`: what the caller should be told about values that have no effect. `caller`: the fields
-    that the caller set, in the call or in a configuration that did not come out of a file.
+    `notices`: warnings for the caller about values that have no effect. `caller`: the fields that
+    the caller set, in the call or in a configuration that did not come out of a file.
     """
 
     values_by_name: Mapping[str, Any]
@@ -101,7 +101,7 @@ def merge_configs(
 ) -> Effective:
     """The values that hold for a call with the keywords `call`.
 
-    UnknownArgumentError for a keyword that is no field; RequestError for values that cannot be,
+    UnknownArgumentError for a keyword that is not a field; RequestError for values that cannot be,
     that nothing can be generated with, or that the caller set and that contradict each other.
     """
     _require_config("generation_config", passed)
@@ -129,7 +129,7 @@ def merge_configs(
 def _require_config(name: str, value: object) -> None:
     if value is not None and not isinstance(value, GenerationConfig):
         text = message(
-            f"{name} is no configuration",
+            f"{name} is not a configuration",
             wanted="an everystep.GenerationConfig",
             got=type(value).__name__,
             do="Build one with GenerationConfig(max_new_tokens=64, ...) or GenerationConfig."

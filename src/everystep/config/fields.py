@@ -1,6 +1,6 @@
 """The fields of a generation configuration: name, kind, meaning, and the default that holds.
 
-Every field of a configuration starts as None, "not said". `default` holds where nobody says
+Every field of a configuration starts as None, "not said". `default` holds where nothing says
 anything; the names, meanings and defaults are those of transformers 5.23.0.
 """
 

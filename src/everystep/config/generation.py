@@ -1,8 +1,8 @@
-"""`GenerationConfig`: what somebody said about how to generate, and nothing else.
+"""`GenerationConfig`: what was set about how to generate, and nothing else.
 
-A field that nobody set is None. Names and values are checked when they are set, combinations when
+A field that was not set is None. Names and values are checked when they are set, combinations when
 they are used or validated. It remembers which values came out of a file, so that a checkpoint's
-values can be told from the caller's.
+values can be distinguished from the caller's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from everystep.files.sources import read_settings
 
 CONFIG_NAME = "generation_config.json"
 _OWN = frozenset({"inherited", "extra"})
-# Where a model's config keeps what its decoder alone is told.
+# Where a model's config keeps the settings of its decoder alone.
 _INNER_CONFIGS = ("decoder", "generator", "text_config")
 
 
 class GenerationConfig:
-    """The values that somebody set; see `FIELDS` for all names, meanings and defaults.
+    """The values that were set; see `FIELDS` for all names, meanings and defaults.
 
     `inherited`: names whose values came out of a file and were not set since. `extra`: what a file
     held under names that no field has, kept and saved again, readable as attributes.
@@ -311,7 +311,7 @@ class GenerationConfig:
         """What a model's config, a dict or an object with `to_dict()`, says about generating.
 
         The decoder's own part counts where the outer one says nothing. Values that no such field
-        can have belong to somebody else's field of that name and are left out.
+        can have belong to some other field of that name and are left out.
         """
         outer = _as_mapping(model_config)
         inner: Any = next((outer[key] for key in _INNER_CONFIGS if outer.get(key)), {})

@@ -27,7 +27,7 @@ _SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 def generation_mode(values: Mapping[str, Any], *, assisted: bool = False) -> GenerationMode:
     """The mode that every field's values stand for; `assisted` by a second model.
 
-    Drafts and DoLa build on greedy decoding and sampling, and are no mode of anything else.
+    Drafts and DoLa build on greedy decoding and sampling, and are not modes of anything else.
     """
     base = _base_mode(values)
     if base not in _SINGLE:

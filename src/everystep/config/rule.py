@@ -32,7 +32,7 @@ class ConfigRule:
 
 
 def one_beam(values: Values) -> bool:
-    """There is no search with beams."""
+    """Beam search is not asked for."""
     return values["num_beams"] in (None, 1)
 
 

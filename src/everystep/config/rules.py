@@ -1,6 +1,6 @@
 """Which values do not go together: the closed list, as data, and what follows from each.
 
-    impossible   an error whoever set the values: nothing could be generated as asked
+    impossible   an error wherever the values come from: nothing could be generated as asked
     conflict     an error when the caller set both; a notice when the caller set only the value that
                  has no effect; nothing when that value is inherited from a checkpoint
     notice       a warning when the caller set the value that has no effect
@@ -313,7 +313,7 @@ def refuse_impossible(values: Values) -> None:
 
 
 def judge(values: Values, caller: Collection[str]) -> tuple[str, ...]:
-    """What the caller should be told; RequestError for what is impossible or in conflict.
+    """Warnings for the caller; RequestError for what is impossible or in conflict.
 
     `values`: every field's value, defaults filled in. `caller`: the fields that the caller set.
     """

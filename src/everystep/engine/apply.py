@@ -39,7 +39,7 @@ from everystep.types import (
 
 @dataclass(slots=True)
 class Change:
-    """What one group becomes, what may be told of it, and the lines that it gives up."""
+    """What one group becomes, the events to report, and the lines that it gives up."""
 
     group: Group
     after: Group
@@ -53,7 +53,7 @@ class Change:
 
 
 class Child(NamedTuple):
-    """One of `Children`: `parent` is an index into the batch; `goes_on` says that it stays."""
+    """One of `Children`: `parent` is an index into the batch; `goes_on`: it stays in the batch."""
 
     parent: int
     tokens: list[int]
@@ -197,7 +197,7 @@ def sprout(
 
 
 def copied(memo: dict[str, Any]) -> dict[str, Any]:
-    """An equal memo that shares nothing that changes."""
+    """An equal memo that shares no mutable state."""
     return {key: value.copy() if is_memory(value) else value for key, value in memo.items()}
 
 
@@ -209,7 +209,8 @@ def _fork_companion(companion: Companion, ledger: Ledger) -> Companion:
 def _extend(
     sequence: Sequence, draft: np.ndarray, child: Child, table: TokenTable, ledger: Ledger
 ) -> None:
-    """The sequence is the child: its rows hold what is still true of what was fed."""
+    """Turns the sequence into the child: its rows keep those of the fed positions that still
+    apply."""
     start, count = sequence.visible, len(child.tokens)
     table.write(sequence.line, start, child.tokens)
     agreed = _agreement(draft, child.tokens)
@@ -238,7 +239,7 @@ def _extend(
 
 
 def rewind_memory(sequence: Sequence, visible: int) -> None:
-    """What the sequence remembers speaks of its first `visible` ids only."""
+    """Cuts what the sequence remembers back to its first `visible` ids."""
     for value in sequence.memo.values():
         if is_memory(value):
             value.rewind(visible)
@@ -273,14 +274,14 @@ def _finished(table: TokenTable, parent: Sequence, child: Child) -> Finished:
 
 
 def release(sequence: Sequence, ledger: Ledger) -> None:
-    """The sequence holds no row, and no memory that holds one."""
+    """Frees the sequence's row, and every memory that holds one."""
     drop_rows(sequence, ledger)
     for key in [key for key, value in sequence.memo.items() if hasattr(value, "release")]:
         sequence.memo.pop(key).release()
 
 
 def forget(sequence: Sequence) -> None:
-    """No memory of a caller's code is left, nor a row that one held; hidden states are."""
+    """Drops the memories of a caller's code and the rows that they held; hidden states stay."""
     columns = sequence.memo.get(COLUMNS)
     for value in sequence.memo.values():
         if hasattr(value, "release"):
@@ -291,7 +292,7 @@ def forget(sequence: Sequence) -> None:
 
 
 def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
-    """The sequence and its companions hold no row; everything not cached before is fed again."""
+    """Frees the rows of the sequence and its companions; all but what came cached is fed again."""
     for unit in sequence.units:
         if unit.row is not None:
             ledger.free(unit.row)

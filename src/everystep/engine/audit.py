@@ -9,7 +9,7 @@ from everystep.errors import InvariantError, message
 def audit(engine: Engine) -> None:
     """Raises InvariantError if a row, line or cached position is leaked, shared or wrong.
 
-    Tells the executor all outstanding verbs first.
+    Passes all outstanding verbs to the executor first.
     """
     engine.recover()
     engine.flush()

@@ -101,7 +101,7 @@ def score(
 ) -> Scored:
     """Groups with equal strategies -> the scores that these ask for.
 
-    `submitted`: how many groups the engine was ever given; the full rectangle has as many. The
+    `submitted`: how many groups the engine has received so far; the full rectangle has as many. The
     scores follow the `history` where criteria want to read it.
     """
     request = groups[0].request
@@ -256,7 +256,7 @@ def _take(logits: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _totals(output: StepOutput, rows: np.ndarray) -> Tensor | None:
-    """(R,) of the given rows of logits, where the executor told them."""
+    """(R,) totals of the given rows of logits, where the executor reported them."""
     return None if output.totals is None else output.totals[torch.from_numpy(rows)]
 
 

@@ -37,9 +37,9 @@ NOBODYS = (MemoryError, InvariantError)
 class Choices:
     """What the first half of a step finds out, from what it fed and what the executor answered.
 
-    `submitted`: how many requests the engine was ever given. `observed`: whether records are made.
-    `history`: the scores of earlier steps, and in the end of this one too, where criteria read
-    them.
+    `submitted`: how many requests the engine has received so far. `observed`: whether records are
+    made. `history`: the scores of earlier steps, and in the end of this one too, where criteria
+    read them.
     """
 
     table: TokenTable

@@ -1,8 +1,8 @@
 """The collector: step records of a lockstep call, as the rectangle that callers expect.
 
-It watches; the engine does not know it. A slot is a row of the call's rectangle: rank * width +
-the row of the request that the sequence has at that step. Where a strategy feeds more sequences
-than it keeps rows of, only those are kept that a token was chosen from.
+It only observes; the engine does not depend on it. A slot is a row of the call's rectangle:
+rank * width + the row of the request that the sequence has at that step. Where a strategy
+feeds more sequences than it keeps rows of, only those are kept that a token was chosen from.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Collector:
 
     @property
     def keeps(self) -> bool:
-        """Whether there is anything to watch for."""
+        """Whether there is anything to record."""
         return self.scores or self.logits or self.captures
 
     def __call__(self, record: StepRecord) -> None:

@@ -67,7 +67,7 @@ class PromptLookup:
         return _NONE
 
     def restart(self) -> None:
-        """There is nothing to let go."""
+        """Nothing to drop."""
 
     def held(self) -> int:
         """No cache rows."""
@@ -216,11 +216,11 @@ class DraftRows:
         return held
 
     def _begin(self, sequence: Sequence) -> None:
-        """The sequence's row holds no guess of a step that did not come to its end."""
+        """Cuts guesses of a step that was broken off from the sequence's row."""
         self._row(sequence).rewind(sequence.visible - 1)
 
     def restart(self) -> None:
-        """Nobody holds a row."""
+        """Drops every row; those that the executor stores are freed first."""
         self.ledger.restart(self.executor.audit())
 
     def held(self) -> int:
@@ -229,7 +229,7 @@ class DraftRows:
 
 
 def _forget_guesses(sequence: Sequence) -> None:
-    """What processors remember speaks of no guess; the row still holds them."""
+    """Rewinds what processors remember to before the guesses, which the row still holds."""
     for value in sequence.memo.values():
         if is_memory(value) and not isinstance(value, DraftRow):
             value.rewind(sequence.visible)
@@ -261,7 +261,7 @@ def _batch(rows: Rows, done: int, vocabulary: int) -> Batch:
 
 @dataclass(slots=True)
 class Drafters:
-    """The drafters at work for an engine, by the value that asked for them."""
+    """The drafters at work for an engine, by the value that each was started from."""
 
     at_work: dict[Drafter, Drafting] = field(default_factory=dict)
 
@@ -293,7 +293,7 @@ class Drafters:
         return drafts, failed
 
     def restart(self) -> None:
-        """None of them holds anything."""
+        """Makes each of them drop everything."""
         for drafting in self.at_work.values():
             drafting.restart()
 
@@ -313,7 +313,7 @@ class Drafters:
         return {id(s): draft[: _room(s)] for s, draft in pairs if len(draft)}
 
     def _restart(self, drafter: Drafter, groups: list[Group]) -> None:
-        """The drafter holds nothing, and no sequence remembers otherwise."""
+        """Makes the drafter and the sequences that use it drop everything."""
         for group in groups:
             if group.request.drafter == drafter:
                 for sequence in group.live:
@@ -330,5 +330,5 @@ def _by_drafter(groups: list[Group]) -> dict[Drafter, list[Group]]:
 
 
 def _room(sequence: Sequence) -> int:
-    """How many tokens may follow a sequence beside the one that it chooses now."""
+    """How many tokens may follow a sequence in addition to the one that it chooses now."""
     return sequence.request.max_length - sequence.length - 1

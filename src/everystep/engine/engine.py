@@ -9,8 +9,8 @@ feed is a prompt or one token.
 A step has two halves. In the first nothing changes that could not be made again from ids: cache
 rows, lines of free ids, memories of prefixes. What groups become, and what is to be reported, is
 written into a `Commit`; setting it is the moment at which the step happens. The second half puts it
-in place and can be repeated. So an interrupt leaves the state before the step or after it, and
-whoever comes next first brings rows and memories up to date.
+in place and can be repeated. So an interrupt leaves the state before the step or after it, and the
+next call first brings rows and memories up to date.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Engine:
         self.ledger = Ledger()
         self.counts = Counts()
         self.drafters = Drafters()
-        # Observers are shown whole rows.
+        # Observers get whole rows.
         self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
         self._history: History = ()
@@ -188,12 +188,13 @@ class Engine:
         return group
 
     def flush(self) -> None:
-        """The executor has heard of every fork, truncation and free."""
+        """Passes every outstanding fork, truncation and free to the executor."""
         if self.ledger.verbs:
             self.executor.run(self._builder().work())
 
     def recover(self) -> None:
-        """The state is that before or after the last step, and every row is known, or let go."""
+        """Restores the state before or after the last step, in which every row is known or
+        dropped."""
         if self._broken:
             self._put_in_place()
             live = [sequence for group in self.scheduler.groups for sequence in group.live]
@@ -230,7 +231,8 @@ class Engine:
         self._end(choices.changes, choices)
 
     def _let_in(self, grants: list[Grant]) -> list[Grant]:
-        """The grants whose sequences have lines; one alone while somebody broke a forward."""
+        """The grants whose sequences have lines; only one while the group that broke a forward is
+        sought."""
         suspects = [grant for grant in grants if grant.group in self._suspects]
         grants = suspects[:1] or grants
         for grant in grants:
@@ -242,7 +244,7 @@ class Engine:
         return grants
 
     def _feed(self, grants: list[Grant], fed: Fed) -> Work:
-        """All that the step feeds; `fed` knows which groups choose, and their drafts."""
+        """All that the step feeds; `fed` says which groups choose, and their drafts."""
         builder = self._builder()
         feed(grants, fed, builder)
         requests = [grant.group.request for grant in grants]
@@ -253,8 +255,8 @@ class Engine:
         return WorkBuilder(self.table, self.ledger, self.executor.inputs)
 
     def _run(self, work: Work, grants: list[Grant], ready: list[Group]) -> StepOutput | None:
-        """What the executor answers. If it fails, who broke it is found by feeding one at a time,
-        each until it has chosen."""
+        """What the executor answers. If it fails, the group that broke it is found by feeding one
+        at a time, each until it has chosen."""
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)
         try:
@@ -292,7 +294,7 @@ class Engine:
     # --- the second half --------------------------------------------------------------------------
 
     def _end(self, found: list[Change], step: Choices | None = None) -> None:
-        """The changes happen, and what follows from them."""
+        """Carries out the changes, and what follows from them."""
         after = {id(change.group): change.after for change in found}
         alive = any(not after.get(id(g), g).finished for g in self.scheduler.groups)
         over: list[Group] = []
@@ -325,7 +327,7 @@ class Engine:
             self._records.popleft()
 
     def _close(self, change: Change) -> None:
-        """The group is over: its rows are let go, and the rest of its result is reported."""
+        """Ends the group: its rows are freed, and the rest of its result is reported."""
         after, live = change.after, change.after.live
         if after.request.wants.cache and live:
             self.flush()
@@ -338,7 +340,7 @@ class Engine:
         change.events += last_events(after)
 
     def _put_in_place(self) -> None:
-        """What a step has committed is so, however often this is called."""
+        """Puts in place what a step has committed; calling it again changes nothing."""
         commit = self._commit
         if commit is None:
             return
@@ -352,7 +354,7 @@ class Engine:
         self._commit = None
 
     def _taken(self) -> list[Event]:
-        """All that waits to be reported; from now on it is."""
+        """All events that wait to be reported; they count as reported from now on."""
         return list(map(deque.popleft, repeat(self._outbox, len(self._outbox))))
 
     def _require_abilities(self, request: Request) -> None:

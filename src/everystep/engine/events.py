@@ -49,7 +49,7 @@ def token_events(
 ) -> list[Event]:
     """One event per token, the reason on the last; one without a token if there is none.
 
-    `known`: how likely the tokens were; empty or None where nobody asked.
+    `known`: how likely the tokens were; empty or None where that was not asked for.
     """
     if not tokens:
         return (
@@ -93,14 +93,14 @@ def settled_events(after: Group, table: TokenTable) -> list[Event]:
 
 
 def last_events(after: Group) -> list[Event]:
-    """What of the result of a group that is over was not reported yet."""
-    strategy, told = after.request.strategy, after.reported
+    """The part of the result of a group that is over that was not reported yet."""
+    strategy, shown = after.request.strategy, after.reported
     if strategy.streams:
         return []
     events: list[Event] = []
     for index, done in enumerate(strategy.finish(after)):
         tokens = done.tokens.tolist()
-        known = last_choices(done.memo, len(tokens))[told:]
+        known = last_choices(done.memo, len(tokens))[shown:]
         name = after.request.request_id
-        events += token_events(name, index, tokens[told:], told, done.reason, known)
+        events += token_events(name, index, tokens[shown:], shown, done.reason, known)
     return events

@@ -174,7 +174,7 @@ class WorkBuilder:
         return Extra(inputs, positions, mask, request.adapters, hidden, layers, attentions)
 
     def work(self, *, totals: bool = False) -> Work:
-        """The finished work; the ledger's news go with it."""
+        """The finished work, with the changes of rows that the ledger has noted."""
         news = self.ledger.drain()
         return Work(
             verbs=news.verbs,
@@ -224,7 +224,7 @@ def chooses(grant: Grant, table: TokenTable) -> bool:
 def feed(grants: list[Grant], fed: Fed, builder: WorkBuilder) -> Fed:
     """Turns grants into feeds; afterwards every fed unit's `cached` says what it will hold.
 
-    `fed` knows which groups choose, and their drafts.
+    `fed` says which groups choose, and their drafts.
     """
     choosing = set(fed.ready)
     for grant in grants:

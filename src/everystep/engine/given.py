@@ -62,7 +62,8 @@ class Span:
         return torch.cat([own[..., self.start : first], after], dim=-1)
 
     def mask(self) -> Tensor | None:
-        """(1 or heads, count, stop) bool, as `Prompt.mask` says; None where all before is seen."""
+        """(1 or heads, count, stop) bool, as `Prompt.mask` says; None where every earlier position
+        is seen."""
         own, length = self.prompt.mask, self.prompt.length
         if own is None or (not self.inside and bool(own[..., -1, :].all())):
             return None
@@ -75,7 +76,8 @@ class Span:
 
 
 def require_fitting(request: Request, declared: Mapping[str, InputSpec]) -> None:
-    """RequestError if what a prompt of the request gives has not the form that the model reads."""
+    """RequestError if an input of one of the request's prompts lacks the form that the model
+    reads."""
     for prompt in (request.prompt, *request.companions):
         for what, wanted, got in _misfits(prompt, declared):
             raise RequestError(message(f"{what} does not fit", wanted=wanted, got=got))

@@ -1,4 +1,4 @@
-"""Which cache rows are in use, and what changed since the executor last heard of it."""
+"""Which cache rows are in use, and what changed since the executor last got a work."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class Ledger:
         return row
 
     def truncate(self, row: int, length: int) -> None:
-        """The row holds its first `length` positions only."""
+        """Cuts the row to its first `length` positions."""
         self.verbs.append(Verb("truncate", row, length))
 
     def free(self, row: int) -> None:
-        """The row holds nothing and may be handed out again."""
+        """Frees the row, which may then be handed out again."""
         self.verbs.append(Verb("free", row))
         self.held.remove(row)
         self._free.append(row)
 
     def restart(self, stored: Iterable[int]) -> None:
-        """Nobody holds a row; those that the executor stores are to be freed first of all."""
+        """Marks every row as unused; those that the executor stores are to be freed first."""
         self.verbs[:] = [Verb("free", row) for row in stored]
         self.encoders.clear()
         self.pasts.clear()

@@ -41,7 +41,8 @@ class Likelihood(NamedTuple):
 
 @stored("prompt likelihoods")
 class PromptLikelihoods(NamedTuple):
-    """What is known of a prompt: `reached` positions have been read, each tells of the next."""
+    """What is known of a prompt: `reached` positions have been read, each giving the logprob of the
+    next token."""
 
     found: tuple[Likelihood, ...] = ()
     reached: int = 0
@@ -97,7 +98,8 @@ def note_choices(
 
 
 def prompt_rows(group: Group, start: int, count: int, row: int) -> PromptRows | None:
-    """What a feed of [start, start + count) is to tell of the prompt, in rows from `row` on."""
+    """The logprobs of the prompt that a feed of [start, start + count) gives, in rows from `row`
+    on."""
     if group.request.wants.prompt_logprobs is None:
         return None
     known: PromptLikelihoods = group.prompt_known or PromptLikelihoods()

@@ -1,4 +1,4 @@
-"""What a step shows to whoever asked: scores, choices and captured states."""
+"""What a step reports on request: scores, choices and captured states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everystep.types import Answer, Children, Group, Sequence
 
 @dataclass(slots=True)
 class Counts:
-    """What the engine has done so far; deterministic, so that tests can hold it to account."""
+    """What the engine has done so far; deterministic, so that tests can check it."""
 
     steps: int = 0
     forwards: int = 0
@@ -55,7 +55,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """What one kind of strategy saw and chose in one step; made only when somebody asked.
+    """What one kind of strategy saw and chose in one step; made only on request.
 
     `sequences`: S entries; row r of `logits` and `scores` ((R, V)) belongs to
     `sequences[row_sequence[r]]`. `group_of`: (S,) index into `groups`.

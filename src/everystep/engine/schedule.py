@@ -1,5 +1,5 @@
-"""Which groups take part in a step, and how much each may feed: the only thing that tells an
-offline batch from a server."""
+"""Which groups take part in a step, and how much each may feed: the only difference between an
+offline batch and a server."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ _UNLIMITED = 2**62
 class Lockstep:
     """All groups together, in order; no group chooses before every prompt is fed.
 
-    `chunk`: the most positions a row feeds at once while it is behind, or None. `shares`: whether
-    rows outlive a step; where they do not, what sequences share cannot be fed before the rest.
+    `chunk`: the most positions a row feeds at once while its prompt is not fully fed, or None.
+    `shares`: whether rows outlive a step; where they do not, what sequences share cannot be fed
+    before the rest.
     """
 
     chunk: int | None = None

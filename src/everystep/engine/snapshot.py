@@ -1,8 +1,8 @@
 """A running request as bytes, and back: in another engine, on another day, in another process.
 
 What is written is what the group knows: tokens, scores, what has ended, what was reported. Cache
-rows and memories of prefixes are made again from the ids. The request itself is not written: who
-goes on makes it again, from the same prompt and options, and its fingerprint must agree.
+rows and memories of prefixes are made again from the ids. The request itself is not written: the
+caller makes it again from the same prompt and options, and its fingerprint must agree.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def written(group: Group, table: np.ndarray) -> bytes:
 
 
 def read(data: bytes, request: Request) -> Saved:
-    """What was written of a group with this request; RequestError if it was another one."""
+    """What was written of a group with this request; RequestError if it was another request."""
     saved = from_bytes(data)
     wanted = fingerprint(request)
     if not isinstance(saved, Saved) or saved.version != _VERSION or saved.fingerprint != wanted:

@@ -25,8 +25,8 @@ class Executor(Protocol):
     an `adapter_ability` for each adapter that it holds.
 
     "truncate": what the last feed of a row wanted logits of can be taken back, one position after
-    another, and so can everything at once (to 0). Whoever wants to go back further frees the row
-    and feeds it again: a window has dropped what lies before, a recurrent state cannot be cut.
+    another, and so can everything at once (to 0). To go back further, the row is freed and fed
+    again: a window has dropped what lies before, and a recurrent state cannot be cut.
     "cut": rows can be cut back to any length.
     "best": to answer with the best logits of a row without the others; the engine asks for that
     where "truncate" allows it to read a row again."""

@@ -71,11 +71,11 @@ class _End:
     thread: int | None = None
 
     def note_fork(self) -> None:
-        """This is a child, with the memory of threads that it does not have."""
+        """Notes that this is a forked child, with the memory of threads that it does not have."""
         self.forked = True
 
     def begin(self) -> None:
-        """Other threads leave this package; waits until they did, or for as long as is decent."""
+        """Other threads leave this package; waits until they have, `_PATIENCE` seconds at most."""
         if self.forked:
             # Torch has a second pool of threads, which it joins when the process ends, though they
             # are in the parent. Being set to what it is, torch replaces the pool by one of its own.

@@ -3,7 +3,7 @@
 The bytes go to a new file beside the target, reach the disk, and only then take the target's name;
 whatever ends the writing early, Ctrl-C included, removes them. A process that is killed outright
 can still leave its partial file: `remove_leftovers` clears those, and only its caller can know that
-nobody else is writing. Nothing here knows what the bytes mean.
+nothing else is writing. Nothing here knows what the bytes mean.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class GgufFile:
         return decode_blocks(tensor.block, self._bytes(tensor), dtype).view(tensor.shape)
 
     def release(self, name: str) -> None:
-        """Memory that shows the tensor is free for other use; whoever looks again reads the file.
+        """Frees the memory that shows the tensor; the next look at it reads the file again.
 
         Changes made through a view of its blocks may be lost. Raises FormatError for no such
         tensor.

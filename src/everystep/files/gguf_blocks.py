@@ -61,7 +61,7 @@ def decode_blocks(kind: BlockType, raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def block_type(code: int) -> BlockType:
-    """The format with this number in a GGUF file; one named "type N" when nobody knows it."""
+    """The format with this number in a GGUF file; one named "type N" if it is unknown."""
     return BLOCK_TYPES.get(code) or BlockType(f"type {code}", 0, 0)
 
 

@@ -60,7 +60,7 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
 class GgufTensor:
     """Where and how a tensor is stored; `shape` is in torch's order, `offset` from the file start.
 
-    Of a block type that nobody knows, `nbytes` is 0.
+    For an unknown block type `nbytes` is 0.
     """
 
     name: str

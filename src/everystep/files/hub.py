@@ -71,7 +71,7 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
 
     Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
     """
-    # The client takes a second to import and is needed by those who name a hub model only.
+    # The client takes a second to import and is needed only where a hub model is named.
     from huggingface_hub import snapshot_download
 
     if hub_id.file is not None:

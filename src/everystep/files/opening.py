@@ -1,4 +1,4 @@
-"""Opening a file that somebody else wrote.
+"""Opening a file from an untrusted source.
 
 Only regular files are opened: a pipe would block, a device would never end. The checks are made on
 the opened file and not on its name, so the file cannot be exchanged between check and use. Nothing

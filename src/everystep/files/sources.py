@@ -3,7 +3,7 @@
 A source is a name of the table below, a folder, a `.gguf` file, or a hub id. Local paths are
 returned as they are; named models live in the cache folder, hub models in the hub's own cache. All
 environment variables that decide about files are read in `Settings.from_environment`, and nowhere
-else. Nothing here opens a model: whether the path holds one is found out by who reads it.
+else. Nothing here opens a model: whether the path holds one is found out when it is read.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def cached_models() -> list[CachedModel]:
 def remove_model(name: str) -> CachedModel:
     """Removes a named model from the cache folder and returns what was removed.
 
-    Raises RequestError when `name` is no model's name, MissingFileError when it is not cached.
+    Raises RequestError when `name` is not a model's name, MissingFileError when it is not cached.
     """
     settings = SourceSettings.from_environment()
     key = name.lower()
@@ -333,4 +333,4 @@ def _is_set(variables: Mapping[str, str], name: str) -> bool:
 
 
 def _silent(done: int, total: int, what: str) -> None:
-    """The progress callback of who wants none."""
+    """The progress callback that does nothing."""

@@ -76,7 +76,7 @@ def _run_pip(
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["-d", str(work), wanted.requirement]
     log = work / "pip.log"
-    # A file and not a pipe: nobody reads while pip runs, and a full pipe would stop it.
+    # A file and not a pipe: nothing reads it while pip runs, and a full pipe would stop pip.
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

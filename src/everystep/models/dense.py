@@ -21,7 +21,7 @@ from everystep.nn.relative_bias import RelativeBias
 class DenseContext:
     """B rows of T positions that see each other, after those that `cache` holds.
 
-    `seen` (B, S) tells real positions from padding, the cached ones first. `stores`: what the
+    `seen` (B, S) marks real positions, not padding, the cached ones first. `stores`: what the
     layers of the network keep; recurrent ones begin with nothing.
     """
 

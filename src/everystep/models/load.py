@@ -123,10 +123,10 @@ def convert_model(
     """The same weights in another type or on another device; the given model stays as it is.
 
     With a `dtype` quantised weights become values of that type, without one they stay. With
-    `exact_activations` the new model's quantised weights meet activations as they are, which tells
-    the rounding of activations from that of weights. `in_panels` as in `build_model`. `learns`:
-    whether all weights are plain float tensors that require gradients, None for as they are;
-    UnsupportedError if one of them is quantised and `dtype` is left out.
+    `exact_activations` the new model's quantised weights meet activations as they are, which
+    separates the rounding of activations from that of weights. `in_panels` as in `build_model`.
+    `learns`: whether all weights are plain float tensors that require gradients, None for as they
+    are; UnsupportedError if one of them is quantised and `dtype` is left out.
     """
     learns = model.learns if learns is None else learns
     held = _Held(dict(stored_weights(model)))
@@ -190,7 +190,7 @@ class _Held:
 def _network(
     family: Family, spec: Any, source: TensorSource, storage: Storage, kept: Kept
 ) -> Network:
-    # Whoever takes these weights out may train them, which tensors of inference mode cannot be.
+    # A caller may train these weights, which tensors of inference mode do not allow.
     with ordinary_mode(), torch.no_grad():
         return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
 

@@ -1,4 +1,4 @@
-"""What a decoder is, as values: everything that tells one family from another.
+"""What a decoder is, as values: everything that distinguishes one family from another.
 
 A spec is complete: the decoder asks no configuration. It names no weight of any checkpoint and
 holds no tensor.

@@ -1,4 +1,4 @@
-"""T5: an encoder that is run once per prompt, and a decoder that looks at what it says.
+"""T5: an encoder that is run once per prompt, and a decoder that looks at its output.
 
 Positions are relative biases only, learned in the first layer of each stack and used in all. The
 spec follows the reference's `T5Config`; weights of a decoder that scales its output are tied.
@@ -335,7 +335,8 @@ def t5_tensors(network: T5) -> Iterator[tuple[str, Matrix]]:
 
 
 def leftover(spec: T5Spec, name: str) -> bool:
-    """Whether checkpoints may hold this for nothing: copies of the table, a bias nobody reads."""
+    """Whether checkpoints may hold this for nothing: copies of the table, a bias that is not
+    read."""
     copies = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
     if spec.tied:
         copies.add("lm_head.weight")

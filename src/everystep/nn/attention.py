@@ -1,4 +1,4 @@
-"""Attention over keys and values that somebody else stores.
+"""Attention over keys and values that are stored elsewhere.
 
 Query heads that share a key head are folded into the query axis, so that keys and values are read
 once per key head and never repeated. Masks are additive, and `Sight` alone makes them. A rectangle

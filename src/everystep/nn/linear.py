@@ -218,7 +218,7 @@ def rounded_activations(x: Tensor) -> Tensor:
 
     The step is that magnitude / 127, both float32, a number of steps is rounded to the nearest,
     halves to even. A block of zeros stays so; one that is not finite gives nothing finite. Of
-    inputs that are no whole blocks the last is shorter.
+    inputs that are not whole blocks the last is shorter.
     """
     missing = -x.shape[-1] % BLOCK
     whole = F.pad(x, (0, missing)) if missing else x

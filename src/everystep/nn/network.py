@@ -1,4 +1,4 @@
-"""What a network asks of whoever stores its keys and values, and what it offers in return.
+"""What a network needs of the store of its keys and values, and what it offers in return.
 
 These protocols are all that executors, caches and networks know of each other.
 """
@@ -127,7 +127,7 @@ class Heard:
 
 
 class Sizes(Protocol):
-    """What a spec says to everybody: `vocab_size`, of logits, and `width`, of hidden states."""
+    """What every user of a spec needs: `vocab_size`, of logits, and `width`, of hidden states."""
 
     @property
     def vocab_size(self) -> int: ...

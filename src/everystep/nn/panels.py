@@ -2,7 +2,7 @@
 
 A panel is 16 rows side by side, one per lane of a vector; `executors/native/cpp/pack.h` has the
 same layout in the kernels' words. Packing only moves bytes, so unpacking gives every bit back, and
-nobody need keep the weight that panels were made of. Who multiplies by them is not known here.
+the weight that panels were made of need not be kept. What multiplies by them is not known here.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Panels:
         return self._unpacked(cut, None if self.row_scales is None else self.row_scales[rows])
 
     def whole(self, start: int, stop: int) -> Panels | None:
-        """Rows `start` to `stop` where they lie; None where they are no whole panels."""
+        """Rows `start` to `stop` where they lie; None where they are not whole panels."""
         if start % PANEL or (stop % PANEL and stop != self.rows):
             return None
         first, last = start // PANEL, -(-stop // PANEL)

@@ -2,7 +2,7 @@
 
 A weight keeps the codes that a file or a rounding gave it; nothing is rounded again. Codes lie row
 by row, rows are output features, so that projections are joined and taken apart without touching a
-block. How activations meet these codes is the business of whoever multiplies.
+block. How activations meet these codes is up to the code that multiplies.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def quantize(values: Tensor, format: Rounding) -> QuantizedWeight:
 
     `int8`: scale = largest magnitude of the row / 127. `int4`: of the forms with and without a
     minimum the one with the smaller squared error over the matrix. Raises UnsupportedError for
-    `int4` where the columns are no whole groups.
+    `int4` where the columns are not whole groups.
     """
     if format == "int8":
         return _int8(values)

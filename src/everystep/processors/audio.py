@@ -93,10 +93,10 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
 
 
 class WhisperNoSpeechDetection(LogitsProcessor):
-    """Leaves scores as they are, and knows from the first ones how likely silence is.
+    """Leaves scores as they are, and reads from the first ones how likely silence is.
 
-    Where the text does not begin behind the start token, `set_model` and `set_inputs` say what is
-    to be read for it. Source: Radford et al. 2022.
+    Where the text does not begin right after the start token, `set_model` and `set_inputs` say what
+    is to be read for it. Source: Radford et al. 2022.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class WhisperNoSpeechDetection(LogitsProcessor):
         return scores
 
     def _first(self, scores: Tensor) -> Tensor:
-        """(R, V) probabilities behind the start token."""
+        """(R, V) probabilities after the start token."""
         if self.start_of_trans_offset > 1:
             with modes_kept(), torch.no_grad():
                 logits: Tensor = self.model(**(self.inputs or {})).logits
@@ -148,7 +148,7 @@ class WhisperNoSpeechDetection(LogitsProcessor):
 
 @dataclass(frozen=True)
 class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
-    """Tokens come from the first and the second codebook in turn, which lie behind `semantic`."""
+    """Tokens come in turn from the two codebooks, whose ids follow those of the semantic tokens."""
 
     input_start_len: int
     semantic_vocab_size: int

@@ -128,7 +128,7 @@ def _halves(input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     rows = input_ids.shape[0]
     if scores.shape[0] != 2 * rows:
         text = message(
-            "guidance needs the scores of both prompts, those to guide away from behind the others",
+            "guidance needs the scores of both prompts, the negative ones last",
             wanted=f"{2 * rows} rows of scores for {rows} of input_ids",
             got=f"{scores.shape[0]}",
             do="Run both halves through the model as one batch",

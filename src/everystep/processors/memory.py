@@ -49,11 +49,12 @@ class _Memory:
 
     @property
     def length(self) -> int:
-        """Of how many ids it speaks, those before `start` included."""
+        """How many ids it covers, those before `start` included."""
         return self.start + self._shared.length + len(self._recent)
 
     def read(self, line: np.ndarray, length: int) -> None:
-        """It speaks of the first `length` ids of the line, which begins as what it has read."""
+        """Brings it to the first `length` ids of the line, which begins with the ids it has
+        read."""
         known = self.length
         if length == known + 1 and len(self._recent) < self._room:  # as in nearly every step
             self._add(int(line[known]))
@@ -64,7 +65,7 @@ class _Memory:
             self.extend(line[known:length].tolist())
 
     def extend(self, ids: list[int]) -> None:
-        """The prefix is longer by these ids."""
+        """Extends the prefix by these ids."""
         if len(self._recent) + len(ids) > self._room:
             every = self._recent + ids
             self._anew(self._shared.after(every[:-_KEPT]))
@@ -73,7 +74,7 @@ class _Memory:
             self._add(token)
 
     def rewind(self, length: int) -> None:
-        """It speaks of no more than the first `length` ids; of none where that is far back."""
+        """Rewinds it to at most the first `length` ids; to none where that is far back."""
         excess = self.length - max(length, self.start)
         if excess > len(self._recent):
             self._anew(self._nothing())
@@ -104,9 +105,9 @@ _NOTHING = _Counted(0, _NO_IDS, _NO_IDS, {})
 
 
 class Occurrences(_Memory):
-    """The ids of a prefix from place `start` on, and how often each stands there.
+    """The ids of a prefix from place `start` on, and how often each occurs there.
 
-    Most are sorted, so that who looks their scores up goes through memory in one direction.
+    Most are sorted, so that looking their scores up goes through memory in one direction.
     """
 
     __slots__ = ("_highest", "_new", "_table", "_times")
@@ -146,7 +147,7 @@ class Occurrences(_Memory):
         self._times[token] -= 1
         if not self._times[token]:
             del self._times[token]
-            self._new.pop(token, None)  # if it is there, it came last of all that are
+            self._new.pop(token, None)  # if present, it was added last
 
     def _listed(self) -> np.ndarray:
         """(2, n) ids and counts."""
@@ -171,7 +172,7 @@ class Occurrences(_Memory):
 
     @property
     def counts(self) -> np.ndarray:
-        """(n,) how often each of `tokens` stands; a view."""
+        """(n,) how often each of `tokens` occurs; a view."""
         return self._listed()[1]
 
     def copy(self) -> Occurrences:

@@ -126,7 +126,7 @@ def _above_zero(field: str, make: Callable[..., Processor], *further: str) -> Ma
 
 
 def _unless(field: str, unused: object, make: Callable[[Any], Processor | None]) -> Maker:
-    """Where the field is not what means nothing, made from it."""
+    """Where the field has a value that has an effect, made from it."""
     return lambda values, facts: None if values[field] == unused else make(values[field])
 
 
@@ -146,7 +146,7 @@ def _of_encoder(field: str, unused: object, make: Callable[..., Processor]) -> M
 
 
 def _before_end(field: str, make: Callable[[int, tuple[int, ...]], Processor]) -> Maker:
-    """Where the field says how many ids come before the end, and tokens end anything."""
+    """Where the field says how many ids come before the end, and there are end tokens."""
     return lambda values, facts: (
         make(values[field], facts.eos) if values[field] and facts.eos else None
     )
@@ -210,7 +210,7 @@ def _dry(values: Values, facts: Facts) -> Processor | None:
 
 
 def _breaker(given: str | int, facts: Facts) -> int:
-    """The id, or the last one of the text behind a letter, as it stands within a sentence."""
+    """The id, or the last id of the text encoded after a letter, as it stands within a sentence."""
     if not isinstance(given, str):
         return given
     if facts.encode is None:
@@ -277,7 +277,7 @@ def _begin_suppress(values: Values, facts: Facts) -> Processor | None:
     tokens = values["begin_suppress_tokens"]
     if tokens is None:
         return None
-    # A forced first token is none that could be suppressed: the next one is meant.
+    # A forced first token cannot be suppressed: the next one is meant.
     forced = facts.prompt_length <= 1 and values["forced_bos_token_id"] is not None
     return SuppressTokensAtBeginLogitsProcessor(tokens, None, after=int(forced))
 

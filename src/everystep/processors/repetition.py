@@ -194,7 +194,8 @@ def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _owners(rows: int, prompts: int) -> np.ndarray:
-    """(R,) whose prompt each row has: as many rows of one after another for every prompt."""
+    """(R,) the index of each row's prompt; every prompt has equally many rows, one after
+    another."""
     return np.arange(rows) // max(rows // prompts, 1)
 
 
@@ -202,8 +203,8 @@ def _owners(rows: int, prompts: int) -> np.ndarray:
 class OccurrencePenalty(LogitsProcessor):
     """Generated ids lose `presence` once and `frequency` per occurrence; the prompt does not count.
 
-    By hand every id counts. Negative values favour repetition. Source: `presence_penalty` and
-    `frequency_penalty` of the OpenAI API, counted over generated ids as vLLM does.
+    In calls by hand every id counts. Negative values favour repetition. Source: `presence_penalty`
+    and `frequency_penalty` of the OpenAI API, counted over generated ids as vLLM does.
     """
 
     presence: Numbers = 0.0

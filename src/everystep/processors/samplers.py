@@ -181,7 +181,7 @@ class Mirostat(LogitsProcessor):
         surprise = -scores.log_softmax(dim=-1) / math.log(2)
         kept = torch.empty_like(scores)
         for wave in _waves(rows):
-            # The rows of a wave follow drafts whose surprises the wave before has told.
+            # The rows of a wave follow drafts whose surprises the previous wave has found.
             found = [self._limit(rows, r) for r in wave.tolist()]
             limits = torch.tensor(found, dtype=torch.float64)
             at = torch.from_numpy(wave).to(scores.device)
@@ -204,7 +204,7 @@ class Mirostat(LogitsProcessor):
         return torch.zeros_like(scores[at], dtype=torch.bool).scatter(-1, best, among)
 
     def _limit(self, rows: Rows, r: int) -> float:
-        """The limit in row r, from that of the id before."""
+        """The limit in row r, from that of the previous id."""
         tau, eta = _own(self.tau, r), _own(self.eta, r)
         sequence, length = rows.sequences[r], int(rows.lengths[r])
         before = next((one for one in _known(sequence) if one.length == length - 1), None)

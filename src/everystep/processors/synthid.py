@@ -169,7 +169,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
 def _rectangle(input_ids: Tensor) -> np.ndarray:
     if input_ids.dim() != 2:
         text = message(
-            "input_ids is no rectangle",
+            "input_ids is not a rectangle",
             wanted="a tensor of shape (rows, length)",
             got=tuple(input_ids.shape),
             do="Pass one row of ids per text",

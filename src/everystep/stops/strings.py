@@ -3,7 +3,7 @@
 Strings are compared as bytes. Where in a token a string may end, and what must precede the token
 then, is worked out when the token is first seen; most tokens end no string and cost one look-up,
 and no step costs more for a longer text. A string may begin in the prompt, but its last byte must
-come with the newest token; what that token adds behind it does not matter.
+come with the newest token; what that token adds after it does not matter.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _REGISTERED: dict[str, type] = {}
 
 
 def strategy(name: str) -> Callable[[S], S]:
-    """The decorated class is found under this name; RequestError if the name is another's."""
+    """The decorated class is found under this name; RequestError if the name is taken."""
 
     def register(kind: S) -> S:
         if _REGISTERED.setdefault(name, kind) is not kind:
@@ -75,7 +75,7 @@ def strategy_named(name: str) -> type:
 
 
 def undrawable() -> FinishReason:
-    """The end of a sequence whose scores leave nothing to draw, which draws answer with -1."""
+    """The end of a sequence whose scores leave nothing to draw, for which draws return -1."""
     return FinishReason(
         "error",
         RequestError(

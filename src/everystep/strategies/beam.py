@@ -2,10 +2,10 @@
 
 A request is one search over `width` beams, or several over equal shares of them that choose one
 after another, each away from what the earlier ones chose (diverse beams). Scores accumulate in
-float32 and every ranking is a `topk` over the same layout as the reference's, so that ties fall
-alike. Sources: the reference's vectorised `_beam_search`; Vijayakumar et al. 2018 for diverse
-beams. One difference: there the batch ends together, here each request ends when its own result can
-no longer change.
+float32 and every ranking is a `topk` over the same layout as the reference's, so that ties are
+broken alike. Sources: the reference's vectorised `_beam_search`; Vijayakumar et al. 2018 for
+diverse beams. One difference: there the batch ends together, here each request ends when its own
+result can no longer change.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Beam:
     def _pick_listed(
         self, batch: Batch, values: np.ndarray, tokens: np.ndarray
     ) -> tuple[Tensor, ...]:
-        """The same of the best of each beam; of equals the earlier beam's better one."""
+        """The same from the best of each beam; of equals the earlier beam's better one wins."""
         groups = np.arange(len(batch.groups))[:, None]
         total = (values + self._running(batch)[:, None]).reshape(len(groups), -1)  # (G, W * k)
         order = (-total).argsort(axis=1, kind="stable")[:, : self.ranked]
@@ -198,7 +198,7 @@ class Beam:
         slots: list[int] = [n for bank in group.state or () for n in bank.serials.tolist()]
 
         def place(done: Finished) -> tuple[float, int]:
-            # Only what was cut short never asked for a place in the bank.
+            # Only what was cut short was never offered to the bank.
             return -done.score, self.width if done.serial < 0 else slots.index(done.serial)
 
         held = [done for done in group.done if done.serial < 0 or done.serial in slots]
@@ -336,10 +336,10 @@ class Banks:
         return [Entry(g, r, float(final[g, r]), int(serials[g, r])) for g, r in entered]
 
     def _moved(self, final: np.ndarray, just: np.ndarray) -> np.ndarray:
-        """(N, 1) in which banks something moves when all candidates are ranked with what is held.
+        """(N, 1) which banks change when all candidates are ranked with what the banks hold.
 
-        What did not end ranks far below. It takes an empty place where its score is above 0, and
-        may turn equals about, so that later ones fall otherwise.
+        A candidate that did not end ranks far below. It takes an empty place where its score is
+        above 0, and may reorder equals, so that later ties are broken differently.
         """
         equal = (self.scores[:, 1:] == self.scores[:, :-1]) & self.filled[:, 1:]
         moved: np.ndarray = just.any(axis=1) | (final > 0).any(axis=1) | equal.any(axis=1)

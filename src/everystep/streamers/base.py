@@ -1,4 +1,4 @@
-"""What a streamer is: something that is told the prompt, then every token, then the end."""
+"""What a streamer is: something that gets the prompt, then every token, then the end."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from everystep.types import Group, TokenTable
 
 @dataclass(frozen=True, slots=True)
 class LiveBeam:
-    """A beam at work: its ids and text behind what is settled, and the sum of its scores."""
+    """A beam at work: its ids and text after what is settled, and the sum of its scores."""
 
     tokens: tuple[int, ...]
     text: str | None

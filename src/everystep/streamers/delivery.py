@@ -36,7 +36,8 @@ class Delivery:
 
     @contextmanager
     def open(self, prompt: np.ndarray) -> Iterator[Delivery]:
-        """Tells the prompt, (rows, T), and in the end that it is over, or by which error."""
+        """Passes on the prompt, (rows, T), and at the end that it is over, or the error that ended
+        it."""
         try:
             self._put(prompt.repeat(self._returns, axis=0))
             yield self
@@ -50,7 +51,7 @@ class Delivery:
         self._streamer.end()
 
     def __call__(self, events: list[Event]) -> None:
-        """Tells what became known in a step."""
+        """Passes on what became known in a step."""
         if self._on_event is not None:
             for event in events:
                 self._on_event(self._wording(event))
@@ -69,8 +70,8 @@ class Delivery:
 
     def _columns(self, events: list[Event]) -> list[tuple[int, ...]]:
         """The first new id of every row, the second, and so on."""
-        told: list[list[int]] = [[] for _ in range(self._rows)]
+        by_row: list[list[int]] = [[] for _ in range(self._rows)]
         for event in events:
             if event.token >= 0:
-                told[int(event.request_id) * self._returns + event.index].append(event.token)
-        return list(zip_longest(*told, fillvalue=self._fill))
+                by_row[int(event.request_id) * self._returns + event.index].append(event.token)
+        return list(zip_longest(*by_row, fillvalue=self._fill))

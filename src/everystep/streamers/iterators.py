@@ -47,7 +47,7 @@ class TextIteratorStreamer(TextStreamer):
             self.text_queue.put(self.stop_signal, timeout=self.timeout)
 
     def fail(self, error: BaseException) -> None:
-        """Puts what was held back into the queue, and the error behind it."""
+        """Puts what was held back into the queue, and the error after it."""
         self.on_finalized_text(self.take_rest())
         self.text_queue.put(_Failure(error), timeout=self.timeout)
 
@@ -88,7 +88,7 @@ class AsyncTextIteratorStreamer(TextStreamer):
             self._put(self.stop_signal)
 
     def fail(self, error: BaseException) -> None:
-        """Has the loop put what was held back into the queue, and the error behind it."""
+        """Has the loop put what was held back into the queue, and the error after it."""
         self.on_finalized_text(self.take_rest())
         self._put(_Failure(error))
 

@@ -1,4 +1,4 @@
-"""Judges, for this library's tests and for everybody's own strategies, processors and executors.
+"""Judges, for this library's tests and for your own strategies, processors and executors.
 
 The hash model is stricter than any machine, the textbook loops are independent of the engine, the
 mixes and schedules are random but repeatable, and the mutants show that all that bites.

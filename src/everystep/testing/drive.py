@@ -1,7 +1,7 @@
 """Runs mixes on engines, under any scheduler, and gathers what came out.
 
 A run that does not end, an event that contradicts the result and a row that outlives its request
-are errors here, whoever asked for the run.
+are errors here, whatever started the run.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ def _preempt(run: Run, schedule: Schedule, rng: np.random.Generator) -> None:
 def _check_events(group: Group, events: list[Event]) -> None:
     """The events of a request spell its result, token by token, and end it once."""
     name = group.request.request_id
-    told: dict[int, list[Event]] = {}
+    by_index: dict[int, list[Event]] = {}
     for event in events:
         if event.request_id == name:
-            told.setdefault(event.index, []).append(event)
+            by_index.setdefault(event.index, []).append(event)
     for index, hypothesis in enumerate(result(group)):
-        own = told.pop(index, [])
+        own = by_index.pop(index, [])
         tokens = tuple(event.token for event in own if event.token >= 0)
         ends = [event.finish.kind for event in own if event.finish]
         places = [event.position for event in own if event.token >= 0]
@@ -148,5 +148,5 @@ def _check_events(group: Group, events: list[Event]) -> None:
             raise InvariantError(
                 message(f"the events of {name}, {index}", wanted=hypothesis, got=own)
             )
-    if told:
-        raise InvariantError(message(f"{name} has events of no result", got=sorted(told)))
+    if by_index:
+        raise InvariantError(message(f"{name} has events of no result", got=sorted(by_index)))

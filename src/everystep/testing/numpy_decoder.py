@@ -174,7 +174,7 @@ class NumpyDecoder:
 
 
 def read_decoder(model: Model) -> NumpyDecoder:
-    """The model in numpy; UnsupportedError if it is no decoder, or one of an unknown kind."""
+    """The model in numpy; UnsupportedError if it is not a decoder, or one of an unknown kind."""
     spec, network = model.spec, model.network
     if not isinstance(spec, DecoderSpec) or not isinstance(network, Decoder):
         raise _unsupported("this model", "a decoder", type(network).__name__)

@@ -39,7 +39,7 @@ EMBED_DIM = 4
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a continuous run goes: who arrives when, and what gets in the way.
+    """How a continuous run goes: what arrives when, and what gets in the way.
 
     `arrivals[i]`: the step before which request i is submitted. `cancels[i]`: the step before which
     it is cancelled, or None. `preempt_rate`: the chance per step that one running group loses its

@@ -35,7 +35,7 @@ class BatchEncoding(MutableMapping[str, Any]):
 
     `tensor_type`: "pt" or "np" makes tensors or arrays of what is none yet, with one dimension more
     in front if `prepend_batch_axis`. `n_sequences`: how many texts a row was made of, if known.
-    `encoding` is refused: which token came from which word is told by `return_offsets_mapping`.
+    `encoding` is refused: which token came from which word is given by `return_offsets_mapping`.
     Source: `BatchEncoding`.
     """
 

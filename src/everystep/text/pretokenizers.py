@@ -68,7 +68,7 @@ def _bytes(*, use_regex: bool) -> PreTokenizer:
 
 
 def _expressions(*patterns: str) -> Callable[[], PreTokenizer]:
-    """Each expression cuts what the one before it left, then text becomes bytes."""
+    """Each expression splits what the previous one left, then text becomes bytes."""
 
     def build() -> PreTokenizer:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]

@@ -2,7 +2,7 @@
 
 The semantics are those of the reference (`render_jinja_template`, 5.23), with two differences:
 a rendering is bounded in time and size, and an error names the line of the template. The text
-already holds every special token, so whoever turns it into ids adds none.
+already holds every special token, so none are added when it is turned into ids.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ They differ by a constant per request, the shift:
     positions                  [ prompt     | generated     ]      position p,  i = p + shift
                   shift = pad_prefix                               (prompt given as ids)
                   shift = pad_prefix - prompt length               (prompt given as embeddings only)
-                  shift = pad_prefix - before                      (ids behind a cached past)
+                  shift = pad_prefix - before                      (ids after a cached past)
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Request:
 
 
 def nobodys(prompt: Prompt) -> Request:
-    """A request for plain ids that no engine runs, so that rows of them can be looked at."""
+    """A request for plain ids that no engine runs; it lets rows of ids be read by hand."""
     return Request("", prompt, cast(Strategy, None), cast(Draws, None))
 
 
@@ -153,15 +153,15 @@ class Companion:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One hypothesis: its line in the token table, and what of it is cached in which row.
+    """One hypothesis: its line in the token table, and how much of it is cached in which row.
 
     `length` counts positions, with or without ids; `0 <= cached < length` holds between steps.
     The last `provisional` tokens may still be taken back. `line` is -1 before the first feed.
     `memo` is what processors, strategies and hooks remember: immutable values, and a `Memory` each
     of what changes.
 
-    What a step reports is the work of new sequences: only `row`, `cached` and the memories of a
-    sequence change, and all of those can be made again from its ids.
+    The results of a step go into new sequences: of an existing one only `row`, `cached` and the
+    memories change, and all of those can be made again from its ids.
     """
 
     request: Request
@@ -182,12 +182,12 @@ class Sequence:
         self.row, self.cached = None, self.request.prompt.start
 
     def forget(self) -> None:
-        """No memory is left; what is immutable stays."""
+        """Drops the memories; immutable values stay."""
         self.memo = values_of(self.memo)
 
     @property
     def units(self) -> tuple[Sequence | Companion, ...]:
-        """Everything of it that has a cache row: itself and its companions."""
+        """Everything in it that has a cache row: itself and its companions."""
         return (self, *self.companions)
 
     @property
@@ -223,7 +223,8 @@ class Group:
     the place in the caller's batch; `reported` counts tokens reported early. `state`: what the
     strategy knows of the group, an immutable value. `prompt_known`: what is known of how likely
     the prompt is. `pasts`: what the rows of the last live sequences held, by index, where that is
-    wanted. `best`: how many of the best logits its choices are told in place of whole rows, or 0.
+    wanted. `best`: how many of the best logits its choices get in place of whole rows, or 0 for
+    whole rows.
     """
 
     request: Request
@@ -239,7 +240,7 @@ class Group:
     best: int = 0
 
     def without_live(self) -> Group:
-        """A group that is as this one, but for its live sequences."""
+        """A group equal to this one, but without live sequences."""
         return Group(
             self.request,
             self.rank,
@@ -255,7 +256,7 @@ class Group:
         )
 
     def become(self, other: Group) -> None:
-        """The group is as the other one. To do it again changes nothing."""
+        """Makes this group equal to the other one. Doing it again changes nothing."""
         self.live, self.done, self.state = other.live, other.done, other.state
         self.prompt_known, self.pasts = other.prompt_known, other.pasts
         self.opened, self.settled = other.opened, other.settled
@@ -274,7 +275,7 @@ class Group:
 
     @property
     def pending_chunks(self) -> int:
-        """How many of them can be fed before: of each row all but the last."""
+        """How many of them can be fed in earlier steps: all but the last of each row."""
         return self.pending - len(self.live) * (1 + len(self.request.companions))
 
     @property
@@ -292,18 +293,18 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Children:
-    """All that a strategy may say, as C parallel entries over a batch's S sequences.
+    """All that a strategy may decide, as C parallel entries over a batch's S sequences.
 
     `parent`: (C,) index into the batch. `tokens`: (C, n) new ids, of which the first `counts[c]`
-    count. `score`: (C,) the child's whole score. `finish`: a reason, or None to live on; one of the
+    count. `score`: (C,) the child's whole score. `finish`: a reason, or None to go on; one of the
     kind "error" ends the whole group. `provisional`: (C,) how many of its last tokens may be taken
     back, or None for none. `memo`: per child the values to put into its memo, or None. `index`:
     (C,) the children's ranks, or None to inherit the parents'. `serial`: (C,) numbers for those
     that end, or None. `lingers`: children that end go on where their request lingers. `settled`:
     batch indices of groups whose result is final. `states`: the new state of every group, or None
     where none has any. `held`: per group the serial numbers of those that have ended and can still
-    be part of its result, None for all. A sequence without children is dropped; a child may have
-    no tokens and a finish.
+    be part of its result, None for all. A sequence without children is dropped; a child may have no
+    tokens and a finish.
     """
 
     parent: np.ndarray

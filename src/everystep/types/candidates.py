@@ -18,8 +18,8 @@ class Candidates:
 
     Candidate c is the visible ids of `parents[c]`, less its provisional ones, followed by `new[c]`
     ((C, n), the first `counts[c]` of them count). `steps`: scores (R, V) that the call chose from
-    in every step so far, this one included; None if nobody asked. A drafted token is a step of its
-    own, and candidate c was chosen from the last of the first `reached[c]`.
+    in every step so far, this one included; None if they were not asked for. A drafted token is a
+    step of its own, and candidate c was chosen from the last of the first `reached[c]`.
     """
 
     table: TokenTable
@@ -65,7 +65,7 @@ class Candidates:
         return np.concatenate([head, self.new[candidate, : self.counts[candidate]]])
 
     def tail(self, candidate: int, count: int) -> list[int]:
-        """The last `count` visible ids of one candidate that are no padding before its prompt, or
+        """The last `count` visible ids of one candidate that are not padding before its prompt, or
         all if there are fewer."""
         parent = self.parents[candidate]
         new = self.new[candidate, : self.counts[candidate]]
@@ -75,7 +75,7 @@ class Candidates:
         return [*head.tolist(), *new.tolist()][-count:]
 
     def scores(self, candidate: int) -> tuple[Tensor, ...] | None:
-        """Per step up to the last token of a candidate, (R, V); None if nobody asked."""
+        """Per step up to the last token of a candidate, (R, V); None if they were not asked for."""
         if self.steps is None or self.reached is None:
             return None
         return tuple(self.steps[: int(self.reached[candidate])])

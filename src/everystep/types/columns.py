@@ -46,7 +46,7 @@ class Columns:
         return shared if self._own is None else (*shared, self._own)
 
     def append(self, hidden: Tensor) -> None:
-        """The next positions are these (n, E), at least one."""
+        """Appends the next positions, (n, E), at least one."""
         self._settle()
         self._own = hidden
 
@@ -56,7 +56,7 @@ class Columns:
         return Columns(self.shift, self._shelf, self._shared)
 
     def rewind(self, visible: int) -> None:
-        """Nothing is known beyond the first `visible` ids."""
+        """Drops what is known beyond the first `visible` ids."""
         self._cut(max(visible - self.shift, 0))
 
     def _cut(self, length: int) -> None:
@@ -66,7 +66,7 @@ class Columns:
         self._shared = min(self._shared, length)
 
     def _settle(self) -> None:
-        """What is its own lies on the shelf, after what others may share."""
+        """Moves its own rows to the shelf, after those that others may share."""
         own = self._own
         if own is None:
             return

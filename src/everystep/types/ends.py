@@ -21,7 +21,7 @@ FinishKind = Literal["stop", "length", "time", "criteria", "cancelled", "error"]
 @stored("reason")
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a sequence ended; `matched` is the token id, string or exception behind it."""
+    """Why a sequence ended; `matched` is the token id, string or exception that caused it."""
 
     kind: FinishKind
     matched: Any = None
@@ -32,15 +32,15 @@ class Prompt:
     """What the model reads before the first choice.
 
     `ids`: (T,) int64 or None. `embeds`: (T, E) or None; where both are given the model reads the
-    embeddings and everybody else sees the ids. `positions`: (length,) or (axes, length) position
+    embeddings and everything else sees the ids. `positions`: (length,) or (axes, length) position
     ids, or None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`. `mask`:
     (length, length) or (heads, length, length) bool: position i sees those j <= i where
-    mask[..., i, j], itself always; a generated position sees of the prompt what its last position
-    sees, and every generated one up to itself. `encoder`: (S, E) encoder states for cross
-    attention, or None. `past`: the first positions as they were cached before, or None; `before` of
-    them have no ids or embeddings here.
-    `length`: how many positions the prompt fills. `follows`: the position id of the first generated
-    token, one more than the greatest of the prompt's on any axis. `brings`: there is more than ids.
+    mask[..., i, j], itself always; a generated position sees what the prompt's last position sees
+    of the prompt, and every generated position up to itself. `encoder`: (S, E) encoder states for
+    cross attention, or None. `past`: the first positions as they were cached before, or None;
+    `before` of them have no ids or embeddings here. `length`: how many positions the prompt fills.
+    `follows`: the position id of the first generated token, one more than the greatest of the
+    prompt's on any axis. `brings`: whether there is more than ids.
     """
 
     ids: np.ndarray | None = None
@@ -113,7 +113,7 @@ class Event:
 
 
 def values_of(memo: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a memo is immutable."""
+    """The immutable part of a memo."""
     return {key: value for key, value in memo.items() if not is_memory(value)}
 
 

@@ -1,7 +1,7 @@
 """What a request's choices must be able to do: protocols, so that every part of it has a type.
 
-Whoever implements one of them need not import it. The nouns they speak of are imported for the
-type checker alone.
+A class can implement one of them without importing it. The types that they mention are imported for
+the type checker alone.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Memory(Protocol):
     """
 
     def copy(self) -> Self:
-        """An equal one that shares nothing that changes."""
+        """An equal one that shares no mutable state."""
         ...
 
     def rewind(self, length: int) -> None:
-        """It speaks of the first `length` visible ids only."""
+        """Cuts it back to the first `length` visible ids."""
         ...
 
 
@@ -125,7 +125,7 @@ class Draws(Protocol):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a choice looks at tokens without a score too."""
+        """Whether a choice also looks at tokens without a score."""
         ...
 
     def choose(self, scores: Scores, places: Places) -> Tensor:
@@ -188,7 +188,7 @@ class Drafting(Protocol):
         ...
 
     def restart(self) -> None:
-        """Nothing that it held for a sequence is left; it is made again from the ids."""
+        """Drops everything that it held for sequences; it is made again from the ids."""
         ...
 
     def held(self) -> int:

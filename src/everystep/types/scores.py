@@ -22,7 +22,7 @@ class Scores:
 
     `values`: (R, n). `tokens`: (R, n) ids, or None where the values are those of all V tokens in
     order; a place with -inf lists nothing. Executors list the best first, of equals the lowest id
-    first; processors list ids in rising order. `rest`: (R, 1) what no token that is not listed
+    first; processors list ids in rising order. `rest`: (R, 1) a bound that no unlisted token
     exceeds, or None where all of those are -inf; then `read` gives whole rows, (n, V) for (n,) row
     numbers. `totals`: (R,) logarithms of the sums of exponentials of whole rows, where known.
     """
@@ -99,7 +99,7 @@ class Scores:
         return Scores(values, tokens, self.vocabulary, rest, read=read)
 
     def changed(self, change: Callable[[Tensor, Any], Tensor]) -> Scores:
-        """With new values, those of tokens that are not listed too.
+        """With new values, also for the tokens that are not listed.
 
         `change(values, rows)`: (n, m) values of the given rows -> new ones, each of its old value
         and row alone, none below another that was below it.

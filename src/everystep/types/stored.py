@@ -1,8 +1,8 @@
 """Values as bytes and back: what a running generation knows, written without pickle.
 
 Plain values, arrays and the classes that are registered here can be written, and nothing else can
-be read: a file names no code. The bytes are a line of JSON, which tells the form, and then the
-numbers of all arrays.
+be read: a file cannot name code. The bytes are a line of JSON, which describes the structure,
+followed by the numbers of all arrays.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """The value that was written; FormatError if these are other bytes."""
+    """The value that was written; FormatError if the bytes are anything else."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise FormatError(message("these bytes hold no saved generation", got=f"{len(data)} bytes"))

@@ -29,7 +29,7 @@ class TokenTable:
         return line
 
     def write(self, line: int, start: int, ids: list[int]) -> None:
-        """The line holds `ids` from `start` on."""
+        """Writes `ids` into the line from `start` on."""
         self.reserve(start + len(ids))
         for place, token in enumerate(ids, start):
             self.data[line, place] = token

@@ -1,4 +1,4 @@
-"""What an executor is given for a step, and what it answers: the nouns between it and the engine.
+"""What an executor gets for a step, and what it returns: the types it shares with the engine.
 
 An executor knows rows, positions and ids, and neither requests nor sequences.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from everystep.types.scores import Scores
 
 MOST_BEST = 64
-"""The most best logits of a row that a feed may want in place of the whole row."""
+"""How many of the best logits of a row a feed may want at most, in place of the whole row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ class Work:
     plain feeds have none. `encoders` and `pasts` hold for rows allocated by this work: encoder
     states per row; what a row holds from the start. `best`: (F,) 0, or how many of the best logits
     feed f wants instead of whole rows, at most `MOST_BEST`; None for whole rows everywhere.
-    `totals`: the logarithms of the rows' sums of exponentials are of use.
+    `totals`: whether the logarithms of the rows' sums of exponentials are wanted.
     """
 
     verbs: tuple[Verb, ...]
@@ -139,8 +139,8 @@ class StepOutput:
     `logits`: (R, V) of the feeds that want whole rows, in feed order, float32 or wider; R is the
     sum of their wanted counts. `best`: likewise of the feeds that want the best, as lists on the
     host, float32, best first, of equals the lowest id first, a nan above all; or None. `totals`:
-    (R,) logarithms of the sums of exponentials, or None: whoever needs them takes them from logits.
-    `answers`: what feeds wanted beyond logits, by the index of the feed.
+    (R,) logarithms of the sums of exponentials, or None: then they are computed from the logits
+    where needed. `answers`: what feeds wanted beyond logits, by the index of the feed.
     """
 
     logits: Tensor

@@ -35,7 +35,7 @@ X86_SETS: Mapping[str, tuple[str, ...]] = {
     # With -O3, GCC 12 compiles this set seven times as long on x86-64 and takes minutes on aarch64.
     "plain": ("-O2", "-Wno-psabi"),
 }
-"""Instruction sets by name, best first, and what the compiler is told for each."""
+"""Instruction sets by name, best first, and the compiler's flags for each."""
 
 
 def instruction_sets() -> Mapping[str, tuple[str, ...]]:

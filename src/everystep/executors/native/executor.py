@@ -105,7 +105,7 @@ class NativeExecutor:
                 raise
             raise shortage from error
         finally:
-            # An error that somebody keeps keeps this frame.
+            # An error that a caller holds keeps this frame alive.
             del turn
 
     def _enter(self) -> _Turn:

@@ -86,7 +86,7 @@ class DecoderWeights(Structure):
 
 
 class RopeRows(Structure):
-    """What tokens turn by."""
+    """The rotations of tokens."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("row", c_void_p), ("dim", c_int64))
 

@@ -1,8 +1,8 @@
 """A decoder as the library reads it: weights in panels, and a structure that points to them.
 
-Weights that a model holds in panels are read where they lie; others are packed once, whoever runs
-the model. A head tied to the embedding table shares its panels. What a specification can say and
-the library cannot do is found before anything is packed.
+Weights that a model holds in panels are read where they lie; others are packed once for all
+executors of the model. A head tied to the embedding table shares its panels. What a specification
+can say and the library cannot do is found before anything is packed.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def _obstacles(decoder: Decoder) -> Iterator[str]:
 
 
 class Program:
-    """A packed decoder; `structure` is what the library is given.
+    """A packed decoder; `structure` is what the library reads.
 
-    `arena`: where those panels lie that the decoder has not.
+    `arena`: where the panels lie that the decoder does not hold itself.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -187,7 +187,7 @@ _packing = threading.RLock()
 
 
 def program_of(model: Model) -> Program:
-    """The packed form of a model without obstacles, made once, by who first asks for it."""
+    """The packed form of a model without obstacles, made once, when it is first asked for."""
     with _packing:
         if model not in _PROGRAMS:
             _PROGRAMS[model] = Program(cast(Decoder, model.network))
@@ -195,7 +195,7 @@ def program_of(model: Model) -> Program:
 
 
 def _forget_packing() -> None:
-    """A child has no thread that could be packing."""
+    """A forked child has no thread that could be packing."""
     global _packing
     _packing = threading.RLock()
 
@@ -207,7 +207,8 @@ _OPEN: dict[int, tuple[CDLL, Program]] = {}
 
 
 class Runner(int):
-    """The address of an open runner of the library, which is closed when nobody can step it.
+    """The address of an open runner of the library, which is closed once nothing can step it any
+    more.
 
     It has no attributes, so the garbage collector does not know it: in a cycle that is collected
     it outlives every finaliser, of which some may still step. What it reads is kept in `_OPEN`.

@@ -1,4 +1,4 @@
-"""What the tokens of a work turn by, as the library reads it."""
+"""The rotations of a work's tokens, as the library reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_TABLE = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turned:
-    """The rows of a table that a work turns by; keeps alive what `structure` points to."""
+    """The rows of a table that rotate a work's tokens; keeps alive what `structure` points to."""
 
     structure: RopeRows
     tables: tuple[Tensor, Tensor]
@@ -34,7 +34,7 @@ class RopeTable:
         self._kept: Turned | None = None
 
     def rows(self, work: Work, places: np.ndarray | None) -> Turned:
-        """What each token of the work turns by.
+        """The rotation of each token of the work.
 
         `places`: (N,) or (axes, N) position ids of all, where a feed gives some.
         """
@@ -51,7 +51,8 @@ class RopeTable:
         return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
 
     def _kept_for(self, length: int) -> Turned:
-        """The table of at least so many positions, for tokens that turn by their own."""
+        """The table of at least so many positions, for tokens that are rotated by their own
+        positions."""
         kept = self._kept
         if kept is None or len(kept.tables[0]) < length:
             longer = torch.arange(max(_LEAST_TABLE, 2 * length))

@@ -24,12 +24,12 @@ from typing import cast
 import numpy as np
 import torch
 
-from everystep.engine.apply import Change, abandoned, release
+from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History
 from everystep.engine.choices import NOBODYS, Choices, failed
 from everystep.engine.drafting import Drafters
 from everystep.engine.events import last_events, settled_events
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, note_hidden
+from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, lacks_columns, note_hidden
 from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
 from everystep.engine.readout import best_needed
@@ -239,6 +239,8 @@ class Engine:
             for sequence in grant.group.live:
                 if sequence.line < 0:
                     sequence.line = self.table.open(_visible(sequence.request))
+                if lacks_columns(sequence):
+                    drop_rows(sequence, self.ledger)
             if grant.shares:
                 regroup(grant.group, self.table, self.ledger)
         return grants

@@ -201,6 +201,14 @@ def columns_of(sequence: Sequence) -> Columns:
     return columns
 
 
+def lacks_columns(sequence: Sequence) -> bool:
+    """Whether its strategy reads hidden states of positions that are cached, and it dropped them:
+    then these positions are fed again."""
+    if not sequence.request.strategy.reads.hidden:
+        return False
+    return columns_of(sequence).length < sequence.cached
+
+
 def note_hidden(fed: Fed, output: StepOutput) -> None:
     """Sequences whose strategy reads hidden states remember those of this step.
 

@@ -205,7 +205,7 @@ def _past(**changes: Any) -> es.DynamicCache:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "tuple": ({"past_key_values": ()}, RequestError, "from_legacy_cache"),
-    "another kind": ({"past_key_values": 7}, RequestError, "no cache"),
+    "another kind": ({"past_key_values": 7}, RequestError, "not a cache"),
     "no cache": ({"past_key_values": es.DynamicCache(), "use_cache": False}, RequestError, "use_c"),
     "too short": ({}, RequestError, "does not fit the prompt"),
     "mask": ({"attention_mask": torch.ones(2, 12)}, RequestError, "does not fit the prompt"),

@@ -75,6 +75,16 @@ class Undecided(Greedy):
         raise Trouble(f"{len(batch)} sequences")
 
 
+@dataclass(frozen=True)
+class Unpicked(Greedy):
+    """A strategy that raises while scores are still on the device."""
+
+    note: ClassVar[str] = "raises in pick"
+
+    def pick(self, batch: Batch, scores: Any, earlier: Any = ()) -> Any:
+        raise Trouble(f"{len(batch)} sequences")
+
+
 def offenders(request: Request, call: int) -> dict[str, Request]:
     """The request with each kind of trouble."""
     error = Trouble(call)
@@ -84,6 +94,7 @@ def offenders(request: Request, call: int) -> dict[str, Request]:
         "stop": replace(request, stops=(*request.stops, Fails(call, error))),
         "drafter": replace(alone, drafter=Fails(call, error)),
         "strategy": replace(alone, strategy=Undecided()),
+        "strategy's pick": replace(alone, strategy=Unpicked()),
     }
 
 
@@ -109,7 +120,7 @@ def test_an_error_ends_its_own_request_alone(
         bad = replace(offender, request_id="offender")
         run = run_with([bad, *mix.requests], Engine(hash_executor(mix), scheduler()))
         failed = run.groups["offender"].error
-        if kind == "strategy":
+        if kind.startswith("strategy"):
             assert isinstance(failed, Trouble)
         assert failed is None or isinstance(failed, Trouble)
         assert {name: run.results[name] for name in expected} == expected, kind

@@ -57,17 +57,19 @@ class Choices:
     def make(self) -> None:
         """Every group that chooses has its change; one transfer from the device serves them all."""
         scored = [one for groups in _kinds(self.fed.ready) for one in self._scored(groups)]
-        picked = [one.pick() for one in scored]
-        self.counts.syncs += bool(picked)
+        self.counts.syncs += bool(scored)
         before = self.history
-        for one, arrived in zip(scored, _together(picked), strict=True):
-            self._selected(one, arrived, before)
+        arrived = _together([picked for _, picked in scored])
+        for (one, _), first in zip(scored, arrived, strict=True):
+            self._selected(one, first, before)
         self._note_prompts()
 
-    def _scored(self, groups: list[Group]) -> list[Scored]:
-        """The scores of groups with equal strategies; if that fails, of each for itself."""
+    def _scored(self, groups: list[Group]) -> list[tuple[Scored, tuple[Tensor, ...]]]:
+        """The scores of groups with equal strategies, and what these pick of them in the first
+        round; if that fails, of each for itself."""
         try:
-            return [self._score(groups)]
+            scored = self._score(groups)
+            return [(scored, scored.pick())]
         except NOBODYS:
             raise
         except Exception as error:
@@ -91,8 +93,9 @@ class Choices:
             if len(scored.groups) == 1:
                 self.changes += self._failed(scored.groups, error)
                 return
-            for one in (one for group in scored.groups for one in self._scored([group])):
-                self._selected(one, _together([one.pick()])[0], before)
+            apart = (pair for group in scored.groups for pair in self._scored([group]))
+            for one, picked in apart:
+                self._selected(one, _together([picked])[0], before)
             return
         longer = children.counts > 1
         self.counts.long_children += int(longer.sum())

@@ -72,7 +72,7 @@ def finished(run: Run, wire: Tripwire | None = None) -> bool:
                 run.step()
             else:
                 wire.run(partial(step, run))
-        except (Interrupt, MemoryError):
+        except (Interrupt, KeyboardInterrupt, MemoryError):
             tripped = True
     run.finish()
     return tripped

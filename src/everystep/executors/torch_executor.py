@@ -7,6 +7,7 @@ where they are wanted. The executor chooses nothing and waits for the device now
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -64,7 +65,9 @@ class TorchExecutor:
         self.inputs: Mapping[str, InputSpec] = declared_inputs(network)
         across = network.across if network.encodes else None
         layout = (network.stores, network.dtype, network.device, across)
-        self.cache = RowCache(*layout, quantization or cache_dtype)
+        self._fresh_rows = partial(RowCache, *layout, quantization or cache_dtype)
+        self.cache = self._fresh_rows()
+        self._cut_short = False
         self.abilities = self._able()
 
     def _able(self) -> frozenset[str]:
@@ -85,12 +88,17 @@ class TorchExecutor:
         """Apply the verbs in order, run the feeds, return what they want.
 
         `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
-        runs out.
+        runs out. After any error or interrupt the executor can be used, but has no rows.
         """
         leave_if_ending()
         try:
             with inference_mode():
-                return self._run(work)
+                if self._cut_short:
+                    self.cache = self._fresh_rows()
+                self._cut_short = True
+                output = self._run(work)
+            self._cut_short = False
+            return output
         except (MemoryError, RuntimeError) as error:
             if (shortage := out_of_memory(error)) is None:
                 raise
@@ -117,7 +125,7 @@ class TorchExecutor:
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
-        return self.cache.lengths()
+        return {} if self._cut_short else self.cache.lengths()
 
     def _inputs(
         self, work: Work, places: Tensor, order: np.ndarray | None, back: Tensor | None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from everystep.nn.relative_bias import RelativeBias
+from everystep.nn.attention import RelativeBias
 
 
 @pytest.mark.parametrize("both_ways", [False, True])

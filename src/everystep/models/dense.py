@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.cache.containers import Cache
-from everystep.errors import InvariantError, RequestError, message
-from everystep.nn.attention import Rule, Sight, look
+from everystep.errors import InvariantError, refuse
+from everystep.nn.attention import RelativeBias, Rule, Sight, look
 from everystep.nn.network import Network, State, StepInputs
 from everystep.nn.ragged import Ragged
-from everystep.nn.relative_bias import RelativeBias
 
 
 class DenseContext:
@@ -60,7 +59,7 @@ class DenseContext:
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
         """Lets q (B * T, H, D) look at the encoder states of its row, returns (B * T, H * D)."""
         if self._across is None:
-            raise InvariantError(message("there are no encoder states to look at"))
+            refuse("there are no encoder states to look at", kind=InvariantError)
         k, v = self._across[layer]
         return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_sight)
 
@@ -172,12 +171,10 @@ def _seen(hidden: Tensor, attention_mask: Tensor | None, start: int) -> Tensor |
         return None
     wanted = (hidden.shape[0], start + hidden.shape[1])
     if attention_mask.shape != wanted:
-        raise RequestError(
-            message(
-                "attention_mask does not fit the inputs",
-                wanted=f"{wanted}, cached positions included",
-                got=tuple(attention_mask.shape),
-            )
+        refuse(
+            "attention_mask does not fit the inputs",
+            wanted=f"{wanted}, cached positions included",
+            got=tuple(attention_mask.shape),
         )
     seen = attention_mask.to(hidden.device).bool()
     return None if bool(seen.all()) else seen
@@ -188,6 +185,4 @@ def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) 
         return network.embed(ids.to(network.device))
     if inputs_embeds is not None and ids is None:
         return inputs_embeds.to(network.device, network.dtype)
-    raise RequestError(
-        message("a forward reads either ids or embeddings", wanted="exactly one of them")
-    )
+    refuse("a forward reads either ids or embeddings", wanted="exactly one of them")

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError, refuse
 
 Format = Literal["int8", "int4", "q8_0", "q4_0", "q4_1"]
 
@@ -112,9 +112,9 @@ class QuantizedWeight:
         """One weight with the rows of all parts, in order; they must be alike."""
         first = parts[0]
         if not all(first.alike(part) for part in parts):
-            raise InvariantError(
-                message("rows of different formats were to be joined", got=_formats(parts))
-            )
+            formats = ", ".join(f"{part.format} of {part.columns} columns" for part in parts)
+            what = "rows of different formats were to be joined"
+            refuse(what, got=formats, kind=InvariantError)
         if len(parts) == 1:
             return first
         columns = zip(*(part._tensors() for part in parts), strict=True)
@@ -126,7 +126,3 @@ class QuantizedWeight:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
         return QuantizedWeight(self.format, *map(change, self._tensors()))
-
-
-def _formats(parts: Sequence[QuantizedWeight]) -> str:
-    return ", ".join(f"{part.format} of {part.columns} columns" for part in parts)

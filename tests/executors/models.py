@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from everystep.models import Model, build_model, named_weights
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import find_family
-from everystep.models.loader import WeightLoader
+from everystep.models.loader import HeldWeights, WeightLoader
 from everystep.models.parameters import Parameter, decoder_parameters
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from everystep.nn.rotary import (
@@ -107,22 +106,6 @@ SPECS |= {name: with_mlp(activation=name) for name in ("gelu", "gelu_new", "swis
 SPECS |= {f"rope {name}": with_layers(*[LayerSpec(rope(name))] * 2) for name in SCALINGS}
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """Tensors in memory as a source of weights."""
-
-    tensors: Mapping[str, Tensor]
-
-    def names(self) -> Iterable[str]:
-        return self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self.tensors[name].to(dtype)
-
-
 def random_model(
     spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64, *, learns: bool = False
 ) -> Model:
@@ -152,7 +135,7 @@ def _drawn(
         drawn = torch.randn(one.shape, generator=generator, dtype=torch.float64)
         for part in one.parts:
             tensors[part.name] = drawn[part.start : part.stop] * spread
-    return WeightLoader(by_key, Tensors(tensors), dtype, torch.device("cpu"), learns=learns)
+    return WeightLoader(by_key, HeldWeights(tensors), dtype, torch.device("cpu"), learns=learns)
 
 
 @cache
@@ -168,7 +151,7 @@ def narrow_model(
     tied = {"tie_word_embeddings": reading.tied}
     return build_model(
         {"model_type": name, **config, **tied},
-        Tensors(dict(named_weights(model))),
+        HeldWeights(dict(named_weights(model))),
         quantize=rounding,
         in_panels=lambda spec: panels,
     )

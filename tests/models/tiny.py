@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from everystep.models import Model, build_model
-from tests.executors.models import Tensors
+from everystep.models.loader import HeldWeights as Tensors
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 97,

@@ -138,8 +138,7 @@ def _add(hidden: Tensor, linear: LinearMap, x: Tensor, post_norm: Norm | None) -
 
 def assemble_decoder(spec: DecoderSpec, loader: WeightLoader) -> Decoder:
     """A decoder from its parameters."""
-    frame = loader.frame(spec.norm, tied=spec.tied)
-    layers = (loader.layer(Layer, f"layers.{i}", spec.norm) for i in range(len(spec.layers)))
+    layers = loader.layers(Layer, "layers", len(spec.layers), spec.norm)
     scale, softcap = spec.attention.scale, spec.attention.softcap
     rules = tuple(Rule(scale, softcap, layer.window) for layer in spec.layers)
-    return Decoder(spec, *frame, tuple(layers), rules)
+    return Decoder(spec, *loader.frame(spec), layers, rules)

@@ -20,8 +20,9 @@ from everystep.nn.ragged import Ragged
 class DenseContext:
     """B rows of T positions that see each other, after those that `cache` holds.
 
-    `seen` (B, S) marks real positions, not padding, the cached ones first. `stores`: what the
-    layers of the network keep; recurrent ones begin with nothing.
+    `seen` (B, S) marks real positions, not padding, the cached ones first. `across`: keys and
+    values of encoder states, (L, 2, B, K, S, D), of which `across_seen` (B, S) are real. Recurrent
+    layers begin with nothing.
     """
 
     def __init__(
@@ -110,58 +111,32 @@ def dense_logits(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,
+    decoder_input_ids: Tensor | None,
     cache: Cache | None,
     kept: slice | Tensor,
 ) -> Tensor:
-    """(B, T, V); see `Model.forward`."""
+    """(B, n, V) of positions `kept`; see `Model.forward`."""
     hidden = _hidden(network, ids, inputs_embeds)
-    batch, length = hidden.shape[:2]
     start = 0 if cache is None else int(cache.get_seq_length())
-    seen = _seen(hidden, attention_mask, start)
+    seen, across, across_seen = _seen(hidden, attention_mask, start), None, None
+    if decoder_input_ids is not None:
+        states = network.encode(hidden, seen)
+        # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
+        across = network.across(states.flatten(0, 1))
+        across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
+        hidden = network.embed(decoder_input_ids.to(network.device))
+        seen, across_seen = None, seen
+    batch, length = hidden.shape[:2]
     if position_ids is None:
         position_ids = torch.arange(start, start + length)
-    lead = position_ids.shape[:-2]
-    places = position_ids.to(network.device).expand(*lead, batch, length)
-    context = DenseContext(network, batch, length, seen, cache=cache)
-    return _logits(network, hidden, places, context, kept)
-
-
-def paired_logits(
-    network: Network,
-    ids: Tensor | None,
-    attention_mask: Tensor | None,
-    inputs_embeds: Tensor | None,
-    decoder_input_ids: Tensor,
-    kept: slice | Tensor,
-) -> Tensor:
-    """(B, T, V) of the decoder's ids (B, T), after the encoder's inputs; see `Model.forward`."""
-    read = _hidden(network, ids, inputs_embeds)
-    seen = _seen(read, attention_mask, 0)
-    states = network.encode(read, seen)
-    # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
-    across = network.across(states.flatten(0, 1))
-    across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
-    hidden = network.embed(decoder_input_ids.to(network.device))
-    batch, length = hidden.shape[:2]
-    places = torch.arange(length, device=network.device).expand(batch, length)
-    context = DenseContext(network, batch, length, None, across, seen)
-    return _logits(network, hidden, places, context, kept)
-
-
-def _logits(
-    network: Network,
-    hidden: Tensor,
-    places: Tensor,
-    context: DenseContext,
-    kept: slice | Tensor,
-) -> Tensor:
-    """(B, n, V) of positions `kept` of embeddings (B, T, E) at places (B, T) or (axes, B, T)."""
-    batch, length = places.shape[-2:]
+    # (B, T) or (axes, B, T)
+    places = position_ids.expand(*position_ids.shape[:-2], batch, length)
     ends = places.cpu().view(-1, batch, length).amax(dim=(0, 2))
     lengths = ends.add(1)[:, None].expand(batch, length)
-    inputs = StepInputs(hidden.flatten(0, 1), places.flatten(-2), lengths.flatten())
-    out = network.finish(network.forward(inputs, context))
-    out = out.view(batch, length, -1)[:, kept]
+    places = places.to(network.device).flatten(-2)
+    context = DenseContext(network, batch, length, seen, across, across_seen, cache)
+    out = network.forward(StepInputs(hidden.flatten(0, 1), places, lengths.flatten()), context)
+    out = network.finish(out).view(batch, length, -1)[:, kept]
     return network.logits(out.flatten(0, 1)).view(batch, out.shape[1], -1)
 
 

@@ -16,7 +16,8 @@ from everystep.models.loader import WeightLoader
 from everystep.models.parameters import Parameter
 from everystep.nn.network import Network
 
-_MODULES: Mapping[str, str] = {
+# Every `model_type` that can be built, and the file with its family.
+MODULES: Mapping[str, str] = {
     "llama": "decoders",
     "mamba": "mamba",
     "mistral": "decoders",
@@ -45,22 +46,17 @@ class Family:
         return any(fnmatchcase(name, pattern) for pattern in leftovers)
 
 
-def known_families() -> tuple[str, ...]:
-    """Every `model_type` that can be built."""
-    return tuple(_MODULES)
-
-
 def find_family(model_type: object) -> Family:
     """The family of a `model_type`; UnsupportedError when there is none."""
-    if not isinstance(model_type, str) or model_type not in _MODULES:
-        close = nearest(str(model_type), _MODULES)
+    if not isinstance(model_type, str) or model_type not in MODULES:
+        close = nearest(str(model_type), MODULES)
         refuse(
             "this kind of model has no implementation here",
-            wanted=f"model_type of {', '.join(known_families())}",
+            wanted=f"model_type of {', '.join(MODULES)}",
             got=repr(model_type),
             do=f"The nearest is {close!r}" if close else None,
             kind=UnsupportedError,
         )
-    module = import_module(f"everystep.models.{_MODULES[model_type]}")
+    module = import_module(f"everystep.models.{MODULES[model_type]}")
     family: Family = module.FAMILIES[model_type]
     return family

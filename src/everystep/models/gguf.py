@@ -60,8 +60,6 @@ _REFUSED = (
     "logit_scale",
     "rope.scaling.attn_factor",
 )
-
-
 # The blocks that become quantised weights: a float16 scale, a float16 minimum in Q4_1, the codes.
 _BLOCKS: Mapping[str, tuple[Format, int]] = {
     "Q8_0": ("q8_0", 34),

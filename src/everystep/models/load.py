@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,13 @@ from torch import Tensor
 from everystep.errors import FormatError, RequestError, UnsupportedError, message, refuse
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
-from everystep.models.loader import Kept, TensorSource, WeightLoader, network_weights
+from everystep.models.loader import (
+    HeldWeights,
+    Kept,
+    TensorSource,
+    WeightLoader,
+    network_weights,
+)
 from everystep.models.model import Model
 from everystep.nn.linear import Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
@@ -125,8 +131,9 @@ def convert_model(
     are; UnsupportedError if one of them is quantised and `dtype` is left out.
     """
     learns = model.learns if learns is None else learns
-    held = _Held(dict(stored_weights(model)))
-    if learns and dtype is None and any(map(held.quantised, held.names())):
+    weights = dict(stored_weights(model))
+    quantised = any(isinstance(one, QuantizedWeight) for one in weights.values())
+    if learns and dtype is None and quantised:
         refuse(
             "quantised weights are a frozen copy, which cannot learn",
             wanted="a model with float weights",
@@ -136,6 +143,7 @@ def convert_model(
     family = find_family(model.config.model_type)
     wanted = model.dtype if dtype is None else _supported(dtype)
     place = torch.device(model.device if device is None else device)
+    held = HeldWeights(weights)
     loader = WeightLoader(
         {one.key: one for one in family.parameters(model.spec)},
         held,
@@ -163,26 +171,6 @@ def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
         )
     held = network_weights(model.network)
     return [(key, weight) for key, weight in held if isinstance(weight, Tensor)]
-
-
-class _Held:
-    """The weights of a model as a source."""
-
-    def __init__(self, weights: Mapping[str, Rows]) -> None:
-        self._weights = weights
-
-    def names(self) -> Iterable[str]:
-        return self._weights
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return dense(self._weights[name]).to(dtype)
-
-    def quantised(self, name: str) -> QuantizedWeight | None:
-        weight = self._weights[name]
-        return weight if isinstance(weight, QuantizedWeight) else None
 
 
 def _model(family: Family, config: ModelConfig, spec: Any, loader: WeightLoader) -> Model:

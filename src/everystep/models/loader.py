@@ -6,9 +6,9 @@ joined, converted, quantised and placed. What a source is made of is not known h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from everystep.nn.linear import (
     Matrix,
     Rows,
     Weight,
+    dense,
     joined,
     packed_linear,
     shared_linear,
@@ -53,6 +54,30 @@ Kept = Callable[[str], QuantizedWeight | None]
 """A weight as its source has it, in memory of its own; None where it is not quantised."""
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Weights in memory as a source."""
+
+    weights: Mapping[str, Rows]
+
+    def names(self) -> Iterable[str]:
+        return self.weights
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.weights[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return dense(self.weights[name]).to(dtype)
+
+    def quantised(self, name: str) -> QuantizedWeight | None:
+        """The weight of this name, None where it is floats."""
+        weight = self.weights[name]
+        return weight if isinstance(weight, QuantizedWeight) else None
+
+
 @dataclass(frozen=True)
 class WeightLoader:
     """The parameters of a network, filled from a source when they are taken, each once.
@@ -74,19 +99,24 @@ class WeightLoader:
     learns: bool = False
     _arena: Arena = field(default_factory=Arena)
 
-    def frame(self, norm: NormSpec, *, tied: bool) -> tuple[Weight, Norm, LinearMap]:
+    def frame(self, spec: Any) -> tuple[Weight, Norm, LinearMap]:
         """The table of token embeddings, the last norm and the head, which may be the table."""
         (table,) = weights_of(self._matrix("embed"))
-        if not tied:
-            return table, self.norm(norm, "norm"), self.linear("head")
+        norm = self.norm(spec.norm, "norm")
+        if not spec.tied:
+            return table, norm, self.linear("head")
         bias = self._tensor_if("head.bias")
         head = shared_linear(table, bias, exact_activations=self.exact_activations)
-        return table, self.norm(norm, "norm"), head
+        return table, norm, head
 
-    def layer(self, kind: type[Any], key: str, norm: NormSpec) -> Any:
-        """A layer of `kind`, whose fields are named as its parameters are; None where there are
-        none."""
-        return kind(**{role.name: self._part(f"{key}.{role.name}", norm) for role in fields(kind)})
+    def layers(self, kind: type[T], key: str, count: int, norm: NormSpec) -> tuple[T, ...]:
+        """Layers of a dataclass whose fields are named as their parameters are; a field without
+        parameters is None."""
+        roles = [role.name for role in fields(cast(Any, kind))]
+        keys = [f"{key}.{index}" for index in range(count)]
+        return tuple(
+            kind(**{role: self._part(f"{one}.{role}", norm) for role in roles}) for one in keys
+        )
 
     def norm(self, spec: NormSpec, key: str) -> Norm:
         """A norm."""
@@ -144,8 +174,7 @@ def network_weights(network: Network) -> Iterator[tuple[str, Matrix]]:
     yield "embed", network.table
     for part in fields(network):
         if part.name == "head" and network.spec.tied:
-            if network.head.bias is not None:
-                yield "head.bias", network.head.bias
+            yield from _held("head.bias", network.head.bias)
         elif part.name != "table":
             yield from _held(part.name, getattr(network, part.name))
 

@@ -218,9 +218,8 @@ def mamba_parameters(spec: MambaSpec) -> Iterator[Parameter]:
 
 def assemble_mamba(spec: MambaSpec, loader: WeightLoader) -> Mamba:
     """The network from its parameters."""
-    frame = loader.frame(spec.norm, tied=spec.tied)
-    layers = (loader.layer(MambaLayer, f"layers.{i}", spec.norm) for i in range(spec.count))
-    return Mamba(spec, *frame, tuple(layers))
+    layers = loader.layers(MambaLayer, "layers", spec.count, spec.norm)
+    return Mamba(spec, *loader.frame(spec), layers)
 
 
 FAMILIES = {"mamba": Family(_DEFAULTS, read_spec, mamba_parameters, assemble_mamba)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from everystep.cache.containers import Cache
 from everystep.errors import UnsupportedError, refuse
 from everystep.models.config import ModelConfig
-from everystep.models.dense import dense_logits, paired_logits
+from everystep.models.dense import dense_logits
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, State
 from everystep.types import Prompt
@@ -65,7 +65,7 @@ class Model:
     @property
     def has_positions(self) -> bool:
         """Whether positions are read as numbers: not as distances, not by recurrent layers."""
-        stores = [one for layer in self.network.stores for one in layer]
+        stores = (one for layer in self.network.stores for one in layer)
         return not self.network.encodes and not all(isinstance(one, State) for one in stores)
 
     def forward(
@@ -96,18 +96,21 @@ class Model:
         if position_ids is not None and not self.has_positions:
             do = "Leave them out"
             refuse("this model knows no position_ids", do=do, kind=UnsupportedError)
-        if decoder_input_ids is None:
-            return dense_logits(
-                self.network, ids, attention_mask, position_ids, inputs_embeds, cache, kept
-            )
-        if cache is not None:
+        if self.network.encodes and cache is not None:
             refuse(
                 "a forward of a model with an encoder keeps no cache",
                 do="Pass all decoder_input_ids each time, or call generate",
                 kind=UnsupportedError,
             )
-        return paired_logits(
-            self.network, ids, attention_mask, inputs_embeds, decoder_input_ids, kept
+        return dense_logits(
+            self.network,
+            ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            decoder_input_ids,
+            cache,
+            kept,
         )
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:

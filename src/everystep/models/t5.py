@@ -243,16 +243,13 @@ def assemble_t5(spec: T5Spec, loader: WeightLoader) -> T5:
         both_ways = stack == "encoder"
         return RelativeBias(loader.tensor(f"{stack}_bias"), spec.max_distance, both_ways)
 
-    def layers(stack: str, kind: type[Any], count: int) -> tuple[Any, ...]:
-        return tuple(loader.layer(kind, f"{stack}.{i}", spec.norm) for i in range(count))
-
     return T5(
         spec,
-        *loader.frame(spec.norm, tied=spec.tied),
-        encoder=layers("encoder", EncoderLayer, spec.encoder_layers),
+        *loader.frame(spec),
+        encoder=loader.layers(EncoderLayer, "encoder", spec.encoder_layers, spec.norm),
         encoder_norm=loader.norm(spec.norm, "encoder_norm"),
         encoder_bias=bias("encoder"),
-        decoder=layers("decoder", DecoderLayer, spec.decoder_layers),
+        decoder=loader.layers(DecoderLayer, "decoder", spec.decoder_layers, spec.norm),
         decoder_bias=bias("decoder"),
     )
 

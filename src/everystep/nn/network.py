@@ -87,7 +87,7 @@ class Context(Protocol):
         ...
 
     def keep(self, hidden: Tensor) -> None:
-        """Hears (N, E) hidden states before the first layer and after each."""
+        """Is given the (N, E) hidden states before the first layer and after each."""
         ...
 
 
@@ -131,8 +131,8 @@ class Heard:
 class Network:
     """Weights that turn inputs into hidden states and hidden states into logits.
 
-    `spec`: what it was built from. `table`: (V, E) token embeddings, float or quantised. `norm`:
-    the last one.
+    `spec`: what it was built from, with `vocab_size`, `width` and `tied`, whether the head is the
+    table. `table`: (V, E) token embeddings, float or quantised. `norm`: the last one.
     """
 
     spec: Any

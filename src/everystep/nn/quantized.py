@@ -19,7 +19,7 @@ from everystep.errors import InvariantError, refuse
 Format = Literal["int8", "int4", "q8_0", "q4_0", "q4_1"]
 
 BLOCK = 32
-_EIGHT_BITS = ("int8", "q8_0")
+EIGHT_BITS = ("int8", "q8_0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class QuantizedWeight:
     @property
     def columns(self) -> int:
         """Inputs."""
-        return self.codes.shape[1] * (1 if self.format in _EIGHT_BITS else 2)
+        return self.codes.shape[1] * (1 if self.format in EIGHT_BITS else 2)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,14 +64,14 @@ class QuantizedWeight:
         """Where the codes lie."""
         return self.codes.device
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(rows, columns) values, computed in float32 and then rounded to `dtype`."""
+    def dequantize(self) -> Tensor:
+        """(rows, columns) values, float32."""
         if self.format == "int8":
-            return (self.codes * self.scales[:, None]).to(dtype)
+            return self.codes * self.scales[:, None]
         values = self._centred().mul_(self.scales.float()[..., None])
         if self.mins is not None:
             values += self.mins.float()[..., None]
-        return values.view(self.shape).to(dtype)
+        return values.view(self.shape)
 
     def _centred(self) -> Tensor:
         """What the scales multiply, float32 (rows, blocks, 32), in memory of its own."""
@@ -94,10 +94,6 @@ class QuantizedWeight:
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """The same weight on a device; itself if it is there."""
         return self._each(lambda part: part.to(device))
-
-    def contiguous(self) -> QuantizedWeight:
-        """The same weight, each tensor without gaps; itself where that is so already."""
-        return self._each(lambda part: part.contiguous())
 
     def alike(self, other: object) -> bool:
         """Whether the rows of `other` can stand below these in one weight."""

@@ -11,10 +11,9 @@ from torch import Tensor
 from everystep.models import Model
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import Decoder
-from everystep.nn.attention import Rule
-from everystep.nn.network import Context, Heard, StepInputs, Store
-from everystep.nn.relative_bias import RelativeBias
-from everystep.nn.rotary import Rope, Unscaled, section_axes
+from everystep.nn.attention import RelativeBias, Rule
+from everystep.nn.network import Context, Network, StepInputs, Store
+from everystep.nn.rotary import UNSCALED, Rope, section_axes
 from everystep.types import InputSpec
 from tests.executors.models import PLAIN, random_model, with_layers
 
@@ -23,7 +22,7 @@ BBOX = InputSpec("bbox", "token", (4,), torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class LayoutDecoder:
+class LayoutDecoder(Network):
     """A decoder that adds to the embedding of a token that of each side of its box.
 
     `sides`: (4, SIDES, E).
@@ -34,35 +33,12 @@ class LayoutDecoder:
     inputs: tuple[InputSpec, ...] = (BBOX,)
 
     @property
-    def spec(self):  # type: ignore[no-untyped-def]
-        return self.decoder.spec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.decoder.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.decoder.device
-
-    @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
         return self.decoder.stores
 
     @property
-    def encodes(self) -> bool:
-        return False
-
-    @property
     def heads(self) -> int:
         return self.decoder.heads
-
-    @property
-    def axes(self) -> int:
-        return self.decoder.axes
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.decoder.embed(tokens)
 
     def boxes(self, bbox: Tensor) -> Tensor:
         """(n, 4) -> (n, E)."""
@@ -73,18 +49,6 @@ class LayoutDecoder:
         hidden = inputs.hidden.index_add(0, given.places, self.boxes(given.values))
         return self.decoder.forward(replace(inputs, hidden=hidden), context)
 
-    def finish(self, hidden: Tensor) -> Tensor:
-        return self.decoder.finish(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
-
-    def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
-        raise NotImplementedError
-
-    def across(self, encoder: Tensor) -> Tensor:
-        raise NotImplementedError
-
 
 @cache
 def layout_model() -> Model:
@@ -92,14 +56,15 @@ def layout_model() -> Model:
     decoder = random_model(PLAIN).network
     generator = torch.Generator().manual_seed(3)
     sides = torch.randn(4, SIDES, PLAIN.width, generator=generator, dtype=torch.float64)
-    return Model(ModelConfig({"model_type": "llama"}), PLAIN, LayoutDecoder(decoder, sides))
+    frame = (PLAIN, decoder.table, decoder.norm, decoder.head)
+    return Model(ModelConfig({"model_type": "llama"}), PLAIN, LayoutDecoder(*frame, decoder, sides))
 
 
 @cache
 def axes_model(interleaved: bool, dtype: torch.dtype = torch.float64) -> Model:
     """A decoder whose four pairs turn by three axes."""
     axes = section_axes((2, 1, 1), interleaved=interleaved)
-    spec = with_layers(*[replace(PLAIN.layers[0], rope=Rope(8, 100.0, Unscaled(), axes))] * 2)
+    spec = with_layers(*[replace(PLAIN.layers[0], rope=Rope(8, 100.0, UNSCALED, axes))] * 2)
     return random_model(spec, dtype=dtype)
 
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from everystep.models import Model, build_model, named_weights
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import find_family
-from everystep.models.names import Names, Slot, decoder_slots
+from everystep.models.loader import HeldWeights, WeightLoader
+from everystep.models.parameters import Parameter, decoder_parameters
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from everystep.nn.rotary import (
+    UNSCALED,
     Dynamic,
     Interpolated,
     Llama3,
     LongRope,
-    Proportional,
     Rope,
     Scaling,
-    Unscaled,
     Yarn,
 )
 from everystep.nn.rounding import Rounding
@@ -40,9 +39,9 @@ CONFIG: Mapping[str, Any] = {
     "max_position_embeddings": 256,
 }
 SCALINGS: Mapping[str, Scaling] = {
-    "unscaled": Unscaled(),
+    "unscaled": UNSCALED,
     "linear": Interpolated(2.5),
-    "proportional": Proportional(0.5),
+    "proportional": Interpolated(share=0.5),
     "dynamic": Dynamic(2.0, TRAINED),
     "yarn": Yarn(4.0, TRAINED, 1.2),
     "longrope": LongRope((1.0, 1.1, 1.2, 1.3), (1.5, 2.0, 3.0, 4.0), TRAINED, 1.3),
@@ -101,26 +100,19 @@ SPECS: dict[str, DecoderSpec] = {
     "head": replace(PLAIN, head_bias=True, final_softcap=2.0),
     "window": with_layers(LayerSpec(rope(), window=3), LayerSpec(rope())),
     "mixed ropes": with_layers(LayerSpec(None), LayerSpec(rope("linear"))),
-    "partial rope": with_layers(LayerSpec(Rope(4, 100.0, Unscaled())), LayerSpec(rope())),
+    "partial rope": with_layers(LayerSpec(Rope(4, 100.0, UNSCALED)), LayerSpec(rope())),
 }
 SPECS |= {name: with_mlp(activation=name) for name in ("gelu", "gelu_new", "swish")}
 SPECS |= {f"rope {name}": with_layers(*[LayerSpec(rope(name))] * 2) for name in SCALINGS}
-
-
-class Slots(dict[str, Tensor]):
-    """Tensors by the keys of their slots, each of which is taken once."""
-
-    take = dict.pop
-    matrix = dict.pop
-    exact_activations = False
 
 
 def random_model(
     spec: DecoderSpec, seed: int = 0, dtype: torch.dtype = torch.float64, *, learns: bool = False
 ) -> Model:
     """A model of the specification whose values are drawn widely."""
-    tensors = _drawn(decoder_slots(spec, Names()), seed, dtype, learns)
-    network = assemble_decoder(spec, tensors)
+    with torch.no_grad():
+        loader = _drawn(decoder_parameters(spec), seed, dtype, learns)
+        network = assemble_decoder(spec, loader)
     return Model(ModelConfig({"model_type": "llama"}), spec, network, learns)
 
 
@@ -128,34 +120,22 @@ def family_model(model_type: str, **config: Any) -> Model:
     """A model of the family's own reading of CONFIG and `config`."""
     family = find_family(model_type)
     spec = family.read_spec({**family.defaults, **CONFIG, **config})
-    network = family.assemble(spec, _drawn(family.slots(spec), 0, torch.float64))
+    network = family.assemble(spec, _drawn(family.parameters(spec), 0, torch.float64))
     return Model(ModelConfig({"model_type": model_type}), spec, network)
 
 
-def _drawn(slots: list[Slot], seed: int, dtype: torch.dtype, learns: bool = False) -> Slots:
+def _drawn(
+    parameters: Iterable[Parameter], seed: int, dtype: torch.dtype, learns: bool = False
+) -> WeightLoader:
     generator = torch.Generator().manual_seed(seed)
-    tensors = Slots()
-    for slot in slots:
-        spread = 2.0 * slot.shape[1] ** -0.5 if len(slot.shape) > 1 else 1.0
-        drawn = torch.randn(slot.shape, generator=generator, dtype=torch.float64)
-        tensors[slot.key] = (drawn * spread).to(dtype).requires_grad_(learns)
-    return tensors
-
-
-class _Weights:
-    """The weights of a model in memory."""
-
-    def __init__(self, model: Model) -> None:
-        self._weights = dict(named_weights(model))
-
-    def names(self) -> list[str]:
-        return list(self._weights)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self._weights[name].to(dtype)
+    by_key = {one.key: one for one in parameters}
+    tensors = {}
+    for one in by_key.values():
+        spread = 2.0 * one.shape[1] ** -0.5 if len(one.shape) > 1 else 1.0
+        drawn = torch.randn(one.shape, generator=generator, dtype=torch.float64)
+        for part in one.parts:
+            tensors[part.name] = drawn[part.start : part.stop] * spread
+    return WeightLoader(by_key, HeldWeights(tensors), dtype, torch.device("cpu"), learns=learns)
 
 
 @cache
@@ -171,7 +151,7 @@ def narrow_model(
     tied = {"tie_word_embeddings": reading.tied}
     return build_model(
         {"model_type": name, **config, **tied},
-        _Weights(model),
+        HeldWeights(dict(named_weights(model))),
         quantize=rounding,
         in_panels=lambda spec: panels,
     )

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from everystep.models import Model
 from everystep.models.dense import DenseContext
-from everystep.nn.attention import Rule, additive, probabilities, visible
+from everystep.nn.attention import RelativeBias, Rule, additive, probabilities, visible
 from everystep.nn.network import State, StepInputs, Window
-from everystep.nn.relative_bias import RelativeBias
 from everystep.types import Answer, Extra, Given, Past, StepOutput, Verb, Work
 
 ROWS = 5

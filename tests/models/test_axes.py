@@ -19,14 +19,14 @@ from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model
 from everystep.models.config import ModelConfig
 from everystep.models.decoder import assemble_decoder
-from everystep.models.names import Names, decoder_slots
+from everystep.models.loader import WeightLoader
+from everystep.models.parameters import decoder_parameters
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
-from everystep.nn.rotary import Rope, Unscaled, section_axes
+from everystep.nn.rotary import UNSCALED, Rope, section_axes
 from everystep.strategies import Greedy
 from everystep.types import Prompt
-from tests.executors.models import Slots
 from tests.executors.requests import request
-from tests.models.tiny import farthest, ids
+from tests.models.tiny import Tensors, farthest, ids
 
 SECTIONS = (6, 5, 5)
 SIZES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def reference(kind: str) -> PreTrainedModel:
 def ours(kind: str, text: PreTrainedModel, head: Tensor) -> Model:
     """Our decoder with the weights of the reference's, and a head."""
     third = kind == "qwen3_vl"
-    rope = Rope(32, 1000.0, Unscaled(), section_axes(SECTIONS, interleaved=third))
+    rope = Rope(32, 1000.0, UNSCALED, section_axes(SECTIONS, interleaved=third))
     spec = DecoderSpec(
         vocab_size=40,
         width=64,
@@ -74,10 +74,9 @@ def ours(kind: str, text: PreTrainedModel, head: Tensor) -> Model:
     )
     weights = {f"model.{name}": weight for name, weight in text.state_dict().items()}
     weights["lm_head.weight"] = head
-    tensors = Slots()
-    for slot in decoder_slots(spec, Names()):
-        tensors[slot.key] = torch.cat([weights[part.name] for part in slot.parts])
-    return Model(ModelConfig({"model_type": "llama"}), spec, assemble_decoder(spec, tensors))
+    parameters = {one.key: one for one in decoder_parameters(spec)}
+    loader = WeightLoader(parameters, Tensors(weights), torch.float64, torch.device("cpu"))
+    return Model(ModelConfig({"model_type": "llama"}), spec, assemble_decoder(spec, loader))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])

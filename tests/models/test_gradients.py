@@ -25,11 +25,12 @@ REFERENCES: dict[str, Callable[[], PreTrainedModel]] = {
 
 def gradients(model: Model) -> dict[str, Tensor]:
     """Every gradient by the name that the weight has in a checkpoint."""
-    slots = {slot.key: slot for slot in find_family(model.config.model_type).slots(model.spec)}
+    family = find_family(model.config.model_type)
+    parts = {one.key: one.parts for one in family.parameters(model.spec)}
     return {
         part.name: weight.grad[part.start : part.stop]
         for key, weight in learning_weights(model)
-        for part in slots[key].parts
+        for part in parts[key]
         if weight.grad is not None
     }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 from everystep.models import Model, build_model
+from everystep.models.loader import HeldWeights as Tensors
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 97,
@@ -57,22 +57,6 @@ DECODERS = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
 }
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Tensors in memory as a source of weights."""
-
-    tensors: Mapping[str, Tensor]
-
-    def names(self) -> Iterable[str]:
-        return self.tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self.tensors[name].to(dtype)
 
 
 def reference_decoder(kind: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:

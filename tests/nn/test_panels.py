@@ -113,6 +113,6 @@ def test_an_arena_begins_every_matrix_at_a_cache_line() -> None:
 
 def test_bytes_are_those_that_are_held() -> None:
     weight = random_weight("q4_1", True, rows=32, columns=64)
-    assert Panels.of(weight, Arena()).bytes == weight.bytes
+    assert Panels.of(weight, Arena()).data.nbytes == weight.bytes
     floats = torch.randn(32, 64)
-    assert Panels.of(floats, Arena()).bytes == floats.nbytes
+    assert Panels.of(floats, Arena()).data.nbytes == floats.nbytes

@@ -66,7 +66,7 @@ def test_it_is_the_definition(format, minimum, count) -> None:
 def test_exact_activations_meet_the_values_of_the_weight(format, minimum) -> None:
     weight = random_weight(format, minimum)
     x, bias = torch.randn(3, 96), torch.randn(6)
-    wanted = (x.double() @ weight.dequantize(torch.float64).T + bias).float()
+    wanted = (x.double() @ weight.dequantize().double().T + bias).float()
     found = packed_linear(weight, bias, exact_activations=True)(x)
     assert torch.allclose(found, wanted, atol=1e-4)
     assert not torch.allclose(packed_linear(weight, bias)(x), wanted, atol=1e-4)

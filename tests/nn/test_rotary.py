@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from everystep.nn.rotary import (
+    UNSCALED,
     Dynamic,
     Interpolated,
     Llama3,
     LongRope,
-    Proportional,
     Rope,
     Scaling,
-    Unscaled,
     Yarn,
     inverse_frequencies,
     rotary_table,
@@ -26,9 +25,9 @@ from everystep.nn.rotary import (
 )
 
 SCALINGS: list[Scaling] = [
-    Unscaled(),
+    UNSCALED,
     Interpolated(3.0),
-    Proportional(0.5),
+    Interpolated(share=0.5),
     Dynamic(2.0, 8),
     Yarn(4.0, 8, 1.0),
     LongRope((1.0, 1.1, 1.2, 1.3), (2.0, 2.0, 3.0, 4.0), 8, 1.0),
@@ -56,14 +55,14 @@ def test_products_depend_on_the_distance_only(scaling: Scaling) -> None:
 
 def test_values_beyond_the_rope_stay() -> None:
     x = torch.randn(3, 2, 8)
-    found = turned(Rope(4, 100.0, Unscaled()), x, [1, 2, 3], 4)
+    found = turned(Rope(4, 100.0, UNSCALED), x, [1, 2, 3], 4)
     assert torch.equal(found[..., 4:], x[..., 4:])
     assert not torch.equal(found[..., :4], x[..., :4])
 
 
 def test_position_zero_turns_nothing() -> None:
     x = torch.randn(1, 2, 8)
-    assert torch.equal(turned(Rope(8, 100.0, Unscaled()), x, [0], 1), x)
+    assert torch.equal(turned(Rope(8, 100.0, UNSCALED), x, [0], 1), x)
 
 
 def test_llama3_keeps_high_frequencies_and_divides_low_ones() -> None:
@@ -122,7 +121,7 @@ def test_sections_give_pairs_to_axes() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_each_pair_turns_by_its_axis(interleaved: bool) -> None:
     axes = section_axes((2, 1, 1), interleaved=interleaved)
-    rope = Rope(8, 100.0, Unscaled(), axes)
+    rope = Rope(8, 100.0, UNSCALED, axes)
     places = torch.tensor([[1, 2], [5, 0], [3, 9]])
     table = rotary_table(rope, places, None, torch.float32)
     plain = [rotary_table(replace(rope, axes=()), row, None, torch.float32) for row in places]
@@ -132,7 +131,7 @@ def test_each_pair_turns_by_its_axis(interleaved: bool) -> None:
 
 
 def test_equal_places_on_all_axes_turn_as_one() -> None:
-    rope, places = Rope(8, 100.0, Unscaled(), (0, 1, 2, 0)), torch.arange(5)
+    rope, places = Rope(8, 100.0, UNSCALED, (0, 1, 2, 0)), torch.arange(5)
     one = rotary_table(rope, places, None, torch.float32)
     three = rotary_table(rope, places.expand(3, -1), None, torch.float32)
     assert torch.equal(one.cos, three.cos) and torch.equal(one.sin, three.sin)

@@ -57,33 +57,25 @@ class LoRA:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Use:
-    """An adapter in a step: `places` (n,) of the positions that want it, `weights` (n, 1)."""
-
-    adapter: LoRA
-    places: Tensor
-    weights: Tensor
+_Use = tuple[LoRA, Tensor, Tensor]
+"""An adapter in a step: the positions (n,) that want it, and with which weights (n, 1)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _AdaptedLinear:
-    """A map, whatever its storage, with deltas for some of the N positions that it reads."""
+class _AdaptedLinear(LinearMap):
+    """A map, whatever its storage, with deltas for some of the N positions that it reads.
+
+    `deltas`: each with the positions (n,) that want it, and their weights (n, 1).
+    """
 
     base: LinearMap
-    deltas: tuple[tuple[Delta, _Use], ...]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """That of the map."""
-        return self.base.bias
+    bias: Tensor | None
+    deltas: tuple[tuple[Delta, Tensor, Tensor], ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(N, in) -> (N, out)."""
         return self._changed(self.base(x), x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` (N, out) plus the map of `x` (N, in); `residual` stays as it is."""
         return self._changed(self.base.add_to(residual, x), x)
 
     def matrix(self) -> Matrix:
@@ -91,39 +83,36 @@ class _AdaptedLinear:
         return self.base.matrix()
 
     def _changed(self, y: Tensor, x: Tensor) -> Tensor:
-        for delta, use in self.deltas:
+        for delta, places, weights in self.deltas:
             rows = y[:, delta.start : delta.start + len(delta.b)]
-            rows.index_add_(0, use.places, delta(x[use.places]) * use.weights)
+            rows.index_add_(0, places, delta(x[places]) * weights)
         return y
 
 
-def adapted(
-    decoder: Decoder,
-    adapters: Mapping[str, LoRA],
-    asked: Iterable[tuple[tuple[tuple[str, float], ...], Tensor]],
-) -> Decoder:
-    """The decoder for one step over N positions, some of which ask for adapters.
+Asked = Iterable[tuple[tuple[tuple[str, float], ...], Tensor]]
+"""(name, weight) pairs of known adapters, and the positions (n,) that want all of them."""
 
-    `asked`: (name, weight) pairs of known adapters, and the positions (n,) that want all of them.
-    """
+
+def adapted(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> Decoder:
+    """The decoder for one step over N positions, some of which ask for adapters."""
     uses = _uses(decoder, adapters, asked)
     layers = []
     for index, layer in enumerate(decoder.layers):
         changed: dict[str, Any] = {}
         for role in ("qkv", "out", "up", "down"):
-            key = f"layers.{index}.{role}"
-            deltas = [(delta, use) for use in uses for delta in use.adapter.targets.get(key, ())]
+            key, base = f"layers.{index}.{role}", getattr(layer, role)
+            deltas = [
+                (delta, places, weights)
+                for adapter, places, weights in uses
+                for delta in adapter.targets.get(key, ())
+            ]
             if deltas:
-                changed[role] = _AdaptedLinear(getattr(layer, role), tuple(deltas))
+                changed[role] = _AdaptedLinear(base, base.bias, tuple(deltas))
         layers.append(replace(layer, **changed))
     return replace(decoder, layers=tuple(layers))
 
 
-def _uses(
-    decoder: Decoder,
-    adapters: Mapping[str, LoRA],
-    asked: Iterable[tuple[tuple[tuple[str, float], ...], Tensor]],
-) -> list[_Use]:
+def _uses(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> list[_Use]:
     """Each adapter once, with all positions that ask for it."""
     found: dict[str, list[tuple[Tensor, float]]] = {}
     for pairs, places in asked:
@@ -134,5 +123,5 @@ def _uses(
         places = torch.cat([at for at, _ in wanted])
         each = [torch.full((len(at), 1), weight, dtype=torch.float64) for at, weight in wanted]
         weights = torch.cat(each).to(decoder.device, decoder.dtype)
-        uses.append(_Use(adapters[name], places.to(decoder.device), weights))
+        uses.append((adapters[name], places.to(decoder.device), weights))
     return uses

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from torch import Tensor
 
 from everystep.adapters.lora import Delta, LoRA
-from everystep.errors import FormatError, MissingFileError, UnsupportedError, message, nearest
+from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest, refuse
 from everystep.files.folder import read_json
 from everystep.files.safetensors import Weights, open_weights
 from everystep.models import Model
 from everystep.models.config import Fields
 from everystep.models.decoder import Decoder
 from everystep.models.families import find_family
+from everystep.models.parameters import Parameter, ParameterPart
 
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_ADAPTABLE = re.compile(r"(layers\.\d+\.(?:qkv|out|up|down))\.weight")
+_ADAPTABLE = re.compile(r"layers\.\d+\.(qkv|out|up|down)\.weight")
 # What makes an adapter another one, unless it is absent, null, false or empty.
 _REFUSED = (
     "fan_in_fan_out",
@@ -45,16 +45,6 @@ _REFUSED = (
 )
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Rows [start, stop) of a projection with this key and so many inputs."""
-
-    key: str
-    start: int
-    stop: int
-    inputs: int
-
-
 def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
     """The adapter in a folder, for this model, on its device and in its type.
 
@@ -65,17 +55,18 @@ def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
     folder = Path(folder)
     values = read_json(folder / CONFIG)
     if values is None:
-        raise MissingFileError(message(f"{folder} is not the folder of an adapter", wanted=CONFIG))
+        refuse(f"{folder} is not the folder of an adapter", wanted=CONFIG, kind=MissingFileError)
     config = Fields(values, str(folder / CONFIG))
     _refuse_variants(config)
     weights = open_weights(folder, STEM)
     targets = _targets(model)
     deltas: dict[str, list[Delta]] = {}
     for module, pair in sorted(_pairs(weights).items()):
-        target = _find(targets, module)
-        a, b = (weights.load(pair[part], model.dtype).to(model.device) for part in "AB")
-        _check_shapes(config, module, target, a, b)
-        deltas.setdefault(target.key, []).append(Delta(a, b, _scale(config, len(a)), target.start))
+        target, part = _find(targets, module)
+        a, b = (weights.load(pair[half], model.dtype).to(model.device) for half in "AB")
+        _check_shapes(config, module, (part.stop - part.start, target.shape[1]), a, b)
+        key = target.key.removesuffix(".weight")
+        deltas.setdefault(key, []).append(Delta(a, b, _scale(config, len(a)), part.start))
     return LoRA({key: tuple(found) for key, found in deltas.items()})
 
 
@@ -85,13 +76,12 @@ def _refuse_variants(config: Fields) -> None:
     for key in _REFUSED:
         value = config.values.get(key)
         if value:
-            raise UnsupportedError(
-                message(
-                    f"{config.where}: {key} is not supported",
-                    wanted="a plain LoRA, without it",
-                    got=repr(value)[:200],
-                    do="Merge the adapter into the model's weights with PEFT and load those",
-                )
+            refuse(
+                f"{config.where}: {key} is not supported",
+                wanted="a plain LoRA, without it",
+                got=repr(value)[:200],
+                do="Merge the adapter into the model's weights with PEFT and load those",
+                kind=UnsupportedError,
             )
 
 
@@ -106,59 +96,59 @@ def _pairs(weights: Weights) -> dict[str, dict[str, str]]:
     for name in weights.names():
         matched = _TENSOR.fullmatch(name)
         if matched is None:
-            raise UnsupportedError(
-                message(
-                    "the adapter holds a tensor that is not part of a LoRA of linear layers",
-                    wanted="base_model.model.MODULE.lora_A.weight and lora_B",
-                    got=repr(name),
-                )
+            refuse(
+                "the adapter holds a tensor that is not part of a LoRA of linear layers",
+                wanted="base_model.model.MODULE.lora_A.weight and lora_B",
+                got=repr(name),
+                kind=UnsupportedError,
             )
         found.setdefault(matched[1], {})[matched[2]] = name
     for module, pair in found.items():
         if len(pair) < 2:
-            raise FormatError(
-                message(f"the adapter has half of {module!r}", wanted="lora_A and lora_B", got=pair)
-            )
+            what, wanted = f"the adapter has half of {module!r}", "lora_A and lora_B"
+            refuse(what, wanted=wanted, got=pair, kind=FormatError)
     if not found:
-        raise FormatError(message("the adapter holds no tensors"))
+        refuse("the adapter holds no tensors", kind=FormatError)
     return found
 
 
-def _targets(model: Model) -> dict[str, _Target]:
+def _targets(model: Model) -> dict[str, tuple[Parameter, ParameterPart]]:
     """Every projection that can be adapted, by the name of its module in a checkpoint."""
     if not isinstance(model.network, Decoder):
-        raise UnsupportedError(message("only decoders take adapters", got=model.config.model_type))
-    slots = find_family(model.config.model_type).slots(model.spec)
+        got = model.config.model_type
+        refuse("only decoders take adapters", got=got, kind=UnsupportedError)
     return {
-        part.name.removesuffix(".weight"): _Target(matched[1], part.start, part.stop, slot.shape[1])
-        for slot in slots
-        if (matched := _ADAPTABLE.fullmatch(slot.key))
-        for part in slot.parts
+        part.name.removesuffix(".weight"): (one, part)
+        for one in find_family(model.config.model_type).parameters(model.spec)
+        if _ADAPTABLE.fullmatch(one.key)
+        for part in one.parts
     }
 
 
-def _find(targets: dict[str, _Target], module: str) -> _Target:
+def _find(
+    targets: dict[str, tuple[Parameter, ParameterPart]], module: str
+) -> tuple[Parameter, ParameterPart]:
     if module not in targets:
         close = nearest(module, targets)
-        raise UnsupportedError(
-            message(
-                "the adapter changes something other than a projection of a layer of this model",
-                wanted="attention and MLP projections",
-                got=repr(module),
-                do=f"The nearest is {close!r}" if close else None,
-            )
+        refuse(
+            "the adapter changes something other than a projection of a layer of this model",
+            wanted="attention and MLP projections",
+            got=repr(module),
+            do=f"The nearest is {close!r}" if close else None,
+            kind=UnsupportedError,
         )
     return targets[module]
 
 
-def _check_shapes(config: Fields, module: str, target: _Target, a: Tensor, b: Tensor) -> None:
+def _check_shapes(
+    config: Fields, module: str, shape: tuple[int, int], a: Tensor, b: Tensor
+) -> None:
     rank = len(a) if config.values.get("rank_pattern") else config.integer("r", 8)
-    wanted = (rank, target.inputs), (target.stop - target.start, rank)
+    wanted = (rank, shape[1]), (shape[0], rank)
     if (tuple(a.shape), tuple(b.shape)) != wanted:
-        raise FormatError(
-            message(
-                f"the adapter's tensors for {module!r} do not fit the model and the rank",
-                wanted=f"A {wanted[0]} and B {wanted[1]}",
-                got=f"{tuple(a.shape)} and {tuple(b.shape)}",
-            )
+        refuse(
+            f"the adapter's tensors for {module!r} do not fit the model and the rank",
+            wanted=f"A {wanted[0]} and B {wanted[1]}",
+            got=f"{tuple(a.shape)} and {tuple(b.shape)}",
+            kind=FormatError,
         )

@@ -26,7 +26,7 @@ from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import build_gguf_model, build_model
-from everystep.models.device import usable_device
+from everystep.models.load import usable_device
 from everystep.models.quantised_folder import (
     build_quantised_model,
     folder_format,

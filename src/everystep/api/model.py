@@ -35,7 +35,7 @@ from everystep.models import (
     named_weights,
     weight_bytes,
 )
-from everystep.models.device import usable_device
+from everystep.models.load import usable_device
 from everystep.nn.network import Heard, Store, Window
 from everystep.outputs import CausalLMOutput, compute_transition_scores
 from everystep.types import Prompt

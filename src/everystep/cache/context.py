@@ -18,6 +18,7 @@ from everystep.cache.plan import Box, Plan, PlannedFeed, PlannedSpan, Rectangle,
 from everystep.cache.rows import CacheRow, CacheRows
 from everystep.errors import InvariantError, message
 from everystep.nn.attention import (
+    RelativeBias,
     Rule,
     Sight,
     fold_heads,
@@ -27,7 +28,6 @@ from everystep.nn.attention import (
     unfold_heads,
 )
 from everystep.nn.ragged import Ragged
-from everystep.nn.relative_bias import RelativeBias
 
 _EVERYTHING = Sight(np.empty(0), np.empty(0), causal=False)
 

@@ -97,7 +97,7 @@ def fetch(source: str, offline: bool) -> Path:
 
 def load(choice: ModelChoice) -> tuple[Any, Any]:
     """(model, tokenizer), fetched if they were not there, for a device that is."""
-    from everystep.models.device import usable_device  # imports torch, as `_torch_dtype` does
+    from everystep.models.load import usable_device  # imports torch, as `_torch_dtype` does
 
     usable_device(choice.device)
     with Watched(choice.source) as progress:

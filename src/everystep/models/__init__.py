@@ -1,4 +1,4 @@
-"""Models: one decoder driven by a spec, one file per family, and how weights get in and out."""
+"""Models: one decoder driven by a spec, networks beside it, and how weights get in and out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from everystep.models.load import (
     learning_weights,
     named_weights,
     stored_weights,
+    usable_device,
     weight_bytes,
 )
 from everystep.models.model import Model, refuse_copies
@@ -24,5 +25,6 @@ __all__ = [
     "named_weights",
     "refuse_copies",
     "stored_weights",
+    "usable_device",
     "weight_bytes",
 ]

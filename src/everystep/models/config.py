@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everystep.errors import FormatError, RequestError, UnsupportedError, message
+from everystep.errors import FormatError, UnsupportedError, message, refuse
 
 
 class ModelConfig(Mapping[str, Any]):
@@ -20,13 +20,11 @@ class ModelConfig(Mapping[str, Any]):
         self.__dict__["_values"] = dict(values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise RequestError(
-            message(
-                f"{name} of a model's config cannot be set: it says what the weights are",
-                wanted="an argument of the call, or a value of model.generation_config",
-                got=f"config.{name} = {value!r}",
-                do=f"Pass {name} to generate(), or set it on model.generation_config",
-            )
+        refuse(
+            f"{name} of a model's config cannot be set: it says what the weights are",
+            wanted="an argument of the call, or a value of model.generation_config",
+            got=f"config.{name} = {value!r}",
+            do=f"Pass {name} to generate(), or set it on model.generation_config",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +70,7 @@ class Fields:
             raise self.wrong(key, "a positive number", value)
         return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
         """True or false; FormatError otherwise."""
         value = self._present(key, default, "true or false")
         if type(value) is not bool:
@@ -86,25 +84,26 @@ class Fields:
             raise self.wrong(key, "a string", value)
         return value
 
-    def choice(self, key: str, known: Mapping[str, Any], default: str) -> str:
+    def choice(self, key: str, known: Mapping[str, Any], default: str | None = None) -> str:
         """One of the known strings; UnsupportedError otherwise."""
         value = self.text(key, default)
         if value not in known:
             wanted = ", ".join(sorted(known))
-            raise UnsupportedError(
-                message(f"{self.where}: {key} is not supported", wanted=wanted, got=repr(value))
+            refuse(
+                f"{self.where}: {key} is not supported",
+                wanted=wanted,
+                got=repr(value),
+                kind=UnsupportedError,
             )
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """An array of `count` positive numbers; FormatError otherwise."""
         value = self._present(key, None, f"{count} numbers")
-        wanted = f"{count} positive numbers"
-        if not isinstance(value, list | tuple) or len(value) != count:
-            raise self.wrong(key, wanted, value)
-        if not all(type(one) in (int, float) and one > 0 for one in value):
-            raise self.wrong(key, wanted, value)
-        return tuple(float(one) for one in value)
+        fits = isinstance(value, list | tuple) and len(value) == count
+        if not fits or not all(type(one) in (int, float) and one > 0 for one in value):
+            raise self.wrong(key, f"{count} positive numbers", value)
+        return tuple(map(float, value))
 
     def has(self, key: str) -> bool:
         """Whether there is a value that is not null."""
@@ -121,5 +120,5 @@ class Fields:
         if value is not None:
             return value
         if default is None:
-            raise FormatError(message(f"{self.where}: {key} is missing", wanted=wanted))
+            refuse(f"{self.where}: {key} is missing", wanted=wanted, kind=FormatError)
         return default

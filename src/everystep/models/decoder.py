@@ -7,29 +7,19 @@ same input are one matrix. Cos and sin are made once per step and kind of rope.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everystep.models.names import Filled
-from everystep.models.spec import DecoderSpec, NormSpec
+from everystep.models.loader import WeightLoader
+from everystep.models.spec import DecoderSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.attention import Rule
-from everystep.nn.linear import (
-    LinearMap,
-    Matrix,
-    Weight,
-    look_up,
-    packed_linear,
-    shared_linear,
-    weights_of,
-)
-from everystep.nn.network import Context, Full, Heard, StepInputs, Store, Window
+from everystep.nn.linear import LinearMap, look_up
+from everystep.nn.network import Context, Full, Network, StepInputs, Store, Window
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
-from everystep.types import InputSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,30 +39,12 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Decoder:
-    """A decoder-only network; `table`: (V, E) token embeddings, float or quantised."""
+class Decoder(Network):
+    """A decoder-only network."""
 
     spec: DecoderSpec
-    table: Weight
     layers: tuple[Layer, ...]
-    norm: Norm
-    head: LinearMap
     rules: tuple[Rule, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of hidden states, and of weights that are not quantised."""
-        return self.norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.table.device
-
-    @property
-    def encodes(self) -> bool:
-        """False: there is no encoder."""
-        return False
 
     @property
     def heads(self) -> int:
@@ -84,11 +56,6 @@ class Decoder:
         """How many position ids a position has."""
         ropes = [layer.rope for layer in self.spec.layers if layer.rope is not None]
         return 1 + max((axis for rope in ropes for axis in rope.axes), default=0)
-
-    @property
-    def inputs(self) -> tuple[InputSpec, ...]:
-        """Nothing: it reads ids or embeddings alone."""
-        return ()
 
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
@@ -117,23 +84,11 @@ class Decoder:
             context.keep(hidden)
         return hidden
 
-    def finish(self, hidden: Tensor) -> Tensor:
-        """The last norm, (..., E) -> (..., E)."""
-        return self.norm(hidden)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states (..., E) -> (..., V)."""
         logits = self.head(hidden)
         cap = self.spec.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
-        """Never called: there is no encoder."""
-        raise NotImplementedError
-
-    def across(self, encoder: Tensor) -> Tensor:
-        """Never called: there is no encoder."""
-        raise NotImplementedError
 
     def _tables(self, inputs: StepInputs) -> dict[Rope, RotaryTable]:
         ropes = {layer.rope for layer in self.spec.layers if layer.rope is not None}
@@ -181,87 +136,9 @@ def _add(hidden: Tensor, linear: LinearMap, x: Tensor, post_norm: Norm | None) -
     return hidden + post_norm(linear(x))
 
 
-def assemble_decoder(spec: DecoderSpec, slots: Filled) -> Decoder:
-    """A decoder from its slots, which are taken one by one."""
-    table = take_table(slots)
-    layers = tuple(_assemble_layer(spec, slots, index) for index in range(len(spec.layers)))
-    head = take_head(slots, table if spec.tied else None)
-    return Decoder(spec, table, layers, take_norm(spec.norm, slots, "norm"), head, _rules(spec))
-
-
-def take_table(slots: Filled) -> Weight:
-    """The table of token embeddings."""
-    (table,) = weights_of(slots.matrix("embed"))
-    return table
-
-
-def take_head(slots: Filled, table: Weight | None) -> LinearMap:
-    """The head: tied to a table of embeddings, or with a weight of its own."""
-    if table is None:
-        return take_linear(slots, "head")
-    bias = take_if(slots, "head.bias")
-    return shared_linear(table, bias, exact_activations=slots.exact_activations)
-
-
-def take_if(slots: Filled, key: str) -> Tensor | None:
-    """A slot's tensor, None where there is no such slot."""
-    return slots.take(key) if key in slots else None
-
-
-def take_linear(slots: Filled, key: str) -> LinearMap:
-    """A linear map in the layout that this machine prefers."""
-    weight, bias = slots.matrix(f"{key}.weight"), take_if(slots, f"{key}.bias")
-    return packed_linear(weight, bias, exact_activations=slots.exact_activations)
-
-
-def take_norm(spec: NormSpec, slots: Filled, key: str) -> Norm:
-    """A norm."""
-    weight, bias = slots.take(f"{key}.weight"), take_if(slots, f"{key}.bias")
-    return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
-
-
-def _rules(spec: DecoderSpec) -> tuple[Rule, ...]:
-    attention = spec.attention
-    return tuple(Rule(attention.scale, attention.softcap, layer.window) for layer in spec.layers)
-
-
-def _assemble_layer(spec: DecoderSpec, slots: Filled, index: int) -> Layer:
-    key = f"layers.{index}"
-
-    def norm(role: str) -> Norm | None:
-        found = f"{key}.{role}.weight" in slots
-        return take_norm(spec.norm, slots, f"{key}.{role}") if found else None
-
-    return Layer(
-        qkv=take_linear(slots, f"{key}.qkv"),
-        out=take_linear(slots, f"{key}.out"),
-        up=take_linear(slots, f"{key}.up"),
-        down=take_linear(slots, f"{key}.down"),
-        attention_norm=take_norm(spec.norm, slots, f"{key}.attention_norm"),
-        mlp_norm=norm("mlp_norm"),
-        attention_post_norm=norm("attention_post_norm"),
-        mlp_post_norm=norm("mlp_post_norm"),
-        q_norm=norm("q_norm"),
-        k_norm=norm("k_norm"),
-    )
-
-
-def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Matrix]]:
-    """Every slot's key and tensor, the inverse of `assemble_decoder`, unpacked one at a time."""
-    yield "embed", decoder.table
-    yield from _held("norm", decoder.norm)
-    if not decoder.spec.tied:
-        yield "head.weight", decoder.head.matrix()
-    if decoder.head.bias is not None:
-        yield "head.bias", decoder.head.bias
-    for index, layer in enumerate(decoder.layers):
-        for role in fields(layer):
-            yield from _held(f"layers.{index}.{role.name}", getattr(layer, role.name))
-
-
-def _held(key: str, part: LinearMap | Norm | None) -> Iterator[tuple[str, Matrix]]:
-    if part is None:
-        return
-    yield f"{key}.weight", part.weight if isinstance(part, Norm) else part.matrix()
-    if part.bias is not None:
-        yield f"{key}.bias", part.bias
+def assemble_decoder(spec: DecoderSpec, loader: WeightLoader) -> Decoder:
+    """A decoder from its parameters."""
+    layers = loader.layers(Layer, "layers", len(spec.layers), spec.norm)
+    scale, softcap = spec.attention.scale, spec.attention.softcap
+    rules = tuple(Rule(scale, softcap, layer.window) for layer in spec.layers)
+    return Decoder(spec, *loader.frame(spec), layers, rules)

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.cache.containers import Cache
-from everystep.errors import InvariantError, RequestError, message
-from everystep.nn.attention import Rule, Sight, look
+from everystep.errors import InvariantError, refuse
+from everystep.nn.attention import RelativeBias, Rule, Sight, look
 from everystep.nn.network import Network, State, StepInputs
 from everystep.nn.ragged import Ragged
-from everystep.nn.relative_bias import RelativeBias
 
 
 class DenseContext:
     """B rows of T positions that see each other, after those that `cache` holds.
 
-    `seen` (B, S) marks real positions, not padding, the cached ones first. `stores`: what the
-    layers of the network keep; recurrent ones begin with nothing.
+    `seen` (B, S) marks real positions, not padding, the cached ones first. `across`: keys and
+    values of encoder states, (L, 2, B, K, S, D), of which `across_seen` (B, S) are real. Recurrent
+    layers begin with nothing.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DenseContext:
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
         """Lets q (B * T, H, D) look at the encoder states of its row, returns (B * T, H * D)."""
         if self._across is None:
-            raise InvariantError(message("there are no encoder states to look at"))
+            refuse("there are no encoder states to look at", kind=InvariantError)
         k, v = self._across[layer]
         return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_sight)
 
@@ -111,58 +111,32 @@ def dense_logits(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,
+    decoder_input_ids: Tensor | None,
     cache: Cache | None,
     kept: slice | Tensor,
 ) -> Tensor:
-    """(B, T, V); see `Model.forward`."""
+    """(B, n, V) of positions `kept`; see `Model.forward`."""
     hidden = _hidden(network, ids, inputs_embeds)
-    batch, length = hidden.shape[:2]
     start = 0 if cache is None else int(cache.get_seq_length())
-    seen = _seen(hidden, attention_mask, start)
+    seen, across, across_seen = _seen(hidden, attention_mask, start), None, None
+    if decoder_input_ids is not None:
+        states = network.encode(hidden, seen)
+        # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
+        across = network.across(states.flatten(0, 1))
+        across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
+        hidden = network.embed(decoder_input_ids.to(network.device))
+        seen, across_seen = None, seen
+    batch, length = hidden.shape[:2]
     if position_ids is None:
         position_ids = torch.arange(start, start + length)
-    lead = position_ids.shape[:-2]
-    places = position_ids.to(network.device).expand(*lead, batch, length)
-    context = DenseContext(network, batch, length, seen, cache=cache)
-    return _logits(network, hidden, places, context, kept)
-
-
-def paired_logits(
-    network: Network,
-    ids: Tensor | None,
-    attention_mask: Tensor | None,
-    inputs_embeds: Tensor | None,
-    decoder_input_ids: Tensor,
-    kept: slice | Tensor,
-) -> Tensor:
-    """(B, T, V) of the decoder's ids (B, T), after the encoder's inputs; see `Model.forward`."""
-    read = _hidden(network, ids, inputs_embeds)
-    seen = _seen(read, attention_mask, 0)
-    states = network.encode(read, seen)
-    # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
-    across = network.across(states.flatten(0, 1))
-    across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
-    hidden = network.embed(decoder_input_ids.to(network.device))
-    batch, length = hidden.shape[:2]
-    places = torch.arange(length, device=network.device).expand(batch, length)
-    context = DenseContext(network, batch, length, None, across, seen)
-    return _logits(network, hidden, places, context, kept)
-
-
-def _logits(
-    network: Network,
-    hidden: Tensor,
-    places: Tensor,
-    context: DenseContext,
-    kept: slice | Tensor,
-) -> Tensor:
-    """(B, n, V) of positions `kept` of embeddings (B, T, E) at places (B, T) or (axes, B, T)."""
-    batch, length = places.shape[-2:]
+    # (B, T) or (axes, B, T)
+    places = position_ids.expand(*position_ids.shape[:-2], batch, length)
     ends = places.cpu().view(-1, batch, length).amax(dim=(0, 2))
     lengths = ends.add(1)[:, None].expand(batch, length)
-    inputs = StepInputs(hidden.flatten(0, 1), places.flatten(-2), lengths.flatten())
-    out = network.finish(network.forward(inputs, context))
-    out = out.view(batch, length, -1)[:, kept]
+    places = places.to(network.device).flatten(-2)
+    context = DenseContext(network, batch, length, seen, across, across_seen, cache)
+    out = network.forward(StepInputs(hidden.flatten(0, 1), places, lengths.flatten()), context)
+    out = network.finish(out).view(batch, length, -1)[:, kept]
     return network.logits(out.flatten(0, 1)).view(batch, out.shape[1], -1)
 
 
@@ -172,12 +146,10 @@ def _seen(hidden: Tensor, attention_mask: Tensor | None, start: int) -> Tensor |
         return None
     wanted = (hidden.shape[0], start + hidden.shape[1])
     if attention_mask.shape != wanted:
-        raise RequestError(
-            message(
-                "attention_mask does not fit the inputs",
-                wanted=f"{wanted}, cached positions included",
-                got=tuple(attention_mask.shape),
-            )
+        refuse(
+            "attention_mask does not fit the inputs",
+            wanted=f"{wanted}, cached positions included",
+            got=tuple(attention_mask.shape),
         )
     seen = attention_mask.to(hidden.device).bool()
     return None if bool(seen.all()) else seen
@@ -188,6 +160,4 @@ def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) 
         return network.embed(ids.to(network.device))
     if inputs_embeds is not None and ids is None:
         return inputs_embeds.to(network.device, network.dtype)
-    raise RequestError(
-        message("a forward reads either ids or embeddings", wanted="exactly one of them")
-    )
+    refuse("a forward reads either ids or embeddings", wanted="exactly one of them")

@@ -7,20 +7,19 @@ reader's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError, message
-from everystep.models.gguf_weights import is_quantised, keeps_blocks, weight_of_blocks
-from everystep.models.load import build_model
+from everystep.errors import FormatError, UnsupportedError, refuse
+from everystep.files.gguf import GgufFile
+from everystep.models.config import Fields
+from everystep.models.load import InPanels, build_model
 from everystep.models.model import Model
-from everystep.models.slots import InPanels, never_in_panels
-from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.quantized import Format, QuantizedWeight
 from everystep.nn.rounding import Rounding
 
 _GLOBAL = {
@@ -39,8 +38,14 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
 _FREQUENCIES = "rope_freqs.weight"
-_PERMUTED = ("self_attn.q_proj.", "self_attn.k_proj.")
 _ARCHITECTURES = ("llama", "qwen2")
 # Each changes what a model computes, and none is understood here.
 _REFUSED = (
@@ -55,41 +60,22 @@ _REFUSED = (
     "logit_scale",
     "rope.scaling.attn_factor",
 )
-
-
-class GgufSource(Protocol):
-    """What is asked of an open file."""
-
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        """Keys and values."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Name -> something with a `shape` and the name of its `block` format."""
-        ...
-
-    def blocks(self, name: str) -> Tensor:
-        """The stored bytes of a tensor, uint8 (..., bytes of a row)."""
-        ...
-
-    def dequantise(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values of a tensor."""
-        ...
-
-    def release(self, name: str) -> None:
-        """The tensor was read; nothing of it need stay in memory."""
-        ...
+# The blocks that become quantised weights: a float16 scale, a float16 minimum in Q4_1, the codes.
+_BLOCKS: Mapping[str, tuple[Format, int]] = {
+    "Q8_0": ("q8_0", 34),
+    "Q4_0": ("q4_0", 18),
+    "Q4_1": ("q4_1", 20),
+}
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def build_gguf_model(
-    file: GgufSource,
+    file: GgufFile,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     quantize: Literal["auto"] | Rounding | None = "auto",
-    in_panels: InPanels = never_in_panels,
+    in_panels: InPanels | None = None,
 ) -> Model:
     """The model in a GGUF file.
 
@@ -101,11 +87,19 @@ def build_gguf_model(
     weights).
     """
     config = gguf_config(file)
-    renamed = _Renamed.of(file, config)
+    renamed = _Renamed(file, config)
+    blocks = {tensor.block.name for tensor in file.tensors.values()}
     rounding = None if quantize == "auto" else quantize
-    if rounding is not None:
-        _check_unquantised(file, rounding)
-    keeps = quantize == "auto" and dtype is None and _has_blocks(file)
+    rounded = ", ".join(sorted(blocks.difference(_FLOATS)))
+    if rounding is not None and rounded:
+        refuse(
+            f"quantize={rounding!r} asks to round weights that were rounded before, which adds"
+            " a second error to the first",
+            wanted="a file of F32, F16 or BF16",
+            got=rounded,
+            do="Leave quantize out to use the file's own blocks",
+        )
+    keeps = quantize == "auto" and dtype is None and not blocks.isdisjoint(_BLOCKS)
     wanted = dtype if rounding is not None or keeps else dtype or torch.float32
     return build_model(
         config,
@@ -118,89 +112,59 @@ def build_gguf_model(
     )
 
 
-def _has_blocks(file: GgufSource) -> bool:
-    return any(keeps_blocks(tensor.block.name) for tensor in file.tensors.values())
-
-
-def _check_unquantised(file: GgufSource, rounding: str) -> None:
-    found = {one.block.name for one in file.tensors.values() if is_quantised(one.block.name)}
-    if found:
-        raise RequestError(
-            message(
-                f"quantize={rounding!r} asks to round weights that were rounded before, which adds"
-                " a second error to the first",
-                wanted="a file of F32, F16 or BF16",
-                got=", ".join(sorted(found)),
-                do="Leave quantize out to use the file's own blocks",
-            )
-        )
-
-
-def gguf_config(file: GgufSource) -> dict[str, Any]:
+def gguf_config(file: GgufFile) -> dict[str, Any]:
     """The metadata in the words of a config.json."""
-    keys = _Keys(file.metadata)
-    architecture = keys.text("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        raise UnsupportedError(
-            message(
-                "this GGUF architecture has no implementation here",
-                wanted=" or ".join(_ARCHITECTURES),
-                got=repr(architecture),
-                do="Load the model from a Hugging Face folder if its family is known",
-            )
-        )
-    own = keys.under(architecture)
-    _refuse_unknown(own)
-    heads = own.integer("attention.head_count")
-    config: dict[str, Any] = {
+    read = Fields(file.metadata, str(file.path))
+    architecture = read.text("general.architecture")
+    _check_known(file, architecture)
+    own = f"{architecture}."
+    config: dict[str, Any] = {name: read.integer(own + key) for name, key in _SIZES.items()}
+    heads = config["num_attention_heads"]
+    config |= {
         "model_type": architecture,
-        "vocab_size": _vocabulary(file),
-        "hidden_size": own.integer("embedding_length"),
-        "intermediate_size": own.integer("feed_forward_length"),
-        "num_hidden_layers": own.integer("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": own.integer("attention.head_count_kv", heads),
-        "max_position_embeddings": own.integer("context_length"),
-        "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "num_key_value_heads": read.integer(f"{own}attention.head_count_kv", heads),
+        "rms_norm_eps": _decimal(read, f"{own}attention.layer_norm_rms_epsilon", 1e-5),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_theta": own.number("rope.freq_base", 10_000.0),
+        "rope_theta": _decimal(read, f"{own}rope.freq_base", 10_000.0),
     }
-    if "attention.key_length" in own:
-        config["head_dim"] = own.integer("attention.key_length")
+    if read.has(f"{own}attention.key_length"):
+        config["head_dim"] = read.integer(f"{own}attention.key_length")
     if architecture == "llama" and "blk.0.attn_q.bias" in file.tensors:
         config["attention_bias"] = True
-    if "rope.dimension_count" in own:
-        head_dim = config.get("head_dim", config["hidden_size"] // max(heads, 1))
-        config["partial_rotary_factor"] = own.integer("rope.dimension_count") / max(head_dim, 1)
-    scaling = _scaling(file, own, config["max_position_embeddings"])
+    if read.has(f"{own}rope.dimension_count"):
+        head_dim = config.get("head_dim", max(config["hidden_size"] // heads, 1))
+        config["partial_rotary_factor"] = read.integer(f"{own}rope.dimension_count") / head_dim
+    scaling = _scaling(file, read, own, config["max_position_embeddings"])
     if scaling is not None:
         config["rope_scaling"] = scaling
-    for field in ("bos", "eos"):
-        key = f"tokenizer.ggml.{field}_token_id"
-        if key in keys:
-            config[f"{field}_token_id"] = keys.integer(key)
+    for name in ("bos", "eos"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        if read.has(key):
+            config[f"{name}_token_id"] = read.integer(key, least=0)
     return config
 
 
-def _refuse_unknown(own: _Keys) -> None:
+def _check_known(file: GgufFile, architecture: str) -> None:
+    do = "Load the model from a Hugging Face folder if its family is known"
+    if architecture not in _ARCHITECTURES:
+        refuse(
+            "this GGUF architecture has no implementation here",
+            wanted=" or ".join(_ARCHITECTURES),
+            got=repr(architecture),
+            do=do,
+            kind=UnsupportedError,
+        )
     for key in _REFUSED:
-        if key in own and own.values[own.prefix + key] not in (0, 1.0):
-            raise UnsupportedError(
-                message(
-                    f"the GGUF key {own.prefix + key} has no implementation here",
-                    got=own.values[own.prefix + key],
-                    do="Load the model from a Hugging Face folder if its family is known",
-                )
-            )
-
-
-def _vocabulary(file: GgufSource) -> int:
+        value = file.metadata.get(f"{architecture}.{key}", 0)
+        if value not in (0, 1.0):
+            what = f"the GGUF key {architecture}.{key} has no implementation here"
+            refuse(what, got=value, do=do, kind=UnsupportedError)
     if "token_embd.weight" not in file.tensors:
-        raise FormatError(message("the GGUF file has no tensor token_embd.weight"))
-    return int(file.tensors["token_embd.weight"].shape[0])
+        refuse("the GGUF file has no tensor token_embd.weight", kind=FormatError)
 
 
-def _scaling(file: GgufSource, own: _Keys, context: int) -> dict[str, Any] | None:
+def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, Any] | None:
     """RoPE scaling; Llama 3's comes as one factor per frequency, which longrope can say."""
     if _FREQUENCIES in file.tensors:
         factors = file.dequantise(_FREQUENCIES, torch.float64).tolist()
@@ -211,72 +175,84 @@ def _scaling(file: GgufSource, own: _Keys, context: int) -> dict[str, Any] | Non
             "attention_factor": 1.0,
             "original_max_position_embeddings": context,
         }
-    kind = own.text("rope.scaling.type", "none")
+    kind = read.text(f"{own}rope.scaling.type", "none")
     if kind == "none":
         return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": own.number("rope.scaling.factor")}
-    if kind == "yarn":
-        return {
-            "rope_type": "yarn",
-            "factor": own.number("rope.scaling.factor"),
-            "original_max_position_embeddings": own.integer("rope.scaling.original_context_length"),
-        }
-    raise UnsupportedError(
-        message(
+    if kind not in ("linear", "yarn"):
+        refuse(
             "this RoPE scaling of a GGUF file has no implementation here",
             wanted="none, linear or yarn",
             got=repr(kind),
+            kind=UnsupportedError,
         )
-    )
+    found = {"rope_type": kind, "factor": _decimal(read, f"{own}rope.scaling.factor")}
+    if kind == "yarn":
+        trained = read.integer(f"{own}rope.scaling.original_context_length")
+        found["original_max_position_embeddings"] = trained
+    return found
 
 
-@dataclass(frozen=True)
+def _decimal(read: Fields, key: str, default: float | None = None) -> float:
+    """The format stores float32, of which the shortest decimal is meant."""
+    return float(str(np.float32(read.number(key, default))))
+
+
 class _Renamed:
-    """The tensors of a file under the families' names.
+    """The tensors of a file under the families' names."""
 
-    `sources`: the families' name -> the file's; `heads`: how many heads a permuted one has.
-    """
-
-    file: GgufSource
-    sources: Mapping[str, str]
-    heads: Callable[[str], int | None]
-
-    @classmethod
-    def of(cls, file: GgufSource, config: Mapping[str, Any]) -> _Renamed:
-        sources = {_renamed(name): name for name in file.tensors if name != _FREQUENCIES}
-
-        def heads(name: str) -> int | None:
-            if config["model_type"] != "llama" or not any(part in name for part in _PERMUTED):
-                return None
-            of_keys = "k_proj" in name
-            return int(config["num_key_value_heads" if of_keys else "num_attention_heads"])
-
-        return cls(file, sources, heads)
+    def __init__(self, file: GgufFile, config: Mapping[str, Any]) -> None:
+        self._file = file
+        self._sources = {_renamed(name): name for name in file.tensors if name != _FREQUENCIES}
+        # How many heads the permuted ones have.
+        self._heads = {
+            "self_attn.q_proj.": config["num_attention_heads"],
+            "self_attn.k_proj.": config["num_key_value_heads"],
+        }
+        if config["model_type"] != "llama":
+            self._heads = {}
 
     def names(self) -> Iterable[str]:
-        return self.sources.keys()
+        return self._sources
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.file.tensors[self.sources[name]].shape)
+        return self._file.tensors[self._sources[name]].shape
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        stored = self.sources[name]
-        values = self.file.dequantise(stored, dtype or torch.float32)
-        self.file.release(stored)
-        heads = self.heads(name)
+        stored = self._sources[name]
+        values = self._file.dequantise(stored, dtype or torch.float32)
+        self._file.release(stored)
+        heads = self._heads_of(name)
         return values if heads is None else _halves(values, heads)
 
     def quantised(self, name: str) -> QuantizedWeight | None:
-        """The blocks of a matrix, None where it holds floats."""
-        stored = self.sources[name]
-        block = self.file.tensors[stored].block.name
-        if not keeps_blocks(block):
+        """The blocks of a matrix, bit for bit, None where it holds floats."""
+        stored = self._sources[name]
+        block = self._file.tensors[stored].block.name
+        if block not in _BLOCKS:
             return None
-        weight = weight_of_blocks(block, self.file.blocks(stored))
-        self.file.release(stored)
-        heads = self.heads(name)
+        weight = _weight_of_blocks(block, self._file.blocks(stored))
+        self._file.release(stored)
+        heads = self._heads_of(name)
         return weight if heads is None else weight.gather(_halves(torch.arange(weight.rows), heads))
+
+    def _heads_of(self, name: str) -> int | None:
+        return next((heads for part, heads in self._heads.items() if part in name), None)
+
+
+def _weight_of_blocks(block_name: str, raw: Tensor) -> QuantizedWeight:
+    """The weight that is stored as `raw`, uint8 (rows, bytes of a row), in memory of its own."""
+    format, block_bytes = _BLOCKS[block_name]
+    blocks = raw.view(raw.shape[0], -1, block_bytes)
+
+    def halves(start: int) -> Tensor:
+        """The float16 of each block at this byte, (rows, blocks)."""
+        pairs = blocks[..., start : start + 2].clone(memory_format=torch.contiguous_format)
+        return pairs.view(torch.float16).squeeze(2)
+
+    mins = halves(2) if format == "q4_1" else None
+    codes = blocks[..., 2 if mins is None else 4 :].clone(memory_format=torch.contiguous_format)
+    kind = torch.int8 if format == "q8_0" else torch.uint8
+    return QuantizedWeight(format, codes.flatten(1).view(kind), halves(0), mins)
 
 
 def _renamed(name: str) -> str:
@@ -296,43 +272,3 @@ def _halves(values: Tensor, heads: int) -> Tensor:
     """
     pairs = values.view(heads, -1, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """Typed access to metadata, below a prefix."""
-
-    values: Mapping[str, object]
-    prefix: str = ""
-
-    def under(self, prefix: str) -> _Keys:
-        """The keys that start with `prefix.`, without it."""
-        return _Keys(self.values, f"{prefix}.")
-
-    def __contains__(self, key: str) -> bool:
-        return self.prefix + key in self.values
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        return value if isinstance(value, str) else self._wrong(key, "a string", value)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        return value if good else self._wrong(key, "a count", value)  # type: ignore[return-value]
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A float; the format stores float32, of which the shortest decimal is meant."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return self._wrong(key, "a number", value)
-        return float(str(np.float32(value)))
-
-    def _get(self, key: str, default: object) -> object:
-        value = self.values.get(self.prefix + key, default)
-        return value if value is not None else self._wrong(key, "a value", None)
-
-    def _wrong(self, key: str, wanted: str, got: object) -> Any:
-        raise FormatError(
-            message(f"the GGUF key {self.prefix + key} is missing or wrong", wanted=wanted, got=got)
-        )

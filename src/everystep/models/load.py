@@ -1,37 +1,35 @@
 """From a configuration and a source of weights to a model, and back to named weights.
 
-Names and shapes are compared before the first value is read. Then each slot is allocated in the
-wanted type on the wanted device, filled part by part, and laid out before the next one is, so that
-the peak is the model and one tensor. What a source is made of is not known here.
+Names and shapes are compared before the first value is read. What a source is made of is not known
+here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError, message
+from everystep.errors import FormatError, RequestError, UnsupportedError, message, refuse
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
-from everystep.models.model import Model
-from everystep.models.names import Slot
-from everystep.models.slots import (
-    InPanels,
+from everystep.models.loader import (
+    HeldWeights,
     Kept,
-    Slots,
-    Storage,
     TensorSource,
-    never_in_panels,
-    nothing_kept,
+    WeightLoader,
+    network_weights,
 )
+from everystep.models.model import Model
 from everystep.nn.linear import Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
-from everystep.nn.network import Network
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
+
+InPanels = Callable[[Any], bool]
+"""Whether a model of this specification, in float32 or codes on the CPU, is held in panels."""
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -44,7 +42,7 @@ def build_model(
     device: torch.device | str = "cpu",
     quantize: Rounding | None = None,
     kept: Kept | None = None,
-    in_panels: InPanels = never_in_panels,
+    in_panels: InPanels | None = None,
 ) -> Model:
     """A model with the weights of `source`; without `dtype`, of the type its configuration names.
 
@@ -59,12 +57,17 @@ def build_model(
     quantised = quantize is not None or kept is not None
     wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
-    _check_names(family.slots(spec), source, lambda name: family.unused(spec, name))
-    place = torch.device(device)
-    panels = fits_panels(place, wanted) and in_panels(spec)
-    storage = Storage(wanted, place, quantize, panels=panels)
-    network = _network(family, spec, source, storage, kept or nothing_kept)
-    return Model(ModelConfig(values), spec, network)
+    loader = WeightLoader(
+        {one.key: one for one in family.parameters(spec)},
+        source,
+        wanted,
+        torch.device(device),
+        kept,
+        rounding=quantize,
+        panels=_in_panels(in_panels, spec, wanted, device),
+    )
+    _check_names(family, spec, loader)
+    return _model(family, ModelConfig(values), spec, loader)
 
 
 def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
@@ -79,14 +82,13 @@ def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
 def _places(model: Model) -> Iterator[tuple[str, Weight, int, int]]:
     """Checkpoint name, the weight that has it among its rows, and which of them."""
     family = find_family(model.config.model_type)
-    slots = {slot.key: slot for slot in family.slots(model.spec)}
-    for key, held in family.tensors(model.network):
-        parts = slots[key].parts
+    parts = {one.key: one.parts for one in family.parameters(model.spec)}
+    for key, held in network_weights(model.network):
         if isinstance(held, tuple):
-            for part, one in zip(parts, held, strict=True):
+            for part, one in zip(parts[key], held, strict=True):
                 yield part.name, one, 0, one.shape[0]
             continue
-        for part in parts:
+        for part in parts[key]:
             yield part.name, held, part.start, part.stop
 
 
@@ -117,7 +119,7 @@ def convert_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     exact_activations: bool = False,
-    in_panels: InPanels = never_in_panels,
+    in_panels: InPanels | None = None,
     learns: bool | None = None,
 ) -> Model:
     """The same weights in another type or on another device; the given model stays as it is.
@@ -129,25 +131,30 @@ def convert_model(
     are; UnsupportedError if one of them is quantised and `dtype` is left out.
     """
     learns = model.learns if learns is None else learns
-    held = _Held(dict(stored_weights(model)))
+    weights = dict(stored_weights(model))
+    quantised = any(isinstance(one, QuantizedWeight) for one in weights.values())
+    if learns and dtype is None and quantised:
+        refuse(
+            "quantised weights are a frozen copy, which cannot learn",
+            wanted="a model with float weights",
+            do="Load it with quantize=None or with a dtype, or convert it with to(dtype=...)",
+            kind=UnsupportedError,
+        )
+    family = find_family(model.config.model_type)
     wanted = model.dtype if dtype is None else _supported(dtype)
     place = torch.device(model.device if device is None else device)
-    panels = fits_panels(place, wanted) and in_panels(model.spec) and not learns
-    storage = Storage(
-        wanted, place, exact_activations=exact_activations, panels=panels, learns=learns
+    held = HeldWeights(weights)
+    loader = WeightLoader(
+        {one.key: one for one in family.parameters(model.spec)},
+        held,
+        wanted,
+        place,
+        held.quantised if dtype is None else None,
+        exact_activations=exact_activations,
+        panels=not learns and _in_panels(in_panels, model.spec, wanted, place),
+        learns=learns,
     )
-    family = find_family(model.config.model_type)
-    kept = held.quantised if dtype is None else nothing_kept
-    if learns and any(kept(name) is not None for name in held.names()):
-        raise UnsupportedError(
-            message(
-                "quantised weights are a frozen copy, which cannot learn",
-                wanted="a model with float weights",
-                do="Load it with quantize=None or with a dtype, or convert it with to(dtype=...)",
-            )
-        )
-    network = _network(family, model.spec, held, storage, kept)
-    return Model(model.config, model.spec, network, learns)
+    return _model(family, model.config, model.spec, loader)
 
 
 def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
@@ -157,47 +164,26 @@ def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
     are packed.
     """
     if not model.learns:
-        raise UnsupportedError(
-            message(
-                "the model's weights are packed, and nothing can change them",
-                do="Call model.requires_grad_() first",
-            )
+        refuse(
+            "the model's weights are packed, and nothing can change them",
+            do="Call model.requires_grad_() first",
+            kind=UnsupportedError,
         )
-    held = find_family(model.config.model_type).tensors(model.network)
+    held = network_weights(model.network)
     return [(key, weight) for key, weight in held if isinstance(weight, Tensor)]
 
 
-class _Held:
-    """The weights of a model as a source."""
-
-    def __init__(self, weights: Mapping[str, Rows]) -> None:
-        self._weights = weights
-
-    def names(self) -> Iterable[str]:
-        return self._weights
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return dense(self._weights[name]).to(dtype)
-
-    def quantised(self, name: str) -> QuantizedWeight | None:
-        weight = self._weights[name]
-        return weight if isinstance(weight, QuantizedWeight) else None
-
-
-def _network(
-    family: Family, spec: Any, source: TensorSource, storage: Storage, kept: Kept
-) -> Network:
+def _model(family: Family, config: ModelConfig, spec: Any, loader: WeightLoader) -> Model:
     # A caller may train these weights, which tensors of inference mode do not allow.
     with ordinary_mode(), torch.no_grad():
-        return family.assemble(spec, Slots(family.slots(spec), source, storage, kept))
+        return Model(config, spec, family.assemble(spec, loader), loader.learns)
 
 
-def fits_panels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether panels can hold float weights of this type there."""
-    return device.type == "cpu" and dtype == torch.float32
+def _in_panels(
+    asked: InPanels | None, spec: Any, dtype: torch.dtype, device: torch.device | str
+) -> bool:
+    fits = torch.device(device).type == "cpu" and dtype == torch.float32
+    return asked is not None and fits and asked(spec)
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,8 +202,11 @@ def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     found = _DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
-        raise FormatError(
-            message("config.json: dtype is unknown", wanted=", ".join(_DTYPES), got=repr(name))
+        refuse(
+            "config.json: dtype is unknown",
+            wanted=", ".join(_DTYPES),
+            got=repr(name),
+            kind=FormatError,
         )
     return found
 
@@ -225,55 +214,73 @@ def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
 def _beside_codes(given: torch.dtype | None) -> torch.dtype:
     """float32, in which everything beside quantised weights is computed."""
     if given not in (None, torch.float32):
-        raise RequestError(
-            message(
-                "quantised weights are computed with in float32",
-                wanted="no dtype, or torch.float32",
-                got=given,
-                do="Leave dtype out, or leave quantize out",
-            )
+        refuse(
+            "quantised weights are computed with in float32",
+            wanted="no dtype, or torch.float32",
+            got=given,
+            do="Leave dtype out, or leave quantize out",
         )
     return torch.float32
 
 
 def _supported(dtype: torch.dtype) -> torch.dtype:
     if dtype not in _DTYPES.values():
-        raise UnsupportedError(
-            message("no model runs in this type", wanted=", ".join(_DTYPES), got=dtype)
-        )
+        wanted = ", ".join(_DTYPES)
+        refuse("no model runs in this type", wanted=wanted, got=dtype, kind=UnsupportedError)
     return dtype
 
 
-def _check_names(slots: list[Slot], source: TensorSource, unused: Any) -> None:
-    wanted = {part.name: (part.stop - part.start, *slot.shape[1:]) for slot, part in _parts(slots)}
-    found = set(source.names())
+def _check_names(family: Family, spec: Any, loader: WeightLoader) -> None:
+    """Raises FormatError unless the source has each parameter, in its shape, and nothing else."""
+    wanted = {
+        part.name: (part.stop - part.start, *one.shape[1:])
+        for one in loader.parameters.values()
+        for part in one.parts
+    }
+    found = set(loader.source.names())
     missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in sorted(found - set(wanted)) if not unused(name)]
+    unknown = sorted(found - set(wanted))
+    unexpected = [name for name in unknown if not family.leaves_over(spec, name)]
     if missing:
         near = f"; there are also unknown ones: {_some(unexpected)}" if unexpected else ""
-        raise FormatError(message(f"weights are missing: {_some(missing)}{near}"))
+        refuse(f"weights are missing: {_some(missing)}{near}", kind=FormatError)
     if unexpected:
-        raise FormatError(
-            message(
-                f"there are weights that this model has no place for: {_some(unexpected)}",
-                do="Check that config.json and weights belong together",
-            )
+        refuse(
+            f"there are weights that this model has no place for: {_some(unexpected)}",
+            do="Check that config.json and weights belong together",
+            kind=FormatError,
         )
     for name, shape in wanted.items():
-        if tuple(source.shape(name)) != shape:
-            raise FormatError(
-                message(
-                    f"the weight {name!r} does not fit config.json",
-                    wanted=shape,
-                    got=tuple(source.shape(name)),
-                )
-            )
-
-
-def _parts(slots: list[Slot]) -> Iterator[tuple[Slot, Any]]:
-    return ((slot, part) for slot in slots for part in slot.parts)
+        given = tuple(loader.source.shape(name))
+        if given != shape:
+            what = f"the weight {name!r} does not fit config.json"
+            refuse(what, wanted=shape, got=given, kind=FormatError)
 
 
 def _some(names: list[str], count: int = 4) -> str:
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
+
+
+def usable_device(device: str | int | torch.device) -> torch.device:
+    """The device; RequestError if it is none, UnsupportedError if this machine does not have it."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        text = message(
+            "device is no device",
+            wanted="'cpu', 'cuda', 'cuda:1' or a torch.device",
+            got=repr(device),
+            do="Pass device='cpu', say",
+        )
+        raise RequestError(text) from error
+    count = torch.cuda.device_count() if found.type == "cuda" else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        refuse(
+            f"device {str(found)!r} is not on this machine",
+            wanted="a device that torch.cuda sees",
+            got=f"{count} of them" if count else "no CUDA device",
+            do="Pass device='cpu', or install the driver and a build of torch with CUDA",
+            kind=UnsupportedError,
+        )
+    return found

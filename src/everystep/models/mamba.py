@@ -17,16 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.models.config import Fields
-from everystep.models.decoder import take_head, take_if, take_linear, take_norm, take_table
 from everystep.models.families import Family
-from everystep.models.names import Filled, Slot, linear, slot
+from everystep.models.loader import WeightLoader
+from everystep.models.parameters import Parameter, frame, linear, norm, parameter
 from everystep.models.spec import NormSpec
 from everystep.nn.activations import ACTIVATIONS
-from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
-from everystep.nn.network import Context, Heard, State, StepInputs, Store
+from everystep.nn.linear import LinearMap
+from everystep.nn.network import Context, Network, State, StepInputs, Store
 from everystep.nn.norm import Norm
 from everystep.nn.ragged import Ragged
-from everystep.types import InputSpec
 
 
 @dataclass(frozen=True)
@@ -69,44 +68,11 @@ class MambaLayer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mamba:
-    """The network; `table`: (V, E) token embeddings, float or quantised."""
+class Mamba(Network):
+    """The network; nothing is attended to."""
 
     spec: MambaSpec
-    table: Weight
     layers: tuple[MambaLayer, ...]
-    norm: Norm
-    head: LinearMap
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of hidden states, and of weights that are not quantised."""
-        return self.norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.table.device
-
-    @property
-    def encodes(self) -> bool:
-        """False: there is no encoder."""
-        return False
-
-    @property
-    def heads(self) -> int:
-        """0: nothing is attended to."""
-        return 0
-
-    @property
-    def axes(self) -> int:
-        """1: positions are places in the row."""
-        return 1
-
-    @property
-    def inputs(self) -> tuple[InputSpec, ...]:
-        """Nothing: it reads ids or embeddings alone."""
-        return ()
 
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
@@ -114,10 +80,6 @@ class Mamba:
         spec = self.spec
         shapes = ((spec.kernel - 1, spec.inner), (spec.inner, spec.state))
         return ((State(shapes),),) * spec.count
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) ids -> (..., E)."""
-        return look_up(self.table, tokens)
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""
@@ -132,18 +94,6 @@ class Mamba:
     def finish(self, hidden: Tensor) -> Tensor:
         """The last norm, (..., E) -> (..., E)."""
         return self.norm(hidden).to(self.dtype)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Normalised hidden states (..., E) -> (..., V)."""
-        return self.head(hidden)
-
-    def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
-        """Never called: there is no encoder."""
-        raise NotImplementedError
-
-    def across(self, encoder: Tensor) -> Tensor:
-        """Never called: there is no encoder."""
-        raise NotImplementedError
 
     def _mix(self, index: int, layer: MambaLayer, x: Tensor, context: Context) -> Tensor:
         """(N, E) -> (N, E): convolution, scan, gate."""
@@ -233,90 +183,43 @@ def read_spec(config: Mapping[str, Any]) -> MambaSpec:
         kernel=read.integer("conv_kernel", least=2),
         rank=math.ceil(width / 16) if automatic else read.integer("time_step_rank"),
         count=read.integer("num_hidden_layers"),
-        activation=read.choice("hidden_act", ACTIVATIONS, "silu"),
+        activation=read.choice("hidden_act", ACTIVATIONS),
         norm=NormSpec("rms", read.number("layer_norm_epsilon")),
-        bias=read.flag("use_bias", False),
-        conv_bias=read.flag("use_conv_bias", True),
-        wide=read.flag("residual_in_fp32", True),
-        tied=read.flag("tie_word_embeddings", True),
+        bias=read.flag("use_bias"),
+        conv_bias=read.flag("use_conv_bias"),
+        wide=read.flag("residual_in_fp32"),
+        tied=read.flag("tie_word_embeddings"),
     )
 
 
-def mamba_slots(spec: MambaSpec) -> list[Slot]:
+_NAMES = {"embed": "backbone.embeddings", "norm": "backbone.norm_f", "head": "lm_head"}
+
+
+def mamba_parameters(spec: MambaSpec) -> Iterator[Parameter]:
     """Every tensor of the network, each with its name."""
-    slots = [slot("embed", "backbone.embeddings.weight", spec.vocab_size, spec.width)]
+    yield from frame(spec, _NAMES)
+    inner, selected = spec.inner, spec.rank + 2 * spec.state
     for index in range(spec.count):
-        slots += _layer_slots(spec, f"layers.{index}", f"backbone.layers.{index}")
-    slots.append(slot("norm.weight", "backbone.norm_f.weight", spec.width))
-    if not spec.tied:
-        slots.append(slot("head.weight", "lm_head.weight", spec.vocab_size, spec.width))
-    return slots
+        key, name = f"layers.{index}", f"backbone.layers.{index}"
+        mixer = f"{name}.mixer"
+        yield from norm(spec.norm, f"{key}.norm", f"{name}.norm", spec.width)
+        inward, outward = {f"{mixer}.in_proj": 2 * inner}, {f"{mixer}.out_proj": spec.width}
+        yield from linear(f"{key}.inward", inward, spec.width, bias=spec.bias)
+        yield parameter(f"{key}.conv", f"{mixer}.conv1d.weight", inner, 1, spec.kernel)
+        if spec.conv_bias:
+            yield parameter(f"{key}.conv_bias", f"{mixer}.conv1d.bias", inner)
+        yield parameter(f"{key}.select.weight", f"{mixer}.x_proj.weight", selected, inner)
+        yield parameter(f"{key}.step.weight", f"{mixer}.dt_proj.weight", inner, spec.rank)
+        yield parameter(f"{key}.step_bias", f"{mixer}.dt_proj.bias", inner)
+        yield parameter(f"{key}.decay", f"{mixer}.A_log", inner, spec.state)
+        yield parameter(f"{key}.skip", f"{mixer}.D", inner)
+        yield from linear(f"{key}.outward", outward, inner, bias=spec.bias)
 
 
-def _layer_slots(spec: MambaSpec, key: str, name: str) -> Iterator[Slot]:
-    inner, mixer = spec.inner, f"{name}.mixer"
-    selected = spec.rank + 2 * spec.state
-    yield slot(f"{key}.norm.weight", f"{name}.norm.weight", spec.width)
-    yield from linear(
-        f"{key}.inward", ((f"{mixer}.in_proj", 2 * inner),), spec.width, bias=spec.bias
-    )
-    yield slot(f"{key}.conv", f"{mixer}.conv1d.weight", inner, 1, spec.kernel)
-    if spec.conv_bias:
-        yield slot(f"{key}.conv_bias", f"{mixer}.conv1d.bias", inner)
-    yield slot(f"{key}.select.weight", f"{mixer}.x_proj.weight", selected, inner)
-    yield slot(f"{key}.step.weight", f"{mixer}.dt_proj.weight", inner, spec.rank)
-    yield slot(f"{key}.step_bias", f"{mixer}.dt_proj.bias", inner)
-    yield slot(f"{key}.decay", f"{mixer}.A_log", inner, spec.state)
-    yield slot(f"{key}.skip", f"{mixer}.D", inner)
-    yield from linear(f"{key}.outward", ((f"{mixer}.out_proj", spec.width),), inner, bias=spec.bias)
+def assemble_mamba(spec: MambaSpec, loader: WeightLoader) -> Mamba:
+    """The network from its parameters."""
+    layers = loader.layers(MambaLayer, "layers", spec.count, spec.norm)
+    return Mamba(spec, *loader.frame(spec), layers)
 
 
-def assemble_mamba(spec: MambaSpec, slots: Filled) -> Mamba:
-    """The network from its slots, which are taken one by one."""
-    table = take_table(slots)
-    layers = tuple(_assemble_layer(spec, slots, f"layers.{i}") for i in range(spec.count))
-    norm = take_norm(spec.norm, slots, "norm")
-    return Mamba(spec, table, layers, norm, take_head(slots, table if spec.tied else None))
-
-
-def _assemble_layer(spec: MambaSpec, slots: Filled, key: str) -> MambaLayer:
-    return MambaLayer(
-        norm=take_norm(spec.norm, slots, f"{key}.norm"),
-        inward=take_linear(slots, f"{key}.inward"),
-        conv=slots.take(f"{key}.conv"),
-        conv_bias=take_if(slots, f"{key}.conv_bias"),
-        select=take_linear(slots, f"{key}.select"),
-        step=take_linear(slots, f"{key}.step"),
-        step_bias=slots.take(f"{key}.step_bias"),
-        decay=slots.take(f"{key}.decay"),
-        skip=slots.take(f"{key}.skip"),
-        outward=take_linear(slots, f"{key}.outward"),
-    )
-
-
-def mamba_tensors(network: Mamba) -> Iterator[tuple[str, Matrix]]:
-    """Every slot's key and tensor, the inverse of `assemble_mamba`."""
-    yield "embed", network.table
-    yield "norm.weight", network.norm.weight
-    if not network.spec.tied:
-        yield "head.weight", network.head.matrix()
-    for index, layer in enumerate(network.layers):
-        key = f"layers.{index}"
-        yield f"{key}.norm.weight", layer.norm.weight
-        for role in ("inward", "select", "step", "outward"):
-            part = getattr(layer, role)
-            yield f"{key}.{role}.weight", part.matrix()
-            if part.bias is not None:
-                yield f"{key}.{role}.bias", part.bias
-        for role in ("conv", "conv_bias", "step_bias", "decay", "skip"):
-            held = getattr(layer, role)
-            if held is not None:
-                yield f"{key}.{role}", held
-
-
-def leftover(spec: MambaSpec, name: str) -> bool:
-    """Whether checkpoints may hold this for nothing: a copy of a tied head."""
-    return spec.tied and name == "lm_head.weight"
-
-
-FAMILY = Family(_DEFAULTS, read_spec, mamba_slots, assemble_mamba, mamba_tensors, leftover)
+FAMILIES = {"mamba": Family(_DEFAULTS, read_spec, mamba_parameters, assemble_mamba)}

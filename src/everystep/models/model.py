@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from everystep.cache.containers import Cache
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 from everystep.models.config import ModelConfig
-from everystep.models.dense import dense_logits, paired_logits
+from everystep.models.dense import dense_logits
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, State
 from everystep.types import Prompt
@@ -27,11 +27,10 @@ def refuse_copies(holder: object, protocol: object) -> NoReturn:
 
     That would take gigabytes, and twice as many on the way.
     """
-    raise UnsupportedError(
-        message(
-            f"a {type(holder).__name__} holds the weights of a model, and is not copied or pickled",
-            do="Let threads share one model; in another process load it again",
-        )
+    refuse(
+        f"a {type(holder).__name__} holds the weights of a model, and is not copied or pickled",
+        do="Let threads share one model; in another process load it again",
+        kind=UnsupportedError,
     )
 
 
@@ -66,7 +65,7 @@ class Model:
     @property
     def has_positions(self) -> bool:
         """Whether positions are read as numbers: not as distances, not by recurrent layers."""
-        stores = [one for layer in self.network.stores for one in layer]
+        stores = (one for layer in self.network.stores for one in layer)
         return not self.network.encodes and not all(isinstance(one, State) for one in stores)
 
     def forward(
@@ -90,40 +89,39 @@ class Model:
         UnsupportedError where a gradient would have to pass through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
-            raise RequestError(
-                message(
-                    "decoder_input_ids belong to models with an encoder, and only to them",
-                    wanted="decoder_input_ids" if self.network.encodes else "none",
-                )
+            refuse(
+                "decoder_input_ids belong to models with an encoder, and only to them",
+                wanted="decoder_input_ids" if self.network.encodes else "none",
             )
         if position_ids is not None and not self.has_positions:
-            raise UnsupportedError(message("this model knows no position_ids", do="Leave them out"))
-        if decoder_input_ids is None:
-            return dense_logits(
-                self.network, ids, attention_mask, position_ids, inputs_embeds, cache, kept
+            do = "Leave them out"
+            refuse("this model knows no position_ids", do=do, kind=UnsupportedError)
+        if self.network.encodes and cache is not None:
+            refuse(
+                "a forward of a model with an encoder keeps no cache",
+                do="Pass all decoder_input_ids each time, or call generate",
+                kind=UnsupportedError,
             )
-        if cache is not None:
-            raise UnsupportedError(
-                message(
-                    "a forward of a model with an encoder keeps no cache",
-                    do="Pass all decoder_input_ids each time, or call generate",
-                )
-            )
-        return paired_logits(
-            self.network, ids, attention_mask, inputs_embeds, decoder_input_ids, kept
+        return dense_logits(
+            self.network,
+            ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            decoder_input_ids,
+            cache,
+            kept,
         )
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
         if not self.network.encodes:
-            raise UnsupportedError(message("this model has no encoder"))
+            refuse("this model has no encoder", kind=UnsupportedError)
         with inference_mode():
             if prompt.embeds is not None:
                 hidden = prompt.embeds.to(self.device, self.dtype)
             elif prompt.ids is not None:
                 hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
             else:
-                raise RequestError(
-                    message("there is nothing to encode", wanted="ids or embeddings")
-                )
+                refuse("there is nothing to encode", wanted="ids or embeddings")
             return self.network.encode(hidden[None], None, heard)[0]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError, message
-from everystep.models.load import build_model, stored_weights
+from everystep.errors import FormatError, UnsupportedError, refuse
+from everystep.files.safetensors import Weights
+from everystep.models.load import InPanels, build_model, stored_weights
 from everystep.models.model import Model
-from everystep.models.slots import InPanels, never_in_panels
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 from everystep.nn.rounding import Rounding
 
@@ -25,28 +25,6 @@ CONFIG_KEY = "quantization_config"
 METHOD, VERSION = "everystep", 1
 _FORMATS: tuple[Rounding, ...] = ("int8", "int4")
 _SUFFIXES = ("codes", "scales", "mins")
-
-
-class StoredTensors(Protocol):
-    """What is asked of an opened folder's weights."""
-
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-        ...
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is stored in."""
-        ...
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of a tensor's values."""
-        ...
 
 
 def folder_format(config: Mapping[str, Any]) -> Rounding | None:
@@ -58,33 +36,35 @@ def folder_format(config: Mapping[str, Any]) -> Rounding | None:
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise FormatError(message(f"config.json: {CONFIG_KEY} should be an object", got=given))
-    found = (given.get("quant_method"), given.get("version"))
-    if found != (METHOD, VERSION):
-        raise UnsupportedError(
-            message(
-                "these quantised weights have no reader here",
-                wanted=f"quant_method {METHOD!r}, version {VERSION}",
-                got=f"quant_method {found[0]!r}, version {found[1]!r}",
-                do="Load the model that they were made from",
-            )
+        refuse(f"config.json: {CONFIG_KEY} should be an object", got=given, kind=FormatError)
+    method, version = given.get("quant_method"), given.get("version")
+    if (method, version) != (METHOD, VERSION):
+        refuse(
+            "these quantised weights have no reader here",
+            wanted=f"quant_method {METHOD!r}, version {VERSION}",
+            got=f"quant_method {method!r}, version {version!r}",
+            do="Load the model that they were made from",
+            kind=UnsupportedError,
         )
     for format in _FORMATS:
         if given.get("format") == format:
             return format
-    wanted = " or ".join(_FORMATS)
-    got = repr(given.get("format"))
-    raise FormatError(message(f"config.json: format in {CONFIG_KEY}", wanted=wanted, got=got))
+    refuse(
+        f"config.json: format in {CONFIG_KEY}",
+        wanted=" or ".join(_FORMATS),
+        got=repr(given.get("format")),
+        kind=FormatError,
+    )
 
 
 def build_quantised_model(
     config: Mapping[str, Any],
-    weights: StoredTensors,
+    weights: Weights,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     quantize: str | None = "auto",
-    in_panels: InPanels = never_in_panels,
+    in_panels: InPanels | None = None,
 ) -> Model:
     """The model in a folder whose config.json announces a format.
 
@@ -95,13 +75,11 @@ def build_quantised_model(
     format = folder_format(config)
     source = _Joined(weights, format or "int8")
     if quantize not in ("auto", None, format):
-        raise RequestError(
-            message(
-                "weights that were rounded before are not rounded again",
-                wanted=f"'auto', {format!r} or None for quantize",
-                got=repr(quantize),
-                do="Quantise the model that they were made from",
-            )
+        refuse(
+            "weights that were rounded before are not rounded again",
+            wanted=f"'auto', {format!r} or None for quantize",
+            got=repr(quantize),
+            do="Quantise the model that they were made from",
         )
     keeps = quantize == format or (quantize == "auto" and dtype is None)
     plain = {key: value for key, value in config.items() if key != CONFIG_KEY}
@@ -129,7 +107,7 @@ def quantised_contents(
 class _Joined:
     """A folder's tensors as a source, codes under the names of their weights; checked as made."""
 
-    weights: StoredTensors
+    weights: Weights
     format: Rounding
 
     def __post_init__(self) -> None:
@@ -140,7 +118,7 @@ class _Joined:
         for name in self._quantised_names():
             _check_parts(self.weights, name, self.format)
         if not self._quantised_names():
-            raise FormatError(message(f"the folder is said to be {self.format}, but has no codes"))
+            refuse(f"the folder is said to be {self.format}, but has no codes", kind=FormatError)
 
     def names(self) -> Iterable[str]:
         plain = [name for name in self.weights.names() if name.rpartition(".")[2] not in _SUFFIXES]
@@ -169,36 +147,34 @@ class _Joined:
         return [name.removesuffix(".codes") for name in names if name.endswith(".codes")]
 
 
-def _check_whole(weights: StoredTensors, base: str) -> None:
+def _check_whole(weights: Weights, base: str) -> None:
     for suffix in ("codes", "scales"):
         if f"{base}.{suffix}" not in weights:
-            raise FormatError(message(f"the quantised weight {base!r} has no {suffix}"))
+            refuse(f"the quantised weight {base!r} has no {suffix}", kind=FormatError)
     if base in weights:
-        raise FormatError(message(f"the weight {base!r} is there twice, as codes and as floats"))
+        refuse(f"the weight {base!r} is there twice, as codes and as floats", kind=FormatError)
 
 
-def _check_parts(weights: StoredTensors, base: str, format: Rounding) -> None:
+def _check_parts(weights: Weights, base: str, format: Rounding) -> None:
     shape = weights.shape(f"{base}.codes")
     if len(shape) != 2 or (format == "int4" and shape[1] % (BLOCK // 2)):
         wanted = "rows of whole blocks"
-        raise FormatError(message(f"{base}.codes is misshaped", wanted=wanted, got=shape))
+        refuse(f"{base}.codes is misshaped", wanted=wanted, got=shape, kind=FormatError)
     rows, width = shape
-    blocks = (rows, width // (BLOCK // 2))
+    halves = (torch.float16, (rows, width // (BLOCK // 2)))
     if format == "int8":
-        wanted_parts = {"codes": (torch.int8, shape), "scales": (torch.float32, (rows,))}
+        parts = {"codes": (torch.int8, shape), "scales": (torch.float32, (rows,))}
     else:
-        wanted_parts = {"codes": (torch.uint8, shape), "scales": (torch.float16, blocks)}
-        wanted_parts["mins"] = (torch.float16, blocks)
+        parts = {"codes": (torch.uint8, shape), "scales": halves, "mins": halves}
     for suffix in _SUFFIXES:
         name = f"{base}.{suffix}"
         if name not in weights:
             continue
         found = (weights.dtype(name), weights.shape(name))
-        if found != wanted_parts.get(suffix):
-            raise FormatError(
-                message(
-                    f"{name} does not fit the format {format}",
-                    wanted=wanted_parts.get(suffix, "no minimums"),
-                    got=found,
-                )
+        if found != parts.get(suffix):
+            refuse(
+                f"{name} does not fit the format {format}",
+                wanted=parts.get(suffix, "no minimums"),
+                got=found,
+                kind=FormatError,
             )

@@ -12,17 +12,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everystep.errors import UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 from everystep.models.config import Fields
 from everystep.nn.rotary import (
     Dynamic,
     Interpolated,
     Llama3,
     LongRope,
-    Proportional,
     Rope,
     Scaling,
-    Unscaled,
     Yarn,
     yarn_attention_factor,
 )
@@ -31,10 +29,9 @@ _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def read_rope(
-    config: Mapping[str, Any], head_dim: int, *, theta: float, layer_type: str | None = None
+    outer: Fields, head_dim: int, layer_type: str | None = None, theta: float = 10_000.0
 ) -> Rope:
     """The rope of the layers of `layer_type`; `theta` is the family's default base."""
-    outer = Fields(config)
     values = _parameters(outer, layer_type)
     inner = Fields(values, "config.json, rope parameters")
     base = inner.number("rope_theta", outer.number("rope_theta", theta))
@@ -44,7 +41,7 @@ def read_rope(
     kind = inner.choice("rope_type", _KINDS, inner.text("type", "default"))
     _check_keys(values, kind)
     if kind == "proportional":
-        return Rope(head_dim, base, Proportional(share, inner.number("factor", 1.0)))
+        return Rope(head_dim, base, Interpolated(inner.number("factor", 1.0), share))
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise outer.wrong("head_dim", "an even number of rotated values per head", dim)
@@ -66,18 +63,17 @@ def _check_keys(values: Mapping[str, Any], kind: str) -> None:
     # Keys of other kinds are often left over from an edit: they would be ignored in silence.
     unknown = {k for k, v in values.items() if v is not None} - _COMMON - _KINDS[kind][1]
     if unknown:
-        raise UnsupportedError(
-            message(
-                f"config.json: the rope parameters of type {kind!r} have keys it does not know",
-                wanted=", ".join(sorted(_COMMON | _KINDS[kind][1])),
-                got=", ".join(sorted(unknown)),
-                do="Remove them",
-            )
+        refuse(
+            f"config.json: the rope parameters of type {kind!r} have keys it does not know",
+            wanted=", ".join(sorted(_COMMON | _KINDS[kind][1])),
+            got=", ".join(sorted(unknown)),
+            do="Remove them",
+            kind=UnsupportedError,
         )
 
 
 def _unscaled(outer: Fields, inner: Fields, dim: int) -> Scaling:
-    return Unscaled()
+    return Interpolated()
 
 
 def _linear(outer: Fields, inner: Fields, dim: int) -> Scaling:
@@ -91,11 +87,8 @@ def _dynamic(outer: Fields, inner: Fields, dim: int) -> Scaling:
 
 
 def _trained(outer: Fields, inner: Fields) -> int:
-    if outer.has(_TRAINED):
-        return outer.integer(_TRAINED)
-    return (
-        inner.integer(_TRAINED) if inner.has(_TRAINED) else outer.integer("max_position_embeddings")
-    )
+    found = outer if outer.has(_TRAINED) else inner
+    return found.integer(_TRAINED, outer.integer("max_position_embeddings"))
 
 
 def _stretch(outer: Fields, inner: Fields, trained: int) -> float:

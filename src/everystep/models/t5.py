@@ -7,24 +7,22 @@ spec follows the reference's `T5Config`; weights of a decoder that scales its ou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from everystep.models.config import Fields
-from everystep.models.decoder import take_head, take_linear, take_norm, take_table
 from everystep.models.families import Family
-from everystep.models.names import Filled, Slot, linear, slot
+from everystep.models.loader import WeightLoader
+from everystep.models.parameters import Parameter, frame, linear, norm, parameter
 from everystep.models.spec import NormSpec
 from everystep.nn.activations import ACTIVATIONS, gated
-from everystep.nn.attention import Rule, additive, attend, probabilities
-from everystep.nn.linear import LinearMap, Matrix, Weight, look_up
-from everystep.nn.network import Context, Cross, Full, Heard, StepInputs, Store
+from everystep.nn.attention import RelativeBias, Rule, additive, attend, probabilities
+from everystep.nn.linear import LinearMap
+from everystep.nn.network import Context, Cross, Full, Heard, Network, StepInputs, Store
 from everystep.nn.norm import Norm
-from everystep.nn.relative_bias import RelativeBias
-from everystep.types import InputSpec
 
 _RULE = Rule(scale=1.0)
 
@@ -44,14 +42,9 @@ class T5Spec:
     max_distance: int
     activation: str
     gated: bool
-    eps: float
+    norm: NormSpec
     tied: bool
     scaled: bool
-
-    @property
-    def norm(self) -> NormSpec:
-        """The same everywhere."""
-        return NormSpec("rms_t5", self.eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,59 +60,30 @@ class EncoderLayer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
+class DecoderLayer(EncoderLayer):
     """An encoder's layer with attention to the encoder in the middle."""
 
-    norm: Norm
-    qkv: LinearMap
-    out: LinearMap
     across_norm: Norm
     across_q: LinearMap
     across_kv: LinearMap
     across_out: LinearMap
-    mlp_norm: Norm
-    up: LinearMap
-    down: LinearMap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class T5:
-    """The network; `table`: (V, E) embeddings of both stacks, float or quantised."""
+class T5(Network):
+    """The network; `table` has the embeddings of both stacks, `norm` is the decoder's."""
 
     spec: T5Spec
-    table: Weight
     encoder: tuple[EncoderLayer, ...]
     encoder_norm: Norm
     encoder_bias: RelativeBias
     decoder: tuple[DecoderLayer, ...]
-    decoder_norm: Norm
     decoder_bias: RelativeBias
-    head: LinearMap
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of hidden states, and of weights that are not quantised."""
-        return self.decoder_norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.table.device
 
     @property
     def heads(self) -> int:
         """How many query heads a layer has."""
         return self.spec.heads
-
-    @property
-    def axes(self) -> int:
-        """1: positions are places in the row."""
-        return 1
-
-    @property
-    def inputs(self) -> tuple[InputSpec, ...]:
-        """Nothing: it reads ids or embeddings alone."""
-        return ()
 
     @property
     def encodes(self) -> bool:
@@ -131,10 +95,6 @@ class T5:
         """Keys and values of every layer of the decoder, its own and those of encoder states."""
         size = (self.spec.heads, self.spec.head_dim, self.spec.head_dim)
         return ((Full(*size), Cross(*size)),) * self.spec.decoder_layers
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) ids -> (..., E)."""
-        return look_up(self.table, tokens)
 
     def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
         """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E)."""
@@ -175,10 +135,6 @@ class T5:
             context.keep(hidden)
         return hidden
 
-    def finish(self, hidden: Tensor) -> Tensor:
-        """The last norm, (..., E) -> (..., E)."""
-        return self.decoder_norm(hidden)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Normalised decoder states (..., E) -> (..., V)."""
         return self.head(hidden * self.spec.width**-0.5 if self.spec.scaled else hidden)
@@ -192,7 +148,7 @@ class T5:
             heard.attentions.append(probabilities(q @ k.transpose(-1, -2), _RULE, mask))
         return attend(q, k, v, _RULE, mask).transpose(1, 2).reshape(batch, length, -1)
 
-    def _feed_forward(self, layer: EncoderLayer | DecoderLayer, hidden: Tensor) -> Tensor:
+    def _feed_forward(self, layer: EncoderLayer, hidden: Tensor) -> Tensor:
         inner = layer.up(layer.mlp_norm(hidden))
         activation = ACTIVATIONS[self.spec.activation]
         inner = gated(inner, activation) if self.spec.gated else activation(inner)
@@ -202,9 +158,9 @@ class T5:
 def read_spec(config: Mapping[str, Any]) -> T5Spec:
     """The spec of a configuration, defaults filled in by the caller."""
     read = Fields(config)
-    kind = read.choice("feed_forward_proj", _KINDS, "relu")
+    kind = read.choice("feed_forward_proj", _KINDS)
     layers = read.integer("num_layers")
-    tied = read.flag("tie_word_embeddings", True)
+    tied = read.flag("tie_word_embeddings")
     return T5Spec(
         vocab_size=read.integer("vocab_size"),
         width=read.integer("d_model"),
@@ -217,7 +173,7 @@ def read_spec(config: Mapping[str, Any]) -> T5Spec:
         max_distance=read.integer("relative_attention_max_distance", least=2),
         activation=_KINDS[kind],
         gated=kind.startswith("gated-"),
-        eps=read.number("layer_norm_epsilon"),
+        norm=NormSpec("rms_t5", read.number("layer_norm_epsilon")),
         tied=tied,
         scaled=read.flag("scale_decoder_outputs", tied),
     )
@@ -245,102 +201,62 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def t5_slots(spec: T5Spec) -> list[Slot]:
+_NAMES = {"embed": "shared", "norm": "decoder.final_layer_norm", "head": "lm_head"}
+
+
+def t5_parameters(spec: T5Spec) -> Iterator[Parameter]:
     """Every tensor of the network, each with its names."""
-    slots = [slot("embed", "shared.weight", spec.vocab_size, spec.width)]
+    yield from frame(spec, _NAMES)
+    yield from norm(spec.norm, "encoder_norm", "encoder.final_layer_norm", spec.width)
     for stack, count in (("encoder", spec.encoder_layers), ("decoder", spec.decoder_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        slots.append(slot(f"{stack}.bias", bias, spec.buckets, spec.heads))
+        yield parameter(f"{stack}_bias", bias, spec.buckets, spec.heads)
         for index in range(count):
-            slots += _layer_slots(spec, stack, index)
-        slots.append(slot(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight", spec.width))
-    if not spec.tied:
-        slots.append(slot("head.weight", "lm_head.weight", spec.vocab_size, spec.width))
-    return slots
+            yield from _layer(spec, stack, index)
 
 
-def _layer_slots(spec: T5Spec, stack: str, index: int) -> Iterator[Slot]:
+def _layer(spec: T5Spec, stack: str, index: int) -> Iterator[Parameter]:
     key, name = f"{stack}.{index}", f"{stack}.block.{index}.layer"
     width, size = spec.width, spec.heads * spec.head_dim
     own = f"{name}.0.SelfAttention"
-    yield slot(f"{key}.norm.weight", f"{name}.0.layer_norm.weight", width)
-    yield from linear(f"{key}.qkv", tuple((f"{own}.{x}", size) for x in "qkv"), width, bias=False)
-    yield slot(f"{key}.out.weight", f"{own}.o.weight", width, size)
+    yield from norm(spec.norm, f"{key}.norm", f"{name}.0.layer_norm", width)
+    yield from linear(f"{key}.qkv", {f"{own}.{x}": size for x in "qkv"}, width)
+    yield parameter(f"{key}.out.weight", f"{own}.o.weight", width, size)
     last = 1
     if stack == "decoder":
         last, other = 2, f"{name}.1.EncDecAttention"
-        shared = ((f"{other}.k", size), (f"{other}.v", size))
-        yield slot(f"{key}.across_norm.weight", f"{name}.1.layer_norm.weight", width)
-        yield slot(f"{key}.across_q.weight", f"{other}.q.weight", size, width)
-        yield from linear(f"{key}.across_kv", shared, width, bias=False)
-        yield slot(f"{key}.across_out.weight", f"{other}.o.weight", width, size)
+        yield from norm(spec.norm, f"{key}.across_norm", f"{name}.1.layer_norm", width)
+        yield parameter(f"{key}.across_q.weight", f"{other}.q.weight", size, width)
+        yield from linear(f"{key}.across_kv", {f"{other}.{x}": size for x in "kv"}, width)
+        yield parameter(f"{key}.across_out.weight", f"{other}.o.weight", width, size)
     inner = ("wi_0", "wi_1") if spec.gated else ("wi",)
     dense = f"{name}.{last}.DenseReluDense"
-    yield slot(f"{key}.mlp_norm.weight", f"{name}.{last}.layer_norm.weight", width)
-    sizes = tuple((f"{dense}.{one}", spec.inner) for one in inner)
-    yield from linear(f"{key}.up", sizes, width, bias=False)
-    yield slot(f"{key}.down.weight", f"{dense}.wo.weight", width, spec.inner)
+    yield from norm(spec.norm, f"{key}.mlp_norm", f"{name}.{last}.layer_norm", width)
+    yield from linear(f"{key}.up", {f"{dense}.{one}": spec.inner for one in inner}, width)
+    yield parameter(f"{key}.down.weight", f"{dense}.wo.weight", width, spec.inner)
 
 
-def assemble_t5(spec: T5Spec, slots: Filled) -> T5:
-    """The network from its slots, which are taken one by one."""
-    table = take_table(slots)
+def assemble_t5(spec: T5Spec, loader: WeightLoader) -> T5:
+    """The network from its parameters."""
 
     def bias(stack: str) -> RelativeBias:
         both_ways = stack == "encoder"
-        return RelativeBias(slots.take(f"{stack}.bias"), spec.max_distance, both_ways)
-
-    def layers(stack: str, kind: type[Any], count: int) -> tuple[Any, ...]:
-        return tuple(_assemble_layer(spec, kind, f"{stack}.{i}", slots) for i in range(count))
+        return RelativeBias(loader.tensor(f"{stack}_bias"), spec.max_distance, both_ways)
 
     return T5(
-        spec=spec,
-        table=table,
-        encoder=layers("encoder", EncoderLayer, spec.encoder_layers),
-        encoder_norm=take_norm(spec.norm, slots, "encoder.norm"),
+        spec,
+        *loader.frame(spec),
+        encoder=loader.layers(EncoderLayer, "encoder", spec.encoder_layers, spec.norm),
+        encoder_norm=loader.norm(spec.norm, "encoder_norm"),
         encoder_bias=bias("encoder"),
-        decoder=layers("decoder", DecoderLayer, spec.decoder_layers),
-        decoder_norm=take_norm(spec.norm, slots, "decoder.norm"),
+        decoder=loader.layers(DecoderLayer, "decoder", spec.decoder_layers, spec.norm),
         decoder_bias=bias("decoder"),
-        head=take_head(slots, table if spec.tied else None),
     )
 
 
-def _assemble_layer(spec: T5Spec, kind: type[Any], key: str, slots: Filled) -> Any:
-    """A layer of `kind`, whose fields are named as its slots are."""
-    parts = {
-        role.name: take_norm(spec.norm, slots, f"{key}.{role.name}")
-        if role.name.endswith("norm")
-        else take_linear(slots, f"{key}.{role.name}")
-        for role in fields(kind)
-    }
-    return kind(**parts)
-
-
-def t5_tensors(network: T5) -> Iterator[tuple[str, Matrix]]:
-    """Every slot's key and tensor, the inverse of `assemble_t5`."""
-    yield "embed", network.table
-    yield "encoder.bias", network.encoder_bias.table
-    yield "decoder.bias", network.decoder_bias.table
-    yield "encoder.norm.weight", network.encoder_norm.weight
-    yield "decoder.norm.weight", network.decoder_norm.weight
-    if not network.spec.tied:
-        yield "head.weight", network.head.matrix()
-    for stack in ("encoder", "decoder"):
-        for index, layer in enumerate(getattr(network, stack)):
-            for role in fields(layer):
-                part = getattr(layer, role.name)
-                weight = part.weight if isinstance(part, Norm) else part.matrix()
-                yield f"{stack}.{index}.{role.name}.weight", weight
-
-
-def leftover(spec: T5Spec, name: str) -> bool:
-    """Whether checkpoints may hold this for nothing: copies of the table, a bias that is not
-    read."""
-    copies = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}
-    if spec.tied:
-        copies.add("lm_head.weight")
-    return name in copies or name.endswith("EncDecAttention.relative_attention_bias.weight")
-
-
-FAMILY = Family(_DEFAULTS, read_spec, t5_slots, assemble_t5, t5_tensors, leftover)
+_LEFTOVERS = (
+    "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+    "*EncDecAttention.relative_attention_bias.weight",
+)
+FAMILIES = {"t5": Family(_DEFAULTS, read_spec, t5_parameters, assemble_t5, _LEFTOVERS)}

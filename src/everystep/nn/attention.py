@@ -8,14 +8,13 @@ Nothing here knows rows or caches.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from everystep.nn.relative_bias import RelativeBias
 
 _FEW_QUERIES = 16
 
@@ -30,6 +29,38 @@ class Rule:
     scale: float
     softcap: float | None = None
     window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelativeBias:
+    """T5's bias: one learned number per head and bucket of distances, `table` (buckets, H).
+
+    Half of the buckets are exact distances, the rest grow as logarithms. `both_ways`: keys after
+    the query have buckets of their own, as in an encoder. Source: Raffel et al. 2020; the
+    reference's `T5Attention._relative_position_bucket`.
+    """
+
+    table: Tensor
+    max_distance: int
+    both_ways: bool
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Query positions (..., T), key positions (..., S) -> (..., H, T, S)."""
+        distance = keys[..., None, :] - queries[..., :, None]
+        return F.embedding(self.bucket(distance), self.table).movedim(-1, -3)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """Key minus query position -> bucket, of the same shape."""
+        buckets, offset = self.table.shape[0], torch.zeros_like(distance)
+        if self.both_ways:
+            buckets //= 2
+            offset = (distance > 0) * buckets
+        away = distance.abs() if self.both_ways else -distance.clamp(max=0)
+        exact = buckets // 2
+        growth = torch.log(away.float() / exact) / math.log(self.max_distance / exact)
+        # Distance 0 has the logarithm minus infinity, which no integer is; it is exact anyway.
+        far = exact + (growth.clamp(min=0) * (buckets - exact)).long()
+        return offset + torch.where(away < exact, away, far.clamp(max=buckets - 1))
 
 
 Places = np.ndarray | Tensor

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.errors import UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 from everystep.nn.panels import Panels
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 
@@ -39,29 +38,27 @@ _FEW_ROWS = 32
 _STRETCH_VALUES = 1 << 18
 
 
-class LinearMap(Protocol):
-    """`x @ weight.T + bias`, however the weight is stored."""
+class LinearMap:
+    """`x @ weight.T + bias`, however the weight is stored; `bias`: (out,) or None."""
 
-    @property
-    def bias(self) -> Tensor | None:
-        """(out,) or None."""
-        ...
+    __slots__ = ()
+    bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        ...
+        raise NotImplementedError
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
-        ...
+        return residual + self(x)
 
     def matrix(self) -> Matrix:
         """The weight, (out, in), as it was given; a copy if oneDNN's layout holds it."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Linear:
+class Linear(LinearMap):
     """A float weight; `weight`: (out, in), packed or plain; `bias`: (out,) or None.
 
     `onednn` says that oneDNN multiplies, which reads both layouts and has no gradients.
@@ -72,14 +69,12 @@ class Linear:
     onednn: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
         if self.onednn:
             refuse_gradients(x, self.weight, self.bias)
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
         if self.onednn:
             refuse_gradients(x, residual, self.weight, self.bias)
             return torch.ops.mkldnn._linear_pointwise.binary(
@@ -88,19 +83,17 @@ class Linear:
         return residual + F.linear(x, self.weight, self.bias)
 
     def matrix(self) -> Tensor:
-        """The weight as a plain (out, in) matrix; a copy if it is packed."""
         return self.weight.to_dense() if self.weight.is_mkldnn else self.weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PanelLinear:
+class PanelLinear(LinearMap):
     """float32 values in panels, and activations of that type."""
 
     weight: Panels
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
         refuse_gradients(x, self.bias)
         rows = x.reshape(-1, self.weight.columns)
         if len(rows) > _FEW_ROWS:
@@ -110,17 +103,12 @@ class PanelLinear:
         out = products.transpose(0, 1).flatten(1)[:, : self.weight.rows]
         return _biased(out.reshape(*x.shape[:-1], self.weight.rows), self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
-        return residual + self(x)
-
     def matrix(self) -> Panels:
-        """The panels."""
         return self.weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedLinear:
+class QuantizedLinear(LinearMap):
     """A quantised weight, dequantised stretch by stretch, and float32 activations.
 
     `exact_activations`: they are multiplied as they are instead of being rounded to 8 bits.
@@ -131,37 +119,25 @@ class QuantizedLinear:
     exact_activations: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
         refuse_gradients(x, self.bias)
         read = x if self.exact_activations else rounded_activations(x)
         return _biased(_by_stretches(read, self.weight), self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
-        return residual + self(x)
-
     def matrix(self) -> QuantizedWeight | Panels:
-        """The weight itself."""
         return self.weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JoinedLinear:
+class JoinedLinear(LinearMap):
     """Maps of one input whose outputs stand side by side; the bias is that of all of them."""
 
     parts: tuple[LinearMap, ...]
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
         return _biased(torch.cat([part(x) for part in self.parts], dim=-1), self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
-        return residual + self(x)
-
     def matrix(self) -> Matrix:
-        """The weights of the parts."""
         return tuple(one for part in self.parts for one in weights_of(part.matrix()))
 
 
@@ -192,12 +168,11 @@ def shared_linear(
 def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raises UnsupportedError if a gradient would have to pass from packed weights to a tensor."""
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
-        raise UnsupportedError(
-            message(
-                "packed weights are a frozen copy, and no gradient passes through them",
-                wanted="plain float weights, or inputs that require no gradient",
-                do="Call model.requires_grad_(), or compute under torch.no_grad()",
-            )
+        refuse(
+            "packed weights are a frozen copy, and no gradient passes through them",
+            wanted="plain float weights, or inputs that require no gradient",
+            do="Call model.requires_grad_(), or compute under torch.no_grad()",
+            kind=UnsupportedError,
         )
 
 
@@ -235,10 +210,11 @@ def look_up(table: Weight, tokens: Tensor) -> Tensor:
     return dense(table.gather(tokens.flatten())).view(*tokens.shape, table.columns)
 
 
-def joined(weights: Sequence[Weight]) -> Matrix:
+def joined(weights: Sequence[Rows]) -> Rows | tuple[Rows, ...]:
     """The weights below each other: one where their formats allow, else as they are."""
-    if all(isinstance(one, QuantizedWeight) and one.alike(weights[0]) for one in weights):
-        return QuantizedWeight.cat([one for one in weights if isinstance(one, QuantizedWeight)])
+    quantised = [one for one in weights if isinstance(one, QuantizedWeight)]
+    if len(quantised) == len(weights) and all(map(quantised[0].alike, quantised)):
+        return QuantizedWeight.cat(quantised)
     return weights[0] if len(weights) == 1 else tuple(weights)
 
 

@@ -1,7 +1,8 @@
 """Torch's modes for a block of code, restored whatever happens.
 
-torch's own context managers are written in Python, and an interrupt inside them leaves the thread
-in the mode of the block. These are one object of torch's C++ core: the modes before come back when
+The public `torch.inference_mode` is written in Python: it takes three times as long, and where an
+interrupt comes inside it, the thread stays in the mode of the block for as long as anybody holds
+the error. These are the object of torch's C++ core that it wraps: the modes before come back when
 it is left, or at the latest when it ceases to exist. They hold for the calling thread alone.
 """
 

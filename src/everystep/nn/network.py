@@ -1,20 +1,21 @@
 """What a network needs of the store of its keys and values, and what it offers in return.
 
-These protocols are all that executors, caches and networks know of each other.
+This is all that executors, caches and networks know of each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from everystep.nn.attention import Rule
+from everystep.nn.attention import RelativeBias, Rule
+from everystep.nn.linear import LinearMap, Weight, look_up
+from everystep.nn.norm import Norm
 from everystep.nn.ragged import Ragged
-from everystep.nn.relative_bias import RelativeBias
 from everystep.types import InputSpec
 
 
@@ -86,7 +87,7 @@ class Context(Protocol):
         ...
 
     def keep(self, hidden: Tensor) -> None:
-        """Hears (N, E) hidden states before the first layer and after each."""
+        """Is given the (N, E) hidden states before the first layer and after each."""
         ...
 
 
@@ -126,69 +127,77 @@ class Heard:
     attentions: list[Tensor] = field(default_factory=list)
 
 
-class Sizes(Protocol):
-    """What every user of a spec needs: `vocab_size`, of logits, and `width`, of hidden states."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-
-
-class Network(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Network:
     """Weights that turn inputs into hidden states and hidden states into logits.
 
-    `stores`: what each layer keeps of a row, at most one store of each kind; () for nothing.
+    `spec`: what it was built from, with `vocab_size`, `width` and `tied`, whether the head is the
+    table. `table`: (V, E) token embeddings, float or quantised. `norm`: the last one.
     """
 
+    spec: Any
+    table: Weight
+    norm: Norm
+    head: LinearMap
+
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The type of hidden states, and of weights that are not quantised."""
+        return self.norm.weight.dtype
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.table.device
+
     @property
-    def spec(self) -> Sizes: ...
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        """What each layer keeps of a row, at most one store of each kind; () for nothing."""
+        raise NotImplementedError
+
     @property
-    def stores(self) -> tuple[tuple[Store, ...], ...]: ...
-    @property
-    def encodes(self) -> bool: ...
+    def encodes(self) -> bool:
+        """Whether rows look at an encoder."""
+        return False
+
     @property
     def heads(self) -> int:
-        """How many query heads a layer has."""
-        ...
+        """How many query heads a layer has; 0 where nothing is attended to."""
+        return 0
 
     @property
     def axes(self) -> int:
         """How many position ids a position has."""
-        ...
+        return 1
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
         """What it reads beside ids or embeddings."""
-        ...
+        return ()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
-        ...
+        return look_up(self.table, tokens)
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""
-        ...
+        raise NotImplementedError
 
     def finish(self, hidden: Tensor) -> Tensor:
         """The last norm, (..., E) -> (..., E)."""
-        ...
+        return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states (..., E) -> (..., V)."""
-        ...
+        return self.head(hidden)
 
     def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
         """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E).
 
         What the layers show is added to `heard`.
         """
-        ...
+        raise NotImplementedError
 
     def across(self, encoder: Tensor) -> Tensor:
         """Encoder states (S, E) -> their keys and values (L, 2, K, S, D), where it `encodes`."""
-        ...
+        raise NotImplementedError

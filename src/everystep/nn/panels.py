@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.nn.quantized import BLOCK, Format, QuantizedWeight
+from everystep.nn.quantized import BLOCK, EIGHT_BITS, Format, QuantizedWeight
 
 PANEL = 16
 
@@ -90,11 +90,6 @@ class Panels:
         return self.rows, self.columns
 
     @property
-    def bytes(self) -> int:
-        """What panels and scales take."""
-        return self.data.nbytes + (0 if self.row_scales is None else self.row_scales.nbytes)
-
-    @property
     def device(self) -> torch.device:
         """The CPU."""
         return self.data.device
@@ -131,7 +126,7 @@ class Panels:
 
     @property
     def _signed(self) -> bool:
-        return self.format in ("int8", "q8_0")
+        return self.format in EIGHT_BITS
 
     def _code_bytes(self) -> Tensor:
         return self.data[:, : _blocks(self.columns) * _block_bytes(self.format)]
@@ -202,7 +197,7 @@ def _blocks(columns: int) -> int:
 
 def _block_bytes(format: Format | None) -> int:
     """Codes of one block in one panel."""
-    return PANEL * BLOCK // (1 if format in ("int8", "q8_0") else 2)
+    return PANEL * BLOCK // (1 if format in EIGHT_BITS else 2)
 
 
 def _quantised_bytes(format: Format, columns: int, lifted: bool) -> int:

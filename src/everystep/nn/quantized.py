@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError, refuse
 
 Format = Literal["int8", "int4", "q8_0", "q4_0", "q4_1"]
 
 BLOCK = 32
-_EIGHT_BITS = ("int8", "q8_0")
+EIGHT_BITS = ("int8", "q8_0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class QuantizedWeight:
     @property
     def columns(self) -> int:
         """Inputs."""
-        return self.codes.shape[1] * (1 if self.format in _EIGHT_BITS else 2)
+        return self.codes.shape[1] * (1 if self.format in EIGHT_BITS else 2)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,14 +64,14 @@ class QuantizedWeight:
         """Where the codes lie."""
         return self.codes.device
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(rows, columns) values, computed in float32 and then rounded to `dtype`."""
+    def dequantize(self) -> Tensor:
+        """(rows, columns) values, float32."""
         if self.format == "int8":
-            return (self.codes * self.scales[:, None]).to(dtype)
+            return self.codes * self.scales[:, None]
         values = self._centred().mul_(self.scales.float()[..., None])
         if self.mins is not None:
             values += self.mins.float()[..., None]
-        return values.view(self.shape).to(dtype)
+        return values.view(self.shape)
 
     def _centred(self) -> Tensor:
         """What the scales multiply, float32 (rows, blocks, 32), in memory of its own."""
@@ -95,10 +95,6 @@ class QuantizedWeight:
         """The same weight on a device; itself if it is there."""
         return self._each(lambda part: part.to(device))
 
-    def contiguous(self) -> QuantizedWeight:
-        """The same weight, each tensor without gaps; itself where that is so already."""
-        return self._each(lambda part: part.contiguous())
-
     def alike(self, other: object) -> bool:
         """Whether the rows of `other` can stand below these in one weight."""
         return (
@@ -112,9 +108,9 @@ class QuantizedWeight:
         """One weight with the rows of all parts, in order; they must be alike."""
         first = parts[0]
         if not all(first.alike(part) for part in parts):
-            raise InvariantError(
-                message("rows of different formats were to be joined", got=_formats(parts))
-            )
+            formats = ", ".join(f"{part.format} of {part.columns} columns" for part in parts)
+            what = "rows of different formats were to be joined"
+            refuse(what, got=formats, kind=InvariantError)
         if len(parts) == 1:
             return first
         columns = zip(*(part._tensors() for part in parts), strict=True)
@@ -126,7 +122,3 @@ class QuantizedWeight:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
         return QuantizedWeight(self.format, *map(change, self._tensors()))
-
-
-def _formats(parts: Sequence[QuantizedWeight]) -> str:
-    return ", ".join(f"{part.format} of {part.columns} columns" for part in parts)

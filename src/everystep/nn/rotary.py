@@ -12,28 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-
-class Scaling(Protocol):
-    """How frequencies are stretched."""
-
-    @property
-    def attention_factor(self) -> float:
-        """What cos and sin are multiplied with."""
-        ...
-
-    @property
-    def by_length(self) -> bool:
-        """Whether frequencies depend on the row's length."""
-        ...
-
-    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(dim/2,), or (N, dim/2) where `lengths` (N,) matter; float32."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,45 +87,25 @@ def _exponents(dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Unscaled:
-    """The original frequencies."""
-
-    attention_factor: float = 1.0
-    by_length: bool = False
-
-    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(dim/2,)."""
-        return inverse_frequencies(dim, theta)
-
-
-@dataclass(frozen=True)
 class Interpolated:
-    """Positions divided by `factor`."""
+    """Positions divided by `factor`, of which 1 leaves the original frequencies.
 
-    factor: float
-    attention_factor: float = 1.0
-    by_length: bool = False
+    Only the first `share` of the pairs turn, with exponents over the whole head (Gemma).
+    """
 
-    def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(dim/2,)."""
-        return inverse_frequencies(dim, theta) / self.factor
-
-
-@dataclass(frozen=True)
-class Proportional:
-    """Only the first `share` of the pairs turn, with exponents over the whole head (Gemma)."""
-
-    share: float
     factor: float = 1.0
-    attention_factor: float = 1.0
-    by_length: bool = False
+    share: float = 1.0
+    attention_factor: ClassVar[float] = 1.0
+    by_length: ClassVar[bool] = False
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
         """(dim/2,), zeros for the pairs that stay."""
-        turning = int(self.share * dim // 2)
         frequencies = inverse_frequencies(dim, theta)
-        frequencies[turning:] = 0.0
+        frequencies[int(self.share * dim // 2) :] = 0.0
         return frequencies / self.factor
+
+
+UNSCALED = Interpolated()
 
 
 @dataclass(frozen=True)
@@ -152,8 +114,8 @@ class Dynamic:
 
     factor: float
     trained: int
-    attention_factor: float = 1.0
-    by_length: bool = True
+    attention_factor: ClassVar[float] = 1.0
+    by_length: ClassVar[bool] = True
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
         """(N, dim/2); (dim/2,) without lengths."""
@@ -178,7 +140,7 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    by_length: bool = False
+    by_length: ClassVar[bool] = False
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
         """(dim/2,)."""
@@ -221,7 +183,7 @@ class LongRope:
     long: tuple[float, ...]
     trained: int
     attention_factor: float
-    by_length: bool = True
+    by_length: ClassVar[bool] = True
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
         """(N, dim/2); (dim/2,) without lengths."""
@@ -241,8 +203,8 @@ class Llama3:
     low: float
     high: float
     trained: int
-    attention_factor: float = 1.0
-    by_length: bool = False
+    attention_factor: ClassVar[float] = 1.0
+    by_length: ClassVar[bool] = False
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
         """(dim/2,)."""
@@ -252,3 +214,9 @@ class Llama3:
         between = (1 - smooth) * plain / self.factor + smooth * plain
         stretched = torch.where(wavelengths > self.trained / self.low, plain / self.factor, between)
         return torch.where(wavelengths < self.trained / self.high, plain, stretched)
+
+
+Scaling = Interpolated | Dynamic | Yarn | LongRope | Llama3
+"""How frequencies are stretched: `frequencies` for a head's `dim` and base `theta` are float32,
+(dim/2,), or (N, dim/2) where they depend on the row's length (`by_length`) and `lengths` (N,) are
+given. Cos and sin are multiplied with `attention_factor`."""

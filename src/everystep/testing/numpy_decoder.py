@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import UnsupportedError, message
-from everystep.models.decoder import Decoder, decoder_tensors
+from everystep.models.decoder import Decoder
+from everystep.models.loader import network_weights
 from everystep.models.model import Model
 from everystep.models.spec import DecoderSpec, NormSpec
 from everystep.nn.linear import dense
@@ -185,7 +186,7 @@ def read_decoder(model: Model) -> NumpyDecoder:
         raise _unsupported(
             "this norm", "'rms' without bias, or 'layer' without plus_one", spec.norm
         )
-    weights = {key: float64(dense(held)) for key, held in decoder_tensors(network)}
+    weights = {key: float64(dense(held)) for key, held in network_weights(network)}
     # A decoder rounds the factor to the type of its weights.
     scale = torch.tensor(1.0 if spec.embed_scale is None else spec.embed_scale, dtype=model.dtype)
     return NumpyDecoder(spec, weights, float(scale))

@@ -1,0 +1,194 @@
+"""From a source of weights to the parts of a network, and back.
+
+Each parameter is made when it is taken, part by part, so that the peak is the model and one tensor:
+joined, converted, quantised and placed. What a source is made of is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from everystep.models.parameters import Parameter, ParameterPart
+from everystep.models.spec import NormSpec
+from everystep.nn.attention import RelativeBias
+from everystep.nn.linear import (
+    LinearMap,
+    Matrix,
+    Rows,
+    Weight,
+    dense,
+    joined,
+    packed_linear,
+    shared_linear,
+    weights_of,
+)
+from everystep.nn.network import Network
+from everystep.nn.norm import Norm
+from everystep.nn.panels import Arena, Panels
+from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.rounding import Rounding, quantize
+
+
+class TensorSource(Protocol):
+    """Named tensors that are read one by one."""
+
+    def names(self) -> Iterable[str]:
+        """All names."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        ...
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The values of a tensor."""
+        ...
+
+
+Kept = Callable[[str], QuantizedWeight | None]
+"""A weight as its source has it, in memory of its own; None where it is not quantised."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Weights in memory as a source."""
+
+    weights: Mapping[str, Rows]
+
+    def names(self) -> Iterable[str]:
+        return self.weights
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.weights[name].shape)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return dense(self.weights[name]).to(dtype)
+
+    def quantised(self, name: str) -> QuantizedWeight | None:
+        """The weight of this name, None where it is floats."""
+        weight = self.weights[name]
+        return weight if isinstance(weight, QuantizedWeight) else None
+
+
+@dataclass(frozen=True)
+class WeightLoader:
+    """The parameters of a network, filled from a source when they are taken, each once.
+
+    `kept`: where the source has a quantised weight for a name, that is used as it is. `rounding`:
+    matrices are quantised when they are loaded. `exact_activations`: quantised matrices read
+    activations as they are. `panels`: matrices lie in panels, which float32 and codes can.
+    `learns`: all weights are plain float tensors that require gradients.
+    """
+
+    parameters: dict[str, Parameter]
+    source: TensorSource
+    dtype: torch.dtype
+    device: torch.device
+    kept: Kept | None = None
+    rounding: Rounding | None = None
+    exact_activations: bool = False
+    panels: bool = False
+    learns: bool = False
+    _arena: Arena = field(default_factory=Arena)
+
+    def frame(self, spec: Any) -> tuple[Weight, Norm, LinearMap]:
+        """The table of token embeddings, the last norm and the head, which may be the table."""
+        (table,) = weights_of(self._matrix("embed"))
+        norm = self.norm(spec.norm, "norm")
+        if not spec.tied:
+            return table, norm, self.linear("head")
+        bias = self._tensor_if("head.bias")
+        head = shared_linear(table, bias, exact_activations=self.exact_activations)
+        return table, norm, head
+
+    def layers(self, kind: type[T], key: str, count: int, norm: NormSpec) -> tuple[T, ...]:
+        """Layers of a dataclass whose fields are named as their parameters are; a field without
+        parameters is None."""
+        roles = [role.name for role in fields(cast(Any, kind))]
+        keys = [f"{key}.{index}" for index in range(count)]
+        return tuple(
+            kind(**{role: self._part(f"{one}.{role}", norm) for role in roles}) for one in keys
+        )
+
+    def norm(self, spec: NormSpec, key: str) -> Norm:
+        """A norm."""
+        weight, bias = self.tensor(f"{key}.weight"), self._tensor_if(f"{key}.bias")
+        return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
+
+    def linear(self, key: str) -> LinearMap:
+        """A linear map in the layout that this machine prefers."""
+        weight, bias = self._matrix(f"{key}.weight"), self._tensor_if(f"{key}.bias")
+        return packed_linear(weight, bias, exact_activations=self.exact_activations)
+
+    def tensor(self, key: str) -> Tensor:
+        """The values of a parameter."""
+        return self._values(self.parameters.pop(key))
+
+    def _tensor_if(self, key: str) -> Tensor | None:
+        return self.tensor(key) if key in self.parameters else None
+
+    def _part(self, key: str, norm: NormSpec) -> Norm | LinearMap | Tensor | None:
+        if f"{key}.weight" not in self.parameters:
+            return self._tensor_if(key)
+        return self.norm(norm, key) if key.endswith("norm") else self.linear(key)
+
+    def _matrix(self, key: str) -> Matrix:
+        """A weight that is only multiplied by or looked up in: it may be quantised."""
+        found = self._rows(self.parameters.pop(key))
+        if not self.panels:
+            return found
+        if isinstance(found, tuple):
+            return tuple(Panels.of(one, self._arena) for one in found)
+        return Panels.of(found, self._arena)
+
+    def _rows(self, parameter: Parameter) -> Rows | tuple[Rows, ...]:
+        kept = [None if self.kept is None else self.kept(part.name) for part in parameter.parts]
+        if all(one is None for one in kept):
+            values = self._values(parameter)
+            return values if self.rounding is None else quantize(values, self.rounding)
+        return joined([self._one(*pair) for pair in zip(parameter.parts, kept, strict=True)])
+
+    def _one(self, part: ParameterPart, kept: QuantizedWeight | None) -> Rows:
+        if kept is not None:
+            return kept.to(self.device)
+        return self.source.load(part.name, self.dtype).to(self.device, copy=True)
+
+    def _values(self, parameter: Parameter) -> Tensor:
+        tensor = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+        for part in parameter.parts:
+            # What a source returns may be a view of a mapped file: the copy is the model's own.
+            tensor[part.start : part.stop].copy_(self.source.load(part.name, self.dtype))
+        return tensor.requires_grad_(self.learns)
+
+
+def network_weights(network: Network) -> Iterator[tuple[str, Matrix]]:
+    """Every parameter's key and tensor, the inverse of loading, unpacked one at a time."""
+    yield "embed", network.table
+    for part in fields(network):
+        if part.name == "head" and network.spec.tied:
+            yield from _held("head.bias", network.head.bias)
+        elif part.name != "table":
+            yield from _held(part.name, getattr(network, part.name))
+
+
+def _held(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
+    if isinstance(part, Tensor):
+        yield key, part
+    elif isinstance(part, RelativeBias):
+        yield key, part.table
+    elif isinstance(part, Norm | LinearMap):
+        yield f"{key}.weight", part.weight if isinstance(part, Norm) else part.matrix()
+        if part.bias is not None:
+            yield f"{key}.bias", part.bias
+    elif isinstance(part, tuple):
+        for index, layer in enumerate(part):
+            for role in fields(layer):
+                yield from _held(f"{key}.{index}.{role.name}", getattr(layer, role.name))

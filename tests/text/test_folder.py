@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError, TokenizerError
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Tokenizer
-from everystep.text.ends import surrounding
+from everystep.text.gguf import surrounding
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

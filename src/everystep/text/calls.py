@@ -7,7 +7,7 @@ Plain functions over plain values: what a text or a chat argument may be, what `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -20,7 +20,7 @@ from everystep.errors import (
     message,
     nearest,
 )
-from everystep.text.batch import BatchEncoding, Columns, Padding, Side, Truncation, as_tensors
+from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
 from everystep.text.settings import NO_LIMIT
 
@@ -37,6 +37,15 @@ UNSUPPORTED: dict[str, object] = {
     "return_length": False,
     "verbose": True,
     "tokenizer_kwargs": None,
+}
+
+# Each column, and the attribute of the library's encoding that holds it.
+COLUMNS = {
+    "input_ids": "ids",
+    "token_type_ids": "type_ids",
+    "attention_mask": "attention_mask",
+    "special_tokens_mask": "special_tokens_mask",
+    "offset_mapping": "offsets",
 }
 
 PADDINGS = {True: "longest", False: None, None: None, "do_not_pad": None}
@@ -189,34 +198,21 @@ def _length(what: str, max_length: int | None, limit: int) -> int:
 
 def columns_of(
     encodings: Sequence[tokenizers.Encoding],
-    wanted: Mapping[str, bool],
+    wanted: Collection[str],
     cut: Truncation | None,
 ) -> Columns:
-    """The wanted columns of the encodings, `input_ids` always, cut where they are too long."""
-    read: dict[str, Callable[[tokenizers.Encoding], list[Any]]] = {
-        "input_ids": lambda encoding: encoding.ids,
-        "token_type_ids": lambda encoding: encoding.type_ids,
-        "attention_mask": lambda encoding: [1] * len(encoding.ids),
-        "special_tokens_mask": lambda encoding: encoding.special_tokens_mask,
-        "offset_mapping": lambda encoding: encoding.offsets,
+    """The wanted columns of the encodings, in the order of COLUMNS, cut where they are too long."""
+    columns = {
+        name: [getattr(encoding, attribute) for encoding in encodings]
+        for name, attribute in COLUMNS.items()
+        if name in wanted
     }
-    names = [name for name in read if name == "input_ids" or wanted.get(name)]
-    columns = {name: [read[name](encoding) for encoding in encodings] for name in names}
-    if cut is None:
-        return columns
     for row, encoding in enumerate(encodings):
-        if len(encoding.ids) > cut.length:
+        if cut is not None and len(encoding.ids) > cut.length:
             kept = cut.kept(encoding.sequence_ids)
             for rows in columns.values():
                 rows[row] = [rows[row][position] for position in kept]
     return columns
-
-
-def shaped(columns: Columns, single: bool, return_tensors: str | None) -> BatchEncoding:
-    """The encoding that a call returns: tensors, lists, or the only row's lists."""
-    if return_tensors is not None:
-        return BatchEncoding(as_tensors(columns, return_tensors))
-    return BatchEncoding({name: rows[0] if single else rows for name, rows in columns.items()})
 
 
 def checked_id(id: Any) -> int:

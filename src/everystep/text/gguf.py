@@ -11,14 +11,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
 
-from everystep.errors import FormatError, UnsupportedError, message
-from everystep.text.ends import surrounding
+from everystep.errors import FormatError, UnsupportedError, message, refuse
 from everystep.text.native import native_call
 from everystep.text.pretokenizers import splitting_rule
 from everystep.text.settings import NO_LIMIT, Settings, SpecialTokens
@@ -56,9 +56,9 @@ def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Set
     vocabulary = Vocabulary.read(metadata)
     special = _special_tokens(metadata, vocabulary)
     with native_call("The GGUF metadata do not make a tokenizer", error=FormatError):
-        backend = BUILDERS[model](metadata, vocabulary, special)
+        backend, bos = BUILDERS[model](metadata, vocabulary, special)
         _add_tokens(backend, vocabulary)
-    _check_ids(backend, vocabulary)
+        _add_ends(backend, metadata, special, bos)
     return backend, _settings(metadata, special)
 
 
@@ -80,7 +80,13 @@ class Vocabulary:
             raise FormatError(message("token_type is unknown", wanted="1 to 6", got=min(wrong)))
         ids = {token: id for id, token in enumerate(tokens)}
         if len(ids) < len(tokens):
-            raise _duplicate(tokens, ids)
+            first = next(id for id, token in enumerate(tokens) if ids[token] != id)
+            refuse(
+                f"Token {tokens[first]!r} is in tokenizer.ggml.tokens twice",
+                wanted="distinct tokens",
+                got=f"ids {first} and {ids[tokens[first]]}",
+                kind=FormatError,
+            )
         return cls(tokens, types, ids)
 
     def added(self) -> list[int]:
@@ -101,47 +107,45 @@ class Vocabulary:
 
 def _byte_level(
     metadata: Mapping[str, object], vocabulary: Vocabulary, special: SpecialTokens
-) -> tokenizers.Tokenizer:
+) -> tuple[tokenizers.Tokenizer, bool]:
     rule = splitting_rule(_rule_name(metadata))
     size = vocabulary.base_size()
     base = {token: id for token, id in vocabulary.ids.items() if id < size}
-    merges = _merges(metadata, base)
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=base, merges=merges, ignore_merges=rule.whole_words)
-    )
+    model = models.BPE(vocab=base, merges=_merges(metadata, base), ignore_merges=rule.whole_words)
+    backend = tokenizers.Tokenizer(model)
     if rule.normalizer:
         backend.normalizer = rule.normalizer()
     backend.pre_tokenizer = rule.split()
     backend.decoder = decoders.ByteLevel()
-    return _with_ends(backend, metadata, special, vocabulary, bos=rule.starts_with_bos)
+    return backend, rule.starts_with_bos
 
 
 def _sentencepiece(
     metadata: Mapping[str, object], vocabulary: Vocabulary, special: SpecialTokens
-) -> tokenizers.Tokenizer:
+) -> tuple[tokenizers.Tokenizer, bool]:
     if metadata.get(PREFIX + "remove_extra_whitespaces"):
         raise UnsupportedError(
             message("A SentencePiece model that removes extra spaces is not supported")
         )
     prefix = _flag(metadata, "add_space_prefix", True)
-    unknown = special.unk_token or _first_of(vocabulary, UNKNOWN)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary.ids,
-            merges=_merges_by_score(vocabulary, _array(metadata, "scores", float)),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=BYTE in vocabulary.types,
-        )
+    kinds = vocabulary.types
+    unknown = vocabulary.tokens[kinds.index(UNKNOWN)] if UNKNOWN in kinds else None
+    model = models.BPE(
+        vocab=vocabulary.ids,
+        merges=_merges_by_score(vocabulary, _array(metadata, "scores", float)),
+        unk_token=special.unk_token or unknown,
+        fuse_unk=True,
+        byte_fallback=BYTE in kinds,
     )
+    backend = tokenizers.Tokenizer(model)
     marks = normalizers.Replace(" ", "▁")
     spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), marks]) if prefix else marks
-    )
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence([*spaces, *strip])
-    return _with_ends(backend, metadata, special, vocabulary, bos=True)
+    if prefix:
+        marks = normalizers.Sequence([normalizers.Prepend("▁"), marks])
+        spaces.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = marks
+    backend.decoder = decoders.Sequence(spaces)
+    return backend, True
 
 
 BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
@@ -212,47 +216,56 @@ def _special_tokens(metadata: Mapping[str, object], vocabulary: Vocabulary) -> S
     return SpecialTokens(**found)
 
 
-def _with_ends(
+def _add_ends(
     backend: tokenizers.Tokenizer,
     metadata: Mapping[str, object],
     special: SpecialTokens,
-    vocabulary: Vocabulary,
-    *,
     bos: bool,
-) -> tokenizers.Tokenizer:
+) -> None:
     """Adds the post-processor that puts bos before and eos after, where the file wants them."""
-    ends: list[tuple[str, int] | None] = []
-    for name, default in (("bos", bos), ("eos", False)):
+
+    def end(name: str, default: bool) -> tuple[str, int] | None:
         token = getattr(special, f"{name}_token")
-        if _flag(metadata, f"add_{name}_token", default and token is not None):
-            if token is None:
-                raise FormatError(
-                    message(f"add_{name}_token is true, but no {name}_token_id is given")
-                )
-            ends.append((token, vocabulary.ids[token]))
-        else:
-            ends.append(None)
-    if any(ends):
-        backend.post_processor = surrounding(ends[0], ends[1])
-    return backend
+        if not _flag(metadata, f"add_{name}_token", default and token is not None):
+            return None
+        if token is None:
+            raise FormatError(message(f"add_{name}_token is true, but no {name}_token_id is given"))
+        return token, backend.token_to_id(token)
+
+    before, after = end("bos", bos), end("eos", False)
+    if before or after:
+        backend.post_processor = surrounding(before, after)
+
+
+def surrounding(
+    before: tuple[str, int] | None, after: tuple[str, int] | None
+) -> TemplateProcessing:
+    """A post-processor that puts tokens, given as (text, id), before and after every text.
+
+    Source: `TokenizersBackend.update_post_processor` of the reference.
+    """
+    first, last = ([end[0]] if end else [] for end in (before, after))
+    single = [f"{part}:0" for part in (*first, "$A", *last)]
+    second = [f"{part}:1" for part in (*first, "$B", *last)]
+    tokens = {end for end in (before, after) if end}
+    return TemplateProcessing(single=single, pair=[*single, *second], special_tokens=sorted(tokens))
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     """Adds in the order of ids, so that the closing run gets the ids that the file gives it."""
-    added = []
-    for id in vocabulary.added():
-        if not vocabulary.tokens[id]:
-            raise FormatError(message(f"The added token {id} has no text"))
-        special = vocabulary.types[id] == CONTROL
-        added.append(
-            tokenizers.AddedToken(vocabulary.tokens[id], special=special, normalized=False)
-        )
-    backend.add_tokens(added)
-
-
-def _check_ids(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-    for id in vocabulary.added():
-        if backend.token_to_id(vocabulary.tokens[id]) != id:
+    added = {id: vocabulary.tokens[id] for id in vocabulary.added()}
+    special = {id: vocabulary.types[id] == CONTROL for id in added}
+    if "" in added.values():
+        id = vocabulary.ids[""]
+        raise FormatError(message(f"The added token {id} has no text"))
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=special[id], normalized=False)
+            for id, token in added.items()
+        ]
+    )
+    for id, token in added.items():
+        if backend.token_to_id(token) != id:
             raise FormatError(message(f"The added token {id} cannot keep its id"))
 
 
@@ -273,27 +286,17 @@ def _settings(metadata: Mapping[str, object], special: SpecialTokens) -> Setting
     )
 
 
-def _first_of(vocabulary: Vocabulary, kind: int) -> str | None:
-    return vocabulary.tokens[vocabulary.types.index(kind)] if kind in vocabulary.types else None
-
-
 def _value(metadata: Mapping[str, object], key: str, kind: type[T]) -> T:
     value = metadata.get(PREFIX + key)
     if kind is int and isinstance(value, np.integer):
         value = int(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise FormatError(
-            message(
-                f"tokenizer.ggml.{key} is {'wrong' if PREFIX + key in metadata else 'missing'}",
-                wanted=kind.__name__,
-                got=None if value is None else type(value).__name__,
-            )
-        )
+        _refuse_value(metadata, key, kind.__name__)
     return value
 
 
 def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
-    return bool(_value(metadata, key, bool)) if PREFIX + key in metadata else default
+    return _value(metadata, key, bool) if PREFIX + key in metadata else default
 
 
 def _array(metadata: Mapping[str, object], key: str, kind: type[T]) -> list[T]:
@@ -301,23 +304,26 @@ def _array(metadata: Mapping[str, object], key: str, kind: type[T]) -> list[T]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise FormatError(
-            message(
-                f"tokenizer.ggml.{key} is {'wrong' if PREFIX + key in metadata else 'missing'}",
-                wanted=f"an array of {kind.__name__}",
-                got=None if value is None else type(value).__name__,
-            )
-        )
+        _refuse_value(metadata, key, f"an array of {kind.__name__}")
     items = list(value)
     if wrong := {type(item) for item in items} - {kind}:
-        raise FormatError(
-            message(
-                f"tokenizer.ggml.{key} has elements of the wrong type",
-                wanted=kind.__name__,
-                got=", ".join(sorted(each.__name__ for each in wrong)),
-            )
+        refuse(
+            f"tokenizer.ggml.{key} has elements of the wrong type",
+            wanted=kind.__name__,
+            got=", ".join(sorted(each.__name__ for each in wrong)),
+            kind=FormatError,
         )
     return items
+
+
+def _refuse_value(metadata: Mapping[str, object], key: str, wanted: str) -> NoReturn:
+    value = metadata.get(PREFIX + key)
+    refuse(
+        f"tokenizer.ggml.{key} is {'wrong' if PREFIX + key in metadata else 'missing'}",
+        wanted=wanted,
+        got=None if value is None else type(value).__name__,
+        kind=FormatError,
+    )
 
 
 def _check_count(key: str, got: int, wanted: int) -> None:
@@ -325,14 +331,3 @@ def _check_count(key: str, got: int, wanted: int) -> None:
         raise FormatError(
             message(f"tokenizer.ggml.{key} does not fit tokens", wanted=wanted, got=got)
         )
-
-
-def _duplicate(tokens: list[str], ids: Mapping[str, int]) -> FormatError:
-    first = next(id for id, token in enumerate(tokens) if ids[token] != id)
-    return FormatError(
-        message(
-            f"Token {tokens[first]!r} is in tokenizer.ggml.tokens twice",
-            wanted="distinct tokens",
-            got=f"ids {first} and {ids[tokens[first]]}",
-        )
-    )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everystep.errors import RequestError, TokenizerError, message
+from everystep.errors import TokenizerError, message, refuse
 from everystep.text.batch import Side
 
 # The reference's "no limit is known".
@@ -88,13 +88,11 @@ class Settings:
     name_or_path: str = ""
 
 
-def checked_side(value: object, name: str) -> Side:
+def checked_side(value: Any, name: str) -> Side:
     """The side itself; RequestError if it is neither "left" nor "right"."""
-    if value == "left":
-        return "left"
-    if value == "right":
-        return "right"
-    raise RequestError(message(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value)))
+    if value not in ("left", "right"):
+        refuse(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value))
+    return value
 
 
 def token_text(value: object, name: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from everystep.errors import RequestError, UnsupportedError, message
-from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation
+from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation, shaped
 from everystep.text.calls import (
     TextInput,
     TextItem,
@@ -28,16 +28,19 @@ from everystep.text.calls import (
     id_rows,
     padding_of,
     refuse_unknown,
-    shaped,
     truncation_of,
 )
-from everystep.text.chat import checked_tools, chosen_template, refuse_unread, tokens_within
 from everystep.text.folder import read_folder, write_folder
 from everystep.text.gguf import read_gguf
 from everystep.text.native import native_call
 from everystep.text.pieces import Decoding
 from everystep.text.settings import NamedToken, Settings, checked_side
-from everystep.text.template import RenderedChat
+from everystep.text.template import (
+    RenderedChat,
+    chosen_template,
+    refuse_unread,
+    tokens_within,
+)
 
 NO_SETTINGS = Settings()
 
@@ -135,16 +138,17 @@ class Tokenizer:
         texts, single = as_texts(text, text_pair)
         cut = self._truncation(truncation, max_length, padding)
         pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)
-        wanted = {
+        asked = {
+            "input_ids": True,
             "attention_mask": return_attention_mask is not False,
-            "token_type_ids": bool(return_token_type_ids),
+            "token_type_ids": return_token_type_ids,
             "special_tokens_mask": return_special_tokens_mask,
             "offset_mapping": return_offsets_mapping,
         }
         encodings = self._encodings(texts, add_special_tokens)
         if add_special_tokens:
             self._warn_of_second_bos(encodings)
-        columns = columns_of(encodings, wanted, cut)
+        columns = columns_of(encodings, [name for name in asked if asked[name]], cut)
         return shaped(pad(columns) if pad else columns, single, return_tensors)
 
     def encode(self, text: str, text_pair: str | None = None, **options: Any) -> Any:
@@ -212,7 +216,7 @@ class Tokenizer:
         refuse_unread(template, template_variables, given, self.apply_chat_template)
         render = functools.partial(
             template.render,
-            tools=checked_tools(tools),
+            tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -233,7 +237,7 @@ class Tokenizer:
     ) -> Columns:
         """The columns of rendered chats; they hold every special token, so none is added."""
         encodings = self._encodings([chat.text for chat in chats], add_special_tokens=False)
-        columns = columns_of(encodings, {"attention_mask": True, "offset_mapping": True}, cut)
+        columns = columns_of(encodings, ("input_ids", "attention_mask", "offset_mapping"), cut)
         offsets = columns.pop("offset_mapping")
         if masks:
             columns["assistant_masks"] = [

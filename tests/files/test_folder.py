@@ -20,35 +20,15 @@ def folder(tmp_path: Path) -> Path:
 def test_a_configuration_alone_is_enough(folder: Path) -> None:
     opened = open_folder(folder)
     assert opened.config == CONFIG
-    assert opened.generation_config is opened.tokenizer_config is opened.tokenizer is None
-    assert opened.chat_template is None
+    assert opened.generation_config is opened.tokenizer is None
 
 
 def test_the_other_files_are_read(folder: Path) -> None:
     write_json(folder / "generation_config.json", {"temperature": 0.5})
-    write_json(folder / "tokenizer_config.json", {"eos_token": "</s>"})
     write_json(folder / "tokenizer.json", {})
     opened = open_folder(folder)
     assert opened.generation_config == {"temperature": 0.5}
-    assert opened.tokenizer_config == {"eos_token": "</s>"}
     assert opened.tokenizer == folder / "tokenizer.json"
-
-
-def test_a_template_in_the_tokenizer_configuration(folder: Path) -> None:
-    write_json(folder / "tokenizer_config.json", {"chat_template": "{{ a }}"})
-    assert open_folder(folder).chat_template == "{{ a }}"
-
-
-def test_named_templates(folder: Path) -> None:
-    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
-    write_json(folder / "tokenizer_config.json", {"chat_template": named})
-    assert open_folder(folder).chat_templates == {"default": "d", "tool_use": "t"}
-
-
-def test_a_template_of_its_own_counts_more(folder: Path) -> None:
-    write_json(folder / "tokenizer_config.json", {"chat_template": "old"})
-    (folder / "chat_template.jinja").write_text("new ✓", encoding="utf-8")
-    assert open_folder(folder).chat_template == "new ✓"
 
 
 def test_weights_are_opened_on_request(folder: Path) -> None:

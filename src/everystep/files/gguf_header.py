@@ -40,7 +40,7 @@ _MIN_KEY_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),

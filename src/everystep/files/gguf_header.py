@@ -53,6 +53,8 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
+# What an element of an array takes at least: an empty text; an array's type and length.
+_LEAST_BYTES = {_STRING: 8, _ARRAY: 12, **{code: kind.itemsize for code, kind in _NUMBERS.items()}}
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,9 @@ def _read_array(reader: _Reader, key: str, depth: int) -> list[object]:
         raise reader.error(f"the arrays of {key!r} are nested too deeply", f"at most {MAX_NESTING}")
     code = reader.u32(f"the element type of {key!r}")
     count = reader.u64(f"the length of {key!r}")
-    least = _least_bytes(reader, key, code)
+    if code not in _LEAST_BYTES:
+        raise _unknown_type(reader, f"the elements of {key!r}", code)
+    least = _LEAST_BYTES[code]
     if count > reader.left // least:
         raise reader.error(
             f"the array {key!r} runs past the end of the file",
@@ -222,22 +226,14 @@ def _read_array(reader: _Reader, key: str, depth: int) -> list[object]:
     return [_read_value(reader, key, code, depth) for _ in range(count)]
 
 
-def _least_bytes(reader: _Reader, key: str, code: int) -> int:
-    if code == _STRING:
-        return 8
-    if code == _ARRAY:
-        return 12
-    return _number_type(reader, f"the elements of {key!r}", code).itemsize
-
-
-def _number_type(reader: _Reader, what: str, code: int) -> np.dtype[Any]:
-    if code not in _NUMBERS:
-        raise reader.error(f"{what} has an unknown type", "one of 0 to 12", code)
-    return _NUMBERS[code]
+def _unknown_type(reader: _Reader, what: str, code: int) -> FormatError:
+    return reader.error(f"{what} has an unknown type", "one of 0 to 12", code)
 
 
 def _read_numbers(reader: _Reader, what: str, code: int, count: int) -> list[object]:
-    kind = _number_type(reader, what, code)
+    if code not in _NUMBERS:
+        raise _unknown_type(reader, what, code)
+    kind = _NUMBERS[code]
     values: list[object] = np.frombuffer(reader.take(count * kind.itemsize, what), kind).tolist()
     if code != _BOOL:
         return values

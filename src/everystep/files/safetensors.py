@@ -211,12 +211,11 @@ def _header_bytes(file: Path) -> bytes:
         known = impostor(start + opened.read(56))
     if known is not None:
         raise FormatError(message(f"{file} is {known}"))
-    raise FormatError(
-        message(
-            f"{file} is not a safetensors file or was cut off",
-            wanted=f"a header of 2 to {max(limit, 0)} bytes",
-            got=f"{length} in a file of {size} bytes",
-        )
+    refuse(
+        f"{file} is not a safetensors file or was cut off",
+        wanted=f"a header of 2 to {max(limit, 0)} bytes",
+        got=f"{length} in a file of {size} bytes",
+        kind=FormatError,
     )
 
 

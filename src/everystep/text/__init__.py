@@ -4,7 +4,7 @@ from everystep.text.batch import BatchEncoding
 from everystep.text.detokenizer import Detokenizer, Trimmer
 from everystep.text.pieces import Spelling
 from everystep.text.sandbox import TemplateLimits
-from everystep.text.settings import Settings, SpecialTokens
+from everystep.text.settings import Settings
 from everystep.text.template import ChatTemplate, RenderedChat
 from everystep.text.tokenizer import Tokenizer
 
@@ -14,7 +14,6 @@ __all__ = [
     "Detokenizer",
     "RenderedChat",
     "Settings",
-    "SpecialTokens",
     "Spelling",
     "TemplateLimits",
     "Tokenizer",

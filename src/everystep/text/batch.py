@@ -7,7 +7,8 @@ pads each, and nothing of text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ FILL: dict[str, Any] = {
 }
 
 
-class BatchEncoding(MutableMapping[str, Any]):
+class BatchEncoding(UserDict[str, Any]):
     """The columns of an encoded batch: a mapping that also answers to attributes and `**`.
 
     `tensor_type`: "pt" or "np" makes tensors or arrays of what is none yet, with one dimension more
@@ -54,28 +55,12 @@ class BatchEncoding(MutableMapping[str, Any]):
                 do="Leave it out, and call the tokenizer with return_offsets_mapping=True",
                 kind=UnsupportedError,
             )
+        super().__init__(data)
         self.n_sequences = n_sequences
-        self.data = dict(data or {})
         if tensor_type is not None:
-            self.data = {
-                name: _as_tensor(name, [value] if prepend_batch_axis else value, tensor_type)
-                for name, value in self.data.items()
-            }
-
-    def __getitem__(self, name: str) -> Any:
-        return self.data[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.data[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.data[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.data)
-
-    def __len__(self) -> int:
-        return len(self.data)
+            for name, value in self.data.items():
+                given = [value] if prepend_batch_axis else value
+                self.data[name] = _as_tensor(name, given, tensor_type)
 
     def __getattr__(self, name: str) -> Any:
         # Pickle and copy ask for attributes before `data` exists.

@@ -19,6 +19,7 @@ from everystep.errors import (
     UnsupportedError,
     message,
     nearest,
+    refuse,
 )
 from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
@@ -48,8 +49,23 @@ COLUMNS = {
     "offset_mapping": "offsets",
 }
 
-PADDINGS = {True: "longest", False: None, None: None, "do_not_pad": None}
-TRUNCATIONS = {True: "longest_first", False: None, None: None, "do_not_truncate": None}
+PADDINGS: dict[Any, str | None] = {
+    True: "longest",
+    False: None,
+    None: None,
+    "do_not_pad": None,
+    "longest": "longest",
+    "max_length": "max_length",
+}
+TRUNCATIONS: dict[Any, str | None] = {
+    True: "longest_first",
+    False: None,
+    None: None,
+    "do_not_truncate": None,
+    "longest_first": "longest_first",
+    "only_first": "only_first",
+    "only_second": "only_second",
+}
 
 
 def refuse_unknown(call: Callable[..., Any], given: Mapping[str, object]) -> None:
@@ -63,11 +79,10 @@ def refuse_unknown(call: Callable[..., Any], given: Mapping[str, object]) -> Non
             )
         known = [name for name in inspect.signature(call).parameters if name != "self"]
         near = nearest(name, known)
-        raise UnknownArgumentError(
-            message(
-                f"The tokenizer has no argument {name!r}",
-                wanted=f"perhaps {near!r}" if near else ", ".join(known),
-            )
+        refuse(
+            f"The tokenizer has no argument {name!r}",
+            wanted=f"perhaps {near!r}" if near else ", ".join(known),
+            kind=UnknownArgumentError,
         )
 
 
@@ -79,9 +94,7 @@ def as_texts(text: TextInput, pair: str | Sequence[str] | None) -> tuple[list[Te
     items = [_item(item, index) for index, item in enumerate(text)]
     if pair is not None:
         if isinstance(pair, str) or len(pair) != len(items):
-            raise RequestError(
-                message("text_pair does not fit text", wanted=f"{len(items)} texts", got=pair)
-            )
+            refuse("text_pair does not fit text", wanted=f"{len(items)} texts", got=pair)
         items = [
             _item((item, other), index)
             for index, (item, other) in enumerate(zip(items, pair, strict=True))
@@ -100,12 +113,10 @@ def _item(item: object, index: int) -> TextItem:
 def as_chats(conversation: Sequence[Any]) -> tuple[list[Sequence[Any]], bool]:
     """The chats of an argument that is one chat (messages) or several, and whether it is one."""
     if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, Sequence):
-        raise RequestError(
-            message(
-                "A conversation is a list of messages",
-                wanted='e.g. [{"role": "user", "content": "Hello"}]',
-                got=type(conversation).__name__,
-            )
+        refuse(
+            "A conversation is a list of messages",
+            wanted='e.g. [{"role": "user", "content": "Hello"}]',
+            got=type(conversation).__name__,
         )
     if not conversation:
         raise RequestError(message("The conversation has no message"))
@@ -124,16 +135,12 @@ def truncation_of(
     """What cuts the rows, or None; `max_length` alone cuts, as in the reference."""
     if max_length is not None and padding is False and truncation is None:
         truncation = True
-    strategy = _choice(
-        "truncation", truncation, TRUNCATIONS, ("longest_first", "only_first", "only_second")
-    )
+    strategy = _choice("truncation", truncation, TRUNCATIONS)
     if strategy is None:
         if max_length is not None and padding != "max_length":
-            raise RequestError(
-                message(
-                    "max_length would have no effect",
-                    do="Pass truncation=True to cut, or padding='max_length' to pad to it",
-                )
+            refuse(
+                "max_length would have no effect",
+                do="Pass truncation=True to cut, or padding='max_length' to pad to it",
             )
         return None
     return Truncation(_length("truncation", max_length, limit), side, strategy)  # type: ignore[arg-type]
@@ -148,19 +155,15 @@ def padding_of(
     pad_id: int | None,
 ) -> Padding | None:
     """What pads the rows, or None."""
-    strategy = _choice("padding", padding, PADDINGS, ("longest", "max_length"))
+    strategy = _choice("padding", padding, PADDINGS)
     if strategy is None:
         if multiple is not None:
-            raise RequestError(
-                message("pad_to_multiple_of would have no effect", do="Pass padding=True with it")
-            )
+            refuse("pad_to_multiple_of would have no effect", do="Pass padding=True with it")
         return None
     if pad_id is None:
-        raise RequestError(
-            message(
-                "Padding needs a pad token, and the tokenizer has none",
-                do="Choose one, e.g. tokenizer.pad_token = tokenizer.eos_token",
-            )
+        refuse(
+            "Padding needs a pad token, and the tokenizer has none",
+            do="Choose one, e.g. tokenizer.pad_token = tokenizer.eos_token",
         )
     if multiple is not None and multiple < 1:
         raise RequestError(message("pad_to_multiple_of is wrong", wanted="1 or more", got=multiple))
@@ -168,27 +171,20 @@ def padding_of(
     return Padding(pad_id, side, length, multiple or 1)
 
 
-def _choice(
-    name: str, value: bool | str | None, short: Mapping[Any, str | None], full: Sequence[str]
-) -> str | None:
-    if value in full:
-        return str(value)
-    if isinstance(value, (bool, str, type(None))) and value in short:
-        return short[value]
-    raise RequestError(
-        message(f"{name} is unknown", wanted=", ".join(["True", "False", *full]), got=repr(value))
-    )
+def _choice(name: str, value: object, choices: Mapping[Any, str | None]) -> str | None:
+    if isinstance(value, bool | str | None) and value in choices:
+        return choices[value]
+    strategies = dict.fromkeys(filter(None, choices.values()))
+    refuse(f"{name} is unknown", wanted=", ".join(["True", "False", *strategies]), got=repr(value))
 
 
 def _length(what: str, max_length: int | None, limit: int) -> int:
     if max_length is None and limit >= NO_LIMIT:
-        raise RequestError(
-            message(
-                f"There is no length for {what}",
-                wanted="max_length",
-                got="a model without a known limit",
-                do="Pass max_length=...",
-            )
+        refuse(
+            f"There is no length for {what}",
+            wanted="max_length",
+            got="a model without a known limit",
+            do="Pass max_length=...",
         )
     length = limit if max_length is None else max_length
     if not isinstance(length, int) or length < 0:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from everystep.errors import EverystepError, TokenizerError, message
+from everystep.errors import EverystepError, TokenizerError, message, refuse
 
 PASSED_ON = (
     EverystepError,
@@ -41,9 +41,7 @@ def native_call(
 def checked_text(text: object, name: str = "text") -> str:
     """The text itself, once it is known to be a string that UTF-8 can express."""
     if not isinstance(text, str):
-        raise TokenizerError(
-            message(f"{name} is not text", wanted="a str", got=type(text).__name__)
-        )
+        refuse(f"{name} is not text", wanted="a str", got=type(text).__name__, kind=TokenizerError)
     if not text.isascii():
         try:
             text.encode("utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation, shaped
 from everystep.text.calls import (
     TextInput,
@@ -80,7 +80,7 @@ class Tokenizer:
         self.model_max_length = settings.model_max_length
         self.chat_template = settings.chat_template
         self.name_or_path = settings.name_or_path
-        for name, token in settings.special.named().items():
+        for name, token in settings.special.items():
             setattr(self, name, token)  # checks that the vocabulary has it
 
     @classmethod
@@ -205,11 +205,9 @@ class Tokenizer:
         """
         chats, single = as_chats(conversation)
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
-            raise RequestError(
-                message(
-                    "continue_final_message leaves the last message open",
-                    wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
-                )
+            refuse(
+                "continue_final_message leaves the last message open",
+                wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
             )
         template = chosen_template(self.chat_template, chat_template, tools)
         given = {"tools": tools, "documents": documents}
@@ -260,12 +258,11 @@ class Tokenizer:
         is never tidied up, since that would change what the ids say.
         """
         if clean_up_tokenization_spaces:
-            raise UnsupportedError(
-                message(
-                    "clean_up_tokenization_spaces=True would change the decoded text",
-                    wanted="False",
-                    do="Post-process the text yourself if it is to lose spaces",
-                )
+            refuse(
+                "clean_up_tokenization_spaces=True would change the decoded text",
+                wanted="False",
+                do="Post-process the text yourself if it is to lose spaces",
+                kind=UnsupportedError,
             )
         rows, single = id_rows(token_ids)
         with native_call("The ids cannot be decoded"):
@@ -332,7 +329,7 @@ class Tokenizer:
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """The named special tokens that exist."""
-        return self.special.named()
+        return dict(self.special)
 
     @functools.cached_property
     def skipped_ids(self) -> frozenset[int]:
@@ -343,7 +340,7 @@ class Tokenizer:
     @property
     def all_special_ids(self) -> list[int]:
         """The ids of all special tokens, named or not, in order."""
-        named = (self.backend.token_to_id(token) for token in self.special.named().values())
+        named = (self.backend.token_to_id(token) for token in self.special.values())
         return sorted(self.skipped_ids.union(id for id in named if id is not None))
 
     @property
@@ -360,9 +357,7 @@ class Tokenizer:
         self, texts: Sequence[TextItem], add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
         with native_call("The text cannot be tokenized"):
-            return list(
-                self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-            )
+            return self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
 
     def _warn_of_second_bos(self, encodings: Sequence[tokenizers.Encoding]) -> None:
         bos = self.bos_token_id

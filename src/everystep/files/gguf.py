@@ -38,17 +38,25 @@ class GgufFile:
 
         Raises FormatError for no such tensor, UnsupportedError for a format that cannot be decoded.
         """
-        tensor = self._decodable(name)
-        row = tensor.shape[-1] // tensor.block.elements * tensor.block.nbytes
-        return self._bytes(tensor).view(*tensor.shape[:-1], row)
+        tensor = self._tensor(name)
+        block = tensor.block
+        if block.decode is None:
+            refuse(
+                f"{self.path}: tensor {name!r} is stored as {block.name}",
+                wanted=", ".join(SUPPORTED),
+                do="Convert the model to one of these, for example Q8_0",
+                kind=UnsupportedError,
+            )
+        row = tensor.shape[-1] // block.elements * block.nbytes
+        return self.data[tensor.offset : tensor.end].view(*tensor.shape[:-1], row)
 
     def dequantise(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The exact float32 values of a tensor, rounded to `dtype`, in memory of their own.
 
-        Raises FormatError for no such tensor, UnsupportedError for a format that cannot be decoded.
+        Errors as of `blocks`.
         """
-        tensor = self._decodable(name)
-        return decode_blocks(tensor.block, self._bytes(tensor), dtype).view(tensor.shape)
+        stored, tensor = self.blocks(name).view(-1), self.tensors[name]
+        return decode_blocks(tensor.block, stored, dtype).view(tensor.shape)
 
     def release(self, name: str) -> None:
         """Frees the memory that shows the tensor; the next look at it reads the file again.
@@ -61,26 +69,12 @@ class GgufFile:
             start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
             self.mapped.madvise(mmap.MADV_DONTNEED, start, tensor.end - start)
 
-    def _bytes(self, tensor: GgufTensor) -> Tensor:
-        return self.data[tensor.offset : tensor.end]
-
     def _tensor(self, name: str) -> GgufTensor:
         if name not in self.tensors:
             close = nearest(name, self.tensors)
             do = f"The nearest name is {close!r}" if close else None
             raise FormatError(message(f"{self.path} holds no tensor {name!r}", do=do))
         return self.tensors[name]
-
-    def _decodable(self, name: str) -> GgufTensor:
-        tensor = self._tensor(name)
-        if tensor.block.decode is None:
-            refuse(
-                f"{self.path}: tensor {name!r} is stored as {tensor.block.name}",
-                wanted=", ".join(SUPPORTED),
-                do="Convert the model to one of these, for example Q8_0",
-                kind=UnsupportedError,
-            )
-        return tensor
 
 
 def read_gguf(path: str | PathLike[str]) -> GgufFile:

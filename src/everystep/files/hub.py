@@ -93,10 +93,7 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
 
 
 def fetch_file(hub_id: HubId, name: str, access: HubAccess, *, offline: bool) -> Path:
-    """Returns the local path of one file of a repository, downloading it if need be.
-
-    Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
-    """
+    """Returns the local path of one file of a repository, with the errors of `fetch_from_hub`."""
     from huggingface_hub import hf_hub_download
 
     return _fetched(hf_hub_download, hub_id, access, offline, name)

@@ -5,14 +5,13 @@ from everystep.text.detokenizer import Detokenizer, Trimmer
 from everystep.text.pieces import Spelling
 from everystep.text.sandbox import TemplateLimits
 from everystep.text.settings import Settings
-from everystep.text.template import ChatTemplate, RenderedChat
+from everystep.text.template import ChatTemplate
 from everystep.text.tokenizer import Tokenizer
 
 __all__ = [
     "BatchEncoding",
     "ChatTemplate",
     "Detokenizer",
-    "RenderedChat",
     "Settings",
     "Spelling",
     "TemplateLimits",

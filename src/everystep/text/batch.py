@@ -1,8 +1,7 @@
 """What a tokenizer call returns, and the shaping of its rows: truncation, padding, tensors.
 
 Rows are plain lists until the very end, so nothing is shared with the tokenizer and a call is
-safe in any thread. This file knows the columns (`input_ids`, `attention_mask`, ...) and what
-pads each, and nothing of text.
+safe in any thread.
 """
 
 from __future__ import annotations

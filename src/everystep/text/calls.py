@@ -1,7 +1,7 @@
 """The steps of a tokenizer call: reading its arguments, and making columns of encodings.
 
-Plain functions over plain values: what a text or a chat argument may be, what `padding`,
-`truncation` and `max_length` mean together (as in the reference), and which columns are wanted.
+What a text or a chat argument may be, what `padding`, `truncation` and `max_length` mean together
+(as in the reference), and which columns are wanted.
 """
 
 from __future__ import annotations
@@ -71,12 +71,11 @@ TRUNCATIONS: dict[Any, str | None] = {
 def refuse_unknown(call: Callable[..., Any], given: Mapping[str, object]) -> None:
     """Raises for arguments that `call` does not know, or knows and cannot honour."""
     for name, value in given.items():
-        if name in UNSUPPORTED and value == UNSUPPORTED[name]:
-            continue
         if name in UNSUPPORTED:
-            raise UnsupportedError(
-                message(f"The tokenizer cannot honour {name}", wanted=UNSUPPORTED[name], got=value)
-            )
+            if value != UNSUPPORTED[name]:
+                what = f"The tokenizer cannot honour {name}"
+                raise UnsupportedError(message(what, wanted=UNSUPPORTED[name], got=value))
+            continue
         known = [name for name in inspect.signature(call).parameters if name != "self"]
         near = nearest(name, known)
         refuse(
@@ -91,17 +90,14 @@ def as_texts(text: TextInput, pair: str | Sequence[str] | None) -> tuple[list[Te
     if isinstance(text, str) or not isinstance(text, Iterable):
         first = checked_text(text)
         return [first if pair is None else (first, checked_text(pair, "text_pair"))], True
-    items = [_item(item, index) for index, item in enumerate(text)]
+    items: list[Any] = list(text)
     if pair is not None:
         if isinstance(pair, str) or len(pair) != len(items):
             refuse("text_pair does not fit text", wanted=f"{len(items)} texts", got=pair)
-        items = [
-            _item((item, other), index)
-            for index, (item, other) in enumerate(zip(items, pair, strict=True))
-        ]
+        items = list(zip(items, pair, strict=True))
     if not items:
-        raise RequestError(message("There is no text to encode", got="an empty list"))
-    return items, False
+        refuse("There is no text to encode", got="an empty list")
+    return [_item(item, index) for index, item in enumerate(items)], False
 
 
 def _item(item: object, index: int) -> TextItem:
@@ -119,7 +115,7 @@ def as_chats(conversation: Sequence[Any]) -> tuple[list[Sequence[Any]], bool]:
             got=type(conversation).__name__,
         )
     if not conversation:
-        raise RequestError(message("The conversation has no message"))
+        refuse("The conversation has no message")
     if isinstance(conversation[0], (list, tuple)):
         return list(conversation), False
     return [conversation], True

@@ -4,7 +4,7 @@ The promise is a law: the pieces that `push` and `finish` return, joined, are th
 `tokenizer.decode` gives for all ids at once. So a piece is returned as soon as no later id can
 change it. Byte-level tokenizers hold back at most three bytes. With byte fallback (Llama 2),
 `decode` replaces a whole run of byte tokens if any of it is invalid, so a run is held until
-it ends. This file knows nothing of generation; one object follows one sequence.
+it ends.
 """
 
 from __future__ import annotations

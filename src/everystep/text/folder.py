@@ -141,10 +141,8 @@ def _added_token(token: Any) -> tokenizers.AddedToken:
 def _extra_tokens(source: Mapping[str, Any]) -> Iterator[str]:
     for key in EXTRA_LISTS:
         listed = source.get(key) or []
-        values = listed.values() if isinstance(listed, Mapping) else listed
-        for value in values:
-            text = token_text(value, key)
-            if text is not None:
+        for value in listed.values() if isinstance(listed, Mapping) else listed:
+            if text := token_text(value, key):
                 yield text
 
 

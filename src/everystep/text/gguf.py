@@ -2,8 +2,7 @@
 
 Two kinds are built: "gpt2", byte-level merges with the splitting rule that the file names, and
 "llama", SentencePiece merges, whose order is that of the scores. The metadata is a plain
-mapping; every count and id in it is checked before anything is built. This file reads no bytes
-and knows no file format.
+mapping; every count and id in it is checked before anything is built.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from everystep.text.settings import NO_LIMIT, Settings
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# The kinds of tokens that are added: matched whole in the text, before it is split.
+MATCHED_WHOLE = (CONTROL, USER_DEFINED)
 
 ID_KEYS = {
     "bos_token": "bos_token_id",
@@ -91,10 +92,6 @@ class Vocabulary:
             )
         return cls(tokens, types, ids, _special_tokens(own, tokens))
 
-    def added(self) -> list[int]:
-        """Ids of tokens that are matched whole in the text, before it is split."""
-        return [i for i, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED)]
-
     def base_size(self) -> int:
         """How many ids come before the closing run of added tokens.
 
@@ -102,7 +99,7 @@ class Vocabulary:
         that are in the vocabulary are taken whole.
         """
         size = len(self.tokens)
-        while size and self.types[size - 1] in (CONTROL, USER_DEFINED):
+        while size and self.types[size - 1] in MATCHED_WHOLE:
             size -= 1
         return size
 
@@ -242,19 +239,15 @@ def surrounding(
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     """Adds in the order of ids, so that the closing run gets the ids that the file gives it."""
-    added = {id: vocabulary.tokens[id] for id in vocabulary.added()}
-    special = {id: vocabulary.types[id] == CONTROL for id in added}
-    if "" in added.values():
-        id = vocabulary.ids[""]
-        raise FormatError(message(f"The added token {id} has no text"))
-    backend.add_tokens(
-        [
-            tokenizers.AddedToken(token, special=special[id], normalized=False)
-            for id, token in added.items()
-        ]
-    )
-    for id, token in added.items():
-        if backend.token_to_id(token) != id:
+    added = {}
+    for id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if kind in MATCHED_WHOLE:
+            added[id] = tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
+            if not token:
+                raise FormatError(message(f"The added token {id} has no text"))
+    backend.add_tokens(list(added.values()))
+    for id, one in added.items():
+        if backend.token_to_id(one.content) != id:
             raise FormatError(message(f"The added token {id} cannot keep its id"))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.normalizers import Normalizer
@@ -77,8 +78,7 @@ def _expressions(*patterns: str) -> Callable[[], PreTokenizer]:
     return build
 
 
-def _gpt2() -> PreTokenizer:
-    return _bytes(use_regex=True)
+_gpt2 = partial(_bytes, use_regex=True)
 
 
 def _digits_gpt2() -> PreTokenizer:

@@ -1,7 +1,6 @@
 """What a tokenizer has beside its vocabulary: named special tokens, sides, limits, templates.
 
-Plain values. Files write a token as text or as an object with flags; both are read here. Ids
-belong to the vocabulary and are looked up by the tokenizer.
+Files write a token as text or as an object with flags; both are read here.
 """
 
 from __future__ import annotations

@@ -135,12 +135,11 @@ def read_settings(
     Raises MissingFileError, DownloadError, and FormatError if the file holds something else.
     """
     folder = Path(source).expanduser()
+    path = folder / name
     hub_id = None if folder.exists() else parse_hub_id(os.fspath(source))
     if hub_id is not None and isinstance(source, str):
         offline = offline or SourceSettings.from_environment().offline
         path = fetch_file(hub_id, name, access, offline=offline)
-    else:
-        path = folder / name
     # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
     values = read_json(path, infinite=True) if path.is_file() else None
     if values is None:
@@ -153,12 +152,9 @@ def read_settings(
 def cached_models() -> list[CachedModel]:
     """The named models that are whole in the cache folder, by name."""
     settings = SourceSettings.from_environment()
-    found = []
-    for name in sorted(KNOWN_MODELS):
-        path = _file_of(name, settings)
-        if _is_whole(path, name):
-            found.append(CachedModel(name, path, path.stat().st_size))
-    return found
+    files = {name: _file_of(name, settings) for name in sorted(KNOWN_MODELS)}
+    whole = {name: path for name, path in files.items() if _is_whole(path, name)}
+    return [CachedModel(name, path, path.stat().st_size) for name, path in whole.items()]
 
 
 def remove_model(name: str) -> CachedModel:
@@ -269,16 +265,17 @@ def _locked(name: str, settings: SourceSettings, progress: Progress) -> Iterator
 
 
 def _local_path(path: Path, text: str) -> Path:
-    if _exists(path, text):
-        if path.is_dir():
-            return path
-        if path.is_file():
-            _check_kind(path)
-            return path
+    if not _exists(path, text):
+        like_path = text.startswith((".", "~", "/")) or "\\" in text
+        if like_path or text.lower().endswith(".gguf"):
+            what = f"there is no file or folder {text!r}"
+            raise MissingFileError(message(what, do="Check the path"))
+        raise MissingFileError(_unknown_name(text))
+    if path.is_file():
+        _check_kind(path)
+    elif not path.is_dir():
         raise FormatError(message(f"{path} is neither a folder nor a regular file"))
-    if _looks_like_path(text):
-        raise MissingFileError(message(f"there is no file or folder {text!r}", do="Check the path"))
-    raise MissingFileError(_unknown_name(text))
+    return path
 
 
 def _check_kind(path: Path) -> None:
@@ -295,10 +292,6 @@ def _check_kind(path: Path) -> None:
 def _exists(path: Path, text: str) -> bool:
     # An empty text would be the current folder; a NUL cannot be in a path.
     return bool(text) and "\0" not in text and path.exists()
-
-
-def _looks_like_path(text: str) -> bool:
-    return text.startswith((".", "~", "/")) or "\\" in text or text.lower().endswith(".gguf")
 
 
 def _is_whole(path: Path, name: str) -> bool:
@@ -321,4 +314,4 @@ def _unknown_name(text: str) -> str:
 
 
 def _silent(done: int, total: int, what: str) -> None:
-    """The progress callback that does nothing."""
+    """Reports no progress."""

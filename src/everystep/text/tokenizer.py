@@ -35,12 +35,7 @@ from everystep.text.gguf import read_gguf
 from everystep.text.native import native_call
 from everystep.text.pieces import Decoding
 from everystep.text.settings import NamedToken, Settings, checked_side
-from everystep.text.template import (
-    RenderedChat,
-    chosen_template,
-    refuse_unread,
-    tokens_within,
-)
+from everystep.text.template import RenderedChat, chosen_template, refuse_unread, tokens_within
 
 NO_SETTINGS = Settings()
 
@@ -375,11 +370,7 @@ class Tokenizer:
         return truncation_of(truncation, max_length, padding, self.model_max_length, side)
 
     def _padding(
-        self,
-        padding: bool | str,
-        max_length: int | None,
-        side: str | None,
-        multiple: int | None,
+        self, padding: bool | str, max_length: int | None, side: str | None, multiple: int | None
     ) -> Padding | None:
         limit, pad_id = self.model_max_length, self.pad_token_id
         side = checked_side(side or self.padding_side, "padding_side")

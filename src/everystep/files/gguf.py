@@ -53,7 +53,7 @@ class GgufFile:
     def dequantise(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The exact float32 values of a tensor, rounded to `dtype`, in memory of their own.
 
-        Errors as of `blocks`.
+        Raises what `blocks` raises.
         """
         stored, tensor = self.blocks(name).view(-1), self.tensors[name]
         return decode_blocks(tensor.block, stored, dtype).view(tensor.shape)

@@ -31,6 +31,7 @@ class Detokenizer:
         self._begin()
 
     def _begin(self) -> None:
+        # Bytes of a character, or of a run of byte tokens, that has not ended.
         self._held = b""
         self._started = False
         self._to_strip = self._decoding.strip_start[1]

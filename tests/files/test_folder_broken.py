@@ -19,8 +19,9 @@ from everystep.errors import (
     MissingFileError,
     UnsupportedError,
 )
-from everystep.files.folder import MAX_JSON_BYTES, MAX_TEMPLATE_BYTES, open_folder
+from everystep.files.folder import open_folder
 from everystep.files.safetensors import open_weights
+from everystep.files.strict_json import MAX_JSON_BYTES
 from tests.files.model_folders import (
     CONFIG,
     INDEX,
@@ -40,7 +41,7 @@ SMALL_FILES: dict[str, tuple[str, Content, type[EverystepError], list[str]]] = {
     "no JSON": ("config.json", b"model_type: llama", FormatError, ["not valid JSON", "line 1"]),
     "no UTF-8": ("config.json", b'{"a": "\xff"}', FormatError, ["not valid JSON", "utf-8"]),
     "web page": ("config.json", b"<html>Sign in</html>", FormatError, ["a web page"]),
-    "git-lfs pointer": ("tokenizer_config.json", LFS, FormatError, ["git lfs pull"]),
+    "git-lfs pointer": ("generation_config.json", LFS, FormatError, ["git lfs pull"]),
     "a list": ("config.json", [1], FormatError, ["holds no object", "got list"]),
     "deep": ("config.json", b'{"a":' + b"[" * 90 + b"]" * 90 + b"}", FormatError, ["too deeply"]),
     "deeper than the stack": (
@@ -77,31 +78,6 @@ SMALL_FILES: dict[str, tuple[str, Content, type[EverystepError], list[str]]] = {
         {"eos_token_id": "</s>"},
         FormatError,
         ["'eos_token_id'", "wanted ids", "</s>"],
-    ),
-    "template a number": (
-        "tokenizer_config.json",
-        {"chat_template": 5},
-        FormatError,
-        ["'chat_template'", "wrong kind", "int"],
-    ),
-    "templates not objects": (
-        "tokenizer_config.json",
-        {"chat_template": ["a"]},
-        FormatError,
-        ["should list objects"],
-    ),
-    "template without name": (
-        "tokenizer_config.json",
-        {"chat_template": [{"template": "a"}]},
-        FormatError,
-        ["'chat_template'", "'name' is missing"],
-    ),
-    "template no UTF-8": ("chat_template.jinja", b"\xff", FormatError, ["is not UTF-8"]),
-    "template too large": (
-        "chat_template.jinja",
-        b" " * (MAX_TEMPLATE_BYTES + 1),
-        FormatError,
-        ["is too large", str(MAX_TEMPLATE_BYTES)],
     ),
     "tokenizer empty": ("tokenizer.json", b"", FormatError, ["is empty"]),
     "tokenizer a pointer": ("tokenizer.json", LFS, FormatError, ["git lfs pull"]),

@@ -37,12 +37,15 @@ def opened(tmp_path: Path) -> GgufFile:
 
 def test_metadata_comes_back_as_it_was_written(opened: GgufFile) -> None:
     assert opened.metadata == METADATA
+    assert {key: type(value) for key, value in opened.metadata.items()} == {
+        key: type(value) for key, value in METADATA.items()
+    }
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_both_versions_are_read(tmp_path: Path, version: int) -> None:
     path = gguf.write_gguf(tmp_path / "m.gguf", METADATA, {}, version)
-    assert read_gguf(path).version == version
+    assert read_gguf(path).metadata == METADATA
 
 
 def test_a_file_without_anything_is_read(tmp_path: Path) -> None:
@@ -104,59 +107,6 @@ def test_other_types_are_rounded_from_float32(
     opened: GgufFile, kind: str, dtype: torch.dtype
 ) -> None:
     assert torch.equal(opened.dequantise(kind, dtype), opened.dequantise(kind).to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("key", "kind", "wanted"),
-    [
-        ("general.architecture", str, "llama"),
-        ("llama.block_count", int, 2),
-        ("llama.rope.freq_base", float, 0.5),
-        ("llama.block_count", float, 2.0),
-        ("tokenizer.ggml.add_bos_token", bool, False),
-    ],
-)
-def test_a_value_of_the_wanted_kind(
-    opened: GgufFile, key: str, kind: type[int], wanted: object
-) -> None:
-    assert opened.value(key, kind) == wanted
-
-
-@pytest.mark.parametrize(
-    ("key", "kind"),
-    [("general.architecture", int), ("llama.rope.freq_base", int), ("llama.block_count", bool)],
-)
-def test_a_value_of_another_kind_is_refused(opened: GgufFile, key: str, kind: type[int]) -> None:
-    with pytest.raises(FormatError, match=f"{key}.*wrong kind; wanted {kind.__name__}"):
-        opened.value(key, kind)
-
-
-def test_a_truth_value_is_no_number(opened: GgufFile) -> None:
-    with pytest.raises(FormatError, match=r"add_bos_token.*wrong kind"):
-        opened.value("tokenizer.ggml.add_bos_token", int)
-
-
-def test_an_absent_value_has_the_default(opened: GgufFile) -> None:
-    assert opened.value("absent", int, 0) == 0
-
-
-def test_an_absent_value_without_default_is_an_error(opened: GgufFile) -> None:
-    with pytest.raises(FormatError, match=r"no 'absent'"):
-        opened.value("absent", int)
-
-
-def test_an_array_of_the_wanted_kind(opened: GgufFile) -> None:
-    assert opened.values("tokenizer.ggml.tokens", str) == ["a", "é", "世"]
-
-
-def test_an_array_of_another_kind_is_refused(opened: GgufFile) -> None:
-    with pytest.raises(FormatError, match=r"tokens.*wrong kind; wanted int; got 'a'"):
-        opened.values("tokenizer.ggml.tokens", int)
-
-
-def test_one_value_is_no_array(opened: GgufFile) -> None:
-    with pytest.raises(FormatError, match=r"block_count.*wanted an array"):
-        opened.values("llama.block_count", int)
 
 
 def test_an_unknown_tensor_is_named_with_the_nearest(opened: GgufFile) -> None:

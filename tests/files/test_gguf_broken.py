@@ -232,11 +232,10 @@ def test_a_changed_byte_is_refused_or_harmless() -> None:
         for _ in range(generator.randint(1, 4)):
             mutant[generator.randrange(header_length)] = generator.choice([0, 1, 127, 128, 255])
         try:
-            header = read_header(memoryview(mutant), "mutant")
+            _, tensors = read_header(memoryview(mutant), "mutant")
         except (FormatError, UnsupportedError):
             continue
-        ends = [tensor.offset + tensor.nbytes for tensor in header.tensors.values()]
-        assert all(end <= len(mutant) for end in ends)
+        assert all(tensor.end <= len(mutant) for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from everystep.text import Settings, SpecialTokens, Tokenizer
+from everystep.text import Settings, Tokenizer
 
 LETTERS = "abcdefghijklmnop"
 SPECIAL = {"bos_token": "<1>", "eos_token": "<2>", "pad_token": "<3>"}
@@ -45,7 +45,7 @@ def _written(size: int) -> str:
 def own_tokenizer(size: int) -> Tokenizer:
     """This library's."""
     backend = tokenizers.Tokenizer.from_str(_written(size))
-    return Tokenizer(backend, Settings(special=SpecialTokens(**SPECIAL)))
+    return Tokenizer(backend, Settings(special=SPECIAL))
 
 
 @cache

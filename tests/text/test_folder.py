@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError, TokenizerError
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import Tokenizer
-from everystep.text.ends import surrounding
+from everystep.text.folder import MAX_TEMPLATE_BYTES
+from everystep.text.gguf import surrounding
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -123,8 +124,8 @@ def test_template_files_win(folder: Path) -> None:
     assert Tokenizer.from_folder(folder).chat_template == "configured"
     (folder / "chat_template.json").write_text('{"chat_template": "json"}')
     assert Tokenizer.from_folder(folder).chat_template == "json"
-    (folder / "chat_template.jinja").write_text("jinja")
-    assert Tokenizer.from_folder(folder).chat_template == "jinja"
+    (folder / "chat_template.jinja").write_text("jinja ✓", encoding="utf-8")
+    assert Tokenizer.from_folder(folder).chat_template == "jinja ✓"
 
 
 def test_named_templates_are_kept_and_saved(folder: Path, tmp_path: Path) -> None:
@@ -145,7 +146,9 @@ def test_a_folder_without_settings_is_enough(folder: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.chat_template) == (None, None)
 
 
-BROKEN: list[tuple[str, str | None, type[Exception], str]] = [
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+LARGE = " " * (MAX_TEMPLATE_BYTES + 1)
+BROKEN: list[tuple[str, str | bytes | None, type[Exception], str]] = [
     ("tokenizer.json", None, MissingFileError, "has no tokenizer; wanted a file tokenizer.json"),
     ("tokenizer.json", "", FormatError, "tokenizer.json is empty"),
     ("tokenizer.json", '{"version": "1.0"}', FormatError, "tokenizer.json is not a tokenizer"),
@@ -167,6 +170,21 @@ BROKEN: list[tuple[str, str | None, type[Exception], str]] = [
         FormatError,
         "An added token is wrong",
     ),
+    ("tokenizer_config.json", LFS, FormatError, "tokenizer_config.json is .*git lfs pull"),
+    (
+        "tokenizer_config.json",
+        '{"chat_template": 5}',
+        FormatError,
+        "tokenizer_config.json: the field 'chat_template' is of the wrong kind; got int",
+    ),
+    (
+        "tokenizer_config.json",
+        '{"chat_template": [{"template": "a"}]}',
+        FormatError,
+        "tokenizer_config.json: 'chat_template': the field 'name' is missing",
+    ),
+    ("chat_template.jinja", b"\xff", FormatError, "chat_template.jinja is not UTF-8"),
+    ("chat_template.jinja", LARGE, FormatError, f"jinja is too large.*{MAX_TEMPLATE_BYTES}"),
     ("special_tokens_map.json", "nothing", FormatError, "special_tokens_map.json is not valid"),
     ("chat_template.json", "nothing", FormatError, "chat_template.json is not valid JSON"),
 ]
@@ -174,10 +192,10 @@ BROKEN: list[tuple[str, str | None, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("name", "text", "error", "what"), BROKEN)
 def test_broken_folders_are_refused(
-    folder: Path, name: str, text: str | None, error: type[FileError], what: str
+    folder: Path, name: str, text: str | bytes | None, error: type[FileError], what: str
 ) -> None:
     (folder / name).unlink(missing_ok=True)
     if text is not None:
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(error, match=what):
         Tokenizer.from_folder(folder)

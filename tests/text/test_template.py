@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, UnsupportedError
 from everystep.testing.tokenizer import CHATML, tiny_tokenizer
 from everystep.text import ChatTemplate, Tokenizer
-from everystep.text.ends import surrounding
+from everystep.text.gguf import surrounding
 
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},

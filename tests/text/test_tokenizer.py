@@ -22,7 +22,7 @@ from everystep.errors import (
 )
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.text import BatchEncoding, Tokenizer
-from everystep.text.ends import surrounding
+from everystep.text.gguf import surrounding
 
 
 def surrounded(side: str = "left") -> Tokenizer:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from everystep.adapters.lora import Delta, LoRA
 from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest, refuse
-from everystep.files.folder import read_json
 from everystep.files.safetensors import Weights, open_weights
+from everystep.files.strict_json import read_json
 from everystep.models import Model
 from everystep.models.config import Fields
 from everystep.models.decoder import Decoder

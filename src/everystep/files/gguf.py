@@ -12,19 +12,14 @@ import mmap
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, UnsupportedError, message, nearest
-from everystep.files.gguf_blocks import SUPPORTED, BlockType, decode_blocks
+from everystep.errors import FormatError, UnsupportedError, message, nearest, refuse
+from everystep.files.gguf_blocks import SUPPORTED, decode_blocks
 from everystep.files.gguf_header import GgufTensor, read_header
 from everystep.files.opening import open_regular, size_of
-
-__all__ = ["BlockType", "GgufFile", "GgufTensor", "read_gguf"]
-
-T = TypeVar("T", int, float, str, bool)
 
 
 @dataclass(frozen=True)
@@ -32,45 +27,36 @@ class GgufFile:
     """An opened GGUF file; it is closed when neither it nor a view of its blocks is in use."""
 
     path: Path
-    version: int
     metadata: dict[str, object]
     tensors: dict[str, GgufTensor]
     data: Tensor
     """The whole file, uint8."""
     mapped: mmap.mmap
 
-    def value(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The metadata value `key` as an int, float, str or bool (an int serves as a float).
-
-        Raises FormatError when it is of another kind, or absent and without a default.
-        """
-        if key not in self.metadata and default is not None:
-            return default
-        return _typed(self.path, key, self._metadata(key), kind)
-
-    def values(self, key: str, kind: type[T]) -> list[T]:
-        """The metadata array `key`, every element of that kind; FormatError otherwise."""
-        array = self._metadata(key)
-        if not isinstance(array, list):
-            raise _wrong_kind(self.path, key, "an array", array)
-        return [_typed(self.path, key, element, kind) for element in array]
-
     def blocks(self, name: str) -> Tensor:
         """The stored bytes of a tensor, uint8 (..., bytes of a row): a view, nothing is copied.
 
         Raises FormatError for no such tensor, UnsupportedError for a format that cannot be decoded.
         """
-        tensor = self._decodable(name)
-        row = tensor.shape[-1] // tensor.block.elements * tensor.block.nbytes
-        return self._bytes(tensor).view(*tensor.shape[:-1], row)
+        tensor = self._tensor(name)
+        block = tensor.block
+        if block.decode is None:
+            refuse(
+                f"{self.path}: tensor {name!r} is stored as {block.name}",
+                wanted=", ".join(SUPPORTED),
+                do="Convert the model to one of these, for example Q8_0",
+                kind=UnsupportedError,
+            )
+        row = tensor.shape[-1] // block.elements * block.nbytes
+        return self.data[tensor.offset : tensor.end].view(*tensor.shape[:-1], row)
 
     def dequantise(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The exact float32 values of a tensor, rounded to `dtype`, in memory of their own.
 
-        Raises FormatError for no such tensor, UnsupportedError for a format that cannot be decoded.
+        Raises what `blocks` raises.
         """
-        tensor = self._decodable(name)
-        return decode_blocks(tensor.block, self._bytes(tensor), dtype).view(tensor.shape)
+        stored, tensor = self.blocks(name).view(-1), self.tensors[name]
+        return decode_blocks(tensor.block, stored, dtype).view(tensor.shape)
 
     def release(self, name: str) -> None:
         """Frees the memory that shows the tensor; the next look at it reads the file again.
@@ -81,36 +67,14 @@ class GgufFile:
         tensor = self._tensor(name)
         if hasattr(mmap, "MADV_DONTNEED"):
             start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            size = tensor.offset + tensor.nbytes - start
-            self.mapped.madvise(mmap.MADV_DONTNEED, start, size)
-
-    def _metadata(self, key: str) -> object:
-        if key not in self.metadata:
-            raise FormatError(message(f"{self.path}: the metadata has no {key!r}"))
-        return self.metadata[key]
-
-    def _bytes(self, tensor: GgufTensor) -> Tensor:
-        return self.data[tensor.offset : tensor.offset + tensor.nbytes]
+            self.mapped.madvise(mmap.MADV_DONTNEED, start, tensor.end - start)
 
     def _tensor(self, name: str) -> GgufTensor:
-        tensor = self.tensors.get(name)
-        if tensor is None:
+        if name not in self.tensors:
             close = nearest(name, self.tensors)
             do = f"The nearest name is {close!r}" if close else None
             raise FormatError(message(f"{self.path} holds no tensor {name!r}", do=do))
-        return tensor
-
-    def _decodable(self, name: str) -> GgufTensor:
-        tensor = self._tensor(name)
-        if tensor.block.decode is None:
-            raise UnsupportedError(
-                message(
-                    f"{self.path}: tensor {name!r} is stored as {tensor.block.name}",
-                    wanted=", ".join(SUPPORTED),
-                    do="Convert the model to one of these, for example Q8_0",
-                )
-            )
-        return tensor
+        return self.tensors[name]
 
 
 def read_gguf(path: str | PathLike[str]) -> GgufFile:
@@ -125,21 +89,6 @@ def read_gguf(path: str | PathLike[str]) -> GgufFile:
             raise FormatError(message(f"{path}: the file is empty"))
         # Copy on write: torch has no read-only tensors, and the file must never change.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    header = read_header(memoryview(mapped), str(path))
+    metadata, tensors = read_header(memoryview(mapped), str(path))
     data = torch.frombuffer(mapped, dtype=torch.uint8)
-    return GgufFile(path, header.version, header.metadata, header.tensors, data, mapped)
-
-
-def _typed(path: Path, key: str, value: object, kind: type[T]) -> T:
-    # A truth value is an int to Python, and never one to a model.
-    if type(value) is kind:
-        return value
-    if kind is float and type(value) is int:
-        return kind(value)
-    raise _wrong_kind(path, key, kind.__name__, value)
-
-
-def _wrong_kind(path: Path, key: str, wanted: str, got: object) -> FormatError:
-    return FormatError(
-        message(f"{path}: the metadata {key!r} is of the wrong kind", wanted=wanted, got=repr(got))
-    )
+    return GgufFile(path, metadata, tensors, data, mapped)

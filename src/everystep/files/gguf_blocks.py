@@ -51,12 +51,11 @@ def decode_blocks(kind: BlockType, raw: Tensor, dtype: torch.dtype) -> Tensor:
     step = max(1, _CHUNK_VALUES // kind.elements)
     scratch = torch.empty(min(step, blocks.shape[0]), kind.elements)
     for start in range(0, blocks.shape[0], step):
-        chunk = blocks[start : start + step]
-        if dtype == torch.float32:
-            kind.decode(chunk, values[start : start + step])
-            continue
-        kind.decode(chunk, scratch[: len(chunk)])
-        values[start : start + step] = scratch[: len(chunk)]
+        chunk, out = blocks[start : start + step], values[start : start + step]
+        made = out if dtype == torch.float32 else scratch[: len(chunk)]
+        kind.decode(chunk, made)
+        if made is not out:
+            out.copy_(made)
     return values.view(-1)
 
 

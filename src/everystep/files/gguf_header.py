@@ -10,15 +10,14 @@ Source: the GGUF specification, versions 2 and 3, in the ggml repository (`docs/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from everystep.errors import FormatError, UnsupportedError, message
+from everystep.errors import FormatError, UnsupportedError, message, refuse
 from everystep.files.gguf_blocks import BlockType, block_type
 from everystep.files.opening import impostor
 
@@ -54,6 +53,8 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
+# What an element of an array takes at least: an empty text; an array's type and length.
+_LEAST_BYTES = {_STRING: 8, _ARRAY: 12, **{code: kind.itemsize for code, kind in _NUMBERS.items()}}
 
 
 @dataclass(frozen=True)
@@ -67,33 +68,37 @@ class GgufTensor:
     shape: tuple[int, ...]
     block: BlockType
     offset: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) // (self.block.elements or 1) * self.block.nbytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
 
 
-@dataclass(frozen=True)
-class Header:
-    """All of a GGUF file but the tensors' bytes."""
+def read_header(data: memoryview, name: str) -> tuple[dict[str, object], dict[str, GgufTensor]]:
+    """The metadata and the tensors, by name, of a file whose bytes are `data`, all checked.
 
-    version: int
-    alignment: int
-    metadata: dict[str, object]
-    tensors: dict[str, GgufTensor]
-
-
-def read_header(data: memoryview, name: str) -> Header:
-    """Reads and checks the header of a file whose bytes are `data`; `name` is for errors.
-
-    Raises FormatError, and UnsupportedError for a version or a split file that is not read.
+    `name` is for errors: FormatError, and UnsupportedError for a version or a split file that is
+    not read.
     """
     reader = _Reader(data, name)
-    version, tensor_count, key_count = _read_preamble(reader)
+    tensor_count, key_count = _read_preamble(reader)
     metadata = _read_metadata(reader, key_count)
     _refuse_split(reader, metadata)
     alignment = _alignment(reader, metadata)
-    infos = [_read_info(reader) for _ in range(tensor_count)]
-    data_start = -(-reader.position // alignment) * alignment
-    tensors = _place(reader, infos, data_start, alignment)
-    return Header(version, alignment, metadata, tensors)
+    tensors: dict[str, GgufTensor] = {}
+    for _ in range(tensor_count):
+        tensor = _read_tensor(reader, alignment)
+        if tensor.name in tensors:
+            raise reader.error(f"the tensor {tensor.name!r} comes twice")
+        tensors[tensor.name] = tensor
+    start = -(-reader.position // alignment) * alignment
+    placed = {name: replace(one, offset=start + one.offset) for name, one in tensors.items()}
+    _check_places(reader, list(placed.values()))
+    return metadata, placed
 
 
 class _Reader:
@@ -140,17 +145,30 @@ class _Reader:
             raise self.error(f"{what} is not UTF-8", got=error.reason) from error
 
 
-def _read_preamble(reader: _Reader) -> tuple[int, int, int]:
-    """The version and the counts of tensors and keys, each possible for a file of this size."""
+def _read_preamble(reader: _Reader) -> tuple[int, int]:
+    """The counts of tensors and keys, each possible for a file of this size."""
     if len(reader.data) < _PREAMBLE_BYTES or bytes(reader.data[:4]) != _MAGIC:
         raise _not_gguf(reader)
     reader.take(4, "the magic")
     version = reader.u32("the version")
-    _check_version(reader, version)
+    if version not in (2, 3):
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        refuse(
+            f"{reader.name}: this version of GGUF is not read",
+            wanted="2 or 3, little-endian",
+            got=f"{swapped} in big-endian order" if 0 < swapped < version else version,
+            do="Convert the model again with a current tool",
+            kind=UnsupportedError,
+        )
     tensors, keys = reader.u64("the tensor count"), reader.u64("the metadata count")
-    _check_count(reader, "metadata keys", keys, MAX_KEYS, _MIN_KEY_BYTES)
-    _check_count(reader, "tensors", tensors, MAX_TENSORS, _MIN_TENSOR_BYTES)
-    return version, tensors, keys
+    for what, count, limit, least in (
+        ("metadata keys", keys, MAX_KEYS, _MIN_KEY_BYTES),
+        ("tensors", tensors, MAX_TENSORS, _MIN_TENSOR_BYTES),
+    ):
+        possible = min(limit, reader.left // least)
+        if count > possible:
+            raise reader.error(f"the file claims too many {what}", f"at most {possible}", count)
+    return tensors, keys
 
 
 def _not_gguf(reader: _Reader) -> FormatError:
@@ -163,27 +181,6 @@ def _not_gguf(reader: _Reader) -> FormatError:
     if known is not None:
         return reader.error(f"this is {known}")
     return reader.error("this is not a GGUF file", f"{_MAGIC!r} first", repr(start[:4]))
-
-
-def _check_version(reader: _Reader, version: int) -> None:
-    if version in (2, 3):
-        return
-    swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-    got = f"{swapped} in big-endian order" if 0 < swapped < version else version
-    raise UnsupportedError(
-        message(
-            f"{reader.name}: this version of GGUF is not read",
-            wanted="2 or 3, little-endian",
-            got=got,
-            do="Convert the model again with a current tool",
-        )
-    )
-
-
-def _check_count(reader: _Reader, what: str, count: int, limit: int, least: int) -> None:
-    possible = min(limit, reader.left // least)
-    if count > possible:
-        raise reader.error(f"the file claims too many {what}", f"at most {possible}", count)
 
 
 def _read_metadata(reader: _Reader, count: int) -> dict[str, object]:
@@ -212,7 +209,9 @@ def _read_array(reader: _Reader, key: str, depth: int) -> list[object]:
         raise reader.error(f"the arrays of {key!r} are nested too deeply", f"at most {MAX_NESTING}")
     code = reader.u32(f"the element type of {key!r}")
     count = reader.u64(f"the length of {key!r}")
-    least = _least_bytes(reader, key, code)
+    if code not in _LEAST_BYTES:
+        raise _unknown_type(reader, f"the elements of {key!r}", code)
+    least = _LEAST_BYTES[code]
     if count > reader.left // least:
         raise reader.error(
             f"the array {key!r} runs past the end of the file",
@@ -227,22 +226,14 @@ def _read_array(reader: _Reader, key: str, depth: int) -> list[object]:
     return [_read_value(reader, key, code, depth) for _ in range(count)]
 
 
-def _least_bytes(reader: _Reader, key: str, code: int) -> int:
-    if code == _STRING:
-        return 8
-    if code == _ARRAY:
-        return 12
-    return _number_type(reader, f"the elements of {key!r}", code).itemsize
-
-
-def _number_type(reader: _Reader, what: str, code: int) -> np.dtype[Any]:
-    if code not in _NUMBERS:
-        raise reader.error(f"{what} has an unknown type", "one of 0 to 12", code)
-    return _NUMBERS[code]
+def _unknown_type(reader: _Reader, what: str, code: int) -> FormatError:
+    return reader.error(f"{what} has an unknown type", "one of 0 to 12", code)
 
 
 def _read_numbers(reader: _Reader, what: str, code: int, count: int) -> list[object]:
-    kind = _number_type(reader, what, code)
+    if code not in _NUMBERS:
+        raise _unknown_type(reader, what, code)
+    kind = _NUMBERS[code]
     values: list[object] = np.frombuffer(reader.take(count * kind.itemsize, what), kind).tolist()
     if code != _BOOL:
         return values
@@ -254,12 +245,11 @@ def _read_numbers(reader: _Reader, what: str, code: int, count: int) -> list[obj
 def _refuse_split(reader: _Reader, metadata: dict[str, object]) -> None:
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
-        raise UnsupportedError(
-            message(
-                f"{reader.name}: this is one of the {parts} parts of a split model",
-                wanted="a whole model in one file",
-                do="Merge the parts first, for example with llama-gguf-split --merge",
-            )
+        refuse(
+            f"{reader.name}: this is one of the {parts} parts of a split model",
+            wanted="a whole model in one file",
+            do="Merge the parts first, for example with llama-gguf-split --merge",
+            kind=UnsupportedError,
         )
 
 
@@ -271,21 +261,8 @@ def _alignment(reader: _Reader, metadata: dict[str, object]) -> int:
     return value
 
 
-@dataclass(frozen=True)
-class _Info:
-    """A tensor as the header describes it; `offset` counts from the start of the data."""
-
-    name: str
-    shape: tuple[int, ...]
-    block: BlockType
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) // (self.block.elements or 1) * self.block.nbytes
-
-
-def _read_info(reader: _Reader) -> _Info:
+def _read_tensor(reader: _Reader, alignment: int) -> GgufTensor:
+    """A tensor as the header describes it; its offset counts from the start of the data."""
     name = reader.string("a tensor's name", MAX_TENSOR_NAME_BYTES)
     what = f"tensor {name!r}"
     rank = reader.u32(f"the rank of {what}")
@@ -304,41 +281,26 @@ def _read_info(reader: _Reader) -> _Info:
             f"a multiple of {block.elements}",
             shape[-1],
         )
-    return _Info(name, shape, block, reader.u64(f"the offset of {what}"))
+    offset = reader.u64(f"the offset of {what}")
+    if offset % alignment:
+        raise reader.error(f"{what} is not aligned", f"a multiple of {alignment}", offset)
+    return GgufTensor(name, shape, block, offset)
 
 
-def _place(
-    reader: _Reader, infos: Sequence[_Info], data_start: int, alignment: int
-) -> dict[str, GgufTensor]:
-    """The tensors by name, each whole and aligned inside the file, none over another."""
-    tensors: dict[str, GgufTensor] = {}
-    for info in infos:
-        if info.name in tensors:
-            raise reader.error(f"the tensor {info.name!r} comes twice")
-        if info.offset % alignment:
+def _check_places(reader: _Reader, tensors: list[GgufTensor]) -> None:
+    """Every tensor lies whole inside the file, and none over another."""
+    for tensor in tensors:
+        if tensor.end > len(reader.data):
             raise reader.error(
-                f"tensor {info.name!r} is not aligned", f"a multiple of {alignment}", info.offset
-            )
-        end = data_start + info.offset + info.nbytes
-        if end > len(reader.data):
-            raise reader.error(
-                f"tensor {info.name!r} runs past the end of the file",
-                f"a file of {end} bytes",
+                f"tensor {tensor.name!r} runs past the end of the file",
+                f"a file of {tensor.end} bytes",
                 f"{len(reader.data)} bytes",
             )
-        tensors[info.name] = GgufTensor(
-            info.name, info.shape, info.block, data_start + info.offset, info.nbytes
-        )
-    _check_apart(reader, tensors)
-    return tensors
-
-
-def _check_apart(reader: _Reader, tensors: dict[str, GgufTensor]) -> None:
-    ordered = sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes))
-    for first, second in pairwise(ordered):
-        if first.offset + first.nbytes > second.offset:
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    for first, second in pairwise(tensors):
+        if first.end > second.offset:
             raise reader.error(
                 f"the tensors {first.name!r} and {second.name!r} overlap",
-                f"{second.name!r} at {first.offset + first.nbytes} or later",
+                f"{second.name!r} at {first.end} or later",
                 second.offset,
             )

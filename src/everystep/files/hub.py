@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from everystep.errors import DownloadError, EverystepError, MissingFileError, message
+from everystep.errors import DownloadError, EverystepError, MissingFileError, message, refuse
 
 ALLOWED = (
     "*.json",
@@ -76,51 +77,44 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
 
     if hub_id.file is not None:
         return fetch_file(hub_id, hub_id.file, access, offline=offline)
-    folder = _wrapped(
-        hub_id,
-        offline,
-        lambda: snapshot_download(
-            hub_id.repository,
-            revision=access.revision,
-            cache_dir=access.cache_dir,
-            token=access.token,
-            local_files_only=offline,
-            allow_patterns=list(ALLOWED),
-            ignore_patterns=[*IGNORED, *([] if access.weights else ["*.safetensors"])],
-        ),
-    )
-    if access.weights:
-        _check_weights(hub_id, folder)
+    patterns = {
+        "allow_patterns": list(ALLOWED),
+        "ignore_patterns": [*IGNORED, *([] if access.weights else ["*.safetensors"])],
+    }
+    folder = _fetched(partial(snapshot_download, **patterns), hub_id, access, offline)
+    if access.weights and not any(folder.glob("*.safetensors")):
+        refuse(
+            f"the hub repository {hub_id} holds no safetensors weights",
+            do=f"If it holds GGUF files name one as {hub_id}:FILE.gguf; pickled weights "
+            "must be converted to safetensors by somebody who trusts them",
+            kind=MissingFileError,
+        )
     return folder
 
 
 def fetch_file(hub_id: HubId, name: str, access: HubAccess, *, offline: bool) -> Path:
-    """Returns the local path of one file of a repository, downloading it if need be.
-
-    Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
-    """
+    """Returns the local path of one file of a repository, with the errors of `fetch_from_hub`."""
     from huggingface_hub import hf_hub_download
 
-    return _wrapped(
-        hub_id,
-        offline,
-        lambda: hf_hub_download(
+    return _fetched(hf_hub_download, hub_id, access, offline, name)
+
+
+def _fetched(
+    fetch: Callable[..., str], hub_id: HubId, access: HubAccess, offline: bool, *file: str
+) -> Path:
+    # The client's errors come from several libraries without a common base of their own.
+    try:
+        path = fetch(
             hub_id.repository,
-            name,
+            *file,
             revision=access.revision,
             cache_dir=access.cache_dir,
             token=access.token,
             local_files_only=offline,
-        ),
-    )
-
-
-def _wrapped(hub_id: HubId, offline: bool, fetch: Callable[[], str]) -> Path:
-    # The client's errors come from several libraries without a common base of their own.
-    try:
-        return Path(fetch())
+        )
     except Exception as error:
         raise _hub_error(hub_id, offline, error) from error
+    return Path(path)
 
 
 def _hub_error(hub_id: HubId, offline: bool, error: Exception) -> EverystepError:
@@ -138,17 +132,5 @@ def _hub_error(hub_id: HubId, offline: bool, error: Exception) -> EverystepError
             f"{hub_id} could not be fetched from the hub",
             got=f"{type(error).__name__}: {lines[0]}",
             do="Check the name, the network, and that you may read it (HF_TOKEN for gated models)",
-        )
-    )
-
-
-def _check_weights(hub_id: HubId, folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
-        return
-    raise MissingFileError(
-        message(
-            f"the hub repository {hub_id} holds no safetensors weights",
-            do=f"If it holds GGUF files name one as {hub_id}:FILE.gguf; pickled weights "
-            "must be converted to safetensors by somebody who trusts them",
         )
     )

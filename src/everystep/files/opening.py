@@ -53,7 +53,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
             raise FormatError(
                 message(f"{path} is too large", wanted=f"at most {limit} bytes", got=size)
             )
-        return b"".join(iter(lambda: file.read(1 << 20), b""))
+        return file.read()
 
 
 def impostor(start: bytes) -> str | None:

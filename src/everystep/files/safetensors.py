@@ -10,7 +10,6 @@ known here. Pickled weights can run code and are never read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,7 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from everystep.errors import FormatError, MissingFileError, UnsupportedError, message, nearest
+from everystep.errors import (
+    FormatError,
+    MissingFileError,
+    UnsupportedError,
+    message,
+    nearest,
+    refuse,
+)
 from everystep.files.opening import impostor, is_there, open_regular, read_bounded, size_of
 from everystep.files.strict_json import field, parse_object
 
@@ -63,8 +69,6 @@ class Weights:
 
     def __init__(self, tensors: dict[str, StoredTensor]) -> None:
         self._tensors = tensors
-        for file in _files_of(tensors.values()):
-            _check_shard(file)
 
     def names(self) -> list[str]:
         """The names of all tensors, in the files' order."""
@@ -86,13 +90,8 @@ class Weights:
         stored = self._stored(name)
         data = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
         if len(data) != stored.nbytes:
-            raise FormatError(
-                message(
-                    f"{stored.file}: {name!r} was cut off while it was in use",
-                    wanted=f"{stored.nbytes} bytes",
-                    got=len(data),
-                )
-            )
+            what = f"{stored.file}: {name!r} was cut off while it was in use"
+            raise FormatError(message(what, wanted=f"{stored.nbytes} bytes", got=len(data)))
         tensor = torch.from_numpy(data).view(stored.dtype).reshape(stored.shape)
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -123,22 +122,27 @@ def open_weights(folder: str | PathLike[str], stem: str = "model") -> Weights:
 
 def _no_weights(folder: Path, stem: str) -> FormatError | MissingFileError:
     wanted = f"{stem}.safetensors or {stem}.safetensors.index.json"
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if not pickles:
+        return missing_in(folder, "holds no weights", wanted)
+    return FormatError(
+        message(
+            f"{folder} holds only weights that can run code when they are read",
+            wanted=wanted,
+            got=", ".join(pickles[:3]),
+            do="If you trust them, convert with transformers: AutoModelForCausalLM"
+            ".from_pretrained(folder).save_pretrained(new_folder)",
+        )
+    )
+
+
+def missing_in(folder: Path, what: str, wanted: str) -> MissingFileError:
+    """The error of a folder without the files `wanted`, or of no folder at all."""
     if not folder.is_dir():
         return MissingFileError(message(f"there is no folder {folder}"))
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        return FormatError(
-            message(
-                f"{folder} holds only weights that can run code when they are read",
-                wanted=wanted,
-                got=", ".join(pickles[:3]),
-                do="If you trust them, convert with transformers: AutoModelForCausalLM"
-                ".from_pretrained(folder).save_pretrained(new_folder)",
-            )
-        )
-    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
-    do = f"Give the path of the file itself: {folder / ggufs[0]}" if ggufs else None
-    return MissingFileError(message(f"{folder} holds no weights", wanted=wanted, do=do))
+    ggufs = sorted(folder.glob("*.gguf"))
+    do = f"Give the path of the file itself: {ggufs[0]}" if ggufs else None
+    return MissingFileError(message(f"{folder} {what}", wanted=wanted, do=do))
 
 
 def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
@@ -152,7 +156,8 @@ def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
             )
         found = _read_header(file)
         listed = {name for name, where in placed.items() if where == shard}
-        _compare(index, shard, listed, set(found))
+        _refuse_names(f"{index} names tensors that are not in {shard}", listed - {*found})
+        _refuse_names(f"{index} does not name all tensors of {shard}", {*found} - listed)
         tensors.update(found)
     return tensors
 
@@ -162,44 +167,37 @@ def _read_index(index: Path) -> dict[str, str]:
     weight_map = field(content, "weight_map", dict, str(index))
     if not weight_map:
         raise FormatError(message(f"{index}: the field 'weight_map' is empty"))
-    return {name: _shard_name(index, name, shard) for name, shard in weight_map.items()}
+    for name, shard in weight_map.items():
+        # The name is a stranger's and becomes a path: it must not lead out of the folder.
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
+            refuse(
+                f"{index}: {name!r} is said to be in an impossible file",
+                wanted="the name of a .safetensors file in the same folder",
+                got=repr(shard)[:120],
+                kind=FormatError,
+            )
+    return weight_map
 
 
-def _shard_name(index: Path, name: str, shard: object) -> str:
-    # The name is a stranger's and becomes a path: only what cannot leave the folder is accepted.
-    if isinstance(shard, str) and _SHARD.fullmatch(shard):
-        return shard
-    raise FormatError(
-        message(
-            f"{index}: {name!r} is said to be in an impossible file",
-            wanted="the name of a .safetensors file in the same folder",
-            got=repr(shard)[:120],
-        )
-    )
-
-
-def _compare(index: Path, shard: str, listed: set[str], found: set[str]) -> None:
-    for names, what in (
-        (listed - found, "names tensors that are not in"),
-        (found - listed, "does not name all tensors of"),
-    ):
-        if names:
-            raise FormatError(message(f"{index} {what} {shard}", got=_some(names)))
-
-
-def _some(names: Iterable[str], count: int = 5) -> str:
-    ordered = sorted(names)
-    rest = f" and {len(ordered) - count} more" if len(ordered) > count else ""
-    return ", ".join(map(repr, ordered[:count])) + rest
+def _refuse_names(what: str, names: set[str], count: int = 5) -> None:
+    if names:
+        rest = f" and {len(names) - count} more" if len(names) > count else ""
+        got = ", ".join(map(repr, sorted(names)[:count])) + rest
+        raise FormatError(message(what, got=got))
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file; the library checks their places when it opens the file."""
+    """The tensors of one file, whose places in it the library has checked."""
     described = _header_bytes(file)
     header = parse_object(described, str(file))
     header.pop("__metadata__", None)
     data = 8 + len(described)
-    return {name: _stored_tensor(file, data, name, entry) for name, entry in header.items()}
+    tensors = {name: _stored_tensor(file, data, name, entry) for name, entry in header.items()}
+    try:
+        with safe_open(str(file), framework="pt"):
+            return tensors
+    except (SafetensorError, OSError) as error:
+        raise FormatError(message(f"{file} contradicts itself: {error}")) from error
 
 
 def _header_bytes(file: Path) -> bytes:
@@ -213,12 +211,11 @@ def _header_bytes(file: Path) -> bytes:
         known = impostor(start + opened.read(56))
     if known is not None:
         raise FormatError(message(f"{file} is {known}"))
-    raise FormatError(
-        message(
-            f"{file} is not a safetensors file or was cut off",
-            wanted=f"a header of 2 to {max(limit, 0)} bytes",
-            got=f"{length} in a file of {size} bytes",
-        )
+    refuse(
+        f"{file} is not a safetensors file or was cut off",
+        wanted=f"a header of 2 to {max(limit, 0)} bytes",
+        got=f"{length} in a file of {size} bytes",
+        kind=FormatError,
     )
 
 
@@ -232,30 +229,19 @@ def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTen
         raise FormatError(message(f"{where} is not described by an object", got=repr(entry)[:80]))
     code = field(entry, "dtype", str, where)
     shape = field(entry, "shape", list, where)
-    if code not in _DTYPES:
-        raise UnsupportedError(
-            message(f"{where} is of an unknown type", wanted=", ".join(_DTYPES), got=code)
-        )
-    sizes = tuple(size for size in shape if type(size) is int and size >= 0)
-    if len(sizes) != len(shape):
-        raise FormatError(message(f"{where} has an impossible shape", got=shape))
     offsets = field(entry, "data_offsets", list, where)
+    if code not in _DTYPES:
+        refuse(
+            f"{where} is of an unknown type",
+            wanted=", ".join(_DTYPES),
+            got=code,
+            kind=UnsupportedError,
+        )
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise FormatError(message(f"{where} has an impossible shape", got=shape))
     if len(offsets) != 2 or not all(type(offset) is int and offset >= 0 for offset in offsets):
         raise FormatError(
             message(f"{where} has impossible offsets", wanted="two counts of bytes", got=offsets)
         )
     start, end = offsets
-    return StoredTensor(file, data + start, end - start, sizes, _DTYPES[code])
-
-
-def _files_of(tensors: Iterable[StoredTensor]) -> list[Path]:
-    return list(dict.fromkeys(tensor.file for tensor in tensors))
-
-
-def _check_shard(file: Path) -> None:
-    """FormatError if the library finds that the header and the file do not fit together."""
-    try:
-        with safe_open(str(file), framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise FormatError(message(f"{file} contradicts itself: {error}")) from error
+    return StoredTensor(file, data + start, end - start, tuple(shape), _DTYPES[code])

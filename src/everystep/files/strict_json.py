@@ -1,22 +1,32 @@
 """JSON that a stranger wrote, and typed access to its fields.
 
 Stricter than Python's own reader: a key may come once, numbers are finite, nesting is bounded, and
-every failure is a FormatError that names the file. Which fields a file should have is not known
-here.
+every failure is a FormatError that names the file.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from everystep.errors import FormatError, message
-from everystep.files.opening import impostor
+from everystep.files.opening import impostor, is_there, read_bounded
 
+MAX_JSON_BYTES = 16 << 20
 MAX_DEPTH = 64
 
-T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
+T = TypeVar("T", str, list[Any], dict[str, Any])
+
+_KINDS: dict[type[object], str] = {str: "a text", list: "a list", dict: "an object"}
+
+
+def read_json(file: Path, *, infinite: bool = False) -> dict[str, object] | None:
+    """The object in a file of bounded size, read by `parse_object`; None without a file."""
+    if not is_there(file):
+        return None
+    return parse_object(read_bounded(file, MAX_JSON_BYTES), str(file), infinite=infinite)
 
 
 def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str, object]:
@@ -37,9 +47,8 @@ def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str,
     except ValueError as error:
         raise FormatError(_invalid_text(data, name, error)) from error
     if not isinstance(value, dict):
-        raise FormatError(
-            message(f"{name} holds no object", wanted="{...}", got=type(value).__name__)
-        )
+        kind = type(value).__name__
+        raise FormatError(message(f"{name} holds no object", wanted="{...}", got=kind))
     if _deeper_than(value, MAX_DEPTH):
         raise _too_deep(name)
     return value
@@ -48,37 +57,19 @@ def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str,
 def field(
     data: dict[str, object], key: str, kind: type[T], name: str, default: T | None = None
 ) -> T:
-    """The field `key` of the file `name`, of that kind (an int serves as a float).
+    """The field `key` of the file `name`, or the default where it is absent or null.
 
-    An absent field, or one that is null, gives the default; without one that is a FormatError, as
-    is a field of another kind.
+    FormatError without a default, and for a field of another kind.
     """
     value = data.get(key)
     if value is None:
         if default is None:
             raise FormatError(message(f"{name}: the field {key!r} is missing"))
         return default
-    if type(value) is kind:
-        return value
-    if kind is float and type(value) is int:
-        return kind(value)
-    raise FormatError(
-        message(
-            f"{name}: the field {key!r} is of the wrong kind", wanted=_kind_name(kind), got=value
-        )
-    )
-
-
-def _kind_name(kind: type[object]) -> str:
-    names: dict[type[object], str] = {
-        int: "an integer",
-        float: "a number",
-        str: "a text",
-        bool: "true or false",
-        list: "a list",
-        dict: "an object",
-    }
-    return names[kind]
+    if not isinstance(value, kind):
+        what = f"{name}: the field {key!r} is of the wrong kind"
+        raise FormatError(message(what, wanted=_KINDS[kind], got=value))
+    return value
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -106,27 +97,17 @@ def _finite(text: str) -> float:
 
 
 def _invalid_text(data: bytes, name: str, error: ValueError) -> str:
-    if not data.strip():
-        return message(f"{name} is empty")
-    known = impostor(data[:64])
-    if known is not None:
-        return message(f"{name} is {known}")
-    return message(f"{name} is not valid JSON: {error}")
+    known = impostor(data[:64]) if data.strip() else "empty"
+    return message(f"{name} is {known}" if known else f"{name} is not valid JSON: {error}")
 
 
-def _deeper_than(value: dict[str, object], limit: int) -> bool:
+def _deeper_than(value: dict[str, Any], limit: int) -> bool:
     # A loop and not a recursion: the parser's own limit is far above this one.
-    layer: list[dict[str, object] | list[object]] = [value]
+    layer: list[Any] = [value]
     for _ in range(limit):
-        layer = [child for node in layer for child in _children(node)]
-        if not layer:
-            return False
-    return True
-
-
-def _children(node: dict[str, object] | list[object]) -> list[dict[str, object] | list[object]]:
-    values = node.values() if isinstance(node, dict) else node
-    return [value for value in values if isinstance(value, dict | list)]
+        inside = [node.values() if isinstance(node, dict) else node for node in layer]
+        layer = [child for each in inside for child in each if isinstance(child, dict | list)]
+    return bool(layer)
 
 
 def _too_deep(name: str) -> FormatError:

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from everystep.errors import RequestError, message
-from everystep.text import Settings, SpecialTokens, Tokenizer
+from everystep.text import Settings, Tokenizer
 from everystep.text.pieces import byte_alphabet
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
@@ -62,5 +62,5 @@ def _merges() -> list[tuple[str, str]]:
 
 
 def _settings() -> Settings:
-    special = SpecialTokens(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     return Settings(special=special, chat_template=CHATML, name_or_path="tiny")

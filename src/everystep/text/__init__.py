@@ -1,21 +1,18 @@
 """Text to ids and back: tokenizer, chat template, incremental detokenizer."""
 
 from everystep.text.batch import BatchEncoding
-from everystep.text.detokenizer import Detokenizer
+from everystep.text.detokenizer import Detokenizer, Trimmer
+from everystep.text.pieces import Spelling
 from everystep.text.sandbox import TemplateLimits
-from everystep.text.settings import Settings, SpecialTokens
-from everystep.text.spelling import Spelling
-from everystep.text.template import ChatTemplate, RenderedChat
+from everystep.text.settings import Settings
+from everystep.text.template import ChatTemplate
 from everystep.text.tokenizer import Tokenizer
-from everystep.text.trimming import Trimmer
 
 __all__ = [
     "BatchEncoding",
     "ChatTemplate",
     "Detokenizer",
-    "RenderedChat",
     "Settings",
-    "SpecialTokens",
     "Spelling",
     "TemplateLimits",
     "Tokenizer",

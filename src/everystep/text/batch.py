@@ -1,20 +1,20 @@
 """What a tokenizer call returns, and the shaping of its rows: truncation, padding, tensors.
 
 Rows are plain lists until the very end, so nothing is shared with the tokenizer and a call is
-safe in any thread. This file knows the columns (`input_ids`, `attention_mask`, ...) and what
-pads each, and nothing of text.
+safe in any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.errors import RequestError, UnsupportedError, message, refuse
 
 Side = Literal["left", "right"]
 Columns = dict[str, list[list[Any]]]
@@ -30,7 +30,7 @@ FILL: dict[str, Any] = {
 }
 
 
-class BatchEncoding(MutableMapping[str, Any]):
+class BatchEncoding(UserDict[str, Any]):
     """The columns of an encoded batch: a mapping that also answers to attributes and `**`.
 
     `tensor_type`: "pt" or "np" makes tensors or arrays of what is none yet, with one dimension more
@@ -48,35 +48,18 @@ class BatchEncoding(MutableMapping[str, Any]):
         n_sequences: int | None = None,
     ) -> None:
         if encoding is not None:
-            raise UnsupportedError(
-                message(
-                    "encoding is of the tokenizers library, whose maps are not kept here",
-                    got=type(encoding).__name__,
-                    do="Leave it out, and call the tokenizer with return_offsets_mapping=True",
-                )
+            refuse(
+                "encoding is of the tokenizers library, whose maps are not kept here",
+                got=type(encoding).__name__,
+                do="Leave it out, and call the tokenizer with return_offsets_mapping=True",
+                kind=UnsupportedError,
             )
+        super().__init__(data)
         self.n_sequences = n_sequences
-        self.data = dict(data or {})
         if tensor_type is not None:
-            self.data = {
-                name: _as_tensor(name, [value] if prepend_batch_axis else value, tensor_type)
-                for name, value in self.data.items()
-            }
-
-    def __getitem__(self, name: str) -> Any:
-        return self.data[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.data[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.data[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.data)
-
-    def __len__(self) -> int:
-        return len(self.data)
+            for name, value in self.data.items():
+                given = [value] if prepend_batch_axis else value
+                self.data[name] = _as_tensor(name, given, tensor_type)
 
     def __getattr__(self, name: str) -> Any:
         # Pickle and copy ask for attributes before `data` exists.
@@ -107,16 +90,13 @@ class Padding:
 
     def __call__(self, columns: Columns) -> Columns:
         """The same columns with every row padded."""
-        longest = max(len(row) for row in columns["input_ids"])
-        length = max(longest, self.length or 0)
+        length = max(self.length or 0, *map(len, columns["input_ids"]))
         length += -length % self.multiple
+        fill = {**FILL, "input_ids": self.pad_id}
         return {
-            name: [self._padded(row, length, self._fill(name)) for row in rows]
+            name: [self._padded(row, length, fill.get(name, 0)) for row in rows]
             for name, rows in columns.items()
         }
-
-    def _fill(self, name: str) -> Any:
-        return self.pad_id if name == "input_ids" else FILL.get(name, 0)
 
     def _padded(self, row: list[Any], length: int, fill: Any) -> list[Any]:
         filling = [fill] * (length - len(row))
@@ -132,62 +112,51 @@ class Truncation:
     strategy: Literal["longest_first", "only_first", "only_second"] = "longest_first"
 
     def kept(self, sequence_ids: Sequence[int | None]) -> list[int]:
-        """The positions that stay; those of special tokens (None) always do."""
+        """The positions of a row too long that stay; those of special tokens (None) always do."""
         excess = len(sequence_ids) - self.length
-        if excess <= 0:
-            return list(range(len(sequence_ids)))
         members = [[i for i, s in enumerate(sequence_ids) if s == which] for which in (0, 1)]
-        dropped = set()
-        for which, count in enumerate(self._shares(excess, [len(m) for m in members])):
-            positions = members[which]
-            cut = positions[:count] if self.side == "left" else positions[len(positions) - count :]
-            dropped.update(cut)
+        dropped: set[int] = set()
+        for positions, count in zip(members, self._shares(excess, *map(len, members)), strict=True):
+            dropped.update(positions[:count] if self.side == "left" else positions[::-1][:count])
         return [i for i in range(len(sequence_ids)) if i not in dropped]
 
-    def _shares(self, excess: int, lengths: list[int]) -> list[int]:
+    def _shares(self, excess: int, first: int, second: int) -> tuple[int, int]:
         """How many tokens each of the two texts gives up."""
         if self.strategy == "longest_first":
-            return _shorten_longest(excess, lengths)
-        which = 0 if self.strategy == "only_first" else 1
-        if excess > lengths[which]:
-            raise RequestError(
-                message(
-                    f"{self.strategy} truncation cannot reach max_length={self.length}",
-                    wanted=f"at least {excess} tokens to drop from that text",
-                    got=lengths[which],
-                    do="Raise max_length or use truncation='longest_first'",
-                )
+            return _shorten_longest(excess, first, second)
+        length = first if self.strategy == "only_first" else second
+        if excess > length:
+            refuse(
+                f"{self.strategy} truncation cannot reach max_length={self.length}",
+                wanted=f"at least {excess} tokens to drop from that text",
+                got=length,
+                do="Raise max_length or use truncation='longest_first'",
             )
-        return [excess, 0] if which == 0 else [0, excess]
+        return (excess, 0) if self.strategy == "only_first" else (0, excess)
 
 
-def _shorten_longest(excess: int, lengths: list[int]) -> list[int]:
+def _shorten_longest(excess: int, first: int, second: int) -> tuple[int, int]:
     """Shares for two texts: the longer shrinks to the other's length, then both alike.
 
     Of an odd rest the longer text keeps one token more, the second if both are equally long, as
     in the `tokenizers` library.
     """
-    total = sum(lengths) - excess
+    total = first + second - excess
     if total < 0:
-        raise RequestError(
-            message(
-                "max_length leaves no room for the special tokens",
-                wanted=f"at least {-total} more",
-                do="Raise max_length or pass add_special_tokens=False",
-            )
+        refuse(
+            "max_length leaves no room for the special tokens",
+            wanted=f"at least {-total} more",
+            do="Raise max_length or pass add_special_tokens=False",
         )
-    shorter, longer = sorted(lengths)
-    if 2 * shorter > total:
-        shorter, longer = total // 2, total - total // 2
-    else:
-        longer = total - shorter
-    first, second = (shorter, longer) if lengths[0] <= lengths[1] else (longer, shorter)
-    return [lengths[0] - first, lengths[1] - second]
+    shorter = min(first, second, total // 2)
+    longer = total - shorter
+    kept = (shorter, longer) if first <= second else (longer, shorter)
+    return first - kept[0], second - kept[1]
 
 
 def _require_kind(argument: str, kind: str) -> None:
     if kind not in ("pt", "np"):
-        raise RequestError(message(f"{argument} is unknown", wanted="'pt' or 'np'", got=kind))
+        refuse(f"{argument} is unknown", wanted="'pt' or 'np'", got=kind)
 
 
 def _as_tensor(name: str, value: Any, kind: str) -> Any:
@@ -210,19 +179,17 @@ def _as_tensor(name: str, value: Any, kind: str) -> Any:
         ) from error
 
 
-def as_tensors(columns: Columns, kind: str) -> dict[str, Any]:
-    """The columns as int64 tensors ("pt") or arrays ("np") of shape (rows, length, ...)."""
-    _require_kind("return_tensors", kind)
+def shaped(columns: Columns, single: bool, return_tensors: str | None) -> BatchEncoding:
+    """The encoding that a call returns: int64 tensors or arrays, lists, or the only row's lists."""
+    if return_tensors is None:
+        return BatchEncoding({name: rows[0] if single else rows for name, rows in columns.items()})
+    _require_kind("return_tensors", return_tensors)
     lengths = {len(row) for row in columns["input_ids"]}
     if len(lengths) > 1:
-        raise RequestError(
-            message(
-                "Rows of different lengths do not fit into one tensor",
-                wanted="equal lengths",
-                got=f"{min(lengths)} to {max(lengths)} tokens",
-                do="Pass padding=True",
-            )
+        refuse(
+            "Rows of different lengths do not fit into one tensor",
+            wanted="equal lengths",
+            got=f"{min(lengths)} to {max(lengths)} tokens",
+            do="Pass padding=True",
         )
-    if kind == "np":
-        return {name: np.array(rows, dtype=np.int64) for name, rows in columns.items()}
-    return {name: torch.tensor(rows, dtype=torch.int64) for name, rows in columns.items()}
+    return BatchEncoding(columns, tensor_type=return_tensors)

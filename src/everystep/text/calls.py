@@ -1,13 +1,13 @@
 """The steps of a tokenizer call: reading its arguments, and making columns of encodings.
 
-Plain functions over plain values: what a text or a chat argument may be, what `padding`,
-`truncation` and `max_length` mean together (as in the reference), and which columns are wanted.
+What a text or a chat argument may be, what `padding`, `truncation` and `max_length` mean together
+(as in the reference), and which columns are wanted.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -19,8 +19,9 @@ from everystep.errors import (
     UnsupportedError,
     message,
     nearest,
+    refuse,
 )
-from everystep.text.batch import BatchEncoding, Columns, Padding, Side, Truncation, as_tensors
+from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
 from everystep.text.settings import NO_LIMIT
 
@@ -39,26 +40,48 @@ UNSUPPORTED: dict[str, object] = {
     "tokenizer_kwargs": None,
 }
 
-PADDINGS = {True: "longest", False: None, None: None, "do_not_pad": None}
-TRUNCATIONS = {True: "longest_first", False: None, None: None, "do_not_truncate": None}
+# Each column, and the attribute of the library's encoding that holds it.
+COLUMNS = {
+    "input_ids": "ids",
+    "token_type_ids": "type_ids",
+    "attention_mask": "attention_mask",
+    "special_tokens_mask": "special_tokens_mask",
+    "offset_mapping": "offsets",
+}
+
+PADDINGS: dict[Any, str | None] = {
+    True: "longest",
+    False: None,
+    None: None,
+    "do_not_pad": None,
+    "longest": "longest",
+    "max_length": "max_length",
+}
+TRUNCATIONS: dict[Any, str | None] = {
+    True: "longest_first",
+    False: None,
+    None: None,
+    "do_not_truncate": None,
+    "longest_first": "longest_first",
+    "only_first": "only_first",
+    "only_second": "only_second",
+}
 
 
 def refuse_unknown(call: Callable[..., Any], given: Mapping[str, object]) -> None:
     """Raises for arguments that `call` does not know, or knows and cannot honour."""
     for name, value in given.items():
-        if name in UNSUPPORTED and value == UNSUPPORTED[name]:
-            continue
         if name in UNSUPPORTED:
-            raise UnsupportedError(
-                message(f"The tokenizer cannot honour {name}", wanted=UNSUPPORTED[name], got=value)
-            )
+            if value != UNSUPPORTED[name]:
+                what = f"The tokenizer cannot honour {name}"
+                raise UnsupportedError(message(what, wanted=UNSUPPORTED[name], got=value))
+            continue
         known = [name for name in inspect.signature(call).parameters if name != "self"]
         near = nearest(name, known)
-        raise UnknownArgumentError(
-            message(
-                f"The tokenizer has no argument {name!r}",
-                wanted=f"perhaps {near!r}" if near else ", ".join(known),
-            )
+        refuse(
+            f"The tokenizer has no argument {name!r}",
+            wanted=f"perhaps {near!r}" if near else ", ".join(known),
+            kind=UnknownArgumentError,
         )
 
 
@@ -67,19 +90,14 @@ def as_texts(text: TextInput, pair: str | Sequence[str] | None) -> tuple[list[Te
     if isinstance(text, str) or not isinstance(text, Iterable):
         first = checked_text(text)
         return [first if pair is None else (first, checked_text(pair, "text_pair"))], True
-    items = [_item(item, index) for index, item in enumerate(text)]
+    items: list[Any] = list(text)
     if pair is not None:
         if isinstance(pair, str) or len(pair) != len(items):
-            raise RequestError(
-                message("text_pair does not fit text", wanted=f"{len(items)} texts", got=pair)
-            )
-        items = [
-            _item((item, other), index)
-            for index, (item, other) in enumerate(zip(items, pair, strict=True))
-        ]
+            refuse("text_pair does not fit text", wanted=f"{len(items)} texts", got=pair)
+        items = list(zip(items, pair, strict=True))
     if not items:
-        raise RequestError(message("There is no text to encode", got="an empty list"))
-    return items, False
+        refuse("There is no text to encode", got="an empty list")
+    return [_item(item, index) for index, item in enumerate(items)], False
 
 
 def _item(item: object, index: int) -> TextItem:
@@ -91,15 +109,13 @@ def _item(item: object, index: int) -> TextItem:
 def as_chats(conversation: Sequence[Any]) -> tuple[list[Sequence[Any]], bool]:
     """The chats of an argument that is one chat (messages) or several, and whether it is one."""
     if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, Sequence):
-        raise RequestError(
-            message(
-                "A conversation is a list of messages",
-                wanted='e.g. [{"role": "user", "content": "Hello"}]',
-                got=type(conversation).__name__,
-            )
+        refuse(
+            "A conversation is a list of messages",
+            wanted='e.g. [{"role": "user", "content": "Hello"}]',
+            got=type(conversation).__name__,
         )
     if not conversation:
-        raise RequestError(message("The conversation has no message"))
+        refuse("The conversation has no message")
     if isinstance(conversation[0], (list, tuple)):
         return list(conversation), False
     return [conversation], True
@@ -115,16 +131,12 @@ def truncation_of(
     """What cuts the rows, or None; `max_length` alone cuts, as in the reference."""
     if max_length is not None and padding is False and truncation is None:
         truncation = True
-    strategy = _choice(
-        "truncation", truncation, TRUNCATIONS, ("longest_first", "only_first", "only_second")
-    )
+    strategy = _choice("truncation", truncation, TRUNCATIONS)
     if strategy is None:
         if max_length is not None and padding != "max_length":
-            raise RequestError(
-                message(
-                    "max_length would have no effect",
-                    do="Pass truncation=True to cut, or padding='max_length' to pad to it",
-                )
+            refuse(
+                "max_length would have no effect",
+                do="Pass truncation=True to cut, or padding='max_length' to pad to it",
             )
         return None
     return Truncation(_length("truncation", max_length, limit), side, strategy)  # type: ignore[arg-type]
@@ -139,19 +151,15 @@ def padding_of(
     pad_id: int | None,
 ) -> Padding | None:
     """What pads the rows, or None."""
-    strategy = _choice("padding", padding, PADDINGS, ("longest", "max_length"))
+    strategy = _choice("padding", padding, PADDINGS)
     if strategy is None:
         if multiple is not None:
-            raise RequestError(
-                message("pad_to_multiple_of would have no effect", do="Pass padding=True with it")
-            )
+            refuse("pad_to_multiple_of would have no effect", do="Pass padding=True with it")
         return None
     if pad_id is None:
-        raise RequestError(
-            message(
-                "Padding needs a pad token, and the tokenizer has none",
-                do="Choose one, e.g. tokenizer.pad_token = tokenizer.eos_token",
-            )
+        refuse(
+            "Padding needs a pad token, and the tokenizer has none",
+            do="Choose one, e.g. tokenizer.pad_token = tokenizer.eos_token",
         )
     if multiple is not None and multiple < 1:
         raise RequestError(message("pad_to_multiple_of is wrong", wanted="1 or more", got=multiple))
@@ -159,27 +167,20 @@ def padding_of(
     return Padding(pad_id, side, length, multiple or 1)
 
 
-def _choice(
-    name: str, value: bool | str | None, short: Mapping[Any, str | None], full: Sequence[str]
-) -> str | None:
-    if value in full:
-        return str(value)
-    if isinstance(value, (bool, str, type(None))) and value in short:
-        return short[value]
-    raise RequestError(
-        message(f"{name} is unknown", wanted=", ".join(["True", "False", *full]), got=repr(value))
-    )
+def _choice(name: str, value: object, choices: Mapping[Any, str | None]) -> str | None:
+    if isinstance(value, bool | str | None) and value in choices:
+        return choices[value]
+    strategies = dict.fromkeys(filter(None, choices.values()))
+    refuse(f"{name} is unknown", wanted=", ".join(["True", "False", *strategies]), got=repr(value))
 
 
 def _length(what: str, max_length: int | None, limit: int) -> int:
     if max_length is None and limit >= NO_LIMIT:
-        raise RequestError(
-            message(
-                f"There is no length for {what}",
-                wanted="max_length",
-                got="a model without a known limit",
-                do="Pass max_length=...",
-            )
+        refuse(
+            f"There is no length for {what}",
+            wanted="max_length",
+            got="a model without a known limit",
+            do="Pass max_length=...",
         )
     length = limit if max_length is None else max_length
     if not isinstance(length, int) or length < 0:
@@ -189,34 +190,21 @@ def _length(what: str, max_length: int | None, limit: int) -> int:
 
 def columns_of(
     encodings: Sequence[tokenizers.Encoding],
-    wanted: Mapping[str, bool],
+    wanted: Collection[str],
     cut: Truncation | None,
 ) -> Columns:
-    """The wanted columns of the encodings, `input_ids` always, cut where they are too long."""
-    read: dict[str, Callable[[tokenizers.Encoding], list[Any]]] = {
-        "input_ids": lambda encoding: encoding.ids,
-        "token_type_ids": lambda encoding: encoding.type_ids,
-        "attention_mask": lambda encoding: [1] * len(encoding.ids),
-        "special_tokens_mask": lambda encoding: encoding.special_tokens_mask,
-        "offset_mapping": lambda encoding: encoding.offsets,
+    """The wanted columns of the encodings, in the order of COLUMNS, cut where they are too long."""
+    columns = {
+        name: [getattr(encoding, attribute) for encoding in encodings]
+        for name, attribute in COLUMNS.items()
+        if name in wanted
     }
-    names = [name for name in read if name == "input_ids" or wanted.get(name)]
-    columns = {name: [read[name](encoding) for encoding in encodings] for name in names}
-    if cut is None:
-        return columns
     for row, encoding in enumerate(encodings):
-        if len(encoding.ids) > cut.length:
+        if cut is not None and len(encoding.ids) > cut.length:
             kept = cut.kept(encoding.sequence_ids)
             for rows in columns.values():
                 rows[row] = [rows[row][position] for position in kept]
     return columns
-
-
-def shaped(columns: Columns, single: bool, return_tensors: str | None) -> BatchEncoding:
-    """The encoding that a call returns: tensors, lists, or the only row's lists."""
-    if return_tensors is not None:
-        return BatchEncoding(as_tensors(columns, return_tensors))
-    return BatchEncoding({name: rows[0] if single else rows for name, rows in columns.items()})
 
 
 def checked_id(id: Any) -> int:

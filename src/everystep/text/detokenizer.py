@@ -4,39 +4,41 @@ The promise is a law: the pieces that `push` and `finish` return, joined, are th
 `tokenizer.decode` gives for all ids at once. So a piece is returned as soon as no later id can
 change it. Byte-level tokenizers hold back at most three bytes. With byte fallback (Llama 2),
 `decode` replaces a whole run of byte tokens if any of it is invalid, so a run is held until
-it ends. This file knows nothing of generation; one object follows one sequence.
+it ends.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
-from typing import Protocol
+import copy
+from collections.abc import Iterable, Sequence
 
-from everystep.text.pieces import BYTE_TOKEN, Decoding
+from everystep.text.pieces import BYTE_TOKEN
 from everystep.text.tokenizer import Tokenizer
-
-
-class Joiner(Protocol):
-    """Turns tokens, one at a time, into text that is final."""
-
-    def push(self, token: str) -> str: ...
-    def finish(self) -> str: ...
-    def copy(self) -> Joiner: ...
 
 
 class Detokenizer:
     """Follows one sequence of ids and gives out its text in final pieces.
 
-    Cost per id does not depend on how many came before. `copy()` makes an independent follower
-    for a fork. Ids without a token contribute nothing, as in `decode`. UnsupportedError if the
-    tokenizer's decoder cannot be followed.
+    Cost per id does not depend on how many came before. Ids without a token contribute nothing, as
+    in `decode`. UnsupportedError if the tokenizer's decoder cannot be followed.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.skipped_ids if skip_special_tokens else frozenset()
-        self._joiner = _joiner(tokenizer.decoding)
+        self._decoding = tokenizer.decoding
+        self._begin()
+
+    def _begin(self) -> None:
+        # Bytes of a character, or of a run of byte tokens, that has not ended.
+        self._held = b""
+        self._started = False
+        self._to_strip = self._decoding.strip_start[1]
+
+    def copy(self) -> Detokenizer:
+        """An independent follower in the same state."""
+        return copy.copy(self)
 
     def push(self, ids: int | Iterable[int]) -> str:
         """Takes further ids in and returns the text that is final now and was not before."""
@@ -45,79 +47,41 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Returns what was held back, as `decode` spells it; the next push starts a new text."""
-        text = self._joiner.finish()
-        self._joiner = _joiner(self._tokenizer.decoding)
+        if self._decoding.joining == "fallback":
+            text = self._stripped(self._end_of_run())
+        else:
+            text = self._held.decode("utf-8", "replace")
+        self._begin()
         return text
-
-    def copy(self) -> Detokenizer:
-        """An independent follower in the same state."""
-        other = Detokenizer.__new__(Detokenizer)
-        other._tokenizer = self._tokenizer
-        other._skipped = self._skipped
-        other._joiner = self._joiner.copy()
-        return other
 
     def _push(self, id: int) -> str:
         token = self._tokenizer.token_of(id)
         if token is None or id in self._skipped:
             return ""
-        return self._joiner.push(token)
+        if self._decoding.joining == "bytes":
+            return self._whole_characters(self._decoding.bytes_of(token))
+        if self._decoding.joining == "fallback":
+            return self._text_or_byte(token)
+        return self._word(token)
 
+    def _whole_characters(self, data: bytes) -> str:
+        """Byte level: what is given out ends where a character ends."""
+        data = self._held + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
 
-def _joiner(decoding: Decoding) -> Joiner:
-    if decoding.joining == "bytes":
-        return ByteJoiner(decoding)
-    if decoding.joining == "fallback":
-        return FallbackJoiner(decoding)
-    return WordJoiner(decoding)
-
-
-class ByteJoiner:
-    """Byte level: every token is bytes; what is given out ends where a character ends."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: str) -> str:
-        return self._utf8.decode(self._decoding.bytes_of(token))
-
-    def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-    def copy(self) -> ByteJoiner:
-        other = ByteJoiner(self._decoding)
-        other._utf8.setstate(self._utf8.getstate())
-        return other
-
-
-class FallbackJoiner:
-    """Byte fallback: tokens are text, but runs of <0xNN> are the bytes of unknown characters."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
-        self._run = bytearray()
-        self._to_strip = decoding.strip_start[1]
-
-    def push(self, token: str) -> str:
+    def _text_or_byte(self, token: str) -> str:
+        """Byte fallback: tokens are text, but runs of <0xNN> are the bytes of characters."""
         # The order of the decoder's steps: replacements come before a token is read as a byte.
         token = self._decoding.text_of(token)
         if byte := BYTE_TOKEN.fullmatch(token):
-            self._run.append(int(byte[1], 16))
+            self._held += bytes.fromhex(byte[1])
             return ""
         return self._stripped(self._end_of_run() + token)
 
-    def finish(self) -> str:
-        return self._stripped(self._end_of_run())
-
-    def copy(self) -> FallbackJoiner:
-        other = FallbackJoiner(self._decoding)
-        other._run = self._run.copy()
-        other._to_strip = self._to_strip
-        return other
-
     def _end_of_run(self) -> str:
-        run, self._run = self._run, bytearray()
+        run, self._held = self._held, b""
         try:
             return run.decode("utf-8")
         except UnicodeDecodeError:
@@ -132,25 +96,52 @@ class FallbackJoiner:
             self._to_strip = 0
         return text
 
-
-class WordJoiner:
-    """Words: a mark inside tokens stands for a space, or a space stands between tokens."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
-        self._started = False
-
-    def push(self, token: str) -> str:
+    def _word(self, token: str) -> str:
+        """Words: a mark inside tokens stands for a space, or a space stands between tokens."""
         first, self._started = not self._started, True
         if self._decoding.joining == "words":
             return token if first else " " + token
         dropped = first and self._decoding.drop_first_mark
         return token.replace(self._decoding.mark, "" if dropped else " ")
 
-    def finish(self) -> str:
-        return ""
 
-    def copy(self) -> WordJoiner:
-        other = WordJoiner(self._decoding)
-        other._started = self._started
-        return other
+class Trimmer:
+    """The text of one sequence without the string it was stopped at.
+
+    What may become one of the strings is held back till it is known. `before`: the end of the
+    prompt's text, in which a string may begin. The pieces that `push` and `finish` return, joined,
+    do not depend on how the text was divided.
+    """
+
+    def __init__(self, strings: Sequence[str], before: str = "") -> None:
+        self._strings = tuple(strings)
+        self._before = before
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Takes further text and returns what cannot be part of a string any more."""
+        text = self._held + text
+        held = max((self._overlap(text, string) for string in self._strings), default=0)
+        held = min(held, len(text))
+        ready, self._held = text[: len(text) - held], text[len(text) - held :]
+        self._before = (self._before + ready)[-max(map(len, self._strings), default=1) :]
+        return ready
+
+    def finish(self, text: str, matched: object) -> str:
+        """The last text, without the string that ended it, if one did, and what follows that.
+
+        Where special tokens that are not shown are part of the string, what is shown of it goes.
+        """
+        text, self._held = self._held + text, ""
+        if not isinstance(matched, str):
+            return text
+        start = (self._before + text).find(matched)
+        if start < 0:
+            start = len(self._before + text) - self._overlap(text, matched)
+        return text[: max(start - len(self._before), 0)]
+
+    def _overlap(self, text: str, string: str) -> int:
+        """How many characters of the string's beginning the text ends with, if not all."""
+        whole = self._before + text
+        lengths = range(min(len(string) - 1, len(whole)), 0, -1)
+        return next((n for n in lengths if whole.endswith(string[:n])), 0)

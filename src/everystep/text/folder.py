@@ -15,49 +15,79 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import FormatError, MissingFileError, message
+from everystep.errors import FormatError, MissingFileError, message, refuse
 from everystep.files.atomic import write_atomic
-from everystep.files.folder import (
-    CHAT_TEMPLATE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    find_tokenizer,
-    named_templates,
-    read_json,
-    read_template,
-)
+from everystep.files.folder import TOKENIZER, find_tokenizer
+from everystep.files.opening import is_there, read_bounded
+from everystep.files.strict_json import field, read_json
 from everystep.text.native import native_call
-from everystep.text.settings import NO_LIMIT, Settings, SpecialTokens, checked_side, token_text
+from everystep.text.settings import NO_LIMIT, Settings, checked_side, named_tokens, token_text
 
+MAX_TEMPLATE_BYTES = 1 << 20
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     """The splitting rule and the settings of a folder; FileError names what is missing or wrong."""
     backend = _read_backend(folder)
-    config = read_json(folder / TOKENIZER_CONFIG) or {}
-    tokens_map = read_json(folder / "special_tokens_map.json") or {}
-    special = SpecialTokens.read(tokens_map, config)
+    config: dict[str, Any] = read_json(folder / TOKENIZER_CONFIG) or {}
+    tokens_map = read_json(folder / SPECIAL_TOKENS) or {}
+    special = named_tokens(tokens_map, config)
     _add_missing_tokens(backend, config, tokens_map, special)
-    return backend, _settings(folder, config, special)
+    limit = config.get("model_max_length")
+    return backend, Settings(
+        special=special,
+        padding_side=checked_side(config.get("padding_side", "left"), "padding_side"),
+        truncation_side=checked_side(config.get("truncation_side", "right"), "truncation_side"),
+        model_max_length=NO_LIMIT if limit is None else int(limit),
+        chat_template=_read_templates(folder, config),
+        name_or_path=str(folder),
+    )
 
 
 def write_folder(folder: Path, backend: tokenizers.Tokenizer, settings: Settings) -> list[Path]:
     """Writes the files that `read_folder` reads and returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return [_write(folder / name, text) for name, text in _files(backend, settings).items()]
+    named = dict(settings.special)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": settings.model_max_length,
+        "padding_side": settings.padding_side,
+        "truncation_side": settings.truncation_side,
+        **named,
+    }
+    files = {
+        TOKENIZER: backend.to_str(pretty=True),
+        TOKENIZER_CONFIG: _json_text(config),
+        SPECIAL_TOKENS: _json_text(named),
+    }
+    templates = settings.chat_template or {}
+    sources = {"default": templates} if isinstance(templates, str) else templates
+    for name, source in sources.items():
+        path = f"additional_chat_templates/{name}.jinja"
+        files[CHAT_TEMPLATE if name == "default" else path] = source
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / path, text.encode())
+    return [folder / path for path in files]
+
+
+def _json_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = find_tokenizer(folder / TOKENIZER)
     if path is None:
-        raise MissingFileError(
-            message(
-                f"{folder} has no tokenizer",
-                wanted="a file tokenizer.json",
-                got=", ".join(sorted(p.name for p in folder.glob("token*"))) or "no such file",
-                do="Save the tokenizer with tokenizers.Tokenizer.save, or load the model alone",
-            )
+        refuse(
+            f"{folder} has no tokenizer",
+            wanted="a file tokenizer.json",
+            got=", ".join(sorted(p.name for p in folder.glob("token*"))) or "no such file",
+            do="Save the tokenizer with tokenizers.Tokenizer.save, or load the model alone",
+            kind=MissingFileError,
         )
     with native_call(f"{path} is not a tokenizer", error=FormatError):
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -73,7 +103,7 @@ def _add_missing_tokens(
     backend: tokenizers.Tokenizer,
     config: Mapping[str, Any],
     tokens_map: Mapping[str, Any],
-    special: SpecialTokens,
+    special: Mapping[str, str],
 ) -> None:
     """Makes every token that the configuration names part of the vocabulary, with its flags."""
     known = backend.get_added_tokens_decoder()
@@ -82,16 +112,24 @@ def _add_missing_tokens(
         raise FormatError(message("added_tokens_decoder is wrong", wanted="an object"))
     for id, token in sorted(listed.items(), key=lambda item: int(item[0])):
         if int(id) not in known:
-            backend.add_tokens([_added_token(token)])
-            _check_id(backend, token, int(id))
-    names = [*special.named().values(), *_extra_tokens(tokens_map), *_extra_tokens(config)]
+            added = _added_token(token)
+            backend.add_tokens([added])
+            place = backend.token_to_id(added.content)
+            if place != int(id):
+                refuse(
+                    f"tokenizer_config.json gives the added token {added.content!r} the id {id}",
+                    wanted=f"{place}, its place in tokenizer.json",
+                    do="The two files belong to different tokenizers",
+                    kind=FormatError,
+                )
+    names = [*special.values(), *_extra_tokens(tokens_map), *_extra_tokens(config)]
     flagged = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([name for name in dict.fromkeys(names) if name not in flagged])
 
 
 def _added_token(token: Any) -> tokenizers.AddedToken:
     if isinstance(token, str):
-        return tokenizers.AddedToken(token, special=True, normalized=False)
+        token = {"content": token, "special": True, "normalized": False}
     if not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
         raise FormatError(message("An added token is wrong", wanted="content", got=repr(token)))
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -100,85 +138,45 @@ def _added_token(token: Any) -> tokenizers.AddedToken:
     )
 
 
-def _check_id(backend: tokenizers.Tokenizer, token: Any, id: int) -> None:
-    content = token if isinstance(token, str) else token["content"]
-    if backend.token_to_id(content) != id:
-        raise FormatError(
-            message(
-                f"tokenizer_config.json gives the added token {content!r} the id {id}",
-                wanted=f"{backend.token_to_id(content)}, its place in tokenizer.json",
-                do="The two files belong to different tokenizers",
-            )
-        )
-
-
 def _extra_tokens(source: Mapping[str, Any]) -> Iterator[str]:
     for key in EXTRA_LISTS:
         listed = source.get(key) or []
-        values = listed.values() if isinstance(listed, Mapping) else listed
-        for value in values:
-            text = token_text(value, key)
-            if text is not None:
+        for value in listed.values() if isinstance(listed, Mapping) else listed:
+            if text := token_text(value, key):
                 yield text
-
-
-def _settings(folder: Path, config: dict[str, Any], special: SpecialTokens) -> Settings:
-    limit = config.get("model_max_length")
-    return Settings(
-        special=special,
-        padding_side=checked_side(config.get("padding_side", "left"), "padding_side"),
-        truncation_side=checked_side(config.get("truncation_side", "right"), "truncation_side"),
-        model_max_length=NO_LIMIT if limit is None else int(limit),
-        chat_template=_read_templates(folder, config),
-        name_or_path=str(folder),
-    )
 
 
 def _read_templates(folder: Path, config: dict[str, object]) -> str | dict[str, str] | None:
     """The template files win over the configuration's template."""
     older = folder / "chat_template.json"
-    found = named_templates(config, str(folder / TOKENIZER_CONFIG))
-    found |= named_templates(read_json(older) or {}, str(older))
-    for name, file in _template_files(folder):
-        template = read_template(file)
-        if template is not None:
-            found[name] = template
+    found = _named_templates(config, str(folder / TOKENIZER_CONFIG))
+    found |= _named_templates(read_json(older) or {}, str(older))
+    if is_there(folder / CHAT_TEMPLATE):
+        found["default"] = _read_template(folder / CHAT_TEMPLATE)
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = _read_template(file)
     return found["default"] if list(found) == ["default"] else found or None
 
 
-def _template_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    yield "default", folder / CHAT_TEMPLATE
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        yield file.stem, file
+def _named_templates(config: dict[str, object], name: str) -> dict[str, str]:
+    """The templates by name that the file `name` holds; one text alone is called default."""
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if not isinstance(value, list | None):
+        what = f"{name}: the field 'chat_template' is of the wrong kind"
+        raise FormatError(message(what, got=type(value).__name__))
+    where = f"{name}: 'chat_template'"
+    found = {}
+    for entry in value or ():
+        if not isinstance(entry, dict):
+            raise FormatError(message(f"{where} should list objects", got=type(entry).__name__))
+        found[field(entry, "name", str, where)] = field(entry, "template", str, where)
+    return found
 
 
-def _files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str]:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": settings.model_max_length,
-        "padding_side": settings.padding_side,
-        "truncation_side": settings.truncation_side,
-        **settings.special.named(),
-    }
-    files = {
-        TOKENIZER: backend.to_str(pretty=True),
-        TOKENIZER_CONFIG: _json_text(config),
-        "special_tokens_map.json": _json_text(settings.special.named()),
-    }
-    templates = settings.chat_template or {}
-    named = {"default": templates} if isinstance(templates, str) else templates
-    for name, source in named.items():
-        path = f"additional_chat_templates/{name}.jinja"
-        files[CHAT_TEMPLATE if name == "default" else path] = source
-    return files
-
-
-def _json_text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
-
-
-def _write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text.encode())
-    return path
+def _read_template(file: Path) -> str:
+    try:
+        return read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(message(f"{file} is not UTF-8", got=error.reason)) from error

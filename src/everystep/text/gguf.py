@@ -2,8 +2,7 @@
 
 Two kinds are built: "gpt2", byte-level merges with the splitting rule that the file names, and
 "llama", SentencePiece merges, whose order is that of the scores. The metadata is a plain
-mapping; every count and id in it is checked before anything is built. This file reads no bytes
-and knows no file format.
+mapping; every count and id in it is checked before anything is built.
 """
 
 from __future__ import annotations
@@ -11,20 +10,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
 
-from everystep.errors import FormatError, UnsupportedError, message
-from everystep.text.ends import surrounding
+from everystep.errors import FormatError, UnsupportedError, message, refuse
 from everystep.text.native import native_call
 from everystep.text.pretokenizers import splitting_rule
-from everystep.text.settings import NO_LIMIT, Settings, SpecialTokens
+from everystep.text.settings import NO_LIMIT, Settings
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# The kinds of tokens that are added: matched whole in the text, before it is split.
+MATCHED_WHOLE = (CONTROL, USER_DEFINED)
 
 ID_KEYS = {
     "bos_token": "bos_token_id",
@@ -36,6 +37,7 @@ ID_KEYS = {
 }
 
 T = TypeVar("T")
+Metadata = Mapping[str, object]
 
 
 def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Settings]:
@@ -44,48 +46,51 @@ def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Set
     FormatError: counts, ids or merges contradict each other. UnsupportedError: the model or the
     splitting rule is not one that can be followed exactly.
     """
-    model = _value(metadata, "model", str)
+    own = {key.removeprefix(PREFIX): metadata[key] for key in metadata if key.startswith(PREFIX)}
+    model = _value(own, "model", str)
     if model not in BUILDERS:
-        raise UnsupportedError(
-            message(
-                f"tokenizer.ggml.model is {model!r}",
-                wanted=" or ".join(map(repr, BUILDERS)),
-                do="Load the tokenizer from the model's original folder (Tokenizer.from_folder)",
-            )
+        refuse(
+            f"tokenizer.ggml.model is {model!r}",
+            wanted=" or ".join(map(repr, BUILDERS)),
+            do="Load the tokenizer from the model's original folder (Tokenizer.from_folder)",
+            kind=UnsupportedError,
         )
-    vocabulary = Vocabulary.read(metadata)
-    special = _special_tokens(metadata, vocabulary)
+    vocabulary = Vocabulary.read(own)
     with native_call("The GGUF metadata do not make a tokenizer", error=FormatError):
-        backend = BUILDERS[model](metadata, vocabulary, special)
+        backend, bos = BUILDERS[model](own, vocabulary)
         _add_tokens(backend, vocabulary)
-    _check_ids(backend, vocabulary)
-    return backend, _settings(metadata, special)
+        _add_ends(backend, own, vocabulary, bos)
+    return backend, _settings(metadata, vocabulary.special)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a file by id, with their kinds."""
+    """The tokens of a file by id, with their kinds, and the special ones by name."""
 
     tokens: list[str]
     types: list[int]
     ids: dict[str, int]
+    special: dict[str, str]
 
     @classmethod
-    def read(cls, metadata: Mapping[str, object]) -> Vocabulary:
-        tokens = _array(metadata, "tokens", str)
-        has_types = PREFIX + "token_type" in metadata
-        types = _array(metadata, "token_type", int) if has_types else [NORMAL] * len(tokens)
+    def read(cls, own: Metadata) -> Vocabulary:
+        tokens = _array(own, "tokens", str)
+        types = [NORMAL] * len(tokens)
+        if "token_type" in own:
+            types = _array(own, "token_type", int)
         _check_count("token_type", len(types), len(tokens))
         if wrong := {kind for kind in types if not NORMAL <= kind <= BYTE}:
             raise FormatError(message("token_type is unknown", wanted="1 to 6", got=min(wrong)))
         ids = {token: id for id, token in enumerate(tokens)}
         if len(ids) < len(tokens):
-            raise _duplicate(tokens, ids)
-        return cls(tokens, types, ids)
-
-    def added(self) -> list[int]:
-        """Ids of tokens that are matched whole in the text, before it is split."""
-        return [i for i, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED)]
+            first = next(id for id, token in enumerate(tokens) if ids[token] != id)
+            refuse(
+                f"Token {tokens[first]!r} is in tokenizer.ggml.tokens twice",
+                wanted="distinct tokens",
+                got=f"ids {first} and {ids[tokens[first]]}",
+                kind=FormatError,
+            )
+        return cls(tokens, types, ids, _special_tokens(own, tokens))
 
     def base_size(self) -> int:
         """How many ids come before the closing run of added tokens.
@@ -94,62 +99,55 @@ class Vocabulary:
         that are in the vocabulary are taken whole.
         """
         size = len(self.tokens)
-        while size and self.types[size - 1] in (CONTROL, USER_DEFINED):
+        while size and self.types[size - 1] in MATCHED_WHOLE:
             size -= 1
         return size
 
 
-def _byte_level(
-    metadata: Mapping[str, object], vocabulary: Vocabulary, special: SpecialTokens
-) -> tokenizers.Tokenizer:
-    rule = splitting_rule(_rule_name(metadata))
+def _byte_level(own: Metadata, vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    rule = splitting_rule(_rule_name(own))
     size = vocabulary.base_size()
     base = {token: id for token, id in vocabulary.ids.items() if id < size}
-    merges = _merges(metadata, base)
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=base, merges=merges, ignore_merges=rule.whole_words)
-    )
+    model = models.BPE(vocab=base, merges=_merges(own, base), ignore_merges=rule.whole_words)
+    backend = tokenizers.Tokenizer(model)
     if rule.normalizer:
         backend.normalizer = rule.normalizer()
     backend.pre_tokenizer = rule.split()
     backend.decoder = decoders.ByteLevel()
-    return _with_ends(backend, metadata, special, vocabulary, bos=rule.starts_with_bos)
+    return backend, rule.starts_with_bos
 
 
-def _sentencepiece(
-    metadata: Mapping[str, object], vocabulary: Vocabulary, special: SpecialTokens
-) -> tokenizers.Tokenizer:
-    if metadata.get(PREFIX + "remove_extra_whitespaces"):
+def _sentencepiece(own: Metadata, vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    if own.get("remove_extra_whitespaces"):
         raise UnsupportedError(
             message("A SentencePiece model that removes extra spaces is not supported")
         )
-    prefix = _flag(metadata, "add_space_prefix", True)
-    unknown = special.unk_token or _first_of(vocabulary, UNKNOWN)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary.ids,
-            merges=_merges_by_score(vocabulary, _array(metadata, "scores", float)),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=BYTE in vocabulary.types,
-        )
+    prefix = _flag(own, "add_space_prefix", True)
+    kinds = vocabulary.types
+    unknown = vocabulary.tokens[kinds.index(UNKNOWN)] if UNKNOWN in kinds else None
+    model = models.BPE(
+        vocab=vocabulary.ids,
+        merges=_merges_by_score(vocabulary, _array(own, "scores", float)),
+        unk_token=vocabulary.special.get("unk_token") or unknown,
+        fuse_unk=True,
+        byte_fallback=BYTE in kinds,
     )
-    marks = normalizers.Replace(" ", "▁")
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Replace(" ", "▁")
     spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), marks]) if prefix else marks
-    )
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence([*spaces, *strip])
-    return _with_ends(backend, metadata, special, vocabulary, bos=True)
+    if prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), backend.normalizer])
+        spaces.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(spaces)
+    return backend, True
 
 
 BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
 
 
-def _rule_name(metadata: Mapping[str, object]) -> str:
-    if PREFIX + "pre" in metadata:
-        return _value(metadata, "pre", str)
+def _rule_name(own: Metadata) -> str:
+    if "pre" in own:
+        return _value(own, "pre", str)
     warnings.warn(
         "The GGUF file does not say how its text is split (tokenizer.ggml.pre is missing); the "
         "general rule is used, and the ids may differ from those the model was trained on.",
@@ -158,21 +156,20 @@ def _rule_name(metadata: Mapping[str, object]) -> str:
     return "default"
 
 
-def _merges(metadata: Mapping[str, object], base: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges(own: Metadata, base: Mapping[str, int]) -> list[tuple[str, str]]:
     """The merges as pairs; each half and the whole must be tokens."""
     pairs = []
-    for rank, merge in enumerate(_array(metadata, "merges", str)):
+    for rank, merge in enumerate(_array(own, "merges", str)):
         # A half may begin with a space in other alphabets; the separator is never the first.
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         missing = [text for text in (left, right, left + right) if text not in base]
         if cut < 1 or missing:
-            raise FormatError(
-                message(
-                    f"Merge {rank} of tokenizer.ggml.merges is wrong",
-                    wanted="two tokens separated by a space, whose union is a token",
-                    got=f"{merge!r}" + (f", where {missing[0]!r} is no token" if missing else ""),
-                )
+            refuse(
+                f"Merge {rank} of tokenizer.ggml.merges is wrong",
+                wanted="two tokens separated by a space, whose union is a token",
+                got=f"{merge!r}" + (f", where {missing[0]!r} is no token" if missing else ""),
+                kind=FormatError,
             )
         pairs.append((left, right))
     return pairs
@@ -195,68 +192,66 @@ def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _special_tokens(metadata: Mapping[str, object], vocabulary: Vocabulary) -> SpecialTokens:
-    found: dict[str, str] = {}
-    for name, key in ID_KEYS.items():
-        if PREFIX + key in metadata:
-            id = _value(metadata, key, int)
-            if not 0 <= id < len(vocabulary.tokens):
-                raise FormatError(
-                    message(
-                        f"tokenizer.ggml.{key} is not an id of the vocabulary",
-                        wanted=f"0 to {len(vocabulary.tokens) - 1}",
-                        got=id,
-                    )
-                )
-            found[name] = vocabulary.tokens[id]
-    return SpecialTokens(**found)
+def _special_tokens(own: Metadata, tokens: list[str]) -> dict[str, str]:
+    ids = {name: _value(own, key, int) for name, key in ID_KEYS.items() if key in own}
+    for name, id in ids.items():
+        if not 0 <= id < len(tokens):
+            refuse(
+                f"tokenizer.ggml.{ID_KEYS[name]} is not an id of the vocabulary",
+                wanted=f"0 to {len(tokens) - 1}",
+                got=id,
+                kind=FormatError,
+            )
+    return {name: tokens[id] for name, id in ids.items()}
 
 
-def _with_ends(
-    backend: tokenizers.Tokenizer,
-    metadata: Mapping[str, object],
-    special: SpecialTokens,
-    vocabulary: Vocabulary,
-    *,
-    bos: bool,
-) -> tokenizers.Tokenizer:
+def _add_ends(
+    backend: tokenizers.Tokenizer, own: Metadata, vocabulary: Vocabulary, bos: bool
+) -> None:
     """Adds the post-processor that puts bos before and eos after, where the file wants them."""
-    ends: list[tuple[str, int] | None] = []
-    for name, default in (("bos", bos), ("eos", False)):
-        token = getattr(special, f"{name}_token")
-        if _flag(metadata, f"add_{name}_token", default and token is not None):
-            if token is None:
-                raise FormatError(
-                    message(f"add_{name}_token is true, but no {name}_token_id is given")
-                )
-            ends.append((token, vocabulary.ids[token]))
-        else:
-            ends.append(None)
-    if any(ends):
-        backend.post_processor = surrounding(ends[0], ends[1])
-    return backend
+
+    def end(name: str, default: bool) -> tuple[str, int] | None:
+        token = vocabulary.special.get(f"{name}_token")
+        if not _flag(own, f"add_{name}_token", default and token is not None):
+            return None
+        if token is None:
+            raise FormatError(message(f"add_{name}_token is true, but no {name}_token_id is given"))
+        return token, vocabulary.ids[token]
+
+    before, after = end("bos", bos), end("eos", False)
+    if before or after:
+        backend.post_processor = surrounding(before, after)
+
+
+def surrounding(
+    before: tuple[str, int] | None, after: tuple[str, int] | None
+) -> TemplateProcessing:
+    """A post-processor that puts tokens, given as (text, id), before and after every text.
+
+    Source: `TokenizersBackend.update_post_processor` of the reference.
+    """
+    first, last = ([end[0]] if end else [] for end in (before, after))
+    single = [f"{part}:0" for part in (*first, "$A", *last)]
+    second = [f"{part}:1" for part in (*first, "$B", *last)]
+    tokens = {end for end in (before, after) if end}
+    return TemplateProcessing(single=single, pair=[*single, *second], special_tokens=sorted(tokens))
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     """Adds in the order of ids, so that the closing run gets the ids that the file gives it."""
-    added = []
-    for id in vocabulary.added():
-        if not vocabulary.tokens[id]:
-            raise FormatError(message(f"The added token {id} has no text"))
-        special = vocabulary.types[id] == CONTROL
-        added.append(
-            tokenizers.AddedToken(vocabulary.tokens[id], special=special, normalized=False)
-        )
-    backend.add_tokens(added)
-
-
-def _check_ids(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-    for id in vocabulary.added():
-        if backend.token_to_id(vocabulary.tokens[id]) != id:
+    added = {}
+    for id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if kind in MATCHED_WHOLE:
+            added[id] = tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
+            if not token:
+                raise FormatError(message(f"The added token {id} has no text"))
+    backend.add_tokens(list(added.values()))
+    for id, one in added.items():
+        if backend.token_to_id(one.content) != id:
             raise FormatError(message(f"The added token {id} cannot keep its id"))
 
 
-def _settings(metadata: Mapping[str, object], special: SpecialTokens) -> Settings:
+def _settings(metadata: Mapping[str, object], special: dict[str, str]) -> Settings:
     templates: dict[str, str] = {}
     for key, value in metadata.items():
         if key.startswith("tokenizer.chat_template") and isinstance(value, str):
@@ -273,51 +268,40 @@ def _settings(metadata: Mapping[str, object], special: SpecialTokens) -> Setting
     )
 
 
-def _first_of(vocabulary: Vocabulary, kind: int) -> str | None:
-    return vocabulary.tokens[vocabulary.types.index(kind)] if kind in vocabulary.types else None
-
-
-def _value(metadata: Mapping[str, object], key: str, kind: type[T]) -> T:
-    value = metadata.get(PREFIX + key)
+def _value(own: Metadata, key: str, kind: type[T]) -> T:
+    value = own.get(key)
     if kind is int and isinstance(value, np.integer):
         value = int(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise FormatError(
-            message(
-                f"tokenizer.ggml.{key} is {'wrong' if PREFIX + key in metadata else 'missing'}",
-                wanted=kind.__name__,
-                got=None if value is None else type(value).__name__,
-            )
-        )
+        _refuse_value(own, key, kind.__name__)
     return value
 
 
-def _flag(metadata: Mapping[str, object], key: str, default: bool) -> bool:
-    return bool(_value(metadata, key, bool)) if PREFIX + key in metadata else default
+def _flag(own: Metadata, key: str, default: bool) -> bool:
+    return _value(own, key, bool) if key in own else default
 
 
-def _array(metadata: Mapping[str, object], key: str, kind: type[T]) -> list[T]:
-    value: Any = metadata.get(PREFIX + key)
+def _array(own: Metadata, key: str, kind: type[T]) -> list[T]:
+    value: Any = own.get(key)
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise FormatError(
-            message(
-                f"tokenizer.ggml.{key} is {'wrong' if PREFIX + key in metadata else 'missing'}",
-                wanted=f"an array of {kind.__name__}",
-                got=None if value is None else type(value).__name__,
-            )
-        )
+        _refuse_value(own, key, f"an array of {kind.__name__}")
     items = list(value)
     if wrong := {type(item) for item in items} - {kind}:
-        raise FormatError(
-            message(
-                f"tokenizer.ggml.{key} has elements of the wrong type",
-                wanted=kind.__name__,
-                got=", ".join(sorted(each.__name__ for each in wrong)),
-            )
+        refuse(
+            f"tokenizer.ggml.{key} has elements of the wrong type",
+            wanted=kind.__name__,
+            got=", ".join(sorted(each.__name__ for each in wrong)),
+            kind=FormatError,
         )
     return items
+
+
+def _refuse_value(own: Metadata, key: str, wanted: str) -> NoReturn:
+    what = f"tokenizer.ggml.{key} is {'wrong' if key in own else 'missing'}"
+    got = None if own.get(key) is None else type(own[key]).__name__
+    raise FormatError(message(what, wanted=wanted, got=got))
 
 
 def _check_count(key: str, got: int, wanted: int) -> None:
@@ -325,14 +309,3 @@ def _check_count(key: str, got: int, wanted: int) -> None:
         raise FormatError(
             message(f"tokenizer.ggml.{key} does not fit tokens", wanted=wanted, got=got)
         )
-
-
-def _duplicate(tokens: list[str], ids: Mapping[str, int]) -> FormatError:
-    first = next(id for id, token in enumerate(tokens) if ids[token] != id)
-    return FormatError(
-        message(
-            f"Token {tokens[first]!r} is in tokenizer.ggml.tokens twice",
-            wanted="distinct tokens",
-            got=f"ids {first} and {ids[tokens[first]]}",
-        )
-    )

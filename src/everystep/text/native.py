@@ -1,8 +1,7 @@
 """The border to the compiled `tokenizers` library: its failures become TokenizerErrors.
 
 Its panics derive from BaseException, and a text with a lone surrogate fails inside it with a
-TypeError; both are the fault of one text or one file and must never end a server. This file
-knows nothing of vocabularies or templates.
+TypeError; both are the fault of one text or one file and must never end a server.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from everystep.errors import EverystepError, TokenizerError, message
+from everystep.errors import EverystepError, TokenizerError, message, refuse
 
 PASSED_ON = (
     EverystepError,
@@ -24,9 +23,7 @@ PASSED_ON = (
 
 
 @contextmanager
-def native_call(
-    what: str, *, error: type[EverystepError] = TokenizerError, do: str | None = None
-) -> Iterator[None]:
+def native_call(what: str, *, error: type[EverystepError] = TokenizerError) -> Iterator[None]:
     """Turns every failure of the library inside the block into `error`, panics included."""
     try:
         yield
@@ -35,15 +32,13 @@ def native_call(
     except BaseException as failure:
         # A panic is a BaseException of pyo3; the requests to stop have been let through above.
         cause = f"{type(failure).__name__}: {failure}"
-        raise error(message(what, got=cause[:500], do=do)) from failure
+        raise error(message(what, got=cause[:500])) from failure
 
 
 def checked_text(text: object, name: str = "text") -> str:
     """The text itself, once it is known to be a string that UTF-8 can express."""
     if not isinstance(text, str):
-        raise TokenizerError(
-            message(f"{name} is not text", wanted="a str", got=type(text).__name__)
-        )
+        refuse(f"{name} is not text", wanted="a str", got=type(text).__name__, kind=TokenizerError)
     if not text.isascii():
         try:
             text.encode("utf-8")

@@ -1,4 +1,4 @@
-"""From ids to the bytes or text that each contributes, for the decoders that text models use.
+"""What each id contributes to a text, for the decoders that text models use.
 
 A `tokenizers` decoder sees a whole list of tokens. The ones in use here can be split into what
 one token contributes and a small rule for joining: byte level (GPT-2 and most newer models),
@@ -8,15 +8,16 @@ other decoder is refused by name, because streaming it could not promise the dec
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import tokenizers
 
-from everystep.errors import UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 
 Joining = Literal["bytes", "fallback", "mark", "words"]
 
@@ -30,10 +31,8 @@ def byte_alphabet() -> dict[int, str]:
     68 take the characters from U+0100 on.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {byte: chr(byte) for byte in printable}
-    table.update({byte: chr(256 + rank) for rank, byte in enumerate(others)})
-    return dict(sorted(table.items()))
+    others = itertools.count(256)
+    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}
 
 
 # Every character of the alphabet as the one of its byte, and the other Latin-1 ones as none at all.
@@ -60,10 +59,30 @@ class Decoding:
             return cls("words")
         state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
         steps = state["decoders"] if state["type"] == "Sequence" else [state]
-        rule = _rule(steps)
-        if rule is None:
-            raise _unsupported(" > ".join(step["type"] for step in steps))
-        return rule
+        replaced = list(itertools.takewhile(_replaces_text, steps))
+        pairs = tuple((step["pattern"]["String"], step["content"]) for step in replaced)
+        match steps[len(replaced) :]:
+            case [{"type": "ByteLevel"}] if not pairs:
+                return cls("bytes")
+            case [{"type": "Metaspace", "replacement": mark, **others}] if not pairs:
+                first = others.get("prepend_scheme", "always") != "never"
+                return cls("mark", mark=mark, drop_first_mark=first)
+            # In this order only, since each step acts on what the one before it made.
+            case [{"type": "ByteFallback"}, {"type": "Fuse"}]:
+                return cls("fallback", pairs)
+            case [
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": content, "start": start, "stop": 0},
+            ]:
+                return cls("fallback", pairs, (content, start))
+        refuse(
+            "The tokenizer's decoder cannot be followed token by token",
+            wanted="ByteLevel, Metaspace, or Replace > ByteFallback > Fuse > Strip",
+            got=" > ".join(step["type"] for step in steps),
+            do="Decode the finished sequence with tokenizer.decode instead",
+            kind=UnsupportedError,
+        )
 
     def bytes_of(self, token: str) -> bytes:
         """The bytes that a token of a byte-level vocabulary stands for."""
@@ -91,39 +110,40 @@ class Decoding:
         return f" {token}".encode()
 
 
-def _rule(steps: Sequence[Mapping[str, Any]]) -> Decoding | None:
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return Decoding("bytes")
-    if kinds == ["Metaspace"]:
-        first = steps[0].get("prepend_scheme", "always") != "never"
-        return Decoding("mark", mark=steps[0]["replacement"], drop_first_mark=first)
-    return _fallback_rule(list(steps))
+def _replaces_text(step: Mapping[str, Any]) -> bool:
+    return step["type"] == "Replace" and "String" in step["pattern"]
 
 
-def _fallback_rule(steps: list[Mapping[str, Any]]) -> Decoding | None:
-    """Replace*, ByteFallback, Fuse, Strip?: in this order only, since each acts on the last's."""
-    replacements = []
-    while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
-        step = steps.pop(0)
-        replacements.append((step["pattern"]["String"], step["content"]))
-    if [step["type"] for step in steps[:2]] != ["ByteFallback", "Fuse"]:
-        return None
-    rest = steps[2:]
-    if not rest:
-        return Decoding("fallback", tuple(replacements))
-    if len(rest) == 1 and rest[0]["type"] == "Strip" and rest[0]["stop"] == 0:
-        strip = (rest[0]["content"], rest[0]["start"])
-        return Decoding("fallback", tuple(replacements), strip)
-    return None
+@dataclass(frozen=True)
+class Spelling:
+    """Id -> bytes inside a text, by one vocabulary: the alphabet in which stop strings are found.
 
+    Bytes, not characters: a character may be divided over tokens, and then no token's text holds
+    it. Two are equal if they read the same vocabulary. Source: the matching modes of the
+    reference's StopStringCriteria.
+    """
 
-def _unsupported(kinds: str) -> UnsupportedError:
-    return UnsupportedError(
-        message(
-            "The tokenizer's decoder cannot be followed token by token",
-            wanted="ByteLevel, Metaspace, or Replace > ByteFallback > Fuse > Strip",
-            got=kinds,
-            do="Decode the finished sequence with tokenizer.decode instead",
+    backend: tokenizers.Tokenizer
+    decoding: Decoding
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Spelling:
+        """That of a tokenizer of ours, of the reference's fast ones, or of `tokenizers`.
+
+        RequestError for anything else; UnsupportedError for a decoder that cannot be followed.
+        """
+        named = (getattr(tokenizer, name, None) for name in ("backend", "backend_tokenizer"))
+        for backend in (*named, tokenizer):
+            if isinstance(backend, tokenizers.Tokenizer):
+                return cls(backend, Decoding.of(backend))
+        refuse(
+            "stop strings need a tokenizer whose vocabulary can be read",
+            wanted="the tokenizer that es.load returned, or a fast one of another library",
+            got=type(tokenizer).__name__,
+            do="Pass tokenizer=tokenizer",
         )
-    )
+
+    def __call__(self, id: int) -> bytes:
+        """The bytes of one id; none for an id without a token."""
+        token = self.backend.id_to_token(id) if id >= 0 else None
+        return b"" if token is None else self.decoding.spelled(token)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from everystep.errors import UnsupportedError, message, nearest
+from everystep.errors import UnsupportedError, nearest, refuse
 
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -77,8 +78,7 @@ def _expressions(*patterns: str) -> Callable[[], PreTokenizer]:
     return build
 
 
-def _gpt2() -> PreTokenizer:
-    return _bytes(use_regex=True)
+_gpt2 = partial(_bytes, use_regex=True)
 
 
 def _digits_gpt2() -> PreTokenizer:
@@ -136,11 +136,10 @@ def splitting_rule(name: str) -> SplittingRule:
     if name in BY_NAME:
         return BY_NAME[name]
     hint = nearest(name, BY_NAME)
-    raise UnsupportedError(
-        message(
-            f"tokenizer.ggml.pre names the unknown splitting rule {name!r}",
-            wanted=f"{hint!r} perhaps" if hint else ", ".join(sorted(BY_NAME)),
-            do="Put the model's original tokenizer.json into a folder and load the tokenizer "
-            "from there with Tokenizer.from_folder; guessing the rule would give wrong ids",
-        )
+    refuse(
+        f"tokenizer.ggml.pre names the unknown splitting rule {name!r}",
+        wanted=f"{hint!r} perhaps" if hint else ", ".join(sorted(BY_NAME)),
+        do="Put the model's original tokenizer.json into a folder and load the tokenizer "
+        "from there with Tokenizer.from_folder; guessing the rule would give wrong ids",
+        kind=UnsupportedError,
     )

@@ -125,6 +125,11 @@ def admitted(value: Any) -> Any:
     return value
 
 
+def admitted_if_text(value: Any) -> Any:
+    """The value itself; a text is admitted."""
+    return admitted(value) if isinstance(value, str) else value
+
+
 def concatenated(values: list[Any]) -> str:
     """What the operator ~ makes."""
     admitted(values)
@@ -221,14 +226,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             measure(method.__name__, method.__self__, [*args, *kwargs.values()])
         if isinstance(__obj, LoopContext) and args:
             args = (each(args[0]), *args[1:])  # a recursive loop bypasses the counting filter
-        return admitted_text(super().call(__context, __obj, *args, **kwargs))
-
-
-def admitted_text(value: Any) -> Any:
-    """The value itself; a text is measured, as a macro returns the text it printed."""
-    if isinstance(value, str):
-        CURRENT.get().size(len(value))
-    return value
+        # A macro returns the text that it printed.
+        return admitted_if_text(super().call(__context, __obj, *args, **kwargs))
 
 
 class RefusedByTemplate(jinja2.TemplateError):
@@ -267,7 +266,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def measured(*args: Any, **kwargs: Any) -> Any:
         args = tuple(map(listed, args))
         measure(name, args[first], [*args[first + 1 :], *kwargs.values()])
-        return admitted_text(function(*args, **kwargs))
+        return admitted_if_text(function(*args, **kwargs))
 
     return measured
 
@@ -314,7 +313,10 @@ def measure_operator(operator: str, left: Any, right: Any) -> None:
     budget = CURRENT.get()
     budget.step()
     if isinstance(left, int) and isinstance(right, int):
-        _check_integers(operator, left, right)
+        bits = left.bit_length()
+        bits = bits * abs(right) if operator == "**" else bits + right.bit_length()
+        if bits > MAX_INTEGER_BITS:
+            raise LimitReached(f"it makes integers of more than {MAX_INTEGER_BITS} bits")
     elif operator == "*":
         count, repeated = (left, right) if isinstance(left, int) else (right, left)
         if isinstance(count, int) and isinstance(repeated, Sized):
@@ -324,13 +326,3 @@ def measure_operator(operator: str, left: Any, right: Any) -> None:
     elif operator == "%" and isinstance(left, (str, bytes)):
         _check_format(left)
         budget.size(len(left) + weigh(right))
-
-
-def _check_integers(operator: str, left: int, right: int) -> None:
-    bits = (
-        left.bit_length() * abs(right)
-        if operator == "**"
-        else left.bit_length() + right.bit_length()
-    )
-    if bits > MAX_INTEGER_BITS:
-        raise LimitReached(f"it makes integers of more than {MAX_INTEGER_BITS} bits")

@@ -1,16 +1,15 @@
 """What a tokenizer has beside its vocabulary: named special tokens, sides, limits, templates.
 
-Plain values. Files write a token as text or as an object with flags; both are read here. Ids
-belong to the vocabulary and are looked up by the tokenizer.
+Files write a token as text or as an object with flags; both are read here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from everystep.errors import RequestError, TokenizerError, message
+from everystep.errors import TokenizerError, message, refuse
 from everystep.text.batch import Side
 
 # The reference's "no limit is known".
@@ -19,32 +18,18 @@ NO_LIMIT = int(1e30)
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """The named special tokens; None where a tokenizer has no such token."""
+def named_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
+    """Name -> text of the special tokens in the sources; a later source wins over an earlier one.
 
-    bos_token: str | None = None
-    eos_token: str | None = None
-    unk_token: str | None = None
-    sep_token: str | None = None
-    pad_token: str | None = None
-    cls_token: str | None = None
-    mask_token: str | None = None
-
-    @classmethod
-    def read(cls, *sources: Mapping[str, object]) -> SpecialTokens:
-        """The tokens named in the sources; a later source wins over an earlier one."""
-        found: dict[str, str | None] = {}
-        for source in sources:
-            for name in NAMES:
-                if name in source:
-                    found[name] = token_text(source[name], name)
-        return cls(**found)
-
-    def named(self) -> dict[str, str]:
-        """Name to text, of the tokens that exist."""
-        pairs = ((name, getattr(self, name)) for name in NAMES)
-        return {name: token for name, token in pairs if token is not None}
+    A source that holds null for a name takes the token away.
+    """
+    found = {
+        name: token_text(source[name], name)
+        for source in sources
+        for name in NAMES
+        if name in source
+    }
+    return {name: token for name in NAMES if (token := found.get(name)) is not None}
 
 
 class NamedToken:
@@ -57,7 +42,7 @@ class NamedToken:
     def __get__(self, tokenizer: Any, owner: type | None = None) -> Any:
         if tokenizer is None:
             return self
-        token = getattr(tokenizer.special, self._name)
+        token = tokenizer.special.get(self._name)
         if token is None or not self._is_id:
             return token
         return tokenizer.backend.token_to_id(token)
@@ -70,17 +55,18 @@ class NamedToken:
             raise TokenizerError(
                 message(f"{self._name} must be in the vocabulary", wanted="a token", got=value)
             )
-        tokenizer.special = replace(tokenizer.special, **{self._name: token})
+        tokenizer.special = named_tokens(tokenizer.special, {self._name: token})
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything of a tokenizer that is neither vocabulary nor splitting rule.
 
-    `chat_template` is one template or a mapping from names to templates.
+    `special`: name -> text of the special tokens that exist. `chat_template`: one template, or a
+    mapping from names to templates.
     """
 
-    special: SpecialTokens = SpecialTokens()
+    special: Mapping[str, str] = field(default_factory=dict)
     padding_side: Side = "left"
     truncation_side: Side = "right"
     model_max_length: int = NO_LIMIT
@@ -88,13 +74,11 @@ class Settings:
     name_or_path: str = ""
 
 
-def checked_side(value: object, name: str) -> Side:
+def checked_side(value: Any, name: str) -> Side:
     """The side itself; RequestError if it is neither "left" nor "right"."""
-    if value == "left":
-        return "left"
-    if value == "right":
-        return "right"
-    raise RequestError(message(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value)))
+    if value not in ("left", "right"):
+        refuse(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value))
+    return value
 
 
 def token_text(value: object, name: str) -> str | None:

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.meta
 import numpy as np
 
-from everystep.errors import RequestError, TokenizerError, message
+from everystep.errors import (
+    RequestError,
+    TokenizerError,
+    UnknownArgumentError,
+    UnsupportedError,
+    message,
+    nearest,
+    refuse,
+)
 from everystep.text.sandbox import (
     CURRENT,
     GENERATION_END,
@@ -70,6 +79,9 @@ class ChatTemplate:
         `continue_final_message` ends the text within the last message, in its `content` or the
         field named. `variables` are further names that the template may use.
         """
+        for tool in tools or ():
+            if not isinstance(tool, Mapping):
+                refuse("A tool is given by its JSON schema", wanted="a dict", got=repr(tool)[:200])
         chat = [_message(each) for each in messages]
         field = "content" if continue_final_message is True else continue_final_message
         expected = _mark_continuation(chat, field, self.source) if field else ""
@@ -89,8 +101,12 @@ class ChatTemplate:
         """The text as the template prints it, and how many generation blocks it passed."""
         budget = Budget(self.limits)
         token = CURRENT.set(budget)
+        pieces = []
         try:
-            return "".join(_pieces(self._template, names, budget)), budget.generations
+            for piece in self._template.generate(names):
+                budget.printed(len(piece))
+                pieces.append(piece)
+            return "".join(pieces), budget.generations
         except RefusedByTemplate as refusal:
             raise RequestError(
                 message("The chat template refuses these messages", got=refusal)
@@ -99,12 +115,6 @@ class ChatTemplate:
             raise _failure(failure) from failure
         finally:
             CURRENT.reset(token)
-
-
-def _pieces(template: jinja2.Template, names: Mapping[str, Any], budget: Budget) -> Iterator[str]:
-    for piece in template.generate(names):
-        budget.printed(len(piece))
-        yield piece
 
 
 @functools.cache
@@ -137,22 +147,12 @@ def _failure(failure: BaseException) -> TokenizerError:
     frames = traceback.extract_tb(failure.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
     place = f"Line {lines[-1]} of the chat template" if lines else "The chat template"
+    what, cause = f"{place} fails", f"{type(failure).__name__}: {failure}"[:500]
+    do = "Check that the messages have the form that the template expects"
     if isinstance(failure, LimitReached):
-        return TokenizerError(
-            message(
-                f"{place} exceeds its limits",
-                got=failure,
-                do="Shorten the chat, or raise the TemplateLimits if you trust the template",
-            )
-        )
-    cause = f"{type(failure).__name__}: {failure}"
-    return TokenizerError(
-        message(
-            f"{place} fails",
-            got=cause[:500],
-            do="Check that the messages have the form that the template expects",
-        )
-    )
+        what, cause = f"{place} exceeds its limits", str(failure)
+        do = "Shorten the chat, or raise the TemplateLimits if you trust the template"
+    return TokenizerError(message(what, got=cause, do=do))
 
 
 def plain(value: Any) -> Any:
@@ -184,9 +184,7 @@ def _message(given: Any) -> dict[str, Any]:
     """A copy of a message without the keys that hold None, its reasoning under every name."""
     value = plain(given)
     if not isinstance(value, dict):
-        raise RequestError(
-            message("A message is not an object", wanted="role and content", got=repr(given)[:200])
-        )
+        refuse("A message is not an object", wanted="role and content", got=repr(given)[:200])
     found = {key: item for key, item in value.items() if item is not None}
     reasoning = next((found[name] for name in REASONING_FIELDS if name in found), None)
     if reasoning is not None:
@@ -197,15 +195,13 @@ def _message(given: Any) -> dict[str, Any]:
 def _mark_continuation(chat: list[dict[str, Any]], field: str, source: str) -> str:
     """Appends the mark to the last message's field and returns the text before it."""
     if not chat or not isinstance(chat[-1].get(field), (str, list)):
-        raise RequestError(
-            message("There is nothing to continue", wanted=f"a last message with {field!r}")
-        )
+        refuse("There is nothing to continue", wanted=f"a last message with {field!r}")
     last = chat[-1]
     text = last[field]
     if isinstance(text, list):
         block = next((part for part in reversed(text) if "text" in part), None)
         if block is None:
-            raise RequestError(message("The last message has no text to continue"))
+            refuse("The last message has no text to continue")
         text, block["text"] = block["text"], block["text"] + CONTINUATION
         return str(text)
     # Reasoning is stored under several names; whichever the template reads carries the mark.
@@ -214,19 +210,17 @@ def _mark_continuation(chat: list[dict[str, Any]], field: str, source: str) -> s
         if last.get(name) == text:
             last[name] = text + CONTINUATION
     if not any(name in source for name in fields):
-        raise RequestError(message(f"The chat template does not read {field!r}"))
+        refuse(f"The chat template does not read {field!r}")
     return text
 
 
 def _cut_at_continuation(text: str, expected: str) -> str:
     mark = CONTINUATION.strip()
     if mark not in text or expected.strip() not in text:
-        raise RequestError(
-            message(
-                "The last message cannot be continued",
-                wanted="a template that prints it unchanged",
-                do="Pass the text of the prompt yourself instead of messages",
-            )
+        refuse(
+            "The last message cannot be continued",
+            wanted="a template that prints it unchanged",
+            do="Pass the text of the prompt yourself instead of messages",
         )
     place = text.rindex(mark)
     kept = text[:place]
@@ -242,7 +236,65 @@ def _without_marks(text: str, generations: int) -> RenderedChat:
     for part in parts:
         inside, end, after = part.partition(GENERATION_END)
         if not end or GENERATION_END in after:
-            raise RequestError(message("A message holds U+FDD0 or U+FDD1, which are reserved"))
+            refuse("A message holds U+FDD0 or U+FDD1, which are reserved")
         spans.append((len(head), len(head) + len(inside)))
         head += inside + after
     return RenderedChat(head, tuple(spans))
+
+
+def chosen_template(
+    own: str | Mapping[str, str] | None, asked: str | None, tools: object
+) -> ChatTemplate:
+    """The template to use: the one asked for by name or as source, else the tokenizer's own.
+
+    Of several named ones, `tool_use` serves requests with tools and `default` the others.
+    """
+    named = {"default": own} if isinstance(own, str) else dict(own or {})
+    if asked is not None:
+        return ChatTemplate(named.get(asked, asked))
+    name = "tool_use" if tools is not None and "tool_use" in named else "default"
+    if name in named:
+        return ChatTemplate(named[name])
+    refuse(
+        "There is no chat template to use",
+        wanted="tokenizer.chat_template" if not named else "the name of one",
+        got=", ".join(named) or "a tokenizer without any (a base model's, perhaps)",
+        do="Pass chat_template=..., or give the prompt as text",
+        kind=TokenizerError,
+    )
+
+
+def refuse_unread(
+    template: ChatTemplate,
+    variables: Mapping[str, object],
+    given: Mapping[str, object],
+    call: Callable[..., Any],
+) -> None:
+    """Raises for what the template would ignore: a variable, or one of `given` that is not None."""
+    for name, value in given.items():
+        if value is not None and name not in template.reads:
+            raise UnsupportedError(message(f"The chat template does not read {name}"))
+    if "messages" in variables:
+        raise UnknownArgumentError(message("The messages are the first argument"))
+    for name in variables:
+        if name not in template.reads:
+            near = nearest(name, {*template.reads, *inspect.signature(call).parameters})
+            refuse(
+                f"{name!r} is neither an argument nor a variable that the chat template reads",
+                wanted=f"perhaps {near!r}" if near else None,
+                kind=UnknownArgumentError,
+            )
+
+
+def tokens_within(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> list[int]:
+    """1 for each token whose characters, given by `offsets`, touch one of the spans, else 0."""
+    mask = []
+    index = 0
+    for start, end in offsets:
+        # Both run from left to right, so a span that ends before this token is done with.
+        while index < len(spans) and spans[index][1] <= start:
+            index += 1
+        mask.append(int(index < len(spans) and end > spans[index][0] and end > start))
+    return mask

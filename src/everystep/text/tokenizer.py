@@ -16,8 +16,8 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import RequestError, UnsupportedError, message
-from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation
+from everystep.errors import UnsupportedError, refuse
+from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation, shaped
 from everystep.text.calls import (
     TextInput,
     TextItem,
@@ -28,16 +28,14 @@ from everystep.text.calls import (
     id_rows,
     padding_of,
     refuse_unknown,
-    shaped,
     truncation_of,
 )
-from everystep.text.chat import checked_tools, chosen_template, refuse_unread, tokens_within
 from everystep.text.folder import read_folder, write_folder
 from everystep.text.gguf import read_gguf
 from everystep.text.native import native_call
 from everystep.text.pieces import Decoding
 from everystep.text.settings import NamedToken, Settings, checked_side
-from everystep.text.template import RenderedChat
+from everystep.text.template import RenderedChat, chosen_template, refuse_unread, tokens_within
 
 NO_SETTINGS = Settings()
 
@@ -77,7 +75,7 @@ class Tokenizer:
         self.model_max_length = settings.model_max_length
         self.chat_template = settings.chat_template
         self.name_or_path = settings.name_or_path
-        for name, token in settings.special.named().items():
+        for name, token in settings.special.items():
             setattr(self, name, token)  # checks that the vocabulary has it
 
     @classmethod
@@ -135,16 +133,17 @@ class Tokenizer:
         texts, single = as_texts(text, text_pair)
         cut = self._truncation(truncation, max_length, padding)
         pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)
-        wanted = {
+        asked = {
+            "input_ids": True,
             "attention_mask": return_attention_mask is not False,
-            "token_type_ids": bool(return_token_type_ids),
+            "token_type_ids": return_token_type_ids,
             "special_tokens_mask": return_special_tokens_mask,
             "offset_mapping": return_offsets_mapping,
         }
         encodings = self._encodings(texts, add_special_tokens)
         if add_special_tokens:
             self._warn_of_second_bos(encodings)
-        columns = columns_of(encodings, wanted, cut)
+        columns = columns_of(encodings, [name for name in asked if asked[name]], cut)
         return shaped(pad(columns) if pad else columns, single, return_tensors)
 
     def encode(self, text: str, text_pair: str | None = None, **options: Any) -> Any:
@@ -201,18 +200,16 @@ class Tokenizer:
         """
         chats, single = as_chats(conversation)
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
-            raise RequestError(
-                message(
-                    "continue_final_message leaves the last message open",
-                    wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
-                )
+            refuse(
+                "continue_final_message leaves the last message open",
+                wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
             )
         template = chosen_template(self.chat_template, chat_template, tools)
         given = {"tools": tools, "documents": documents}
         refuse_unread(template, template_variables, given, self.apply_chat_template)
         render = functools.partial(
             template.render,
-            tools=checked_tools(tools),
+            tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -233,7 +230,7 @@ class Tokenizer:
     ) -> Columns:
         """The columns of rendered chats; they hold every special token, so none is added."""
         encodings = self._encodings([chat.text for chat in chats], add_special_tokens=False)
-        columns = columns_of(encodings, {"attention_mask": True, "offset_mapping": True}, cut)
+        columns = columns_of(encodings, ("input_ids", "attention_mask", "offset_mapping"), cut)
         offsets = columns.pop("offset_mapping")
         if masks:
             columns["assistant_masks"] = [
@@ -256,12 +253,11 @@ class Tokenizer:
         is never tidied up, since that would change what the ids say.
         """
         if clean_up_tokenization_spaces:
-            raise UnsupportedError(
-                message(
-                    "clean_up_tokenization_spaces=True would change the decoded text",
-                    wanted="False",
-                    do="Post-process the text yourself if it is to lose spaces",
-                )
+            refuse(
+                "clean_up_tokenization_spaces=True would change the decoded text",
+                wanted="False",
+                do="Post-process the text yourself if it is to lose spaces",
+                kind=UnsupportedError,
             )
         rows, single = id_rows(token_ids)
         with native_call("The ids cannot be decoded"):
@@ -328,7 +324,7 @@ class Tokenizer:
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """The named special tokens that exist."""
-        return self.special.named()
+        return dict(self.special)
 
     @functools.cached_property
     def skipped_ids(self) -> frozenset[int]:
@@ -339,7 +335,7 @@ class Tokenizer:
     @property
     def all_special_ids(self) -> list[int]:
         """The ids of all special tokens, named or not, in order."""
-        named = (self.backend.token_to_id(token) for token in self.special.named().values())
+        named = (self.backend.token_to_id(token) for token in self.special.values())
         return sorted(self.skipped_ids.union(id for id in named if id is not None))
 
     @property
@@ -356,9 +352,7 @@ class Tokenizer:
         self, texts: Sequence[TextItem], add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
         with native_call("The text cannot be tokenized"):
-            return list(
-                self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-            )
+            return self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
 
     def _warn_of_second_bos(self, encodings: Sequence[tokenizers.Encoding]) -> None:
         bos = self.bos_token_id
@@ -376,11 +370,7 @@ class Tokenizer:
         return truncation_of(truncation, max_length, padding, self.model_max_length, side)
 
     def _padding(
-        self,
-        padding: bool | str,
-        max_length: int | None,
-        side: str | None,
-        multiple: int | None,
+        self, padding: bool | str, max_length: int | None, side: str | None, multiple: int | None
     ) -> Padding | None:
         limit, pad_id = self.model_max_length, self.pad_token_id
         side = checked_side(side or self.padding_side, "padding_side")

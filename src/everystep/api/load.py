@@ -25,7 +25,7 @@ from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
-from everystep.models import build_gguf_model, build_model
+from everystep.models import Model, build_gguf_model, build_model
 from everystep.models.device import usable_device
 from everystep.models.quantised_folder import (
     build_quantised_model,
@@ -143,7 +143,7 @@ class _Choices:
 
 
 def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress | None) -> Path:
-    for name, known, wrong in _KNOWN:
+    for name, (known, wrong) in _KNOWN.items():
         value = getattr(choices, name)
         if value not in known:
             *most, last = map(repr, known)
@@ -152,39 +152,28 @@ def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress 
     return resolve_source(path, offline=offline, progress=progress)
 
 
-_KNOWN: tuple[tuple[str, tuple[str | None, ...], str], ...] = (
-    ("quantize", ("auto", "int8", "int4", None), "there is no such way to quantise"),
-    (
-        "cache_dtype",
-        (*get_args(CacheDtype), None),
-        "keys and values cannot be kept in this type",
-    ),
-    ("executor", get_args(ExecutorName), "there is no such executor"),
-)
+_KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {
+    "quantize": (("auto", "int8", "int4", None), "there is no such way to quantise"),
+    "cache_dtype": ((*get_args(CacheDtype), None), "keys and values cannot be kept in this type"),
+    "executor": (get_args(ExecutorName), "there is no such executor"),
+}
+"""Choice -> its possible values, and what to say of another."""
 
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
-    in_panels = partial(holds_panels, choices.executor)
+    build: Callable[..., Model] = build_quantised_model
+    quantize = choices.quantize
     if folder_format(found.config) is None:
-        rounding = None if choices.quantize == "auto" else choices.quantize
-        core = build_model(
-            found.config,
-            found.weights(),
-            dtype=choices.dtype,
-            device=choices.device,
-            quantize=rounding,
-            in_panels=in_panels,
-        )
-    else:
-        core = build_quantised_model(
-            found.config,
-            found.weights(),
-            dtype=choices.dtype,
-            device=choices.device,
-            quantize=choices.quantize,
-            in_panels=in_panels,
-        )
+        build, quantize = build_model, None if quantize == "auto" else quantize
+    core = build(
+        found.config,
+        found.weights(),
+        dtype=choices.dtype,
+        device=choices.device,
+        quantize=quantize,
+        in_panels=partial(holds_panels, choices.executor),
+    )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:

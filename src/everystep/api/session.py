@@ -15,15 +15,8 @@ from everystep.api.absent import refuse_rectangular
 from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
-from everystep.api.options import (
-    OBJECTS,
-    Options,
-    read_options,
-    read_seeds,
-    require_output_object,
-    split,
-)
-from everystep.api.prepare import Call, completed, prepare
+from everystep.api.options import Options, read_options, read_seeds, require_output_object
+from everystep.api.prepare import completed, prepare
 from everystep.config import META, GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
@@ -32,7 +25,7 @@ from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.text import Tokenizer, Trimmer
-from everystep.types import Event, Finished, FinishReason, Group
+from everystep.types import Event, FinishReason, Group
 
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
@@ -58,15 +51,6 @@ class Generated:
     prompt_tokens: int
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What is asked for one prompt: `options`, and what becomes of text before and after."""
-
-    options: Options
-    starts_answer: bool
-    trims: bool
 
 
 class Session:
@@ -98,73 +82,70 @@ class Session:
         if type(seed) is not int:
             seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
         self._seed = seed
-        if options is None:
-            self._asked = [self._read(common)]
-        else:
-            self._asked = self._read_each(common, options, prompts)
         self._shared = options is None
-        for notice in {one: None for a in self._asked for one in a.options.effective.notices}:
+        if options is None:
+            self._options = [self._read(common)]
+        else:
+            self._options = self._read_each(common, options, prompts)
+        for notice in {one: None for each in self._options for one in each.effective.notices}:
             warnings.warn(notice, stacklevel=3)
-        rows = max(_ROWS, *map(_rows_of, self._asked))
-        how = row_quantization(self._asked[0].options.effective, model) if self._asked else None
+        rows = max(_ROWS, *map(_rows_of, self._options))
+        how = row_quantization(self._options[0].effective, model) if self._options else None
         executor = model.executor(quantization=how)
         self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
 
-    def _read(self, given: Mapping[str, Any]) -> _Asked:
+    def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
-        names = [name for name in OBJECTS if name != "tokenizer"]
-        config, rest = split(given, names, _OF_TEXTS)
-        options = read_options(self._model, config, {**rest, "tokenizer": self._tokenizer})
+        options = read_options(self._model, given, _OF_TEXTS, self._tokenizer)
         refuse_rectangular(options.effective)
         if not self._gives_events:
             require_output_object(options)
-        if options.seed is not None:
-            options = replace(options, seed=read_seeds(options.seed, 1))
-        starts, trims = rest.get("add_generation_prompt"), rest.get("trim_stop_strings")
-        return _Asked(options, starts is not False, bool(trims) and self._tokenizer is not None)
+        return replace(
+            options,
+            seed=None if options.seed is None else read_seeds(options.seed, 1),
+            starts_answer=given.get("add_generation_prompt") is not False,
+            trims=bool(given.get("trim_stop_strings")) and self._tokenizer is not None,
+        )
 
     def _read_each(
         self,
         common: Mapping[str, Any],
         options: Sequence[OptionsLike],
         prompts: Iterable[PromptLike],
-    ) -> list[_Asked]:
+    ) -> list[Options]:
         """What is asked for each prompt; an error names the prompt."""
         count = _count(prompts, "options each")
         if isinstance(options, Mapping | GenerationConfig) or len(options) != count:
             wanted = f"a list of {count}, one per prompt"
             refuse("options do not fit the prompts", wanted=wanted, got=_length_of(options))
-        asked: list[_Asked] = []
+        read: list[Options] = []
         for index, own in enumerate(options):
             try:
-                asked.append(self._read({**common, **_said(own)}))
+                read.append(self._read({**common, **_said(own)}))
                 if index:
-                    _require_alike(self._model, asked[0].options, asked[-1].options)
+                    _require_alike(self._model, read[0], read[-1])
             except EverystepError as error:
                 raise type(error)(f"options[{index}]: {error}") from error
-        return asked
+        return read
 
-    def asked(self, index: int) -> _Asked:
-        """What is asked for the prompt of this number."""
-        return self._asked[0 if self._shared else index]
+    def _options_of(self, group: Group) -> Options:
+        """What is asked for the prompt of a group."""
+        return self._options[0 if self._shared else int(group.request.request_id)]
 
-    def call(self, prompt: PromptLike, index: int) -> Call:
-        """Everything about the prompt of this number decided and computed, but for its tokens."""
-        asked = self.asked(index)
-        ids = self._ids(prompt, asked.starts_answer)
+    def submit(self, prompt: PromptLike, index: int) -> Group:
+        """Queues the prompt of this number, which is the id of its request, after everything about
+        it is decided and computed but for its tokens."""
+        options = self._options[0 if self._shared else index]
+        ids = self._ids(prompt, options.starts_answer)
         passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
-        inputs: Inputs = replace(read_inputs(self._model, passed, asked.options), number=index)
+        inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
         _require_room(len(ids), self._model.context)
-        options = asked.options
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)
         with inference_mode():
-            return completed(self._model, prepare(self._model, options, inputs))
-
-    def submit(self, prompt: PromptLike, index: int) -> Group:
-        """Queues the prompt; the id of its request is its number."""
-        (request,) = self.call(prompt, index).requests
+            call = completed(self._model, prepare(self._model, options, inputs))
+        (request,) = call.requests
         return self.engine.submit(request)
 
     def step(self) -> list[Event]:
@@ -198,19 +179,23 @@ class Session:
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
+        prompt, wants = group.request.prompt, group.request.wants
+        length = 0 if prompt.ids is None else len(prompt.ids)
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
-            return [self.failed(error, done.tokens, _prompt_length(group))]
-        asked = group.request.wants.prompt_logprobs is not None
-        of_prompt = prompt_logprobs(group) if asked else None
-        finished = group.request.strategy.finish(group)
-        found = [self._generated(one, group, of_prompt) for one in finished]
-        if (trim := self.trim(group)) is None:
-            return found
-        return [
-            replace(one, text=Trimmer(*trim).finish(one.text, one.finish_reason.matched))
-            for one in found
-        ]
+            return [self.failed(error, done.tokens, length)]
+        of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
+        trim = self.trim(group)
+        results = []
+        for done in group.request.strategy.finish(group):
+            ids = done.tokens.tolist()
+            text = self._text(ids)
+            if trim is not None:
+                text = Trimmer(*trim).finish(text, done.reason.matched)
+            known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
+            result = Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
+            results.append(result)
+        return results
 
     def failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
         """What stands in the place of a prompt that failed after these tokens."""
@@ -222,16 +207,15 @@ class Session:
         found = self.generated(group)
         if group.error is not None:
             return found[0]
-        e = self.asked(int(group.request.request_id)).options.effective
         values: list[Any] = list(found)
-        if not e.return_dict_in_generate:
+        if not self._options_of(group).effective.return_dict_in_generate:
             plain = self._tokenizer is None
             values = [list(one.tokens) if plain else one.text for one in found]
         return values[0] if len(values) == 1 else values
 
     def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:
         """The stop strings that the texts of a group lose and the end of its prompt, if asked."""
-        if not self.asked(int(group.request.request_id)).trims:
+        if not self._options_of(group).trims:
             return None
         stops = (stop for stop in group.request.stops if isinstance(stop, StopStrings))
         strings = tuple(string for stop in stops for string in stop.strings)
@@ -239,14 +223,6 @@ class Session:
         longest = max((len(string.encode()) for string in strings), default=0)
         before = [] if ids is None or not longest else ids[-longest:].tolist()
         return strings, self._text(before)
-
-    def _generated(
-        self, done: Finished, group: Group, of_prompt: TokenLogprobs | None
-    ) -> Generated:
-        ids, wants = done.tokens.tolist(), group.request.wants
-        known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
-        text, length = self._text(ids), _prompt_length(group)
-        return Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
 
     def _text(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -311,11 +287,6 @@ def _plain(prompt: Any) -> Any:
     return prompt if isinstance(prompt, np.ndarray) else list(prompt)
 
 
-def _prompt_length(group: Group) -> int:
-    ids = group.request.prompt.ids
-    return 0 if ids is None else len(ids)
-
-
 def _said(own: Any) -> Mapping[str, Any]:
     """The keywords that one prompt's options stand for."""
     if isinstance(own, GenerationConfig):
@@ -334,9 +305,9 @@ def _require_alike(model: LanguageModel, first: Options, other: Options) -> None
         refuse(f"{names} differ from those of prompt 0", do="Give all prompts the same")
 
 
-def _rows_of(asked: _Asked) -> int:
+def _rows_of(options: Options) -> int:
     """How many rows a prompt takes."""
-    e = asked.options.effective
+    e = options.effective
     width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1))
     return width * (2 if e.guidance_scale else 1)
 

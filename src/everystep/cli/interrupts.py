@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
 from typing import Any
 
 
@@ -30,12 +29,7 @@ class Interrupts:
             self._before = signal.signal(signal.SIGINT, self._remember)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
@@ -49,7 +43,7 @@ class Interrupts:
         finally:
             self._raises = False
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, *_: object) -> None:
         if self._raises or self.wished:
             raise KeyboardInterrupt
         self.wished = True

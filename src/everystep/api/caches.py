@@ -66,7 +66,7 @@ def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel
 
 def is_recurrent(model: LanguageModel) -> bool:
     """Whether rows of the model hold states, which no cache object does."""
-    return any(isinstance(store, State) for layer in model.stores for store in layer)
+    return any(isinstance(store, State) for layer in model.core.network.stores for store in layer)
 
 
 def require_cache(cache: object, model: LanguageModel) -> Cache:
@@ -123,10 +123,10 @@ def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
     return replace(inputs, prompts=prompts, lead=seen.shape[1], seen=real)
 
 
-def continued(inputs: Inputs, cache: Cache | None, width: int) -> Inputs:
+def continued(inputs: Inputs, cache: Cache, width: int) -> Inputs:
     """Every prompt with the part of the cache that is its past; `width`: sequences per prompt."""
-    length = 0 if cache is None else int(cache.get_seq_length())
-    if cache is None or length == 0:
+    length = int(cache.get_seq_length())
+    if length == 0:
         return inputs
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     link = _after if inputs.lead else _known
@@ -192,7 +192,7 @@ def _require_held(inputs: Inputs, keys: Tensor) -> None:
 
 
 def _require_shape(cache: Cache, model: LanguageModel) -> None:
-    stores = model.stores
+    stores = model.core.network.stores
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if own.layer_class_to_replicate is None and len(own) != len(stores):
         _refuse("is of another model", f"{len(stores)} layers", f"{len(own)} layers")

@@ -146,7 +146,7 @@ def _read_rectangle(
         input_ids, name, pad = _start(options.effective.bos_token_id, mask), "bos_token_id", None
     ids = None if input_ids is None else _checked_ids(input_ids, model.vocab_size, name)
     embeds = given.get("inputs_embeds")
-    embeds = None if embeds is None else _checked_embeds(embeds, ids, model.hidden_size)
+    embeds = None if embeds is None else _checked_embeds(embeds, ids, model.core.network.spec.width)
     shape = tuple(ids.shape) if ids is not None else tuple(embeds.shape[:2])  # type: ignore[union-attr]
     real = read_mask(mask, shape)
     if mask is None and ids is not None and pad is not None and pad not in options.eos:

@@ -64,7 +64,7 @@ def load(
     operators otherwise; either can be named.
     """
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
-    local = _resolve(path, choices, offline, progress)
+    local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         found = open_folder(local)
         if found.tokenizer is None:
@@ -88,7 +88,7 @@ def load_model(
 ) -> LanguageModel:
     """The model that `path` stands for, without a tokenizer; arguments as `load`."""
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
-    local = _resolve(path, choices, offline, progress)
+    local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         return _from_folder(local, choices)
     return _from_gguf(read_gguf(local), local.stem, choices)
@@ -131,9 +131,17 @@ class _Tensors:
         return tensor if dtype is None else tensor.to(dtype)
 
 
+_KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {
+    "quantize": (("auto", "int8", "int4", None), "there is no such way to quantise"),
+    "cache_dtype": ((*get_args(CacheDtype), None), "keys and values cannot be kept in this type"),
+    "executor": (get_args(ExecutorName), "there is no such executor"),
+}
+"""Choice -> its possible values, and what to say of another."""
+
+
 @dataclass(frozen=True)
 class _Choices:
-    """What the caller of `load` chose beside the source."""
+    """What the caller of `load` chose beside the source; RequestError for what cannot be."""
 
     dtype: torch.dtype | None
     quantize: Quantize
@@ -141,23 +149,13 @@ class _Choices:
     device: str | torch.device
     executor: ExecutorName
 
-
-def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress | None) -> Path:
-    for name, (known, wrong) in _KNOWN.items():
-        value = getattr(choices, name)
-        if value not in known:
-            *most, last = map(repr, known)
-            wanted = f"{', '.join(most)} or {last}"
-            refuse(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
-    return resolve_source(path, offline=offline, progress=progress)
-
-
-_KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {
-    "quantize": (("auto", "int8", "int4", None), "there is no such way to quantise"),
-    "cache_dtype": ((*get_args(CacheDtype), None), "keys and values cannot be kept in this type"),
-    "executor": (get_args(ExecutorName), "there is no such executor"),
-}
-"""Choice -> its possible values, and what to say of another."""
+    def __post_init__(self) -> None:
+        for name, (known, wrong) in _KNOWN.items():
+            value = getattr(self, name)
+            if value not in known:
+                *most, last = map(repr, known)
+                wanted = f"{', '.join(most)} or {last}"
+                refuse(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
 
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:

@@ -60,13 +60,10 @@ def generate(
     results: dict[int, Any] = {}
     errors: dict[int, Exception] = {}
     with _bar(progress, many) as advance:
-        for index, found in session.run(many):
-            if isinstance(found, Exception):
-                errors[index], results[index] = found, session.failed(found)
-            else:
-                results[index] = session.shaped(found)
-                if found.error is not None:
-                    errors[index] = found.error
+        for index, result, error in session.run(many):
+            results[index] = result
+            if error is not None:
+                errors[index] = error
             advance()
     every = [results[index] for index in range(len(results))]
     if errors and on_error == "raise":

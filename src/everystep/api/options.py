@@ -56,11 +56,11 @@ OF_RECTANGLES = (
 class Options:
     """All that a call asks for beside its prompt, each thing in one place.
 
-    `effective`: every field of the configuration. `eos`, `pad`, `starts`: the special ids;
-    `starts`: a decoder's first id, one for all rows or one each. `seed`: one integer, from which
-    each row gets its own, or one for each row. `starts_answer`: whether a chat template begins the
-    answer to the messages; `trims`: whether texts lose the stop string that ended them. The rest
-    are the caller's own objects.
+    `effective`: every field of the configuration. `eos`, `pad`, `starts`: the special ids; `pad` is
+    None only where nothing ends a sequence; `starts`: a decoder's first id, one for all rows or one
+    each. `seed`: one integer, from which each row gets its own, or one for each row.
+    `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
+    texts lose the stop string that ended them. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -80,22 +80,17 @@ class Options:
     @property
     def fill(self) -> int:
         """The id that stands where a row has nothing to say."""
-        if self.pad is not None:
-            return self.pad
-        return self.eos[0] if self.eos else 0
+        return 0 if self.pad is None else self.pad
+
+    def returns(self, *fields: str) -> bool:
+        """Whether what any of these fields asks for is part of the result."""
+        e = self.effective
+        return bool(e.return_dict_in_generate) and any(e[name] for name in fields)
 
     @property
     def captures(self) -> bool:
         """Whether hidden states or attentions are part of the result."""
-        e = self.effective
-        asked = bool(e.output_hidden_states or e.output_attentions)
-        return asked and bool(e.return_dict_in_generate)
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether scores or logits of whole rows are part of the result."""
-        e = self.effective
-        return bool(e.return_dict_in_generate) and bool(e.output_scores or e.output_logits)
+        return self.returns("output_hidden_states", "output_attentions")
 
     def draws(self, first: int, rows: int) -> tuple[Draws, ...]:
         """(rows,) where the randomness of each row comes from, of which `first` is the number of

@@ -104,7 +104,8 @@ def prepare(
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
     processors = _processors(model, options, inputs, new, strategy.width)
-    returned = options.captures or options.keeps_rows or cache is not None
+    rows = options.captures or options.returns("output_scores", "output_logits")
+    returned = rows or cache is not None
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or not drafts)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
@@ -144,7 +145,7 @@ def completed(model: LanguageModel, call: Call) -> Call:
         return call
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
     each = heard or (None,) * len(source.prompts)
-    states = source.states or tuple(map(model.encode, source.prompts, each))
+    states = source.states or tuple(map(model.core.encode, source.prompts, each))
     requests = []
     for request, state in zip(call.requests, states, strict=True):
         companions = tuple(replace(one, encoder=state) for one in request.companions)
@@ -283,15 +284,13 @@ def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> 
             got="inputs_embeds only",
             do="Pass input_ids too, or leave prompt_logprobs out",
         )
-    e = options.effective
-    asked = bool(e.return_dict_in_generate)
     return Wants(
-        layers=asked and bool(e.output_hidden_states),
-        attentions=asked and bool(e.output_attentions),
+        layers=options.returns("output_hidden_states"),
+        attentions=options.returns("output_attentions"),
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
         cache=cached,
-        history=asked and bool(e.output_scores) and bool(options.criteria) and history,
+        history=history and options.returns("output_scores") and bool(options.criteria),
     )
 
 

@@ -116,12 +116,12 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
 
 def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
     e, strategy = call.options.effective, call.strategy
-    asked, cached = bool(e.return_dict_in_generate), e.use_cache is not False
+    cached = e.use_cache is not False
     collector = Collector(
         slots=call.inputs.batch * call.kept_rows,
         width=call.kept_rows,
-        scores=asked and bool(e.output_scores),
-        logits=asked and bool(e.output_logits),
+        scores=call.options.returns("output_scores"),
+        logits=call.options.returns("output_logits"),
         captures=call.options.captures,
         windows=model.windows,
     )
@@ -142,7 +142,7 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
     with ordinary_mode(), torch.no_grad():
         past = fill_cache(call.cache, call.inputs, groups)
         finished = [done for group in groups for done in strategy.finish(group)]
-        if not asked:
+        if not e.return_dict_in_generate:
             return _sequences(call, finished, model.device)
         out = _output(call, groups, finished, collector, model.device)
     out.past_key_values = past

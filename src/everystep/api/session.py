@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -153,29 +154,22 @@ class Session:
         with inference_mode():
             return self.engine.step()
 
-    def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Group | Exception]]:
-        """Every prompt by number, as it ends: its group, or the error that keeps it from running.
-
-        No more of them wait in the engine than it can soon admit.
-        """
-        coming = iter(enumerate(prompts))
+    def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Any, Exception | None]]:
+        """Every prompt by number, as it ends: what `generate` gives for it, and its error if it
+        failed. No more of them wait in the engine than it can soon admit."""
+        coming = enumerate(prompts)
         inside: dict[int, Group] = {}
-        more = True
-        while more or inside:
-            while more and len(inside) < 2 * _ROWS:
-                try:
-                    number, prompt = next(coming)
-                except StopIteration:
-                    more = False
-                    break
+        while (taken := list(islice(coming, 2 * _ROWS - len(inside)))) or inside:
+            for number, prompt in taken:
                 try:
                     inside[number] = self.submit(prompt, number)
                 except Exception as error:
-                    yield number, error
+                    yield number, self._failed(error), error
             if inside:
                 self.step()
             for number in [n for n, group in inside.items() if not group.live]:
-                yield number, inside.pop(number)
+                group = inside.pop(number)
+                yield number, self._shaped(group), group.error
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
@@ -183,7 +177,7 @@ class Session:
         length = 0 if prompt.ids is None else len(prompt.ids)
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
-            return [self.failed(error, done.tokens, length)]
+            return [self._failed(error, done.tokens, length)]
         of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
         trim = self.trim(group)
         results = []
@@ -197,20 +191,18 @@ class Session:
             results.append(result)
         return results
 
-    def failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
+    def _failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
         """What stands in the place of a prompt that failed after these tokens."""
         ids = tuple(int(token) for token in tokens)
         return Generated(self._text(ids), ids, FinishReason("error", error), 0.0, prompt)
 
-    def shaped(self, group: Group) -> Any:
+    def _shaped(self, group: Group) -> Any:
         """What `generate` gives for a group that has ended."""
-        found = self.generated(group)
-        if group.error is not None:
-            return found[0]
-        values: list[Any] = list(found)
-        if not self._options_of(group).effective.return_dict_in_generate:
+        values: list[Any] = list(self.generated(group))
+        whole = self._options_of(group).effective.return_dict_in_generate
+        if group.error is None and not whole:
             plain = self._tokenizer is None
-            values = [list(one.tokens) if plain else one.text for one in found]
+            values = [list(one.tokens) if plain else one.text for one in values]
         return values[0] if len(values) == 1 else values
 
     def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:

@@ -17,9 +17,8 @@ import typer
 
 import everystep as es
 from everystep.cli import options as o
-from everystep.cli.interrupts import Interrupts
 from everystep.cli.loading import load
-from everystep.cli.reading import piped_lines, typed_lines
+from everystep.cli.reading import Interrupts, piped_lines, typed_lines
 from everystep.cli.terminal import is_terminal, note, write, write_line
 from everystep.errors import CapacityError, EverystepError, nearest, refuse
 from everystep.files.atomic import write_atomic

@@ -33,7 +33,6 @@ from everystep.stops.criteria import by_hand
 from everystep.types import Request, Rows, Scores, Sequence, TokenTable
 
 Loop = Callable[..., Any]
-_STANDARD = ("logits_processor", "stopping_criteria", "generation_config")
 _OFFERED = ("streamer", "tokenizer")
 
 
@@ -55,7 +54,7 @@ def require_loop(value: Any) -> Loop | None:
 def take_own(loop: Loop, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes out of `kwargs` what the loop names and no other loop has, and returns it."""
     named = list(inspect.signature(loop).parameters)[2:]
-    known = {*_STANDARD, *MODEL_INPUTS, *OBJECTS, *OF_RECTANGLES}
+    known = {*MODEL_INPUTS, *OBJECTS, *OF_RECTANGLES}
     return {name: kwargs.pop(name) for name in named if name in kwargs and name not in known}
 
 

@@ -77,13 +77,12 @@ class Session:
     ) -> None:
         self._model = model
         self._gives_events = gives_events
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         if type(seed) is not int:
             seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
         self._seed = seed
-        self._shared = options is None
         if options is None:
             self._options = [self._read(common)]
         else:
@@ -97,7 +96,7 @@ class Session:
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
-        options = read_options(self._model, given, _OF_TEXTS, self._tokenizer)
+        options = read_options(self._model, given, _OF_TEXTS, self.tokenizer)
         refuse_rectangular(options.effective)
         if not self._gives_events:
             require_output_object(options)
@@ -105,7 +104,7 @@ class Session:
             options,
             seed=None if options.seed is None else read_seeds(options.seed, 1),
             starts_answer=given.get("add_generation_prompt") is not False,
-            trims=bool(given.get("trim_stop_strings")) and self._tokenizer is not None,
+            trims=bool(given.get("trim_stop_strings")) and self.tokenizer is not None,
         )
 
     def _read_each(
@@ -129,14 +128,14 @@ class Session:
                 raise type(error)(f"options[{index}]: {error}") from error
         return read
 
-    def _options_of(self, group: Group) -> Options:
-        """What is asked for the prompt of a group."""
-        return self._options[0 if self._shared else int(group.request.request_id)]
+    def _options_of(self, index: int | str) -> Options:
+        """What is asked for the prompt of this number, or for all alike."""
+        return self._options[0 if len(self._options) == 1 else int(index)]
 
     def submit(self, prompt: PromptLike, index: int) -> Group:
         """Queues the prompt of this number, which is the id of its request, after everything about
         it is decided and computed but for its tokens."""
-        options = self._options[0 if self._shared else index]
+        options = self._options_of(index)
         ids = self._ids(prompt, options.starts_answer)
         passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
@@ -199,15 +198,15 @@ class Session:
     def _shaped(self, group: Group) -> Any:
         """What `generate` gives for a group that has ended."""
         values: list[Any] = list(self.generated(group))
-        whole = self._options_of(group).effective.return_dict_in_generate
+        whole = self._options_of(group.request.request_id).effective.return_dict_in_generate
         if group.error is None and not whole:
-            plain = self._tokenizer is None
+            plain = self.tokenizer is None
             values = [list(one.tokens) if plain else one.text for one in values]
         return values[0] if len(values) == 1 else values
 
     def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:
         """The stop strings that the texts of a group lose and the end of its prompt, if asked."""
-        if not self._options_of(group).trims:
+        if not self._options_of(group.request.request_id).trims:
             return None
         stops = (stop for stop in group.request.stops if isinstance(stop, StopStrings))
         strings = tuple(string for stop in stops for string in stop.strings)
@@ -217,15 +216,16 @@ class Session:
         return strings, self._text(before)
 
     def _text(self, ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return ""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _ids(self, prompt: PromptLike, starts_answer: bool) -> np.ndarray:
         """The ids of a text, of messages through the chat template, or of ids as they are."""
         if not isinstance(prompt, str) and not is_messages(prompt):
-            ids = torch.as_tensor(prompt if isinstance(prompt, Tensor) else _plain(prompt))
-        elif self._tokenizer is None:
+            whole = isinstance(prompt, Tensor | np.ndarray)
+            ids = torch.as_tensor(prompt if whole else list(prompt))
+        elif self.tokenizer is None:
             refuse(
                 "text needs a tokenizer",
                 wanted="a tokenizer, or prompts given as ids",
@@ -233,9 +233,9 @@ class Session:
                 do="Pass the tokenizer that es.load returned",
             )
         elif isinstance(prompt, str):
-            ids = torch.as_tensor(self._tokenizer.encode(prompt))
+            ids = torch.as_tensor(self.tokenizer.encode(prompt))
         else:
-            rendered = self._tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 list(prompt),
                 tokenize=True,
                 add_generation_prompt=starts_answer,
@@ -267,16 +267,6 @@ def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
 def is_messages(prompt: object) -> bool:
     """Whether a prompt is a conversation."""
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def noted(error: Exception, index: int) -> Exception:
-    """The error, which says at which prompt it arose."""
-    error.add_note(f"This was prompt {index}.")
-    return error
-
-
-def _plain(prompt: Any) -> Any:
-    return prompt if isinstance(prompt, np.ndarray) else list(prompt)
 
 
 def _said(own: Any) -> Mapping[str, Any]:

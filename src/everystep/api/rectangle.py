@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everystep.api.caches import fill_cache, hide_past, read_cache, with_seen
 from everystep.api.custom import refuse_unseen, run_loop, take_own
-from everystep.api.inputs import Inputs, read_inputs, with_negative
+from everystep.api.inputs import EncoderSource, Inputs, read_inputs, with_negative
 from everystep.api.options import (
     MODEL_INPUTS,
     OF_RECTANGLES,
@@ -242,7 +242,11 @@ def _output(
         "logits": collector.logit_steps()[steps] if e.output_logits else None,
     }
     layers = collector.layer_steps(pads)[steps] if e.output_hidden_states else None
-    attentions = _attentions(call, collector)[steps] if e.output_attentions else None
+    attentions = None
+    if e.output_attentions:
+        empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
+        empty = np.repeat(empty, call.kept_rows)
+        attentions = collector.attention_steps(empty, inputs.lead)[steps]
     if beams:
         fields["beam_indices"] = _beam_indices(finished).to(device)
         scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
@@ -261,22 +265,16 @@ def _output(
         fields |= {"hidden_states": layers, "attentions": attentions}
         return (GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput)(**fields)
     fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions}
-    fields |= _encoder_fields(call, collector, steps)
+    fields |= _encoder_fields(call, inputs.source, collector, steps)
     kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
     return kind(**fields)
 
 
-def _attentions(call: Call, collector: Collector) -> tuple[tuple[Tensor, ...], ...]:
-    inputs = call.inputs
-    empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
-    return collector.attention_steps(np.repeat(empty, call.kept_rows), inputs.lead)
-
-
-def _encoder_fields(call: Call, collector: Collector, steps: slice) -> dict[str, Any]:
+def _encoder_fields(
+    call: Call, source: EncoderSource, collector: Collector, steps: slice
+) -> dict[str, Any]:
     """What the rows' encoders showed, each at its place in the rectangle that was passed."""
-    source, e = call.inputs.source, call.options.effective
-    if source is None:
-        return {}
+    e = call.options.effective
     starts = [int(place[0]) for place in source.places]
     width = source.width or max(int(place[-1]) + 1 for place in source.places)
 

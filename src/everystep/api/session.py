@@ -115,9 +115,11 @@ class Session:
     ) -> list[Options]:
         """What is asked for each prompt; an error names the prompt."""
         count = _count(prompts, "options each")
-        if isinstance(options, Mapping | GenerationConfig) or len(options) != count:
+        several = isinstance(options, Sized) and not isinstance(options, Mapping)
+        if not several or len(options) != count:
             wanted = f"a list of {count}, one per prompt"
-            refuse("options do not fit the prompts", wanted=wanted, got=_length_of(options))
+            got = len(options) if several else type(options).__name__
+            refuse("options do not fit the prompts", wanted=wanted, got=got)
         read: list[Options] = []
         for index, own in enumerate(options):
             try:
@@ -311,9 +313,3 @@ def _count(prompts: Any, what: str) -> int:
         return len(prompts)
     do = "Pass list(prompts), or what holds for all of them"
     refuse(f"prompts that come one by one cannot have {what}", wanted="a list of prompts", do=do)
-
-
-def _length_of(options: Any) -> object:
-    if isinstance(options, Sized) and not isinstance(options, Mapping):
-        return len(options)
-    return type(options).__name__

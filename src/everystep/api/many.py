@@ -9,14 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from everystep.api.model import LanguageModel
-from everystep.api.session import (
-    Generated,
-    Messages,
-    OptionsLike,
-    PromptLike,
-    Session,
-    listed,
-)
+from everystep.api.session import Generated, Messages, OptionsLike, PromptLike, Session, listed
 from everystep.errors import refuse
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.text import Tokenizer

@@ -6,12 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from everystep.api.absent import (
-    ARGUMENTS_LATER,
-    ARGUMENTS_NEVER,
-    refuse_argument,
-    refuse_unbuilt,
-)
+from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import UnknownArgumentError, nearest, refuse

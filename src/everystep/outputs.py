@@ -59,9 +59,8 @@ class Shown(Mapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in {one.name for one in fields(self)}:
-            refuse(
-                f"{type(self).__name__} has no field {key!r}", do="Keep further values beside it"
-            )
+            what = f"{type(self).__name__} has no field {key!r}"
+            refuse(what, do="Keep further values beside it")
         setattr(self, key, value)
 
     def __iter__(self) -> Iterator[str]:
@@ -71,11 +70,8 @@ class Shown(Mapping[str, Any]):
         return len(self._names())
 
     def __repr__(self) -> str:
-        shown = (
-            f"{one.name}={_brief(getattr(self, one.name))}"
-            for one in fields(self)
-            if getattr(self, one.name) is not None
-        )
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        shown = (f"{name}={_brief(value)}" for name, value in values.items() if value is not None)
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def to_tuple(self) -> tuple[Any, ...]:
@@ -193,11 +189,6 @@ class GenerateBeamEncoderDecoderOutput(Output):
     cross_attentions: tuple[Layers, ...] | None = None
     decoder_hidden_states: tuple[Layers, ...] | None = None
     past_key_values: Any = None
-
-
-GenerateNonBeamOutput = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
-GenerateBeamOutput = GenerateBeamDecoderOnlyOutput | GenerateBeamEncoderDecoderOutput
-GenerateOutput = GenerateNonBeamOutput | GenerateBeamOutput
 
 
 def compute_transition_scores(

@@ -12,6 +12,7 @@ from everystep.api.model import LanguageModel
 from everystep.config import GenerationConfig
 from everystep.errors import CapacityError, EverystepError, ModelClassError, RequestError
 from everystep.errors import UnsupportedError as Absent
+from everystep.models import Model
 from everystep.testing.models import tiny_llama
 from tests.api.wrong_calls import IDS, SOURCE, TOKENIZER, WRONG
 from tests.models.tiny import ours, reference_t5
@@ -40,7 +41,7 @@ def refused(
         raise AssertionError("the call reached the model")
 
     monkeypatch.setattr(LanguageModel, "executor", computes)
-    monkeypatch.setattr(LanguageModel, "encode", computes)
+    monkeypatch.setattr(Model, "encode", computes)
     with pytest.raises(error) as caught:
         model.generate(**{"input_ids": IDS, **arguments})
     return str(caught.value)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from everystep.cli.interrupts import Interrupts
+from everystep.cli.reading import Interrupts
 
 
 def test_the_first_is_remembered() -> None:

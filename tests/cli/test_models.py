@@ -40,7 +40,7 @@ def test_models_are_listed_for_programs(cached: Path, call: Caller, line: list[s
 def test_models_are_listed_for_people(
     cached: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("models", "tables"):
+    for module in ("models", "terminal"):
         monkeypatch.setattr(f"everystep.cli.{module}.is_terminal", lambda stream: True)
     heading, line, *_ = call("models").out.splitlines()
     assert heading.split() == ["name", "size", "path"]

@@ -10,73 +10,42 @@ from types import FrameType
 from typing import NoReturn
 
 from everystep.config import FIELDS, Effective
-from everystep.errors import (
-    AbsentAttributeError,
-    AbsentNameError,
-    UnsupportedError,
-    refuse,
-)
+from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedError, refuse
 
-_DRAFTS = (
-    "drafts are made by the engine's strategies, not by objects of the caller",
-    "Set prompt_lookup_num_tokens in the call",
-)
-_SCHEDULING = (
-    "the continuous scheduler has no objects to set up",
-    "Call everystep.generate(model, tokenizer, prompts), or everystep.stream",
-)
-_TRAINED = (
-    "the trained SynthID detector waits for a later version",
-    "Give SynthIDTextWatermarkDetector a WeightedMeanDetector, which needs no training",
-)
-_LAYER_CODES = (
-    "quantised layers have codes of their own here and need no other library",
-    "Use QuantizedCache, or set cache_implementation='quantized'",
-)
-_INDEXED = (
-    "no model of this version looks positions up by an index",
-    "Use DynamicCache or StaticCache",
-)
-_ONE_CLASS = (
-    "models of every family are of one class, LanguageModel",
-    "Load them with AutoModelForCausalLM.from_pretrained or everystep.load_model",
-)
-_ONE_TOKENIZER = (
-    "tokenizers of every family are of one class, Tokenizer",
-    "Load them with AutoTokenizer.from_pretrained",
-)
-
-ABSENT: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        (
-            "AssistedCandidateGenerator",
-            "CandidateGenerator",
-            "DFlashTokenCandidateGenerator",
-            "EarlyExitCandidateGenerator",
-            "PromptLookupCandidateGenerator",
-        ),
-        _DRAFTS,
+_TOGETHER = {
+    """
+    AssistedCandidateGenerator CandidateGenerator DFlashTokenCandidateGenerator
+    EarlyExitCandidateGenerator PromptLookupCandidateGenerator
+    """: (
+        "drafts are made by the engine's strategies, not by objects of the caller",
+        "Set prompt_lookup_num_tokens in the call",
     ),
-    **dict.fromkeys(
-        (
-            "ContinuousBatchingConfig",
-            "ContinuousBatchingManager",
-            "ContinuousMixin",
-            "FIFOScheduler",
-            "PrefillFirstScheduler",
-            "Scheduler",
-        ),
-        _SCHEDULING,
+    """
+    ContinuousBatchingConfig ContinuousBatchingManager ContinuousMixin FIFOScheduler
+    PrefillFirstScheduler Scheduler
+    """: (
+        "the continuous scheduler has no objects to set up",
+        "Call everystep.generate(model, tokenizer, prompts), or everystep.stream",
     ),
-    **dict.fromkeys(("BayesianDetectorConfig", "BayesianDetectorModel"), _TRAINED),
-    **dict.fromkeys(
-        ("Fp8QuantizedLayer", "HQQQuantizedLayer", "QuantoQuantizedLayer"), _LAYER_CODES
+    "BayesianDetectorConfig BayesianDetectorModel": (
+        "the trained SynthID detector waits for a later version",
+        "Give SynthIDTextWatermarkDetector a WeightedMeanDetector, which needs no training",
     ),
-    **dict.fromkeys(("DynamicIndexedLayer", "StaticIndexedLayer"), _INDEXED),
-    **dict.fromkeys(("AutoModel", "LlamaForCausalLM", "PreTrainedModel"), _ONE_CLASS),
-    **dict.fromkeys(
-        ("PreTrainedTokenizer", "PreTrainedTokenizerBase", "PreTrainedTokenizerFast"),
-        _ONE_TOKENIZER,
+    "Fp8QuantizedLayer HQQQuantizedLayer QuantoQuantizedLayer": (
+        "quantised layers have codes of their own here and need no other library",
+        "Use QuantizedCache, or set cache_implementation='quantized'",
+    ),
+    "DynamicIndexedLayer StaticIndexedLayer": (
+        "no model of this version looks positions up by an index",
+        "Use DynamicCache or StaticCache",
+    ),
+    "AutoModel LlamaForCausalLM PreTrainedModel": (
+        "models of every family are of one class, LanguageModel",
+        "Load them with AutoModelForCausalLM.from_pretrained or everystep.load_model",
+    ),
+    "PreTrainedTokenizer PreTrainedTokenizerBase PreTrainedTokenizerFast": (
+        "tokenizers of every family are of one class, Tokenizer",
+        "Load them with AutoTokenizer.from_pretrained",
     ),
     "BaseWatermarkingConfig": (
         "there are two kinds of watermark, and no base to make further ones from",
@@ -103,7 +72,8 @@ ABSENT: dict[str, tuple[str, str]] = {
         "Call everystep.load, then everystep.generate or everystep.chat",
     ),
 }
-"""Name -> why it is not here, and what to do."""
+"""Names -> why they are not here, and what to do."""
+ABSENT = {name: why for names, why in _TOGETHER.items() for name in names.split()}
 
 
 def refuse_name(name: str, asking: FrameType) -> NoReturn:
@@ -115,18 +85,16 @@ def refuse_name(name: str, asking: FrameType) -> NoReturn:
     if name not in ABSENT:
         raise AttributeError(f"module 'everystep' has no attribute {name!r}")
     why, do = ABSENT[name]
-    imported = asking.f_code.co_name == _IMPORT
+    # Of importlib: what looks up the names of an import statement.
+    imported = asking.f_code.co_name == "_handle_fromlist"
     kind = AbsentNameError if imported else AbsentAttributeError
     refuse(f"everystep has no {name}: {why}", do=do, kind=kind)
 
 
-_IMPORT = "_handle_fromlist"  # of importlib: what looks up the names of an import statement
-
-
 _BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
+_SECOND_MODEL = ("drafting with a second model", _BY_LOOKUP)
 ARGUMENTS_LATER = {
-    "assistant_model": ("drafting with a second model", _BY_LOOKUP),
-    "assistant_tokenizer": ("drafting with a second model", _BY_LOOKUP),
+    **dict.fromkeys(("assistant_model", "assistant_tokenizer"), _SECOND_MODEL),
     "cache_params": ("a state of recurrent layers", "Pass the whole prompt as input_ids"),
     "pixel_values": ("images", "Pass their embeddings among inputs_embeds"),
     "pixel_values_videos": ("videos", "Pass their embeddings among inputs_embeds"),
@@ -177,12 +145,17 @@ FIELDS_LATER = {
         "settings of the continuous scheduler",
         "Call everystep.generate(model, tokenizer, prompts), which schedules by itself",
     ),
-    "is_assistant": ("drafting with a second model", _BY_LOOKUP),
-    "num_assistant_tokens": ("drafting with a second model", _BY_LOOKUP),
-    "num_assistant_tokens_schedule": ("drafting with a second model", _BY_LOOKUP),
-    "assistant_confidence_threshold": ("drafting with a second model", _BY_LOOKUP),
-    "assistant_lookbehind": ("drafting with a second model", _BY_LOOKUP),
-    "target_lookbehind": ("drafting with a second model", _BY_LOOKUP),
+    **dict.fromkeys(
+        (
+            "is_assistant",
+            "num_assistant_tokens",
+            "num_assistant_tokens_schedule",
+            "assistant_confidence_threshold",
+            "assistant_lookbehind",
+            "target_lookbehind",
+        ),
+        _SECOND_MODEL,
+    ),
 }
 """Fields that are read and checked, whose capability is not built yet -> what it is, what to do."""
 # Fields that would change the tokens: refused in a passed configuration, whatever set them.

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +23,7 @@ from everystep.errors import (
     UnsupportedError,
     message,
     nearest,
+    refuse,
 )
 from everystep.files.folder import open_folder
 from everystep.files.gguf import read_gguf
@@ -76,44 +76,32 @@ def _check(
     for name, value in given.items():
         if name not in harmless:
             near = nearest(name, (*harmless, *named, *_HUB))
-            raise UnknownArgumentError(
-                message(
-                    f"from_pretrained() knows no argument {name!r}",
-                    wanted=f"perhaps {near!r}" if near else None,
-                    do=f"Leave {name} out" if near is None else None,
-                )
+            refuse(
+                f"from_pretrained() knows no argument {name!r}",
+                wanted=f"perhaps {near!r}" if near else None,
+                do=f"Leave {name} out" if near is None else None,
+                kind=UnknownArgumentError,
             )
         if value not in harmless[name]:
             wanted = " or ".join(map(repr, harmless[name]))
             text = f"{name} asks for something else than is done"
             why = f"{text}: {_WHY[name]}" if name in _WHY else text
-            raise UnsupportedError(
-                message(why, wanted=wanted, got=repr(value), do=f"Leave {name} out")
-            )
+            do = f"Leave {name} out"
+            refuse(why, wanted=wanted, got=repr(value), do=do, kind=UnsupportedError)
 
 
 def _dtype_of(dtype: object, alias: object) -> torch.dtype | None:
     """The type that `dtype` or its older name `torch_dtype` asks for; None for the folder's own."""
     if dtype is not None and alias is not None and dtype != alias:
-        raise RequestError(
-            message(
-                "dtype and torch_dtype say different things",
-                got=f"{dtype} and {alias}",
-                do="Pass dtype alone",
-            )
-        )
+        what, do = "dtype and torch_dtype say different things", "Pass dtype alone"
+        refuse(what, got=f"{dtype} and {alias}", do=do)
     asked = alias if dtype is None else dtype
     if asked is None or asked == "auto":
         return None
     found = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if not isinstance(found, torch.dtype):
-        raise RequestError(
-            message(
-                "dtype is no type of numbers",
-                wanted="'auto', 'bfloat16', torch.float32, ...",
-                got=repr(asked),
-            )
-        )
+        wanted = "'auto', 'bfloat16', torch.float32, ..."
+        refuse("dtype is no type of numbers", wanted=wanted, got=repr(asked))
     return found
 
 
@@ -121,13 +109,12 @@ def _device_of(device_map: object) -> str | torch.device:
     """The one device that `device_map` names; "auto" is the accelerator if there is one."""
     if isinstance(device_map, Mapping):
         if list(device_map) != [""]:
-            raise UnsupportedError(
-                message(
-                    "device_map spreads the model over several devices",
-                    wanted="one device for the whole model",
-                    got=dict(device_map),
-                    do='Pass device_map="auto", "cpu" or "cuda"',
-                )
+            refuse(
+                "device_map spreads the model over several devices",
+                wanted="one device for the whole model",
+                got=dict(device_map),
+                do='Pass device_map="auto", "cpu" or "cuda"',
+                kind=UnsupportedError,
             )
         device_map = device_map[""]
     if device_map is None:
@@ -137,24 +124,28 @@ def _device_of(device_map: object) -> str | torch.device:
     try:
         return torch.device(device_map)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise RequestError(
-            message(
-                "device_map is no device",
-                wanted="'auto', 'cpu', 'cuda', 'cuda:1', a torch.device or a number",
-                got=repr(device_map),
-            )
-        ) from error
+        wanted = "'auto', 'cpu', 'cuda', 'cuda:1', a torch.device or a number"
+        text = message("device_map is no device", wanted=wanted, got=repr(device_map))
+        raise RequestError(text) from error
 
 
-@dataclass(frozen=True)
-class ModelLoader:
-    """`from_pretrained` of the models named `name`, which read with an encoder or without."""
+class _Auto:
+    """A name to load by: only its `from_pretrained` is ever called."""
 
-    name: str
-    encodes: bool
+    def __init__(self) -> None:
+        name = type(self).__name__
+        do = f"Call {name}.from_pretrained(path)"
+        refuse(f"{name} has no instances", do=do, kind=ModelClassError)
 
-    def __call__(
-        self,
+
+class _AutoModel(_Auto):
+    """Loads models that read with an encoder, or those without: the objects of `load_model`."""
+
+    encodes: ClassVar[bool]
+
+    @classmethod
+    def from_pretrained(
+        cls,
         pretrained_model_name_or_path: Name,
         *,
         dtype: str | torch.dtype | None = None,
@@ -173,54 +164,42 @@ class ModelLoader:
         `local_files_only` say how the hub is read. RequestError (a ValueError) for a model of the
         other kind and for arguments that cannot be honoured.
         """
-        named = ("dtype", "torch_dtype", "device_map")
-        _check(others, _HARMLESS_OF_MODELS, named)
+        _check(others, _HARMLESS_OF_MODELS, ("dtype", "torch_dtype", "device_map"))
         wanted, device = _dtype_of(dtype, torch_dtype), _device_of(device_map)
         access = HubAccess(revision, cache_dir, token)
-        local = resolve_source(
-            pretrained_model_name_or_path, offline=local_files_only, access=access
-        )
-        self._check_kind(local)
+        source = pretrained_model_name_or_path
+        local = resolve_source(source, offline=local_files_only, access=access)
+        cls._check_kind(local)
         return load_model(local, dtype=wanted, device=device)
 
-    def _check_kind(self, local: Path) -> None:
+    @classmethod
+    def _check_kind(cls, local: Path) -> None:
         """The other kind is refused before its weights are read."""
         config = complete_config(open_folder(local).config) if local.is_dir() else {}
-        if bool(config.get("is_encoder_decoder", False)) != self.encodes:
-            kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
-            raise RequestError(
-                message(
-                    f"{local} is not a model for {self.name}",
-                    wanted="an encoder with a decoder" if self.encodes else "a decoder alone",
-                    got=config.get("model_type", "a GGUF file"),
-                    do=f"Load it with {kinds[not self.encodes]}",
-                )
+        if bool(config.get("is_encoder_decoder", False)) != cls.encodes:
+            other = AutoModelForCausalLM if cls.encodes else AutoModelForSeq2SeqLM
+            refuse(
+                f"{local} is not a model for {cls.__name__}",
+                wanted="an encoder with a decoder" if cls.encodes else "a decoder alone",
+                got=config.get("model_type", "a GGUF file"),
+                do=f"Load it with {other.__name__}",
             )
 
 
-class AutoModelForCausalLM:
+class AutoModelForCausalLM(_AutoModel):
     """Loads decoders: `from_pretrained` gives the model that `load_model` gives."""
 
-    from_pretrained = staticmethod(ModelLoader("AutoModelForCausalLM", encodes=False))
-
-    def __init__(self) -> None:
-        raise _not_constructed("AutoModelForCausalLM")
+    encodes = False
 
 
-class AutoModelForSeq2SeqLM:
+class AutoModelForSeq2SeqLM(_AutoModel):
     """Loads models with encoder and decoder: `from_pretrained` gives what `load_model` gives."""
 
-    from_pretrained = staticmethod(ModelLoader("AutoModelForSeq2SeqLM", encodes=True))
-
-    def __init__(self) -> None:
-        raise _not_constructed("AutoModelForSeq2SeqLM")
+    encodes = True
 
 
-class AutoTokenizer:
+class AutoTokenizer(_Auto):
     """Loads tokenizers: `from_pretrained` gives the tokenizer that `load` gives."""
-
-    def __init__(self) -> None:
-        raise _not_constructed("AutoTokenizer")
 
     @staticmethod
     def from_pretrained(
@@ -240,9 +219,8 @@ class AutoTokenizer:
         settings = {name: others.pop(name) for name in _SETTINGS if name in others}
         _check(others, _HARMLESS_OF_TOKENIZERS, _SETTINGS)
         access = HubAccess(revision, cache_dir, token, weights=False)
-        local = resolve_source(
-            pretrained_model_name_or_path, offline=local_files_only, access=access
-        )
+        source = pretrained_model_name_or_path
+        local = resolve_source(source, offline=local_files_only, access=access)
         if local.is_dir():
             tokenizer = Tokenizer.from_folder(local)
         else:
@@ -252,11 +230,8 @@ class AutoTokenizer:
         return tokenizer
 
 
-class AutoConfig:
+class AutoConfig(_Auto):
     """Reads configurations: `from_pretrained` gives the values of a config.json."""
-
-    def __init__(self) -> None:
-        raise _not_constructed("AutoConfig")
 
     @staticmethod
     def from_pretrained(
@@ -271,21 +246,10 @@ class AutoConfig:
         """The configuration of a folder or a hub id, with the defaults of its family."""
         _check(others, _HARMLESS, ())
         access = HubAccess(revision, cache_dir, token, weights=False)
-        local = resolve_source(
-            pretrained_model_name_or_path, offline=local_files_only, access=access
-        )
+        source = pretrained_model_name_or_path
+        local = resolve_source(source, offline=local_files_only, access=access)
         if not local.is_dir():
-            raise UnsupportedError(
-                message(
-                    f"{local} has no config.json",
-                    wanted="a model folder",
-                    do="Load the model and read model.config",
-                )
-            )
+            do = "Load the model and read model.config"
+            what = f"{local} has no config.json"
+            refuse(what, wanted="a model folder", do=do, kind=UnsupportedError)
         return ModelConfig(complete_config(open_folder(local).config))
-
-
-def _not_constructed(name: str) -> ModelClassError:
-    return ModelClassError(
-        message(f"{name} has no instances", do=f"Call {name}.from_pretrained(path)")
-    )

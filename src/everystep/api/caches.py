@@ -9,14 +9,14 @@ is refused here, before any compute.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.api.inputs import Inputs
-from everystep.api.options import Host, Options
+from everystep.api.options import Options
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
@@ -34,6 +34,9 @@ from everystep.errors import UnsupportedError, refuse
 from everystep.nn.network import State
 from everystep.types import Group, Prompt
 
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
+
 _ABSENT = {
     "offloaded": "Use 'dynamic', or 'quantized' to save memory",
     "offloaded_static": "Use 'static', or 'quantized' to save memory",
@@ -47,7 +50,7 @@ _ABSENT = {
 # --- the one that is passed -----------------------------------------------------------------------
 
 
-def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cache | None:
+def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel) -> Cache | None:
     """The cache object that was passed, checked against the model and the configuration."""
     cache = given.get("past_key_values")
     if cache is None:
@@ -61,12 +64,12 @@ def read_cache(given: dict[str, Any], effective: Effective, model: Host) -> Cach
     return cache
 
 
-def is_recurrent(model: Host) -> bool:
+def is_recurrent(model: LanguageModel) -> bool:
     """Whether rows of the model hold states, which no cache object does."""
-    return any(isinstance(store, State) for layer in model.stores for store in layer)
+    return any(isinstance(store, State) for layer in model.core.network.stores for store in layer)
 
 
-def require_cache(cache: object, model: Host) -> Cache:
+def require_cache(cache: object, model: LanguageModel) -> Cache:
     """The object, which is a cache that this model can go on from."""
     if is_recurrent(model):
         do = "Pass the whole prompt as input_ids"
@@ -120,10 +123,10 @@ def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
     return replace(inputs, prompts=prompts, lead=seen.shape[1], seen=real)
 
 
-def continued(inputs: Inputs, cache: Cache | None, width: int) -> Inputs:
+def continued(inputs: Inputs, cache: Cache, width: int) -> Inputs:
     """Every prompt with the part of the cache that is its past; `width`: sequences per prompt."""
-    length = 0 if cache is None else int(cache.get_seq_length())
-    if cache is None or length == 0:
+    length = int(cache.get_seq_length())
+    if length == 0:
         return inputs
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     link = _after if inputs.lead else _known
@@ -188,8 +191,8 @@ def _require_held(inputs: Inputs, keys: Tensor) -> None:
             )
 
 
-def _require_shape(cache: Cache, model: Host) -> None:
-    stores = model.stores
+def _require_shape(cache: Cache, model: LanguageModel) -> None:
+    stores = model.core.network.stores
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if own.layer_class_to_replicate is None and len(own) != len(stores):
         _refuse("is of another model", f"{len(stores)} layers", f"{len(own)} layers")
@@ -265,7 +268,7 @@ def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
 
 
 def row_quantization(
-    effective: Effective, model: Host, passed: Cache | None = None
+    effective: Effective, model: LanguageModel, passed: Cache | None = None
 ) -> Quantization | None:
     """How rows keep what they hold: as the cache that was passed does, or as the configuration
     says; None for full precision."""
@@ -286,7 +289,7 @@ def row_quantization(
 
 
 def new_cache(
-    effective: Effective, inputs: Inputs, model: Host, positions: int, *, drafts: bool
+    effective: Effective, inputs: Inputs, model: LanguageModel, positions: int, *, drafts: bool
 ) -> Cache | None:
     """An empty cache of the kind that the configuration names, which can do what a call needs;
     None where the call goes without, or where no object holds what rows do. `positions`: how many

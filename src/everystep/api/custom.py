@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from everystep.api.options import MODEL_INPUTS, OBJECTS, OF_RECTANGLES
 from everystep.api.prepare import Call
-from everystep.cache.containers import Cache
 from everystep.config import GenerationConfig
 from everystep.errors import UnsupportedError, refuse
 from everystep.processors.pipeline import apply
@@ -34,7 +33,6 @@ from everystep.stops.criteria import by_hand
 from everystep.types import Request, Rows, Scores, Sequence, TokenTable
 
 Loop = Callable[..., Any]
-_STANDARD = ("logits_processor", "stopping_criteria", "generation_config")
 _OFFERED = ("streamer", "tokenizer")
 
 
@@ -56,7 +54,7 @@ def require_loop(value: Any) -> Loop | None:
 def take_own(loop: Loop, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes out of `kwargs` what the loop names and no other loop has, and returns it."""
     named = list(inspect.signature(loop).parameters)[2:]
-    known = {*_STANDARD, *MODEL_INPUTS, *OBJECTS, *OF_RECTANGLES}
+    known = {*MODEL_INPUTS, *OBJECTS, *OF_RECTANGLES}
     return {name: kwargs.pop(name) for name in named if name in kwargs and name not in known}
 
 
@@ -66,19 +64,22 @@ def run_loop(model: Any, call: Call, given: dict[str, Any], own: dict[str, Any])
     e = call.options.effective
     width = int(max(e.num_beams or 1, e.num_return_sequences or 1))
     rows = [request for request in call.requests for _ in range(width)]
-    ids = _ids(call, width)
+    ids = torch.from_numpy(call.inputs.table(call.options.fill)).repeat_interleave(width, dim=0)
     named = inspect.signature(loop).parameters
     offered = {n: given[n] for n in _OFFERED if n in named and given.get(n) is not None}
     if "streamer" in offered:
         offered["streamer"].put(ids)
+    cached: dict[str, Any] = {"use_cache": call.cache is not None}
+    if call.cache is not None:
+        cached["past_key_values"] = call.cache
     return loop(
         model,
         ids.to(model.device),
-        logits_processor=Processing(rows),
+        logits_processor=partial(_process, rows),
         stopping_criteria=by_hand(rows[0].stops),
         generation_config=_config(call),
         **_inputs(call, width),
-        **_cached(call.cache),
+        **cached,
         **offered,
         **own,
     )
@@ -101,27 +102,17 @@ def refuse_unseen(call: Call) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Processing:
-    """All processors of a call, as one function of (input_ids, scores); a request per row."""
-
-    requests: list[Request]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        """(R, T) ids and (R, V) scores -> (R, V) scores."""
-        ids = input_ids.cpu().numpy()
-        table = TokenTable(lines=len(ids), capacity=max(ids.shape[1], 1))
-        sequences = [
-            Sequence(request, table.open(row), length=len(row) - request.shift, index=index)
-            for index, (request, row) in enumerate(zip(self.requests, ids, strict=True))
-        ]
-        lengths = np.full(len(ids), ids.shape[1])
-        return apply(Rows(table, sequences, lengths), Scores.of(scores)).whole().values
-
-
-def _ids(call: Call, width: int) -> Tensor:
-    rows = [call.inputs.visible(row, call.options.fill) for row in range(call.inputs.batch)]
-    return torch.from_numpy(np.stack(rows)).repeat_interleave(width, dim=0)
+def _process(requests: list[Request], input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+    """All processors of a call: (R, T) ids and (R, V) scores -> (R, V) scores; a request per
+    row."""
+    ids = input_ids.cpu().numpy()
+    table = TokenTable(lines=len(ids), capacity=max(ids.shape[1], 1))
+    sequences = [
+        Sequence(request, table.open(row), length=len(row) - request.shift, index=index)
+        for index, (request, row) in enumerate(zip(requests, ids, strict=True))
+    ]
+    lengths = np.full(len(ids), ids.shape[1])
+    return apply(Rows(table, sequences, lengths), Scores.of(scores)).whole().values
 
 
 def _inputs(call: Call, width: int) -> dict[str, Tensor]:
@@ -148,11 +139,6 @@ def _inputs(call: Call, width: int) -> dict[str, Tensor]:
     if places:
         found["position_ids"] = torch.stack(places, dim=-2).repeat_interleave(width, dim=-2)
     return found
-
-
-def _cached(cache: Cache | None) -> dict[str, Any]:
-    """The arguments by which a loop has the model keep a cache."""
-    return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
 
 
 def _config(call: Call) -> GenerationConfig:

@@ -9,23 +9,26 @@ here the begin token and other special ids of a prompt stay where they are, and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from everystep.api.inputs import Inputs
-from everystep.api.options import Host, Options
+from everystep.api.options import Options
 from everystep.config import GenerationConfig
 from everystep.errors import refuse
 from everystep.types import Prompt
+
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
 
 # What the reference adds to the score of each token that may stand last, and to the old one's more.
 CONTINUES = 10.0
 STAYS = 1.0
 
 
-def healed(model: Host, inputs: Inputs, options: Options) -> Inputs:
+def healed(model: LanguageModel, inputs: Inputs, options: Options) -> Inputs:
     """The prompts with their last tokens chosen anew by the model, padded on the left."""
     vocabulary = options.tokenizer.get_vocab()
     known = [prompt.ids.tolist() for prompt in inputs.prompts if prompt.ids is not None]
@@ -34,7 +37,7 @@ def healed(model: Host, inputs: Inputs, options: Options) -> Inputs:
     width = max(len(row) for row in rows)
     pads = tuple(width - len(row) for row in rows)
     prompts = tuple(Prompt(ids=np.array(row)) for row in rows)
-    return Inputs(prompts, pads, width, margins=pads, number=inputs.number)
+    return Inputs(prompts, pads, pads, width, number=inputs.number)
 
 
 def require_healable(inputs: Inputs, options: Options) -> None:
@@ -72,7 +75,9 @@ def _stripped(ids: list[int], tokenizer: Any) -> list[int]:
     return [*ids[:start], *tokenizer.encode(text.rstrip(), add_special_tokens=False)]
 
 
-def _healed_row(model: Host, ids: list[int], vocabulary: dict[str, int], pad: int) -> list[int]:
+def _healed_row(
+    model: LanguageModel, ids: list[int], vocabulary: dict[str, int], pad: int
+) -> list[int]:
     bias = _continuations(ids[-1], vocabulary)
     if len(ids) == 1 or len(bias) < 2:
         return ids

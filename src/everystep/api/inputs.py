@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.options import Host, Options
+from everystep.api.options import Options
 from everystep.errors import refuse
 from everystep.types import Prompt
+
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
 
 Given = Mapping[str, Any]
 
@@ -38,22 +41,20 @@ class EncoderSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """The prompts of a call. `pads`: (B,) how many pad ids stand before each in the rectangle that
-    processors and outputs see; `width`: ids per row of that rectangle (0 for embeddings only).
-    `fills`: (B,) the id that a row is padded with, if it is; `margins`: (B,) padded positions of
-    what was passed, `pads` unless it is embeddings only; `firsts`: (B,) where each prompt starts in
-    it. `lead`: positions of a past that was passed without its ids; `seen`: (B,) which of those
-    are real, in ascending order. `source`: the encoder's side, None without one. `negative`: (B,)
-    what guidance leads away from, empty if it was not given. `number`: that of the first prompt
-    among all of a call whose prompts come one by one."""
+    """The prompts of a call. `margins`: (B,) padded positions of what was passed; `firsts`: (B,)
+    where each prompt starts in it. `width`: ids per row of the rectangle that processors and
+    outputs see, 0 for embeddings only, which have `embeds_width`. `fills`: (B,) the id that a row
+    is padded with, if it is. `lead`: positions of a past that was passed without its ids; `seen`:
+    (B,) which of those are real, in ascending order. `source`: the encoder's side, None without
+    one. `negative`: (B,) what guidance leads away from, empty if it was not given. `number`: that
+    of the first prompt among all of a call whose prompts come one by one."""
 
     prompts: tuple[Prompt, ...]
-    pads: tuple[int, ...]
+    margins: tuple[int, ...]
+    firsts: tuple[int, ...]
     width: int
     embeds_width: int = 0
     fills: tuple[int | None, ...] = ()
-    margins: tuple[int, ...] = ()
-    firsts: tuple[int, ...] = ()
     lead: int = 0
     seen: tuple[np.ndarray, ...] = ()
     source: EncoderSource | None = None
@@ -64,6 +65,11 @@ class Inputs:
     def batch(self) -> int:
         """How many rows the call has."""
         return len(self.prompts)
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """(B,) how many pad ids stand before each prompt in the rectangle of ids."""
+        return self.margins if self.width else (0,) * self.batch
 
     @property
     def prompt_width(self) -> int:
@@ -78,17 +84,9 @@ class Inputs:
     def places(self, row: int) -> np.ndarray:
         """(length,) where the positions of a row's prompt stand in a rectangle of `total_width`
         that is padded on the left, as results are."""
-        prompt, margin = self.prompts[row], (self.margins or self.pads)[row]
-        own = self.lead + margin + np.arange(prompt.length - prompt.before)
+        prompt = self.prompts[row]
+        own = self.lead + self.margins[row] + np.arange(prompt.length - prompt.before)
         return np.concatenate([self.seen[row], own]) if self.seen else own
-
-    def passed(self, row: int) -> np.ndarray:
-        """(length,) where the positions of a row's prompt stand in what was passed."""
-        return self.firsts[row] + np.arange(self.prompts[row].length)
-
-    def rectangle(self, row: int) -> np.ndarray:
-        """(width,) a row's ids as they were passed, padding included; empty for embeddings only."""
-        return np.roll(self.visible(row, 0), self.firsts[row] - self.pads[row])
 
     def visible(self, row: int, fill: int) -> np.ndarray:
         """(width,) a row's ids after its padding: what was passed there, or `fill`."""
@@ -99,8 +97,12 @@ class Inputs:
             table[self.width - len(ids) :] = ids
         return table
 
+    def table(self, fill: int) -> np.ndarray:
+        """(B, width) what is `visible` of every row."""
+        return np.stack([self.visible(row, fill) for row in range(self.batch)])
 
-def read_inputs(model: Host, given: Given, options: Options) -> Inputs:
+
+def read_inputs(model: LanguageModel, given: Given, options: Options) -> Inputs:
     """The rectangle that tokens are added to, and the encoder's side of it, if there is one."""
     if model.is_encoder_decoder:
         source, batch = _read_source(model, given, options)
@@ -112,7 +114,7 @@ def read_inputs(model: Host, given: Given, options: Options) -> Inputs:
     return _read_rectangle(model, given, options)
 
 
-def with_negative(model: Host, given: Given, inputs: Inputs, options: Options) -> Inputs:
+def with_negative(model: LanguageModel, given: Given, inputs: Inputs, options: Options) -> Inputs:
     """The inputs with what guidance leads away from, if it was given."""
     ids, mask = given.get("negative_prompt_ids"), given.get("negative_prompt_attention_mask")
     if ids is None:
@@ -130,7 +132,9 @@ def with_negative(model: Host, given: Given, inputs: Inputs, options: Options) -
     return replace(inputs, negative=negative.prompts)
 
 
-def _read_rectangle(model: Host, given: Given, options: Options, name: str = "input_ids") -> Inputs:
+def _read_rectangle(
+    model: LanguageModel, given: Given, options: Options, name: str = "input_ids"
+) -> Inputs:
     """Prompts of every row; padding on either side is recognised by the mask and left out.
 
     Without a mask, pad ids count as padding if the pad id is not an end id, as in the reference.
@@ -142,7 +146,7 @@ def _read_rectangle(model: Host, given: Given, options: Options, name: str = "in
         input_ids, name, pad = _start(options.effective.bos_token_id, mask), "bos_token_id", None
     ids = None if input_ids is None else _checked_ids(input_ids, model.vocab_size, name)
     embeds = given.get("inputs_embeds")
-    embeds = None if embeds is None else _checked_embeds(embeds, ids, model.hidden_size)
+    embeds = None if embeds is None else _checked_embeds(embeds, ids, model.core.network.spec.width)
     shape = tuple(ids.shape) if ids is not None else tuple(embeds.shape[:2])  # type: ignore[union-attr]
     real = read_mask(mask, shape)
     if mask is None and ids is not None and pad is not None and pad not in options.eos:
@@ -160,10 +164,9 @@ def _read_rectangle(model: Host, given: Given, options: Options, name: str = "in
     margins = tuple(width - (last - first) for first, last in spans)
     firsts = tuple(first for first, _ in spans)
     if ids is None:
-        none = (0,) * len(prompts)
-        return Inputs(prompts, none, 0, width, margins=margins, firsts=firsts)
+        return Inputs(prompts, margins, firsts, width=0, embeds_width=width)
     fills = tuple(_fill(row, *span) for row, span in zip(ids, spans, strict=True))
-    return Inputs(prompts, margins, width, 0, fills, margins, firsts)
+    return Inputs(prompts, margins, firsts, width, fills=fills)
 
 
 def _fill(row: np.ndarray, first: int, last: int) -> int | None:
@@ -198,13 +201,9 @@ def _checked_ids(given: Any, vocabulary: int, name: str) -> np.ndarray:
         )
     shape = tuple(ids.shape)
     if ids.dim() != 2 or 0 in shape:
+        what, wanted = f"{name} has the wrong shape", "(batch, length), neither of them 0"
         do = "Add the missing dimension, for example with [None]"
-        refuse(
-            f"{name} has the wrong shape",
-            wanted="(batch, length), neither of them 0",
-            got=shape,
-            do=do,
-        )
+        refuse(what, wanted=wanted, got=shape, do=do)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         what = f"{name} has the wrong type"
         refuse(what, wanted="integers", got=ids.dtype, do="Pass a tensor of ids")
@@ -306,13 +305,11 @@ def _row_positions(
     return row[..., first:last].detach().cpu()
 
 
-def _read_source(model: Host, given: Given, options: Options) -> tuple[EncoderSource, int]:
+def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[EncoderSource, int]:
     """The encoder's side and how many rows it has."""
     if given.get("position_ids") is not None:
-        what = (
-            "position_ids has no meaning for a model with an encoder, which knows distances alone"
-        )
-        refuse(what, do="Leave position_ids out")
+        what = "position_ids has no meaning for a model with an encoder"
+        refuse(f"{what}, which knows distances alone", do="Leave position_ids out")
     if given.get("input_ids") is not None and given.get("inputs_embeds") is not None:
         what = "inputs_embeds and input_ids both say what the encoder reads"
         refuse(what, wanted="one of them", got="both", do="Leave one of them out")
@@ -320,9 +317,10 @@ def _read_source(model: Host, given: Given, options: Options) -> tuple[EncoderSo
         states, places = _read_states(given)
         return EncoderSource(states=states, places=places), len(states)
     read = _read_rectangle(model, given, options)
-    rows = range(read.batch)
-    places = tuple(map(read.passed, rows))
-    ids = tuple(map(read.rectangle, rows)) if read.width else ()
+    starts = zip(read.firsts, read.prompts, strict=True)
+    places = tuple(first + np.arange(prompt.length) for first, prompt in starts)
+    shifts = np.subtract(read.firsts, read.margins)
+    ids = tuple(map(np.roll, read.table(0), shifts)) if read.width else ()
     return EncoderSource(read.prompts, (), places, read.prompt_width, ids), read.batch
 
 
@@ -348,7 +346,7 @@ def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ..
     return found, places
 
 
-def _read_decoder(model: Host, given: Given, options: Options, batch: int) -> Inputs:
+def _read_decoder(model: LanguageModel, given: Given, options: Options, batch: int) -> Inputs:
     """What the decoder starts from: the start token, or the caller's ids after it."""
     ids, mask = given.get("decoder_input_ids"), given.get("decoder_attention_mask")
     passed = {"input_ids": ids, "attention_mask": mask}

@@ -25,7 +25,7 @@ from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
-from everystep.models import build_gguf_model, build_model
+from everystep.models import Model, build_gguf_model, build_model
 from everystep.models.load import usable_device
 from everystep.models.quantised_folder import (
     build_quantised_model,
@@ -64,7 +64,7 @@ def load(
     operators otherwise; either can be named.
     """
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
-    local = _resolve(path, choices, offline, progress)
+    local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         found = open_folder(local)
         if found.tokenizer is None:
@@ -88,7 +88,7 @@ def load_model(
 ) -> LanguageModel:
     """The model that `path` stands for, without a tokenizer; arguments as `load`."""
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
-    local = _resolve(path, choices, offline, progress)
+    local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
         return _from_folder(local, choices)
     return _from_gguf(read_gguf(local), local.stem, choices)
@@ -131,9 +131,17 @@ class _Tensors:
         return tensor if dtype is None else tensor.to(dtype)
 
 
+_KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {
+    "quantize": (("auto", "int8", "int4", None), "there is no such way to quantise"),
+    "cache_dtype": ((*get_args(CacheDtype), None), "keys and values cannot be kept in this type"),
+    "executor": (get_args(ExecutorName), "there is no such executor"),
+}
+"""Choice -> its possible values, and what to say of another."""
+
+
 @dataclass(frozen=True)
 class _Choices:
-    """What the caller of `load` chose beside the source."""
+    """What the caller of `load` chose beside the source; RequestError for what cannot be."""
 
     dtype: torch.dtype | None
     quantize: Quantize
@@ -141,50 +149,29 @@ class _Choices:
     device: str | torch.device
     executor: ExecutorName
 
-
-def _resolve(path: Source, choices: _Choices, offline: bool, progress: Progress | None) -> Path:
-    for name, known, wrong in _KNOWN:
-        value = getattr(choices, name)
-        if value not in known:
-            *most, last = map(repr, known)
-            wanted = f"{', '.join(most)} or {last}"
-            refuse(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
-    return resolve_source(path, offline=offline, progress=progress)
-
-
-_KNOWN: tuple[tuple[str, tuple[str | None, ...], str], ...] = (
-    ("quantize", ("auto", "int8", "int4", None), "there is no such way to quantise"),
-    (
-        "cache_dtype",
-        (*get_args(CacheDtype), None),
-        "keys and values cannot be kept in this type",
-    ),
-    ("executor", get_args(ExecutorName), "there is no such executor"),
-)
+    def __post_init__(self) -> None:
+        for name, (known, wrong) in _KNOWN.items():
+            value = getattr(self, name)
+            if value not in known:
+                *most, last = map(repr, known)
+                wanted = f"{', '.join(most)} or {last}"
+                refuse(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
 
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
-    in_panels = partial(holds_panels, choices.executor)
+    build: Callable[..., Model] = build_quantised_model
+    quantize = choices.quantize
     if folder_format(found.config) is None:
-        rounding = None if choices.quantize == "auto" else choices.quantize
-        core = build_model(
-            found.config,
-            found.weights(),
-            dtype=choices.dtype,
-            device=choices.device,
-            quantize=rounding,
-            in_panels=in_panels,
-        )
-    else:
-        core = build_quantised_model(
-            found.config,
-            found.weights(),
-            dtype=choices.dtype,
-            device=choices.device,
-            quantize=choices.quantize,
-            in_panels=in_panels,
-        )
+        build, quantize = build_model, None if quantize == "auto" else quantize
+    core = build(
+        found.config,
+        found.weights(),
+        dtype=choices.dtype,
+        device=choices.device,
+        quantize=quantize,
+        in_panels=partial(holds_panels, choices.executor),
+    )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:

@@ -9,15 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from everystep.api.model import LanguageModel
-from everystep.api.session import (
-    Generated,
-    Messages,
-    OptionsLike,
-    PromptLike,
-    Session,
-    listed,
-    noted,
-)
+from everystep.api.session import Generated, Messages, OptionsLike, PromptLike, Session, listed
 from everystep.errors import refuse
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.text import Tokenizer
@@ -60,18 +52,18 @@ def generate(
     results: dict[int, Any] = {}
     errors: dict[int, Exception] = {}
     with _bar(progress, many) as advance:
-        for index, found in session.run(many):
-            if isinstance(found, Exception):
-                errors[index], results[index] = found, session.failed(found)
-            else:
-                results[index] = session.shaped(found)
-                if found.error is not None:
-                    errors[index] = found.error
+        for index, result, error in session.run(many):
+            results[index] = result
+            if error is not None:
+                errors[index] = error
             advance()
     every = [results[index] for index in range(len(results))]
     if errors and on_error == "raise":
         first = min(errors)
-        raise errors[first] if single else _carrying(errors[first], first, every)
+        if not single:
+            errors[first].add_note(f"This was prompt {first}.")
+            errors[first].results = every  # type: ignore[attr-defined]
+        raise errors[first]
     return every[0] if single else every
 
 
@@ -95,7 +87,7 @@ def stream(
     if not many:
         refuse("there is no prompt to stream", do="Pass at least one")
     session = Session(model, tokenizer, many, options, seed, common, gives_events=True)
-    return Stream(session, tokenizer, many, beam_events=beam_events)
+    return Stream(session, many, beam_events=beam_events)
 
 
 def chat(
@@ -125,15 +117,10 @@ class Stream:
     """
 
     def __init__(
-        self,
-        session: Session,
-        tokenizer: Tokenizer | None,
-        prompts: Sequence[PromptLike],
-        *,
-        beam_events: bool = False,
-    ):
+        self, session: Session, prompts: Sequence[PromptLike], *, beam_events: bool = False
+    ) -> None:
         self._session = session
-        self._wording = Wording(tokenizer)
+        self._wording = Wording(session.tokenizer)
         self._beam_events = beam_events
         self._lock = threading.RLock()
         self._stepping: int | None = None  # the thread that runs a step
@@ -176,7 +163,8 @@ class Stream:
         try:
             group = self._session.submit(prompt, index)
         except Exception as error:
-            raise noted(error, index) from error.__cause__
+            error.add_note(f"This was prompt {index}.")
+            raise
         if (trim := self._session.trim(group)) is not None:
             self._wording.trim(group.request.request_id, *trim)
         return group
@@ -202,8 +190,9 @@ class Stream:
             self._stepping = None
         self._word()
         if self._beam_events:
-            table = self._session.engine.table
-            self._events.extend(beam_event(g, table, self._wording) for g in self._beamed())
+            table, live = self._session.engine.table, [g for g in self.groups if g.live]
+            beamed = (g for g in live if g.opened and not g.request.strategy.streams)
+            self._events.extend(beam_event(group, table, self._wording) for group in beamed)
 
     def _word(self) -> None:
         """What the engine reported has its text and may be taken; cut short, it is done again."""
@@ -228,15 +217,6 @@ class Stream:
             if how == "close":
                 self._events.clear()
             self._ending = None
-
-    def _beamed(self) -> list[Group]:
-        return [g for g in self.groups if g.live and g.opened and not g.request.strategy.streams]
-
-
-def _carrying(error: Exception, index: int, results: list[Any]) -> Exception:
-    """The error of one prompt with what became of all."""
-    error.results = results  # type: ignore[attr-defined]
-    return noted(error, index)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from everystep.cache.containers import Cache, DynamicCache
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
 from everystep.config.kinds import is_integer
-from everystep.errors import ModelClassError, RequestError, UnsupportedError, message, refuse
+from everystep.errors import ModelClassError, UnsupportedError, refuse
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -28,17 +28,10 @@ from everystep.executors.choice import (
     open_executor,
     refuse_cache_dtype,
 )
-from everystep.models import (
-    Model,
-    convert_model,
-    learning_weights,
-    named_weights,
-    weight_bytes,
-)
+from everystep.models import Model, convert_model, learning_weights, named_weights, weight_bytes
 from everystep.models.load import usable_device
-from everystep.nn.network import Heard, Store, Window
+from everystep.nn.network import Window
 from everystep.outputs import CausalLMOutput, compute_transition_scores
-from everystep.types import Prompt
 
 
 class LanguageModel:
@@ -103,11 +96,6 @@ class LanguageModel:
         return self._core.vocab_size
 
     @property
-    def hidden_size(self) -> int:
-        """The width of the embeddings."""
-        return self._core.network.spec.width
-
-    @property
     def context(self) -> int | None:
         """The longest sequence the model was made for."""
         return getattr(self._core.config, "max_position_embeddings", None)
@@ -115,16 +103,9 @@ class LanguageModel:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many positions it looks back; None for all."""
-        sizes = [
-            [one.size for one in layer if isinstance(one, Window)]
-            for layer in self._core.network.stores
-        ]
+        layers = self._core.network.stores
+        sizes = ([one.size for one in layer if isinstance(one, Window)] for layer in layers)
         return tuple(size[0] if size else None for size in sizes)
-
-    @property
-    def stores(self) -> tuple[tuple[Store, ...], ...]:
-        """What each layer keeps of a row."""
-        return self._core.network.stores
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -160,22 +141,18 @@ class LanguageModel:
         A call that is running goes on without it. See `read_lora` for what is refused.
         """
         if not isinstance(name, str) or not name or name in self._adapters:
-            raise RequestError(
-                message(
-                    "an adapter cannot have this name",
-                    wanted="a string, not the name of an adapter that is loaded",
-                    got=repr(name),
-                    do="Choose another, or call delete_adapter first",
-                )
+            refuse(
+                "an adapter cannot have this name",
+                wanted="a string, not the name of an adapter that is loaded",
+                got=repr(name),
+                do="Choose another, or call delete_adapter first",
             )
         self._adapters = {**self._adapters, name: read_lora(folder, self._core)}
 
     def delete_adapter(self, name: str) -> None:
         """No new call can ask for the adapter."""
         if name not in self._adapters:
-            raise RequestError(
-                message("there is no such adapter", wanted=list(self._adapters), got=repr(name))
-            )
+            refuse("there is no such adapter", wanted=list(self._adapters), got=repr(name))
         self._adapters = {key: one for key, one in self._adapters.items() if key != name}
 
     @property
@@ -239,10 +216,6 @@ class LanguageModel:
         return open_executor(
             self._core, self._executor, needs, quantization, self._cache_dtype, self._adapters
         )
-
-    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
-        """(S, E) encoder states of one prompt; `heard` gets what the encoder's layers show."""
-        return self._core.encode(prompt, heard)
 
     def __call__(
         self,
@@ -365,7 +338,7 @@ def _cache_of_forward(
     model's configuration decides.
     """
     recurrent = is_recurrent(model)
-    if passed is None and use_cache is None:
+    if use_cache is None:
         holds = not (model.is_encoder_decoder or recurrent)
         use_cache = bool(getattr(model.config, "use_cache", True)) and holds
     if passed is None and not use_cache:
@@ -377,14 +350,14 @@ def _cache_of_forward(
             do="Leave it out and pass all decoder_input_ids, or call generate",
             kind=UnsupportedError,
         )
-    if passed is None and recurrent:
-        refuse(
-            "a model with recurrent layers keeps no cache object",
-            got="use_cache=True",
-            do="Leave it out and pass all input_ids each time, or call generate",
-            kind=UnsupportedError,
-        )
     if passed is None:
+        if recurrent:
+            refuse(
+                "a model with recurrent layers keeps no cache object",
+                got="use_cache=True",
+                do="Leave it out and pass all input_ids each time, or call generate",
+                kind=UnsupportedError,
+            )
         return DynamicCache(config=list(model.windows))
     cache = require_cache(passed, model)
     if inputs is not None and inputs.dim() > 1:

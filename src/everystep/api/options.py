@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from everystep.api.absent import (
-    ARGUMENTS_LATER,
-    ARGUMENTS_NEVER,
-    refuse_argument,
-    refuse_unbuilt,
-)
-from everystep.cache.formats import Quantization
-from everystep.config import FIELDS, META, Effective, GenerationConfig, merge_configs
+from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
+from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import UnknownArgumentError, nearest, refuse
-from everystep.executors.base import Executor
-from everystep.nn.network import Heard, Store
-from everystep.types import Prompt
 from everystep.types.protocols import Draws
 
-
-class Host(Protocol):
-    """The model, as far as preparing and running a call needs it; `LanguageModel` says what each
-    of these is."""
-
-    generation_config: GenerationConfig
-
-    @property
-    def config(self) -> Any: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def context(self) -> int | None: ...
-    @property
-    def windows(self) -> Sequence[int | None]: ...
-    @property
-    def stores(self) -> Sequence[Sequence[Store]]: ...
-    @property
-    def is_encoder_decoder(self) -> bool: ...
-    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor: ...
-    def generate(self, inputs: Tensor, generation_config: Any, **kwargs: Any) -> Any: ...
-    def executor(
-        self, needs: Set[str] = frozenset(), quantization: Quantization | None = None
-    ) -> Executor: ...
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
 
 
 MODEL_INPUTS = (
@@ -72,13 +32,13 @@ OBJECTS = (
     "logits_processor",
     "stopping_criteria",
     "prefix_allowed_tokens_fn",
-    "tokenizer",
     "seed",
     "logprobs",
     "prompt_logprobs",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
+    "tokenizer",
     "streamer",
     "custom_generate",
     "negative_prompt_ids",
@@ -91,9 +51,11 @@ OF_RECTANGLES = (
 class Options:
     """All that a call asks for beside its prompt, each thing in one place.
 
-    `effective`: every field of the configuration. `eos`, `pad`, `starts`: the special ids;
-    `starts`: a decoder's first id, one for all rows or one each. `seed`: one integer, from which
-    each row gets its own, or one for each row. The rest are the caller's own objects.
+    `effective`: every field of the configuration. `eos`, `pad`, `starts`: the special ids; `pad` is
+    None only where nothing ends a sequence; `starts`: a decoder's first id, one for all rows or one
+    each. `seed`: one integer, from which each row gets its own, or one for each row.
+    `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
+    texts lose the stop string that ended them. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -107,26 +69,23 @@ class Options:
     seed: int | Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    starts_answer: bool = True
+    trims: bool = False
 
     @property
     def fill(self) -> int:
         """The id that stands where a row has nothing to say."""
-        if self.pad is not None:
-            return self.pad
-        return self.eos[0] if self.eos else 0
+        return 0 if self.pad is None else self.pad
+
+    def returns(self, *fields: str) -> bool:
+        """Whether what any of these fields asks for is part of the result."""
+        e = self.effective
+        return bool(e.return_dict_in_generate) and any(e[name] for name in fields)
 
     @property
     def captures(self) -> bool:
         """Whether hidden states or attentions are part of the result."""
-        e = self.effective
-        asked = bool(e.output_hidden_states or e.output_attentions)
-        return asked and bool(e.return_dict_in_generate)
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether scores or logits of whole rows are part of the result."""
-        e = self.effective
-        return bool(e.return_dict_in_generate) and bool(e.output_scores or e.output_logits)
+        return self.returns("output_hidden_states", "output_attentions")
 
     def draws(self, first: int, rows: int) -> tuple[Draws, ...]:
         """(rows,) where the randomness of each row comes from, of which `first` is the number of
@@ -139,26 +98,32 @@ class Options:
         return tuple(map(SeededDraws, seeds))
 
 
-def read_options(model: Host, config: Mapping[str, Any], objects: Mapping[str, Any]) -> Options:
-    """The options of a call with these fields by name and these of `OBJECTS`.
+def read_options(
+    model: LanguageModel, given: Mapping[str, Any], beside: Iterable[str], tokenizer: Any
+) -> Options:
+    """The options of a call with these keywords: fields of the configuration, `OBJECTS`, and names
+    `beside` them, which are for others to read.
 
-    RequestError for what is impossible, contradicts something else, or cannot be done.
+    UnknownArgumentError, which proposes the nearest name, for other names; RequestError for what is
+    impossible, contradicts something else, or cannot be done.
     """
-    effective = merge_configs(config, objects.get("generation_config"), model.generation_config)
+    _refuse_unknown(given, {*OBJECTS, *beside})
+    config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
+    effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
     for name in ("logprobs", "prompt_logprobs"):
-        _require_count(name, objects.get(name), model.vocab_size)
-    prefix = objects.get("prefix_allowed_tokens_fn")
+        _require_count(name, given.get(name), model.vocab_size)
+    prefix = given.get("prefix_allowed_tokens_fn")
     return Options(
         effective,
         *_special_ids(effective, model.vocab_size),
-        processors=_callables("logits_processor", objects.get("logits_processor")),
-        criteria=objects.get("stopping_criteria"),
+        processors=_functions("logits_processor", given.get("logits_processor")),
+        criteria=given.get("stopping_criteria"),
         prefix_allowed_tokens=require("prefix_allowed_tokens_fn", prefix, "__call__"),
-        tokenizer=require("tokenizer", objects.get("tokenizer"), "decode"),
-        seed=objects.get("seed"),
-        logprobs=objects.get("logprobs"),
-        prompt_logprobs=objects.get("prompt_logprobs"),
+        tokenizer=require("tokenizer", tokenizer, "decode"),
+        seed=given.get("seed"),
+        logprobs=given.get("logprobs"),
+        prompt_logprobs=given.get("prompt_logprobs"),
     )
 
 
@@ -173,14 +138,8 @@ def require_output_object(options: Options) -> None:
         )
 
 
-def split(
-    given: Mapping[str, Any], *others: Iterable[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(fields of the configuration, the rest), where the rest has names among `others` alone.
-
-    UnknownArgumentError, which proposes the nearest name, or UnsupportedError for other names.
-    """
-    known = {name for names in others for name in names}
+def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
+    """Raises for keywords that are neither known nor fields of the configuration."""
     unknown = [name for name in given if name not in known and name not in CONFIG_FIELDS]
     for name in [one for one in unknown if one in ARGUMENTS_LATER or one in ARGUMENTS_NEVER]:
         refuse_argument(name, given[name])
@@ -192,8 +151,6 @@ def split(
         noun = "argument" if len(unknown) == 1 else "arguments"
         listed = ", ".join(map(repr, unknown))
         refuse(f"generate() knows no {noun} {listed}", do=do, kind=UnknownArgumentError)
-    config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
-    return config, {name: value for name, value in given.items() if name in known}
 
 
 def require(name: str, value: Any, *methods: str) -> Any:
@@ -224,7 +181,7 @@ def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     )
 
 
-def _callables(name: str, value: Any) -> tuple[Any, ...]:
+def _functions(name: str, value: Any) -> tuple[Any, ...]:
     """The functions in a list argument, none without it; RequestError for anything else."""
     if value is None:
         return ()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs
-from everystep.api.options import Host, Options
+from everystep.api.options import Options
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
+from everystep.config import Effective
 from everystep.config.effective import for_rows
 from everystep.engine import Guidance, PromptLookup
 from everystep.engine.collect import kept_rows
@@ -37,6 +38,9 @@ from everystep.text import Spelling
 from everystep.types import Prompt, Request, Wants
 from everystep.types.protocols import Drafter, Stop, Strategy
 
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
+
 Runs = Literal["continuous", "lockstep", "loop"]
 DEFAULT_NEW = 20
 
@@ -47,8 +51,7 @@ class Call:
 
     `runs`: as `prepare` was asked. `cache`: the cache object that is filled with what the rows hold
     in the end, if one is. `quantization`: how the rows keep what they hold, None for full
-    precision. `notices`: what the caller should know. `heard`: (B,) what the encoder showed of
-    each row, where that is asked for.
+    precision. `heard`: (B,) what the encoder showed of each row, where that is asked for.
     """
 
     options: Options
@@ -57,7 +60,6 @@ class Call:
     runs: Runs
     cache: Cache | None = None
     quantization: Quantization | None = None
-    notices: tuple[str, ...] = ()
     heard: tuple[Heard, ...] = ()
 
     @property
@@ -66,18 +68,13 @@ class Call:
         return self.requests[0].strategy
 
     @property
-    def drafts(self) -> bool:
-        """Whether tokens are drafted and verified."""
-        return self.requests[0].drafter is not None
-
-    @property
     def kept_rows(self) -> int:
         """Rows per prompt in the scores and layers of a step that callers get."""
         return kept_rows(self.strategy)
 
 
 def prepare(
-    model: Host,
+    model: LanguageModel,
     options: Options,
     inputs: Inputs,
     past: Cache | None = None,
@@ -91,8 +88,8 @@ def prepare(
     """
     if options.effective.token_healing:
         require_healable(inputs, options)
-    notices = [*options.effective.notices]
-    options, new = _settled(options, inputs, model.context, notices)
+    new = _most_new(options.effective, inputs.prompt_width, model.context)
+    options = replace(options, effective=_settled(options, inputs, new, model.context))
     reach = max(inputs.width + new, longest(options.criteria))
     strategy, drafter = _strategy(options, reach - inputs.width)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
@@ -107,7 +104,8 @@ def prepare(
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
     processors = _processors(model, options, inputs, new, strategy.width)
-    returned = options.captures or options.keeps_rows or cache is not None
+    rows = options.captures or options.returns("output_scores", "output_logits")
+    returned = rows or cache is not None
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or not drafts)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
@@ -133,10 +131,10 @@ def prepare(
         )
         for row, prompt in enumerate(inputs.prompts)
     )
-    return Call(options, inputs, requests, runs, cache, how, tuple(notices))
+    return Call(options, inputs, requests, runs, cache, how)
 
 
-def completed(model: Host, call: Call) -> Call:
+def completed(model: LanguageModel, call: Call) -> Call:
     """The call with what has to be computed before its requests can run: tokens that heal its
     prompts, and what an encoder makes of them."""
     if call.options.effective.token_healing:
@@ -147,7 +145,7 @@ def completed(model: Host, call: Call) -> Call:
         return call
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
     each = heard or (None,) * len(source.prompts)
-    states = source.states or tuple(map(model.encode, source.prompts, each))
+    states = source.states or tuple(map(model.core.encode, source.prompts, each))
     requests = []
     for request, state in zip(call.requests, states, strict=True):
         companions = tuple(replace(one, encoder=state) for one in request.companions)
@@ -156,35 +154,12 @@ def completed(model: Host, call: Call) -> Call:
     return replace(call, requests=tuple(requests), heard=heard)
 
 
-def _settled(
-    options: Options, inputs: Inputs, context: int | None, notices: list[str]
-) -> tuple[Options, int]:
-    """(the options with the length and the pad id in force, the most new tokens).
+def _most_new(e: Effective, prompt: int, context: int | None) -> int:
+    """How many tokens may follow the positions of a prompt, which count once, whether they are ids,
+    embeddings or both; padding counts with them, as it stands in the rectangle that is returned.
 
-    A prompt's positions count once, whether they are ids, embeddings or both; padding counts with
-    them, as it stands in the rectangle that is returned.
+    `max_new_tokens` wins over `max_length`; without either, 20, or as many as the context leaves.
     """
-    e, prompt = options.effective, inputs.prompt_width
-    new = _most_new(options, prompt, context)
-    _check_least(options, prompt, new)
-    by = "max_length" if e.max_new_tokens is None else "max_new_tokens"
-    positions = inputs.total_width + new - 1  # the last token is not fed
-    if context is not None and by in e.caller and positions > context:
-        notices.append(
-            f"{by}={e[by]} leads beyond what the model was made for; wanted at most {context} "
-            f"positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
-            f"Lower {by}, or expect the text to get worse there."
-        )
-    e = e.replaced(e.source(by), max_length=prompt + new)
-    if e.pad_token_id is None and options.pad is not None:
-        e = e.replaced(e.source("eos_token_id"), pad_token_id=options.pad)
-    return replace(options, effective=e), new
-
-
-def _most_new(options: Options, prompt: int, context: int | None) -> int:
-    """`max_new_tokens` wins over `max_length`; without either, 20 new tokens, or as many as the
-    model's context leaves."""
-    e = options.effective
     if e.max_new_tokens is not None:
         return int(e.max_new_tokens)
     if e.source("max_length") != "default" and e.max_length is not None:
@@ -206,14 +181,33 @@ def _most_new(options: Options, prompt: int, context: int | None) -> int:
     return DEFAULT_NEW if context is None else min(DEFAULT_NEW, context - prompt)
 
 
-def _check_least(options: Options, prompt: int, new: int) -> None:
-    """A minimum beyond the maximum: an error if the caller set both, a warning if the minimum."""
+def _settled(options: Options, inputs: Inputs, new: int, context: int | None) -> Effective:
+    """The configuration with the length and the pad id in force, and a notice to a caller who asks
+    for more than the model was made for."""
     e = options.effective
+    by = "max_length" if e.max_new_tokens is None else "max_new_tokens"
+    _check_least(e, by, inputs.prompt_width, new)
+    positions = inputs.total_width + new - 1  # the last token is not fed
+    if context is not None and by in e.caller and positions > context:
+        notice = (
+            f"{by}={e[by]} leads beyond what the model was made for; wanted at most {context} "
+            f"positions; got {inputs.total_width} of the prompt and up to {new} new ones. "
+            f"Lower {by}, or expect the text to get worse there."
+        )
+        e = replace(e, notices=(*e.notices, notice))
+    e = e.replaced(e.source(by), max_length=inputs.prompt_width + new)
+    if e.pad_token_id is None and options.pad is not None:
+        e = e.replaced(e.source("eos_token_id"), pad_token_id=options.pad)
+    return e
+
+
+def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
+    """A minimum beyond the maximum, which the field `most` set: an error if the caller set both, a
+    warning if the minimum."""
     name = "min_length" if e.min_new_tokens is None else "min_new_tokens"
     before = prompt if name == "min_length" else 0
     if int(e[name] or 0) - before <= new or name not in e.caller:
         return
-    most = "max_length" if e.max_new_tokens is None else "max_new_tokens"
     what = f"{name}={e[name]} cannot be reached after a prompt of {prompt} positions"
     wanted, got = f"at most {new + before}", f"{most}={e[most]} ({e.source(most)})"
     if most in e.caller:
@@ -290,15 +284,13 @@ def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> 
             got="inputs_embeds only",
             do="Pass input_ids too, or leave prompt_logprobs out",
         )
-    e = options.effective
-    asked = bool(e.return_dict_in_generate)
     return Wants(
-        layers=asked and bool(e.output_hidden_states),
-        attentions=asked and bool(e.output_attentions),
+        layers=options.returns("output_hidden_states"),
+        attentions=options.returns("output_attentions"),
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
         cache=cached,
-        history=asked and bool(e.output_scores) and bool(options.criteria) and history,
+        history=history and options.returns("output_scores") and bool(options.criteria),
     )
 
 
@@ -313,7 +305,7 @@ def _watches(processors: Sequence[tuple[Any, ...]], stops: Sequence[Stop]) -> bo
 
 
 def _processors(
-    model: Host, options: Options, inputs: Inputs, new: int, width: int
+    model: LanguageModel, options: Options, inputs: Inputs, new: int, width: int
 ) -> list[tuple[Any, ...]]:
     """One tuple per row; the same one for all rows unless something depends on the row."""
     e, rows = options.effective, range(inputs.batch)

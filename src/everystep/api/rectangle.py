@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,17 +14,14 @@ from torch import Tensor
 
 from everystep.api.caches import fill_cache, hide_past, read_cache, with_seen
 from everystep.api.custom import refuse_unseen, run_loop, take_own
-from everystep.api.inputs import Inputs, read_inputs, with_negative
+from everystep.api.inputs import EncoderSource, Inputs, read_inputs, with_negative
 from everystep.api.options import (
     MODEL_INPUTS,
-    OBJECTS,
     OF_RECTANGLES,
-    Host,
     Options,
     read_options,
     require,
     require_output_object,
-    split,
 )
 from everystep.api.prepare import Call, completed, prepare
 from everystep.cache.containers import Cache
@@ -44,10 +41,13 @@ from everystep.streamers import Delivery, Wording
 from everystep.text import Tokenizer
 from everystep.types import Event, Finished, Group
 
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
+
 _READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
 
 
-def generate(model: Host, given: dict[str, Any]) -> Any:
+def generate(model: LanguageModel, given: dict[str, Any]) -> Any:
     """New tokens after every row; a (rows, length) tensor, or an output object on request.
 
     `given`: every keyword of `model.generate` by name.
@@ -59,7 +59,8 @@ def generate(model: Host, given: dict[str, Any]) -> Any:
     call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
     if loop is not None:
         refuse_unseen(call)
-    for notice in (*call.notices, *_padding_notices(given, inputs, options)):
+    notices = call.options.effective.notices
+    for notice in (*notices, *_padding_notices(given, inputs, options)):
         warnings.warn(notice, stacklevel=3)
     delivery = None if streamer is None else _delivery(call, streamer)
     with inference_mode():
@@ -70,15 +71,15 @@ def generate(model: Host, given: dict[str, Any]) -> Any:
         return run_loop(model, call, given, own)
 
 
-def read_call(model: Host, given: dict[str, Any]) -> tuple[Options, Inputs, Cache | None]:
+def read_call(model: LanguageModel, given: dict[str, Any]) -> tuple[Options, Inputs, Cache | None]:
     """What the keywords of a call say: its options, its inputs, and the cache it continues from."""
-    config, rest = split(given, MODEL_INPUTS, OBJECTS, OF_RECTANGLES)
-    options = read_options(model, config, rest)
+    beside = (*MODEL_INPUTS, *OF_RECTANGLES)
+    options = read_options(model, given, beside, given.get("tokenizer"))
     require_output_object(options)
-    past = read_cache(rest, options.effective, model)
-    passed, seen = hide_past(rest, None if model.is_encoder_decoder else past)
+    past = read_cache(given, options.effective, model)
+    passed, seen = hide_past(given, None if model.is_encoder_decoder else past)
     inputs = with_seen(read_inputs(model, passed, options), seen)
-    return options, with_negative(model, rest, inputs, options), past
+    return options, with_negative(model, given, inputs, options), past
 
 
 def _padding_notices(given: dict[str, Any], inputs: Inputs, options: Options) -> tuple[str, ...]:
@@ -113,14 +114,14 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
     return Delivery(streamer, rows, strategy.returns, call.options.fill, wording)
 
 
-def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
+def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
     e, strategy = call.options.effective, call.strategy
-    asked, cached = bool(e.return_dict_in_generate), e.use_cache is not False
+    cached = e.use_cache is not False
     collector = Collector(
         slots=call.inputs.batch * call.kept_rows,
         width=call.kept_rows,
-        scores=asked and bool(e.output_scores),
-        logits=asked and bool(e.output_logits),
+        scores=call.options.returns("output_scores"),
+        logits=call.options.returns("output_logits"),
         captures=call.options.captures,
         windows=model.windows,
     )
@@ -133,18 +134,20 @@ def _run(model: Host, call: Call, delivery: Delivery | None) -> Any:
     observers = (collector,) if collector.keeps else ()
     engine = Engine(executor, lockstep, observers, early=delivery is not None)
     groups = [engine.submit(request) for request in call.requests]
-    with _freed(engine, groups), _opened(delivery, call):
+    prompts = call.inputs.table(call.options.fill)
+    opened = nullcontext() if delivery is None else delivery.open(prompts)
+    with _freed(engine, groups), opened:
         timings = _loop(engine, groups, delivery, cached=cached)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with ordinary_mode(), torch.no_grad():
         past = fill_cache(call.cache, call.inputs, groups)
         finished = [done for group in groups for done in strategy.finish(group)]
-        if not asked:
+        if not e.return_dict_in_generate:
             return _sequences(call, finished, model.device)
         out = _output(call, groups, finished, collector, model.device)
     out.past_key_values = past
     out.timings = timings
-    if call.drafts:
+    if call.requests[0].drafter is not None:
         counts = engine.counts
         out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
     return out
@@ -160,15 +163,6 @@ def _freed(engine: Engine, groups: list[Group]) -> Iterator[None]:
             if group in engine.scheduler.groups:
                 engine.cancel(group)
         raise
-
-
-def _opened(delivery: Delivery | None, call: Call) -> AbstractContextManager[Any]:
-    """Passes the streamer, if there is one, the prompt now and the end of the call when it
-    comes."""
-    if delivery is None:
-        return nullcontext()
-    rows = range(call.inputs.batch)
-    return delivery.open(np.stack([call.inputs.visible(r, call.options.fill) for r in rows]))
 
 
 def _chunk(call: Call) -> int | None:
@@ -220,12 +214,12 @@ def _loop(
 
 def _sequences(call: Call, finished: list[Finished], device: torch.device) -> Tensor:
     """(B * returns, length) int64: pads, prompt, new tokens, then pad ids up to the longest."""
-    longest = max(len(done.tokens) for done in finished)
     width, fill = call.inputs.width, call.options.fill
-    table = np.full((len(finished), width + longest), fill, dtype=np.int64)
-    for row, done in enumerate(finished):
-        table[row, :width] = call.inputs.visible(row // call.strategy.returns, fill)
-        table[row, width : width + len(done.tokens)] = done.tokens
+    prompts = call.inputs.table(fill).repeat(call.strategy.returns, axis=0)
+    longest = max(len(done.tokens) for done in finished)
+    table = np.pad(prompts, ((0, 0), (0, longest)), constant_values=fill)
+    for row, done in zip(table, finished, strict=True):
+        row[width : width + len(done.tokens)] = done.tokens
     return torch.from_numpy(table).to(device)
 
 
@@ -241,14 +235,18 @@ def _output(
     beams = isinstance(call.strategy, Beam)
     # Rows that have ended wait for the last one, which may catch up on them with drafts.
     steps = slice(None if beams else max(len(done.tokens) for done in finished))
-    pads = np.repeat(np.array(inputs.margins or inputs.pads), call.kept_rows)
+    pads = np.repeat(np.array(inputs.margins), call.kept_rows)
     fields: dict[str, Any] = {
         "sequences": _sequences(call, finished, device),
         "scores": collector.score_steps()[steps] if e.output_scores else None,
         "logits": collector.logit_steps()[steps] if e.output_logits else None,
     }
     layers = collector.layer_steps(pads)[steps] if e.output_hidden_states else None
-    attentions = _attentions(call, collector)[steps] if e.output_attentions else None
+    attentions = None
+    if e.output_attentions:
+        empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
+        empty = np.repeat(empty, call.kept_rows)
+        attentions = collector.attention_steps(empty, inputs.lead)[steps]
     if beams:
         fields["beam_indices"] = _beam_indices(finished).to(device)
         scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
@@ -267,22 +265,16 @@ def _output(
         fields |= {"hidden_states": layers, "attentions": attentions}
         return (GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput)(**fields)
     fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions}
-    fields |= _encoder_fields(call, collector, steps)
+    fields |= _encoder_fields(call, inputs.source, collector, steps)
     kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
     return kind(**fields)
 
 
-def _attentions(call: Call, collector: Collector) -> tuple[tuple[Tensor, ...], ...]:
-    inputs = call.inputs
-    empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
-    return collector.attention_steps(np.repeat(empty, call.kept_rows), inputs.lead)
-
-
-def _encoder_fields(call: Call, collector: Collector, steps: slice) -> dict[str, Any]:
+def _encoder_fields(
+    call: Call, source: EncoderSource, collector: Collector, steps: slice
+) -> dict[str, Any]:
     """What the rows' encoders showed, each at its place in the rectangle that was passed."""
-    source, e = call.inputs.source, call.options.effective
-    if source is None:
-        return {}
+    e = call.options.effective
     starts = [int(place[0]) for place in source.places]
     width = source.width or max(int(place[-1]) + 1 for place in source.places)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,8 @@ from everystep.api.absent import refuse_rectangular
 from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
-from everystep.api.options import (
-    OBJECTS,
-    Options,
-    read_options,
-    read_seeds,
-    require_output_object,
-    split,
-)
-from everystep.api.prepare import Call, completed, prepare
+from everystep.api.options import Options, read_options, read_seeds, require_output_object
+from everystep.api.prepare import completed, prepare
 from everystep.config import META, GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
@@ -32,7 +26,7 @@ from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.text import Tokenizer, Trimmer
-from everystep.types import Event, Finished, FinishReason, Group
+from everystep.types import Event, FinishReason, Group
 
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
@@ -60,15 +54,6 @@ class Generated:
     prompt_logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What is asked for one prompt: `options`, and what becomes of text before and after."""
-
-    options: Options
-    starts_answer: bool
-    trims: bool
-
-
 class Session:
     """One engine for many prompts of one model.
 
@@ -92,79 +77,77 @@ class Session:
     ) -> None:
         self._model = model
         self._gives_events = gives_events
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         if type(seed) is not int:
             seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
         self._seed = seed
         if options is None:
-            self._asked = [self._read(common)]
+            self._options = [self._read(common)]
         else:
-            self._asked = self._read_each(common, options, prompts)
-        self._shared = options is None
-        for notice in {one: None for a in self._asked for one in a.options.effective.notices}:
+            self._options = self._read_each(common, options, prompts)
+        for notice in {one: None for each in self._options for one in each.effective.notices}:
             warnings.warn(notice, stacklevel=3)
-        rows = max(_ROWS, *map(_rows_of, self._asked))
-        how = row_quantization(self._asked[0].options.effective, model) if self._asked else None
+        rows = max(_ROWS, *map(_rows_of, self._options))
+        how = row_quantization(self._options[0].effective, model) if self._options else None
         executor = model.executor(quantization=how)
         self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
 
-    def _read(self, given: Mapping[str, Any]) -> _Asked:
+    def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
-        names = [name for name in OBJECTS if name != "tokenizer"]
-        config, rest = split(given, names, _OF_TEXTS)
-        options = read_options(self._model, config, {**rest, "tokenizer": self._tokenizer})
+        options = read_options(self._model, given, _OF_TEXTS, self.tokenizer)
         refuse_rectangular(options.effective)
         if not self._gives_events:
             require_output_object(options)
-        if options.seed is not None:
-            options = replace(options, seed=read_seeds(options.seed, 1))
-        starts, trims = rest.get("add_generation_prompt"), rest.get("trim_stop_strings")
-        return _Asked(options, starts is not False, bool(trims) and self._tokenizer is not None)
+        return replace(
+            options,
+            seed=None if options.seed is None else read_seeds(options.seed, 1),
+            starts_answer=given.get("add_generation_prompt") is not False,
+            trims=bool(given.get("trim_stop_strings")) and self.tokenizer is not None,
+        )
 
     def _read_each(
         self,
         common: Mapping[str, Any],
         options: Sequence[OptionsLike],
         prompts: Iterable[PromptLike],
-    ) -> list[_Asked]:
+    ) -> list[Options]:
         """What is asked for each prompt; an error names the prompt."""
         count = _count(prompts, "options each")
-        if isinstance(options, Mapping | GenerationConfig) or len(options) != count:
+        several = isinstance(options, Sized) and not isinstance(options, Mapping)
+        if not several or len(options) != count:
             wanted = f"a list of {count}, one per prompt"
-            refuse("options do not fit the prompts", wanted=wanted, got=_length_of(options))
-        asked: list[_Asked] = []
+            got = len(options) if several else type(options).__name__
+            refuse("options do not fit the prompts", wanted=wanted, got=got)
+        read: list[Options] = []
         for index, own in enumerate(options):
             try:
-                asked.append(self._read({**common, **_said(own)}))
+                read.append(self._read({**common, **_said(own)}))
                 if index:
-                    _require_alike(self._model, asked[0].options, asked[-1].options)
+                    _require_alike(self._model, read[0], read[-1])
             except EverystepError as error:
                 raise type(error)(f"options[{index}]: {error}") from error
-        return asked
+        return read
 
-    def asked(self, index: int) -> _Asked:
-        """What is asked for the prompt of this number."""
-        return self._asked[0 if self._shared else index]
+    def _options_of(self, index: int | str) -> Options:
+        """What is asked for the prompt of this number, or for all alike."""
+        return self._options[0 if len(self._options) == 1 else int(index)]
 
-    def call(self, prompt: PromptLike, index: int) -> Call:
-        """Everything about the prompt of this number decided and computed, but for its tokens."""
-        asked = self.asked(index)
-        ids = self._ids(prompt, asked.starts_answer)
+    def submit(self, prompt: PromptLike, index: int) -> Group:
+        """Queues the prompt of this number, which is the id of its request, after everything about
+        it is decided and computed but for its tokens."""
+        options = self._options_of(index)
+        ids = self._ids(prompt, options.starts_answer)
         passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
-        inputs: Inputs = replace(read_inputs(self._model, passed, asked.options), number=index)
+        inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
         _require_room(len(ids), self._model.context)
-        options = asked.options
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)
         with inference_mode():
-            return completed(self._model, prepare(self._model, options, inputs))
-
-    def submit(self, prompt: PromptLike, index: int) -> Group:
-        """Queues the prompt; the id of its request is its number."""
-        (request,) = self.call(prompt, index).requests
+            call = completed(self._model, prepare(self._model, options, inputs))
+        (request,) = call.requests
         return self.engine.submit(request)
 
     def step(self) -> list[Event]:
@@ -172,66 +155,60 @@ class Session:
         with inference_mode():
             return self.engine.step()
 
-    def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Group | Exception]]:
-        """Every prompt by number, as it ends: its group, or the error that keeps it from running.
-
-        No more of them wait in the engine than it can soon admit.
-        """
-        coming = iter(enumerate(prompts))
+    def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Any, Exception | None]]:
+        """Every prompt by number, as it ends: what `generate` gives for it, and its error if it
+        failed. No more of them wait in the engine than it can soon admit."""
+        coming = enumerate(prompts)
         inside: dict[int, Group] = {}
-        more = True
-        while more or inside:
-            while more and len(inside) < 2 * _ROWS:
-                try:
-                    number, prompt = next(coming)
-                except StopIteration:
-                    more = False
-                    break
+        while (taken := list(islice(coming, 2 * _ROWS - len(inside)))) or inside:
+            for number, prompt in taken:
                 try:
                     inside[number] = self.submit(prompt, number)
                 except Exception as error:
-                    yield number, error
+                    yield number, self._failed(error), error
             if inside:
                 self.step()
             for number in [n for n, group in inside.items() if not group.live]:
-                yield number, inside.pop(number)
+                group = inside.pop(number)
+                yield number, self._shaped(group), group.error
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
+        prompt, wants = group.request.prompt, group.request.wants
+        length = 0 if prompt.ids is None else len(prompt.ids)
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
-            return [self.failed(error, done.tokens, _prompt_length(group))]
-        asked = group.request.wants.prompt_logprobs is not None
-        of_prompt = prompt_logprobs(group) if asked else None
-        finished = group.request.strategy.finish(group)
-        found = [self._generated(one, group, of_prompt) for one in finished]
-        if (trim := self.trim(group)) is None:
-            return found
-        return [
-            replace(one, text=Trimmer(*trim).finish(one.text, one.finish_reason.matched))
-            for one in found
-        ]
+            return [self._failed(error, done.tokens, length)]
+        of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
+        trim = self.trim(group)
+        results = []
+        for done in group.request.strategy.finish(group):
+            ids = done.tokens.tolist()
+            text = self._text(ids)
+            if trim is not None:
+                text = Trimmer(*trim).finish(text, done.reason.matched)
+            known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
+            result = Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
+            results.append(result)
+        return results
 
-    def failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
+    def _failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
         """What stands in the place of a prompt that failed after these tokens."""
         ids = tuple(int(token) for token in tokens)
         return Generated(self._text(ids), ids, FinishReason("error", error), 0.0, prompt)
 
-    def shaped(self, group: Group) -> Any:
+    def _shaped(self, group: Group) -> Any:
         """What `generate` gives for a group that has ended."""
-        found = self.generated(group)
-        if group.error is not None:
-            return found[0]
-        e = self.asked(int(group.request.request_id)).options.effective
-        values: list[Any] = list(found)
-        if not e.return_dict_in_generate:
-            plain = self._tokenizer is None
-            values = [list(one.tokens) if plain else one.text for one in found]
+        values: list[Any] = list(self.generated(group))
+        whole = self._options_of(group.request.request_id).effective.return_dict_in_generate
+        if group.error is None and not whole:
+            plain = self.tokenizer is None
+            values = [list(one.tokens) if plain else one.text for one in values]
         return values[0] if len(values) == 1 else values
 
     def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:
         """The stop strings that the texts of a group lose and the end of its prompt, if asked."""
-        if not self.asked(int(group.request.request_id)).trims:
+        if not self._options_of(group.request.request_id).trims:
             return None
         stops = (stop for stop in group.request.stops if isinstance(stop, StopStrings))
         strings = tuple(string for stop in stops for string in stop.strings)
@@ -240,24 +217,17 @@ class Session:
         before = [] if ids is None or not longest else ids[-longest:].tolist()
         return strings, self._text(before)
 
-    def _generated(
-        self, done: Finished, group: Group, of_prompt: TokenLogprobs | None
-    ) -> Generated:
-        ids, wants = done.tokens.tolist(), group.request.wants
-        known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
-        text, length = self._text(ids), _prompt_length(group)
-        return Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
-
     def _text(self, ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return ""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _ids(self, prompt: PromptLike, starts_answer: bool) -> np.ndarray:
         """The ids of a text, of messages through the chat template, or of ids as they are."""
         if not isinstance(prompt, str) and not is_messages(prompt):
-            ids = torch.as_tensor(prompt if isinstance(prompt, Tensor) else _plain(prompt))
-        elif self._tokenizer is None:
+            whole = isinstance(prompt, Tensor | np.ndarray)
+            ids = torch.as_tensor(prompt if whole else list(prompt))
+        elif self.tokenizer is None:
             refuse(
                 "text needs a tokenizer",
                 wanted="a tokenizer, or prompts given as ids",
@@ -265,9 +235,9 @@ class Session:
                 do="Pass the tokenizer that es.load returned",
             )
         elif isinstance(prompt, str):
-            ids = torch.as_tensor(self._tokenizer.encode(prompt))
+            ids = torch.as_tensor(self.tokenizer.encode(prompt))
         else:
-            rendered = self._tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 list(prompt),
                 tokenize=True,
                 add_generation_prompt=starts_answer,
@@ -301,21 +271,6 @@ def is_messages(prompt: object) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def noted(error: Exception, index: int) -> Exception:
-    """The error, which says at which prompt it arose."""
-    error.add_note(f"This was prompt {index}.")
-    return error
-
-
-def _plain(prompt: Any) -> Any:
-    return prompt if isinstance(prompt, np.ndarray) else list(prompt)
-
-
-def _prompt_length(group: Group) -> int:
-    ids = group.request.prompt.ids
-    return 0 if ids is None else len(ids)
-
-
 def _said(own: Any) -> Mapping[str, Any]:
     """The keywords that one prompt's options stand for."""
     if isinstance(own, GenerationConfig):
@@ -334,9 +289,9 @@ def _require_alike(model: LanguageModel, first: Options, other: Options) -> None
         refuse(f"{names} differ from those of prompt 0", do="Give all prompts the same")
 
 
-def _rows_of(asked: _Asked) -> int:
+def _rows_of(options: Options) -> int:
     """How many rows a prompt takes."""
-    e = asked.options.effective
+    e = options.effective
     width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1))
     return width * (2 if e.guidance_scale else 1)
 
@@ -358,9 +313,3 @@ def _count(prompts: Any, what: str) -> int:
         return len(prompts)
     do = "Pass list(prompts), or what holds for all of them"
     refuse(f"prompts that come one by one cannot have {what}", wanted="a list of prompts", do=do)
-
-
-def _length_of(options: Any) -> object:
-    if isinstance(options, Sized) and not isinstance(options, Mapping):
-        return len(options)
-    return type(options).__name__

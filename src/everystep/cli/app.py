@@ -13,9 +13,8 @@ from everystep.cli.chat import chat
 from everystep.cli.failures import exit_code_of
 from everystep.cli.generate import generate
 from everystep.cli.info import info
-from everystep.cli.models import models, pull
-from everystep.cli.options import Globals, Offline
-from everystep.cli.quantize import quantize
+from everystep.cli.models import models, pull, quantize
+from everystep.cli.options import Offline
 from everystep.cli.terminal import tolerate_narrow_encodings, write_line
 
 app = typer.Typer(
@@ -47,7 +46,7 @@ def everystep(
     ] = False,
 ) -> None:
     """Text generation you can see, steer and trust at every step."""
-    context.obj = Globals(offline)
+    context.obj = offline  # what stands before the name of a command holds for it
     # With rich installed `get_help` prints, and returns nothing that could be printed.
     if context.invoked_subcommand is None and (text := context.get_help()):
         write_line(text)
@@ -60,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output any more. Without `arguments` they are the program's own.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+
+    def run() -> None:
+        command = typer.main.get_command(app)
+        # Not `app()`: it would print errors, and end the process, in its own way.
+        with command.make_context("everystep", given) as context:
+            command.invoke(context)
+
     tolerate_narrow_encodings()
-    return exit_code_of(lambda: _run(given))
-
-
-def _run(arguments: list[str]) -> None:
-    command = typer.main.get_command(app)
-    # Not `app()`: it would print errors, and end the process, in its own way.
-    with command.make_context("everystep", arguments) as context:
-        command.invoke(context)
+    return exit_code_of(run)

@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -20,16 +20,15 @@ from everystep.cli.terminal import is_terminal, note
 from everystep.errors import EverystepError, InvariantError, RequestError, UnsupportedError
 from everystep.files.sources import SourceSettings
 
-OK = 0
-FAILURE = 1
-USAGE = 2
-INTERRUPTED = 130
-BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports for any program whose reader went away
-
 # Releases of typer differ in which module defines click's exceptions, so the base of all that a
 # wrong command line can raise is found from the one that each of them exports.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 _ClickException: type[Any] = typer.BadParameter.__mro__[2]
+
+_FAILURE = 1
+_USAGE = 2
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports for any program whose reader went away
 
 
 def exit_code_of(action: Callable[[], None]) -> int:
@@ -41,47 +40,43 @@ def exit_code_of(action: Callable[[], None]) -> int:
         return request.exit_code
     except BrokenPipeError:
         _silence_output()
-        return BROKEN_PIPE
+        return _BROKEN_PIPE
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # what rich makes of it
-            return BROKEN_PIPE
+            return _BROKEN_PIPE
         raise
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
+        if is_terminal(sys.stdout):
+            sys.stderr.write("\n")  # the answer stands in the middle of its line
+        note("interrupted")
+        return _INTERRUPTED
     except Exception as error:
-        return _explained(error)
-    return OK
-
-
-def _explained(error: Exception) -> int:
-    if _debugging():
-        traceback.print_exception(error)
-    code, text, hint = _reading(error)
-    note(text)
-    if hint:
-        note(hint)
-    return code
+        if _debugging():
+            traceback.print_exception(error)
+        code, text, hint = _reading(error)
+        note(text)
+        if hint:
+            note(hint)
+        return code
+    return 0
 
 
 def _reading(error: Exception) -> tuple[int, str, str]:
     """Exit code, what is wrong, and where to go from there (or nothing)."""
     if isinstance(error, _ClickException):
-        return error.exit_code, _sentence(error.format_message()), _help_hint(error)
+        context = error.ctx if isinstance(error, _UsageError) else None
+        hint = f"`{context.command_path} --help` shows what there is." if context else ""
+        return error.exit_code, _sentence(error.format_message()), hint
     if isinstance(error, RequestError) and not isinstance(error, UnsupportedError):
-        return USAGE, str(error), ""
+        return _USAGE, str(error), ""
     if isinstance(error, EverystepError) and not isinstance(error, InvariantError):
-        return FAILURE, str(error), ""
+        return _FAILURE, str(error), ""
     if isinstance(error, OSError):
-        return FAILURE, _sentence(str(error)), ""
+        return _FAILURE, _sentence(str(error)), ""
     if isinstance(error, MemoryError):
-        return FAILURE, "There is not enough memory.", ""
+        return _FAILURE, "There is not enough memory.", ""
     text = _sentence(f"{type(error).__name__}: {error}".removesuffix(": "))
-    return FAILURE, f"Unexpected failure: {text}", "EVERYSTEP_DEBUG=1 shows where it happened."
-
-
-def _help_hint(error: Any) -> str:
-    context = error.ctx if isinstance(error, _UsageError) else None
-    return f"`{context.command_path} --help` shows what there is." if context else ""
+    return _FAILURE, f"Unexpected failure: {text}", "EVERYSTEP_DEBUG=1 shows where it happened."
 
 
 def _sentence(text: str) -> str:
@@ -93,19 +88,10 @@ def _debugging() -> bool:
     return value.strip().lower() not in {"", "0", "false", "no", "off"}
 
 
-def _interrupted() -> int:
-    if is_terminal(sys.stdout):
-        sys.stderr.write("\n")  # the answer stands in the middle of its line
-    note("interrupted")
-    return INTERRUPTED
-
-
 def _silence_output() -> None:
     # The interpreter flushes standard output once more when it ends, and would complain.
-    try:
+    with suppress(OSError, ValueError):  # not backed by a file, so nothing to flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        return  # not backed by a file, so nothing to flush
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""`everystep generate`: one prompt in, its continuation out."""
+"""`everystep generate`: one prompt in, its continuation out, as text or as JSON."""
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,38 +14,17 @@ import typer
 import everystep as es
 from everystep.cli import options as o
 from everystep.cli.loading import load
-from everystep.cli.prompts import read_prompt
-from everystep.cli.terminal import is_terminal, note
-from everystep.cli.writers import Form, Timings, Writer, writer_for
-from everystep.errors import RequestError, message
+from everystep.cli.reading import read_prompt
+from everystep.cli.terminal import (
+    is_terminal,
+    note,
+    write,
+    write_document,
+    write_line,
+    write_report,
+)
+from everystep.errors import refuse
 from everystep.files.sources import DEFAULT_MODEL
-
-LONGEST_ANSWER = 512
-
-
-@dataclass(frozen=True)
-class Question:
-    """What the user wants continued or answered."""
-
-    text: str
-    system: str | None
-    raw: bool
-
-    def as_prompt(self, tokenizer: Any) -> Any:
-        """Messages where the model has a chat template, else, and with `raw`, the text itself."""
-        templated = tokenizer.chat_template is not None
-        if not templated and self.system is not None:
-            raise RequestError(
-                message(
-                    "--system needs a chat template",
-                    got="a model without one",
-                    do="Leave --system out and put the instructions into the prompt",
-                )
-            )
-        if self.raw or not templated:
-            return self.text
-        start = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*start, {"role": "user", "content": self.text}]
 
 
 def generate(
@@ -59,7 +39,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")
     ] = False,
-    max_new_tokens: o.MaxNewTokens = LONGEST_ANSWER,
+    max_new_tokens: o.MaxNewTokens = 512,
     do_sample: o.DoSample = None,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -87,7 +67,11 @@ def generate(
 
     Without PROMPT and --file the prompt is read from standard input.
     """
-    decoding = o.DecodingOptions(
+    if as_json and as_jsonl:
+        raise typer.BadParameter("--json and --jsonl were both given; give one of them")
+    if raw and system is not None:
+        raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
+    decoding = o.decoding(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         temperature=temperature,
@@ -99,59 +83,107 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop_strings=stop or None,
     )
-    form = _form(as_json, as_jsonl)
-    if raw and system is not None:
-        raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
-    decoding.check()
-    question = Question(read_prompt(prompt, file), system, raw)
-    offline = offline or context.obj.offline
-    choice = o.ModelChoice(model, dtype, device, offline, quantize, cache_dtype)
-    _answer(choice, question, decoding, seed, form)
-
-
-def _form(as_json: bool, as_jsonl: bool) -> Form:
-    if as_json and as_jsonl:
-        raise typer.BadParameter("--json and --jsonl were both given; give one of them")
-    return Form.json if as_json else Form.jsonl if as_jsonl else Form.text
-
-
-def _answer(
-    choice: o.ModelChoice,
-    question: Question,
-    decoding: o.DecodingOptions,
-    seed: int | None,
-    form: Form,
-) -> None:
-    timings = Timings()
-    model, tokenizer = load(choice)
-    prompt = question.as_prompt(tokenizer)
-    writer = writer_for(form, decoding.num_return_sequences or 1, (decoding.num_beams or 1) > 1)
-    timings.loaded()
-    with es.stream(model, tokenizer, prompt, seed=seed, **decoding.arguments()) as stream:
-        _follow(stream, writer, timings)
+    text = read_prompt(prompt, file)
+    started = time.perf_counter()
+    offline = offline or context.obj
+    loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
+    asked = _asked(text, system, raw, tokenizer)
+    ready = time.perf_counter()
+    several = (num_return_sequences or 1) > 1
+    form = "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
+    with es.stream(loaded, tokenizer, asked, seed=seed, **decoding) as stream:
+        arrivals = _follow(stream, form)
         (results,) = stream.results()
     about = {
         "prompt_tokens": results[0].prompt_tokens,
-        "model": choice.source,
-        "weights": list(model.weight_bytes),
-        "cache_dtype": model.cache_dtype,
-        "executor": model.runs_on,
+        "model": model,
+        "weights": list(loaded.weight_bytes),
+        "cache_dtype": loaded.cache_dtype,
+        "executor": loaded.runs_on,
         "seed": seed,
-        "timings": timings.document(),
+        "timings": _timings(started, ready, arrivals),
     }
-    writer.end(results, about)
+    _end(results, form, about, scored=(num_beams or 1) > 1)
     if is_terminal(sys.stderr):
-        note(summary(sum(len(one.tokens) for one in results), timings, about))
+        note(_summary(sum(len(one.tokens) for one in results), about))
 
 
-def summary(tokens: int, timings: Timings, about: Mapping[str, Any]) -> str:
+def _asked(text: str, system: str | None, raw: bool, tokenizer: Any) -> Any:
+    """Messages where the model has a chat template, else, and with `raw`, the text itself."""
+    templated = tokenizer.chat_template is not None
+    if not templated and system is not None:
+        do = "Leave --system out and put the instructions into the prompt"
+        refuse("--system needs a chat template", got="a model without one", do=do)
+    if raw or not templated:
+        return text
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, {"role": "user", "content": text}]
+
+
+def _follow(stream: Any, form: str) -> list[float]:
+    """Shows what can be shown at once, and returns when each event came.
+
+    Several texts would be mixed up, so they are left for the end.
+    """
+    arrivals = []
+    for event in stream:
+        arrivals.append(time.perf_counter())
+        if form == "jsonl":
+            write_document(_event_document(event))
+        elif form == "text" and event.text:
+            write(event.text)
+    return arrivals
+
+
+def _end(results: list[Any], form: str, about: Mapping[str, Any], *, scored: bool) -> None:
+    """Shows what was not shown as it came; `scored`: the scores mean something (beams)."""
+    if form == "json":
+        documents = [_result_document(one, scored) for one in results]
+        write_report({"results": documents, **about})
+    elif form == "texts":
+        write_line("\n---\n".join(one.text.rstrip("\n") for one in results))
+    elif form == "text" and not results[0].text.endswith("\n"):
+        write_line()
+
+
+def _timings(started: float, ready: float, arrivals: list[float]) -> dict[str, float | None]:
+    """Seconds until the model was there, and from then to the first and the last event."""
+    return {
+        "load_seconds": round(ready - started, 6),
+        "first_token_seconds": round(arrivals[0] - ready, 6) if arrivals else None,
+        "generate_seconds": round(arrivals[-1] - ready, 6) if arrivals else 0.0,
+    }
+
+
+def _summary(tokens: int, about: Mapping[str, Any]) -> str:
     """How much was answered, how fast after the first token, with which weights, run by what."""
-    decoding = timings.generate_seconds - (timings.first_token_seconds or 0.0)
+    timings = about["timings"]
+    decoding = timings["generate_seconds"] - (timings["first_token_seconds"] or 0.0)
     speed = f", {(tokens - 1) / decoding:.0f} a second" if tokens > 1 and decoding > 0 else ""
     return f"{tokens} tokens{speed}; {' and '.join(about['weights'])}; {about['executor']}"
 
 
-def _follow(stream: Any, writer: Writer, timings: Timings) -> None:
-    for event in stream:
-        timings.event()
-        writer.event(event)
+def _result_document(result: Any, scored: bool) -> dict[str, Any]:
+    """One continuation as JSON types."""
+    document = {"text": result.text, "tokens": list(result.tokens), **_ended(result.finish_reason)}
+    if scored:
+        document["score"] = result.score if math.isfinite(result.score) else None
+    return document
+
+
+def _event_document(event: Any) -> dict[str, Any]:
+    """One event as JSON types; `token` is null where an event only ends a sequence."""
+    return {
+        "sequence": event.index,
+        "position": event.position,
+        "token": event.token if event.token >= 0 else None,
+        "text": event.text,
+        "logprob": event.logprob,
+        **({} if event.finish is None else _ended(event.finish)),
+    }
+
+
+def _ended(reason: Any) -> dict[str, Any]:
+    matched = reason.matched
+    plain = matched if isinstance(matched, str | int | None) else str(matched)
+    return {"finish_reason": reason.kind, "matched": plain}

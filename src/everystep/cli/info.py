@@ -9,8 +9,7 @@ from typing import Any
 
 from everystep._version import __version__
 from everystep.cli.models import AsJson
-from everystep.cli.tables import print_table
-from everystep.cli.writers import write_document
+from everystep.cli.terminal import write_report, write_table
 from everystep.files.sources import DEFAULT_MODEL, SourceSettings, cached_models
 
 _LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "transformers")
@@ -18,33 +17,6 @@ _LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", 
 
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, and where models are kept."""
-    found = facts()
-    if as_json:
-        write_document(found)
-    else:
-        print_table(("what", "here"), [(name, _shown(value)) for name, value in found.items()])
-
-
-def facts() -> dict[str, Any]:
-    """Every fact by name, in the order in which it is shown."""
-    return {
-        "everystep": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        **{name: _version(name) for name in _LIBRARIES},
-        **_torch_facts(),
-        **_file_facts(),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _torch_facts() -> dict[str, Any]:
     # A second of importing that other commands without a model do not need.
     import torch
 
@@ -53,23 +25,33 @@ def _torch_facts() -> dict[str, Any]:
     native = status()
     cuda = torch.cuda
     names = [f"cuda:{i} ({cuda.get_device_name(i)})" for i in range(cuda.device_count())]
-    return {
+    settings = SourceSettings.from_environment()
+    cached = {one.name: str(one.path) for one in cached_models()}
+    found = {
+        "everystep": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: _version(name) for name in _LIBRARIES},
         "devices": ["cpu", *names],
         "threads": torch.get_num_threads(),
         "native executor": native.instructions or f"missing: {native.reason}",
-    }
-
-
-def _file_facts() -> dict[str, Any]:
-    settings = SourceSettings.from_environment()
-    cached = {one.name: str(one.path) for one in cached_models()}
-    return {
         "executable": sys.executable,
         "cache folder": str(settings.cache),
         "offline": settings.offline,
         "default model": DEFAULT_MODEL,
         "default model's file": cached.get(DEFAULT_MODEL),
     }
+    if as_json:
+        write_report(found)
+    else:
+        write_table(("what", "here"), [(name, _shown(value)) for name, value in found.items()])
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +22,6 @@ from rich.progress import (
 )
 
 import everystep as es
-from everystep.cli.options import ModelChoice
 from everystep.cli.terminal import is_terminal, note
 from everystep.files.sources import resolve_source
 
@@ -34,59 +32,38 @@ class Watched:
     def __init__(self, name: str) -> None:
         self._name = name
         self._stage = ""
-        self._spinner: Progress | None = None
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+        self._shown: Progress | None = None  # a spinner, then a bar; None without a terminal
+        self._bar: TaskID | None = None
 
     def __enter__(self) -> Watched:
         if is_terminal(sys.stderr):
-            console = Console(stderr=True)
-            self._spinner = Progress(
-                SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True
-            )
-            self._spinner.add_task(f"loading {self._name}")
-            self._spinner.start()
+            console, text = Console(stderr=True), TextColumn("{task.description}")
+            self._shown = Progress(SpinnerColumn(), text, console=console, transient=True)
+            self._shown.add_task(f"loading {self._name}")
+            self._shown.start()
         return self
 
     def __call__(self, done: int, total: int, what: str) -> None:
         """Shows how far a stage of a fetch has come."""
-        if self._spinner is None:
-            self._tell(total, what)
-        else:
-            self._show(done, total, what)
-
-    def _tell(self, total: int, what: str) -> None:
-        if what != self._stage:
-            self._stage = what
-            note(f"{what} {self._name} ({total / 1e6:.0f} MB)")
-
-    def _show(self, done: int, total: int, what: str) -> None:
+        if self._shown is None:
+            if what != self._stage:
+                self._stage = what
+                note(f"{what} {self._name} ({total / 1e6:.0f} MB)")
+            return
         if self._bar is None:
-            self._stop(self._spinner)  # a console shows one of them at a time
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(what)
-            self._bar.start()
-        text = f"{what} {self._name}"
-        self._bar.update(self._task, description=text, completed=done, total=total)
+            self._shown.stop()  # a console shows one of them at a time
+            text = TextColumn("{task.description}")
+            columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            self._shown = Progress(*columns, console=Console(stderr=True))
+            self._bar = self._shown.add_task(what)
+            self._shown.start()
+        self._shown.update(
+            self._bar, description=f"{what} {self._name}", completed=done, total=total
+        )
 
-    def _stop(self, progress: Progress | None) -> None:
-        if progress is not None:
-            progress.stop()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop(self._spinner)
-        self._stop(self._bar)
+    def __exit__(self, *_: object) -> None:
+        if self._shown is not None:
+            self._shown.stop()
 
 
 def fetch(source: str, offline: bool) -> Path:
@@ -95,26 +72,22 @@ def fetch(source: str, offline: bool) -> Path:
         return resolve_source(source, offline=offline, progress=progress)
 
 
-def load(choice: ModelChoice) -> tuple[Any, Any]:
+def load(
+    source: str, dtype: str | None, quantize: Any, cache_dtype: Any, device: str, offline: bool
+) -> tuple[Any, Any]:
     """(model, tokenizer), fetched if they were not there, for a device that is."""
-    from everystep.models.load import usable_device  # imports torch, as `_torch_dtype` does
-
-    usable_device(choice.device)
-    with Watched(choice.source) as progress:
-        return es.load(
-            choice.source,
-            dtype=_torch_dtype(choice),
-            quantize="auto" if choice.quantize is None else choice.quantize.value,
-            cache_dtype=None if choice.cache_dtype is None else choice.cache_dtype.value,
-            device=choice.device,
-            offline=choice.offline,
-            progress=progress,
-        )
-
-
-def _torch_dtype(choice: ModelChoice) -> Any:
-    if choice.dtype is None:
-        return None
     import torch  # a second of importing that commands without a model do not need
 
-    return getattr(torch, choice.dtype.value)
+    from everystep.models.load import usable_device
+
+    usable_device(device)
+    with Watched(source) as progress:
+        return es.load(
+            source,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            quantize="auto" if quantize is None else quantize.value,
+            cache_dtype=None if cache_dtype is None else cache_dtype.value,
+            device=device,
+            offline=offline,
+            progress=progress,
+        )

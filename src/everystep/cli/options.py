@@ -7,7 +7,6 @@ Names and meanings are those of `generate()`, with hyphens. Which values go toge
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -15,84 +14,29 @@ from typing import Annotated, Any
 import typer
 
 from everystep.config import GenerationConfig
-from everystep.files.sources import DEFAULT_MODEL
+
+Dtype = StrEnum("Dtype", "float64 float32 bfloat16 float16")
+Rounding = StrEnum("Rounding", "int8 int4")
+CacheDtype = StrEnum("CacheDtype", "float32 float16 int8")
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
-class Dtype(StrEnum):
-    """The types that weights can be computed in."""
+def decoding(**said: Any) -> dict[str, Any]:
+    """Arguments of `generate()`: what is None is left to the model's own generation config, and an
+    option of sampling turns sampling on.
 
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Rounding(StrEnum):
-    """What the weights of a model of floats can be rounded to."""
-
-    int8 = "int8"
-    int4 = "int4"
+    RequestError if a value is impossible, in conflict with another, or without effect.
+    """
+    given = {name: value for name, value in said.items() if value is not None}
+    if any(name in given for name in _SAMPLING):
+        given.setdefault("do_sample", True)
+    GenerationConfig(**given).validate(strict=True)
+    return given
 
 
-class CacheDtype(StrEnum):
-    """What keys and values can be kept in."""
-
-    float32 = "float32"
-    float16 = "float16"
-    int8 = "int8"
-
-
-@dataclass(frozen=True)
-class Globals:
-    """What stands before the name of a command."""
-
-    offline: bool = False
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """Which model is loaded, and how."""
-
-    source: str = DEFAULT_MODEL
-    dtype: Dtype | None = None
-    device: str = "cpu"
-    offline: bool = False
-    quantize: Rounding | None = None
-    cache_dtype: CacheDtype | None = None
-
-
-@dataclass(frozen=True)
-class DecodingOptions:
-    """How the answer is found; None leaves a value to the model's own generation config."""
-
-    max_new_tokens: int
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    num_beams: int | None = None
-    num_return_sequences: int | None = None
-    repetition_penalty: float | None = None
-    stop_strings: list[str] | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `generate()`; an option of sampling turns sampling on."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {name: value for name, value in given.items() if value is not None}
-        if any(name in given for name in _SAMPLING):
-            given.setdefault("do_sample", True)
-        return given
-
-    def check(self) -> None:
-        """RequestError if a value is impossible, in conflict with another, or without effect."""
-        GenerationConfig(**self.arguments()).validate(strict=True)
-
-
-def device_name(text: str) -> str:
+def _device_name(text: str) -> str:
     """The text itself if it is spelled like a device."""
     if not _DEVICE.fullmatch(text):
         raise typer.BadParameter(f"{text!r} is not a device; wanted cpu, cuda, cuda:1 or the like")
@@ -129,7 +73,9 @@ CacheDtypeOption = Annotated[
 ]
 Device = Annotated[
     str,
-    _model("--device", metavar="DEVICE", callback=device_name, help="cpu, cuda, cuda:1 and so on."),
+    _model(
+        "--device", metavar="DEVICE", callback=_device_name, help="cpu, cuda, cuda:1 and so on."
+    ),
 ]
 DoSample = Annotated[
     bool | None,

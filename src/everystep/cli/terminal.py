@@ -6,8 +6,14 @@ them and a terminal obeys them; what goes into a pipe or a file is written uncha
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TextIO
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 # C0 without tab and line feed, DEL, and C1: with these a text could move the cursor or worse.
 _CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
@@ -18,14 +24,14 @@ def is_terminal(stream: TextIO) -> bool:
     return not stream.closed and stream.isatty()
 
 
-def harmless(text: str) -> str:
+def _harmless(text: str) -> str:
     """The text without the characters that a terminal obeys instead of showing them."""
     return text.translate(_CONTROLS)
 
 
 def write(text: str) -> None:
     """The text is on standard output at once, with no line break added."""
-    sys.stdout.write(harmless(text) if is_terminal(sys.stdout) else text)
+    sys.stdout.write(_harmless(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
 
 
@@ -34,10 +40,36 @@ def write_line(text: str = "") -> None:
     write(f"{text}\n")
 
 
+def write_document(value: Any, *, indent: int | None = None) -> None:
+    """A JSON document is on standard output, in lines of this indent or in one line."""
+    # Where the stream cannot express a character, an escape loses nothing.
+    narrow = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
+    write_line(json.dumps(value, indent=indent, ensure_ascii=narrow, allow_nan=False))
+
+
+def write_report(value: Any) -> None:
+    """A JSON document is on standard output, indented if a person reads it."""
+    write_document(value, indent=2 if is_terminal(sys.stdout) else None)
+
+
+def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The rows are aligned under headings for a person, separated by tabs for a program."""
+    if not is_terminal(sys.stdout):
+        for row in rows:
+            write_line("\t".join(row))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_harmless(cell)) for cell in row))
+    Console().print(table)
+
+
 def note(text: str) -> None:
     """One line on standard error, whatever line breaks the text has."""
     line = " ".join(text.split())
-    sys.stderr.write(f"everystep: {harmless(line)}\n")
+    sys.stderr.write(f"everystep: {_harmless(line)}\n")
     sys.stderr.flush()
 
 

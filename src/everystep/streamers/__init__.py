@@ -1,11 +1,9 @@
 """Consumers of events: text on a terminal, text in a queue, and the reference's `put` and `end`."""
 
-from everystep.streamers.base import BaseStreamer
-from everystep.streamers.beams import BeamEvent, LiveBeam, beam_event
 from everystep.streamers.delivery import Delivery
 from everystep.streamers.iterators import AsyncTextIteratorStreamer, TextIteratorStreamer
-from everystep.streamers.text import TextStreamer
-from everystep.streamers.wording import Wording
+from everystep.streamers.text import BaseStreamer, TextStreamer
+from everystep.streamers.wording import BeamEvent, LiveBeam, Wording, beam_event
 
 __all__ = [
     "AsyncTextIteratorStreamer",

@@ -7,18 +7,10 @@ the generation, so that a reader never waits for a writer that is gone.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
 from everystep.streamers.text import TextStreamer
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Stands in a queue for the end of a generation that failed."""
-
-    error: BaseException
 
 
 class TextIteratorStreamer(TextStreamer):
@@ -49,7 +41,7 @@ class TextIteratorStreamer(TextStreamer):
     def fail(self, error: BaseException) -> None:
         """Puts what was held back into the queue, and the error after it."""
         self.on_finalized_text(self.take_rest())
-        self.text_queue.put(_Failure(error), timeout=self.timeout)
+        self.text_queue.put(error, timeout=self.timeout)
 
     def __iter__(self) -> TextIteratorStreamer:
         return self
@@ -90,7 +82,7 @@ class AsyncTextIteratorStreamer(TextStreamer):
     def fail(self, error: BaseException) -> None:
         """Has the loop put what was held back into the queue, and the error after it."""
         self.on_finalized_text(self.take_rest())
-        self._put(_Failure(error))
+        self._put(error)
 
     def __aiter__(self) -> AsyncTextIteratorStreamer:
         return self
@@ -107,6 +99,6 @@ class AsyncTextIteratorStreamer(TextStreamer):
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, _Failure):
-        raise value.error
+    if isinstance(value, BaseException):
+        raise value
     return str(value)

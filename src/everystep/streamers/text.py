@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
-from everystep.errors import RequestError, UnsupportedError, message
-from everystep.streamers.base import BaseStreamer
+from everystep.errors import UnsupportedError, refuse
 from everystep.text import Detokenizer, Tokenizer
 
 # Unicode blocks of unified and compatibility ideographs, first and last code point.
@@ -27,6 +26,36 @@ _IDEOGRAPHS = (
     (0x2B820, 0x2CEAF),
     (0x2F800, 0x2FA1F),
 )
+
+
+class BaseStreamer:
+    """Something that gets the prompt, then every token, then the end; streamers of the caller's own
+    are derived from it. Source: BaseStreamer, without `fail`.
+
+    A subclass that defines `on_event(event)` is given every `Event` in place of the tokens; the
+    prompt still comes by `put`.
+    """
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt, (R, T), and then the new ids, (R,), or (1, n) if n came at once."""
+        self._refuse_undefined("put")
+
+    def end(self) -> None:
+        """Learns that there is nothing to come."""
+        self._refuse_undefined("end")
+
+    def fail(self, error: BaseException) -> None:
+        """Learns that generation ended by an error, in place of `end`; here that is the same."""
+        self.end()
+
+    def _refuse_undefined(self, name: str) -> NoReturn:
+        refuse(
+            f"this streamer has no {name}",
+            wanted="a subclass with put(value) and end()",
+            got=type(self).__name__,
+            do=f"Define {name}",
+            kind=UnsupportedError,
+        )
 
 
 class TextStreamer(BaseStreamer):
@@ -43,18 +72,17 @@ class TextStreamer(BaseStreamer):
         self.token_cache: list[int] = []
         self.print_len = 0
         self.next_tokens_are_prompt = True
-        self._line = _line(tokenizer, decode_kwargs)
+        self._follower = _follower(tokenizer, decode_kwargs)
+        self._final = ""  # of the line's text: what no later id can change
 
     def put(self, value: Tensor) -> None:
         """Takes further ids, (n,) or (1, n), and passes on the text that they complete."""
         if value.dim() > 1 and value.shape[0] > 1:
-            raise RequestError(
-                message(
-                    "a text streamer follows one sequence",
-                    wanted="batch size 1",
-                    got=f"{value.shape[0]} rows",
-                    do="Use es.stream, or a streamer with on_event, for several",
-                )
+            refuse(
+                "a text streamer follows one sequence",
+                wanted="batch size 1",
+                got=f"{value.shape[0]} rows",
+                do="Use es.stream, or a streamer with on_event, for several",
             )
         prompt, self.next_tokens_are_prompt = self.next_tokens_are_prompt, False
         if prompt and self.skip_prompt:
@@ -86,44 +114,27 @@ class TextStreamer(BaseStreamer):
         return rest
 
     def _extended(self, ids: list[int]) -> str:
-        """The text of the line with further ids."""
+        """The text of the line with further ids; half a character shows as `decode` shows it."""
         self.token_cache.extend(ids)
-        if self._line is None:
+        if self._follower is None:
             return str(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))
-        return self._line.extended(ids)
+        self._final += self._follower.push(ids)
+        return self._final + self._follower.copy().finish()
 
     def _start_line(self) -> None:
         self.token_cache = []
         self.print_len = 0
-        if self._line is not None:
-            self._line.start()
-
-
-class _Line:
-    """Follows the ids since the last line break; knows their text as `decode` gives it."""
-
-    def __init__(self, follower: Detokenizer) -> None:
-        self._follower = follower
         self._final = ""
-
-    def extended(self, ids: list[int]) -> str:
-        """The text with further ids; half a character shows as `decode` shows it."""
-        self._final += self._follower.push(ids)
-        return self._final + self._follower.copy().finish()
-
-    def start(self) -> None:
-        """The next ids begin a new text."""
-        self._follower.finish()
-        self._final = ""
+        if self._follower is not None:
+            self._follower.finish()
 
 
-def _line(tokenizer: Any, decode_kwargs: Mapping[str, Any]) -> _Line | None:
-    """A follower, or None where only `decode` knows the text."""
+def _follower(tokenizer: Any, decode_kwargs: Mapping[str, Any]) -> Detokenizer | None:
+    """What follows the ids of a line one by one, or None where only `decode` knows their text."""
     if not isinstance(tokenizer, Tokenizer) or not decode_kwargs.keys() <= {"skip_special_tokens"}:
         return None
     try:
-        skips = bool(decode_kwargs.get("skip_special_tokens", False))
-        return _Line(Detokenizer(tokenizer, skips))
+        return Detokenizer(tokenizer, bool(decode_kwargs.get("skip_special_tokens", False)))
     except UnsupportedError:
         return None
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from everystep.text import Detokenizer, Tokenizer, Trimmer
-from everystep.types import Event
+from everystep.types import Event, Group, TokenTable
 
 
 class Wording:
@@ -17,16 +17,15 @@ class Wording:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._followers: dict[tuple[str, int], Detokenizer] = {}
         self._trims: dict[str, tuple[tuple[str, ...], str]] = {}
-        self._trimmers: dict[tuple[str, int], Trimmer] = {}
+        self._followers: dict[tuple[str, int], tuple[Detokenizer, Trimmer | None]] = {}
 
     def copy(self) -> Wording:
         """An independent follower in the same state."""
         other = Wording(self._tokenizer)
         other._trims = self._trims
-        other._followers = {key: one.copy() for key, one in self._followers.items()}
-        other._trimmers = {key: copy.copy(one) for key, one in self._trimmers.items()}
+        for key, (follower, trimmer) in self._followers.items():
+            other._followers[key] = follower.copy(), copy.copy(trimmer)
         return other
 
     def trim(self, request_id: str, strings: tuple[str, ...], before: str) -> None:
@@ -37,36 +36,61 @@ class Wording:
         """The event with the text that is final now and was not before."""
         if self._tokenizer is None:
             return event
-        key = (event.request_id, event.index)
-        follower = self._follower(self._tokenizer, *key)
+        follower, trimmer = self._following(self._tokenizer, event.request_id, event.index)
         piece = follower.push(event.token) if event.token >= 0 else ""
-        if event.finish is not None:
-            piece += follower.finish()
-        if event.request_id in self._trims:
-            piece = self._trimmed(event, piece)
-        if event.finish is not None:
-            self._followers.pop(key, None)
-            self._trimmers.pop(key, None)
-        return replace(event, text=piece)
-
-    def _trimmed(self, event: Event, piece: str) -> str:
-        key = (event.request_id, event.index)
-        if key not in self._trimmers:
-            self._trimmers[key] = Trimmer(*self._trims[event.request_id])
-        trimmer = self._trimmers[key]
         if event.finish is None:
-            return trimmer.push(piece)
-        return trimmer.finish(piece, event.finish.matched)
+            return replace(event, text=piece if trimmer is None else trimmer.push(piece))
+        piece += follower.finish()
+        del self._followers[event.request_id, event.index]
+        if trimmer is not None:
+            piece = trimmer.finish(piece, event.finish.matched)
+        return replace(event, text=piece)
 
     def ahead(self, request_id: str, index: int, tokens: list[int]) -> str | None:
         """The text that further tokens would add, if they were the last."""
         if self._tokenizer is None:
             return None
-        follower = self._follower(self._tokenizer, request_id, index).copy()
+        follower = self._following(self._tokenizer, request_id, index)[0].copy()
         return follower.push(tokens) + follower.finish()
 
-    def _follower(self, tokenizer: Tokenizer, request_id: str, index: int) -> Detokenizer:
+    def _following(
+        self, tokenizer: Tokenizer, request_id: str, index: int
+    ) -> tuple[Detokenizer, Trimmer | None]:
         key = (request_id, index)
         if key not in self._followers:
-            self._followers[key] = Detokenizer(tokenizer)
+            trim = self._trims.get(request_id)
+            self._followers[key] = Detokenizer(tokenizer), Trimmer(*trim) if trim else None
         return self._followers[key]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBeam:
+    """A beam at work: its ids and text after what is settled, and the sum of its scores."""
+
+    tokens: tuple[int, ...]
+    text: str | None
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamEvent:
+    """The live beams of one request after a step, best first; the next step may change them.
+
+    `position` counts the generated tokens that are settled, and so in every beam.
+    """
+
+    request_id: str
+    position: int
+    beams: tuple[LiveBeam, ...]
+
+
+def beam_event(group: Group, table: TokenTable, wording: Wording) -> BeamEvent:
+    """What the live beams of a group hold now."""
+    request = group.request
+    first = request.prompt_visible + group.reported
+    live = []
+    for sequence in sorted(group.live, key=lambda s: -s.score):
+        tokens = table.data[sequence.line, first : sequence.visible].tolist()
+        text = wording.ahead(request.request_id, 0, tokens)
+        live.append(LiveBeam(tuple(tokens), text, sequence.score))
+    return BeamEvent(request.request_id, group.reported, tuple(live))

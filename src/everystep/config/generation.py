@@ -211,13 +211,6 @@ class GenerationConfig:
         pretrained_model_name: str | os.PathLike[str],
         config_file_name: str | os.PathLike[str] | None = None,
         *,
-        local_files_only: bool = False,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        token: str | bool | None = None,
-        subfolder: str = "",
-        force_download: bool = False,
-        proxies: Mapping[str, str] | None = None,
         return_unused_kwargs: Literal[True],
         **overrides: Any,
     ) -> tuple[GenerationConfig, dict[str, Any]]: ...

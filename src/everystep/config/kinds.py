@@ -1,6 +1,6 @@
-"""What a value of a field may be: a test and the words that say what would pass it.
+"""What a value may be: a test, the words that say what would pass it, and the form it is kept in.
 
-A kind refuses nothing by itself; `fields` asks it and raises. It knows no field.
+Fields of configurations, of watermarks and of processors are all of a kind; a kind knows no field.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+
+from everystep.errors import RequestError, message
 
 
 def _same(value: Any) -> Any:
@@ -23,6 +25,18 @@ class Kind:
     wanted: str
     accepts: Callable[[Any], bool]
     stored: Callable[[Any], Any] = _same
+
+    def checked(self, value: Any, name: str, do: str | None = None) -> Any:
+        """The value as it is kept; RequestError, which calls it `name`, if it does not pass."""
+        require(self.accepts(value), name, self.wanted, value, do)
+        return self.stored(value)
+
+
+def require(holds: bool, name: str, wanted: str, got: object, do: str | None = None) -> None:
+    """RequestError unless it holds."""
+    if not holds:
+        do = do or f"Give {name} such a value"
+        raise RequestError(message(f"{name} is not valid", wanted=wanted, got=repr(got), do=do))
 
 
 def plain(value: Any) -> Any:
@@ -55,6 +69,10 @@ def _is_word(value: Any) -> bool:
     return is_list(value, _is_id, least=1)
 
 
+def _ids(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple | range | set) else (value,)
+
+
 def _as_lists(value: Any) -> Any:
     """Tuples as lists, all the way down, as they come back from a file."""
     return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
@@ -80,6 +98,8 @@ def one_of(*names: Any) -> Kind:
     return Kind(wanted, lambda v: any(type(v) is type(name) and v == name for name in names))
 
 
+COUNT = integer(0)
+SIZE = integer(1)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 NUMBER = number("a number", lambda _: True)
 POSITIVE = number("a number above 0", lambda value: value > 0)
@@ -102,6 +122,11 @@ TOKENS = Kind(
     _as_lists,
 )
 IDS = Kind("a list of token ids", lambda value: is_list(value, _is_id), _as_lists)
+ONE_OR_MORE_IDS = Kind(
+    "a token id or a list of token ids, from 0 on",
+    lambda value: all(map(_is_id, _ids(value))),
+    _ids,
+)
 WORDS = Kind(
     "a non-empty list of non-empty lists of token ids",
     lambda value: is_list(value, _is_word, least=1),

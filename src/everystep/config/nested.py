@@ -7,17 +7,17 @@ back to a plain dict. What they cause is done elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from everystep.config.kinds import is_integer, is_list, is_number
+from everystep.config.kinds import FRACTION, NUMBER, SIZE, Kind, integer, is_integer, is_list
 from everystep.errors import RequestError, UnknownArgumentError, message, nearest
 
-
-def _require(holds: bool, name: str, wanted: str, got: object) -> None:
-    if not holds:
-        do = f"Give {name.rpartition('.')[2]} such a value, or leave it out"
-        raise RequestError(message(f"{name} is not valid", wanted=wanted, got=repr(got), do=do))
+_SCHEME = Kind("'lefthash' or 'selfhash'", lambda value: value in ("lefthash", "selfhash"))
+_KEYS = Kind("a non-empty list of integers", lambda value: is_list(value, is_integer, least=1))
+_TABLE_SIZE = Kind(
+    "an integer from 1 to 2**24", lambda value: is_integer(value) and 1 <= value <= 2**24
+)
 
 
 @dataclass
@@ -35,16 +35,14 @@ class WatermarkingConfig:
 
     def validate(self) -> None:
         """Returns if every value is possible; RequestError otherwise."""
-        ratio, width, scheme = self.greenlist_ratio, self.context_width, self.seeding_scheme
-        name = "watermarking_config."
-        in_range = is_number(ratio) and 0 <= ratio <= 1
-        _require(in_range, name + "greenlist_ratio", "a number from 0 to 1", ratio)
-        _require(is_number(self.bias), name + "bias", "a number", self.bias)
-        _require(is_integer(self.hashing_key), name + "hashing_key", "integer", self.hashing_key)
-        known = scheme in ("lefthash", "selfhash")
-        _require(known, name + "seeding_scheme", "'lefthash' or 'selfhash'", scheme)
-        wide = is_integer(width) and width >= 1
-        _require(wide, name + "context_width", "an integer of at least 1", width)
+        _check(
+            self,
+            greenlist_ratio=FRACTION,
+            bias=NUMBER,
+            hashing_key=integer(),
+            seeding_scheme=_SCHEME,
+            context_width=SIZE,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The values by name."""
@@ -73,20 +71,12 @@ class SynthIDTextWatermarkingConfig:
 
     def validate(self) -> None:
         """Returns if every value is possible; RequestError otherwise."""
-        name = "watermarking_config."
-        long = is_integer(self.ngram_len) and self.ngram_len >= 1
-        _require(long, name + "ngram_len", "an integer of at least 1", self.ngram_len)
-        keyed = is_list(self.keys, is_integer, least=1)
-        _require(keyed, name + "keys", "a non-empty list of integers", self.keys)
-        size = self.sampling_table_size
-        fits = is_integer(size) and 1 <= size <= 2**24
-        _require(fits, name + "sampling_table_size", "an integer from 1 to 2**24", size)
-        kept = is_integer(self.context_history_size) and self.context_history_size >= 1
-        _require(
-            kept,
-            name + "context_history_size",
-            "an integer of at least 1",
-            self.context_history_size,
+        _check(
+            self,
+            ngram_len=SIZE,
+            keys=_KEYS,
+            sampling_table_size=_TABLE_SIZE,
+            context_history_size=SIZE,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +97,7 @@ class CompileConfig:
     dynamic: bool | None = None
     backend: str | Callable[..., Any] = "inductor"
     mode: str = "reduce-overhead"
-    options: dict[str, Any] | None = field(default=None)
+    options: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The values by name."""
@@ -119,7 +109,6 @@ class CompileConfig:
         return _build(cls, config_dict, "compile_config")
 
 
-T = TypeVar("T")
 Watermark = WatermarkingConfig | SynthIDTextWatermarkingConfig
 
 
@@ -137,6 +126,15 @@ def compilation(value: CompileConfig | Mapping[str, Any]) -> CompileConfig:
     return CompileConfig.from_dict(value) if isinstance(value, Mapping) else value
 
 
+def _check(config: Watermark, **kinds: Kind) -> None:
+    for name, kind in kinds.items():
+        do = f"Give {name} such a value, or leave it out"
+        kind.checked(getattr(config, name), f"watermarking_config.{name}", do)
+
+
+T = TypeVar("T")
+
+
 def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
     for name in values:
@@ -147,8 +145,8 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     try:
         return cls(**values)
     except TypeError:
-        needed = "ngram_len and keys"
+        got = ", ".join(values)
         text = message(
-            f"{where} is incomplete", wanted=needed, got=", ".join(values), do="Add them"
+            f"{where} is incomplete", wanted="ngram_len and keys", got=got, do="Add them"
         )
         raise RequestError(text) from None

@@ -24,13 +24,20 @@ _AT_ONCE = 4096
 @dataclass(frozen=True, eq=False)
 class Edit:
     """`index`: (C,) places in the scores, row after row. `value`: (C,) what stands there, or one
-    number. A place that occurs twice has the same value both times."""
+    number. A place that occurs twice has the same value both times. `emptied`: (n,) rows whose
+    other places all become -inf."""
 
     index: Tensor
     value: Tensor | float
+    emptied: Tensor | None = None
 
     def written(self, scores: Tensor) -> Tensor:
         """The contiguous scores, changed in place."""
+        if self.emptied is not None:
+            if len(self.emptied) == len(scores):
+                scores.fill_(-math.inf)
+            else:
+                scores.index_fill_(0, self.emptied, -math.inf)
         scores.view(-1).scatter_(0, self.index, self.value)
         return scores
 
@@ -127,3 +134,12 @@ def banned_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edi
     if not tokens or not which.any():
         return None
     return banned(scores, np.flatnonzero(which)[:, None], np.array(tokens))
+
+
+def forced_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edit | None:
+    """0 at the tokens and -inf elsewhere, in every row where `which`, (R,) bool, holds."""
+    if not which.any():
+        return None
+    rows = np.flatnonzero(which)
+    index = places(scores, rows[:, None], np.array(tokens, dtype=np.int64))
+    return Edit(index, 0.0, torch.from_numpy(rows).to(scores.device))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +19,34 @@ from torch import Tensor
 
 from everystep.config.kinds import (
     AT_LEAST_1,
+    COUNT,
     NOT_NEGATIVE,
+    ONE_OR_MORE_IDS,
     PENALTY,
     POSITIVE,
-    integer,
-    plain,
+    SIZE,
+    Kind,
 )
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.processors.edits import Edit, Revision, Stretch, alike, banned, places, stretches
 from everystep.processors.memory import NGrams, Occurrences, ngrams, occurrences
-from everystep.processors.stacking import Counts, Numbers, admit, admit_ids
+from everystep.processors.stacking import Counts, Numbers, Parameter
 from everystep.types import Rows
 
-_SIZE = integer(1)
+
+def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
+    """(S,) or (B, S) ids as a tuple per prompt."""
+    nested = given if given and isinstance(given[0], list | tuple) else [given]
+    return tuple(tuple(map(int, row)) for row in nested)
+
+
+def _owners(rows: int, prompts: int) -> np.ndarray:
+    """(R,) the index of each row's prompt; every prompt has equally many rows, one after
+    another."""
+    return np.arange(rows) // max(rows // prompts, 1)
+
+
+_PROMPTS = Parameter("encoder_input_ids", Kind("ids", lambda value: True, _prompts))
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,10 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     penalty: Numbers
     prompt_ignore_length: Counts | None = None
 
-    per_row = ("penalty", "prompt_ignore_length")
-
-    def __post_init__(self) -> None:
-        admit(self, "penalty", POSITIVE, "repetition_penalty")
-        if self.prompt_ignore_length is not None:
-            admit(self, "prompt_ignore_length", integer(0))
+    per_row = (
+        Parameter("penalty", POSITIVE, "repetition_penalty"),
+        Parameter("prompt_ignore_length", COUNT, optional=True),
+    )
 
     def edit(self, rows: Rows, scores: Tensor) -> Revision:
         """The scores of ids that stand in the prefix, penalised."""
@@ -90,9 +103,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def __post_init__(self) -> None:
-        admit(self, "penalty", POSITIVE, "encoder_repetition_penalty")
-        object.__setattr__(self, "encoder_input_ids", _prompts(self.encoder_input_ids))
+    checked = (Parameter("penalty", POSITIVE, "encoder_repetition_penalty"), _PROMPTS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Revision:
         """The scores of ids that stand in the encoder's prompt, raised."""
@@ -131,8 +142,7 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
 
     ngram_size: int
 
-    def __post_init__(self) -> None:
-        admit(self, "ngram_size", _SIZE, "no_repeat_ngram_size")
+    checked = (Parameter("ngram_size", SIZE, "no_repeat_ngram_size"),)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """-inf at the ids that would complete one."""
@@ -155,9 +165,7 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     encoder_input_ids: Any
     _known: list[NGrams] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        admit(self, "encoder_ngram_size", _SIZE, "encoder_no_repeat_ngram_size")
-        object.__setattr__(self, "encoder_input_ids", _prompts(self.encoder_input_ids))
+    checked = (Parameter("encoder_ngram_size", SIZE, "encoder_no_repeat_ngram_size"), _PROMPTS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """-inf at the ids that would complete one."""
@@ -186,19 +194,6 @@ def _banned_each(scores: Tensor, following: list[tuple[int, ...]]) -> Edit | Non
     return banned(scores, np.repeat(np.arange(len(following)), count), token)
 
 
-def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
-    """(S,) or (B, S) ids as a tuple per prompt."""
-    value = plain(given)
-    nested = value if value and isinstance(value[0], list | tuple) else [value]
-    return tuple(tuple(map(int, row)) for row in nested)
-
-
-def _owners(rows: int, prompts: int) -> np.ndarray:
-    """(R,) the index of each row's prompt; every prompt has equally many rows, one after
-    another."""
-    return np.arange(rows) // max(rows // prompts, 1)
-
-
 @dataclass(frozen=True)
 class OccurrencePenalty(LogitsProcessor):
     """Generated ids lose `presence` once and `frequency` per occurrence; the prompt does not count.
@@ -210,11 +205,10 @@ class OccurrencePenalty(LogitsProcessor):
     presence: Numbers = 0.0
     frequency: Numbers = 0.0
 
-    per_row = ("presence", "frequency")
-
-    def __post_init__(self) -> None:
-        admit(self, "presence", PENALTY, "presence_penalty")
-        admit(self, "frequency", PENALTY, "frequency_penalty")
+    per_row = (
+        Parameter("presence", PENALTY, "presence_penalty"),
+        Parameter("frequency", PENALTY, "frequency_penalty"),
+    )
 
     def edit(self, rows: Rows, scores: Tensor) -> Revision:
         """The scores of the ids that were generated, lowered."""
@@ -244,14 +238,6 @@ def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 _LARGEST = math.log(torch.finfo(torch.float32).max)
 
 
-class _Repeats(NamedTuple):
-    """Where a row's last id stood before: the row, the place, and how many ids match there."""
-
-    row: np.ndarray
-    place: np.ndarray
-    length: np.ndarray
-
-
 @dataclass(frozen=True)
 class Dry(LogitsProcessor):
     """An id that would continue a match of n >= allowed_length ids of the prefix's end loses
@@ -266,21 +252,21 @@ class Dry(LogitsProcessor):
     allowed_length: int = 2
     breakers: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        admit(self, "multiplier", NOT_NEGATIVE, "dry_multiplier")
-        admit(self, "base", AT_LEAST_1, "dry_base")
-        admit(self, "allowed_length", integer(1), "dry_allowed_length")
-        admit_ids(self, "breakers", "dry_sequence_breakers")
+    checked = (
+        Parameter("multiplier", NOT_NEGATIVE, "dry_multiplier"),
+        Parameter("base", AT_LEAST_1, "dry_base"),
+        Parameter("allowed_length", SIZE, "dry_allowed_length"),
+        Parameter("breakers", ONE_OR_MORE_IDS, "dry_sequence_breakers"),
+    )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """The scores of ids that would continue a repetition, lowered."""
         ids = rows.ids().numpy()
-        found = self._repeats(ids, rows)
-        keep = found.length >= self.allowed_length
-        row, length = found.row[keep], found.length[keep]
-        token = ids[row, found.place[keep] + 1]
-        allowed = ~np.isin(token, self.breakers) & (token < scores.shape[-1])
-        row, token, length = _longest(row[allowed], token[allowed], length[allowed])
+        row, place, length = self._repeats(ids, rows)
+        token = ids[row, place + 1]
+        keep = length >= self.allowed_length
+        keep &= ~np.isin(token, self.breakers) & (token < scores.shape[-1])
+        row, token, length = _longest(row[keep], token[keep], length[keep])
         if not len(row):
             return None
         lost = self.multiplier * self.base ** (length - self.allowed_length).astype(np.float64)
@@ -295,8 +281,9 @@ class Dry(LogitsProcessor):
         room = (_LARGEST - math.log(self.multiplier)) / math.log(self.base)
         return self.allowed_length + max(int(room) - 1, 0)
 
-    def _repeats(self, ids: np.ndarray, rows: Rows) -> _Repeats:
-        """Every earlier place of each row's last id, unless that is a breaker."""
+    def _repeats(self, ids: np.ndarray, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(C,) row, place and number of matching ids, for every earlier place of each row's last
+        id, unless that is a breaker."""
         ends, every = rows.lengths - 1, np.arange(len(rows))
         starts = np.array([sequence.request.pad_prefix for sequence in rows.sequences])
         last = ids[every, np.maximum(ends, 0)] if ids.shape[1] else ends
@@ -315,7 +302,7 @@ class Dry(LogitsProcessor):
             if not len(going):
                 break
             length[going] += 1
-        return _Repeats(row, at, length)
+        return row, at, length
 
 
 def _longest(

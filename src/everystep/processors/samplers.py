@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE, integer
+from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE
 from everystep.processors.base import Filter, LogitsProcessor, remembers
-from everystep.processors.stacking import Counts, Numbers, admit, column, counts
-from everystep.types import Rows, Scores, Sequence
+from everystep.processors.stacking import LEAST_KEPT, Counts, Numbers, Parameter, column, counts
+from everystep.types import Rows, Sequence
 from everystep.types.batch import places_of
 from everystep.types.stored import stored
 
@@ -32,13 +32,9 @@ class TopNSigma(Filter):
     n: Numbers
     filter_value: float = -math.inf
 
-    per_row = ("n",)
-
-    def __post_init__(self) -> None:
-        admit(self, "n", POSITIVE, "top_n_sigma")
+    per_row = (Parameter("n", POSITIVE, "top_n_sigma"),)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         finite = scores.isfinite()
         number = finite.sum(dim=-1, keepdim=True)
         mean = scores.masked_fill(~finite, 0).sum(dim=-1, keepdim=True) / number
@@ -59,16 +55,14 @@ class DynamicTemperature(LogitsProcessor):
     spread: Numbers
     exponent: Numbers = 1.0
 
-    per_row = ("temperature", "spread", "exponent")
+    per_row = (
+        Parameter("temperature", POSITIVE),
+        Parameter("spread", NOT_NEGATIVE, "dynatemp_range"),
+        Parameter("exponent", POSITIVE, "dynatemp_exponent"),
+    )
     narrows = True
 
-    def __post_init__(self) -> None:
-        admit(self, "temperature", POSITIVE)
-        admit(self, "spread", NOT_NEGATIVE, "dynatemp_range")
-        admit(self, "exponent", POSITIVE, "dynatemp_exponent")
-
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         middle, spread = column(self.temperature, scores), column(self.spread, scores)
         logs = scores.log_softmax(dim=-1)
         entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1, keepdim=True)
@@ -76,10 +70,6 @@ class DynamicTemperature(LogitsProcessor):
         share = (entropy / number.log()).clamp(0, 1)
         heat = middle - spread + 2 * spread * share ** column(self.exponent, scores)
         return torch.where(number > 1, scores / heat, scores)
-
-    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list."""
-        return self.relisted(rows, scores)
 
 
 @dataclass(frozen=True)
@@ -96,22 +86,16 @@ class Xtc(LogitsProcessor):
     threshold: Numbers = 0.1
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("probability", "threshold", "min_tokens_to_keep")
+    per_row = (
+        Parameter("probability", FRACTION, "xtc_probability"),
+        Parameter("threshold", FRACTION, "xtc_threshold"),
+        LEAST_KEPT,
+    )
     narrows = True
 
-    def __post_init__(self) -> None:
-        admit(self, "probability", FRACTION, "xtc_probability")
-        admit(self, "threshold", FRACTION, "xtc_threshold")
-        admit(self, "min_tokens_to_keep", integer(1))
-
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         strikes = _numbers(rows).to(scores.device) < column(self.probability, scores)
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
-
-    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list, of which some have no score any more."""
-        return self.relisted(rows, scores)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool: what goes where it strikes."""
@@ -169,15 +153,13 @@ class Mirostat(LogitsProcessor):
     eta: Numbers = 0.1
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("tau", "eta", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "tau", POSITIVE, "mirostat_tau")
-        admit(self, "eta", FRACTION, "mirostat_eta")
-        admit(self, "min_tokens_to_keep", integer(1))
+    per_row = (
+        Parameter("tau", POSITIVE, "mirostat_tau"),
+        Parameter("eta", FRACTION, "mirostat_eta"),
+        LEAST_KEPT,
+    )
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         surprise = -scores.log_softmax(dim=-1) / math.log(2)
         kept = torch.empty_like(scores)
         for wave in _waves(rows):

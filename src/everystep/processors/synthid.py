@@ -55,7 +55,6 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         Config.from_dict(values)
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         contexts = self._contexts(rows) if remembers(rows) else self._called(rows)
         result = torch.ones_like(scores) if self.debug_mode else scores.clone()
         marked = [r for r, context in enumerate(contexts) if context is not None]

@@ -19,7 +19,7 @@ from everystep.config.kinds import (
     FRACTION,
     FRACTION_ABOVE_0,
     POSITIVE,
-    integer,
+    SIZE,
 )
 from everystep.draws import weights
 from everystep.processors.base import Filter, LogitsProcessor
@@ -32,9 +32,10 @@ from everystep.processors.best import (
     without,
 )
 from everystep.processors.stacking import (
+    LEAST_KEPT,
     Counts,
     Numbers,
-    admit,
+    Parameter,
     column,
     counts,
     greatest,
@@ -48,7 +49,6 @@ _ROUNDING = 1e-9
 # By how much a threshold found in another way may lie too high.
 _ROOM = 1e-3
 _TOP_H_TOKENS = 100
-_AT_LEAST_ONE = integer(1)
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,11 @@ class TemperatureLogitsWarper(LogitsProcessor):
 
     temperature: Numbers
 
-    per_row = ("temperature",)
+    per_row = (Parameter("temperature", POSITIVE, do="For greedy decoding set do_sample=False"),)
     ordered = True
     narrows = True
 
-    def __post_init__(self) -> None:
-        admit(self, "temperature", POSITIVE, do="For greedy decoding set do_sample=False")
-
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         return self._divide(scores, torch.empty_like(scores))
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
@@ -78,7 +74,6 @@ class TemperatureLogitsWarper(LogitsProcessor):
         return values / (divisor[which] if isinstance(divisor, Tensor) else divisor)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
         return self._divide(scores, scores)
 
     def _divide(self, scores: Tensor, out: Tensor) -> Tensor:
@@ -97,14 +92,9 @@ class TopKLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("top_k", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "top_k", _AT_LEAST_ONE)
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("top_k", SIZE), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         return scores < _kth_highest(scores, self._number)
 
     @property
@@ -137,14 +127,9 @@ class TopPLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("top_p", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "top_p", FRACTION)
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("top_p", FRACTION), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         top_p = self.top_p
         spared = tuple(1 - p for p in top_p) if isinstance(top_p, tuple) else 1 - top_p
         ordered, tokens = torch.sort(scores, descending=False)
@@ -153,7 +138,6 @@ class TopPLogitsWarper(Filter):
         return low.scatter(1, tokens, low)
 
     def removed_of_many(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         keep = np.asarray(self.min_tokens_to_keep)[..., None]
         return torch.from_numpy(beyond_mass(scores.numpy(), self._share, keep))
 
@@ -187,13 +171,9 @@ class TopHLogitsWarper(Filter):
     top_h: Numbers
     filter_value: float = -math.inf
 
-    per_row = ("top_h",)
-
-    def __post_init__(self) -> None:
-        admit(self, "top_h", FRACTION_ABOVE_0)
+    per_row = (Parameter("top_h", FRACTION_ABOVE_0),)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         best, tokens = torch.topk(scores, min(_TOP_H_TOKENS, scores.shape[-1]), dim=-1)
         logs = _normalised(best)
         p = torch.softmax(logs, dim=-1)
@@ -211,19 +191,13 @@ class MinPLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("min_p", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "min_p", FRACTION)
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("min_p", FRACTION), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         p = torch.softmax(scores, dim=-1)
         return self._spared(p < column(self.min_p, scores) * p.amax(dim=-1, keepdim=True), p)
 
     def removed_of_many(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         p = torch.from_numpy(weights(scores.numpy()))
         return self._spared(p < column(self.min_p, scores), p)
 
@@ -256,14 +230,9 @@ class TypicalLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("mass", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "mass", BETWEEN_0_AND_1, "typical_p")
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("mass", BETWEEN_0_AND_1, "typical_p"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         logs = torch.log_softmax(scores, dim=-1)
         entropy = -(logs * torch.exp(logs)).nansum(-1, keepdim=True)
         distance, tokens = torch.sort(torch.abs(-logs - entropy), descending=False)
@@ -282,14 +251,9 @@ class EpsilonLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("epsilon", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "epsilon", BETWEEN_0_AND_1, "epsilon_cutoff")
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("epsilon", BETWEEN_0_AND_1, "epsilon_cutoff"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         low = scores.softmax(dim=-1) < column(self.epsilon, scores)
         return low & (scores < _kth_highest(scores, self.min_tokens_to_keep))
 
@@ -303,14 +267,9 @@ class EtaLogitsWarper(Filter):
     min_tokens_to_keep: Counts = 1
     device: InitVar[str] = "cpu"
 
-    per_row = ("epsilon", "min_tokens_to_keep")
-
-    def __post_init__(self, device: str) -> None:
-        admit(self, "epsilon", BETWEEN_0_AND_1, "eta_cutoff")
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("epsilon", BETWEEN_0_AND_1, "eta_cutoff"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         logs = _normalised(scores)
         entropy = _entropy(logs, torch.softmax(logs, dim=-1))
         # float32 whatever the scores are, as in the reference.
@@ -326,12 +285,7 @@ class LogitNormalization(LogitsProcessor):
     narrows = True
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         return scores.log_softmax(dim=-1)
-
-    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list."""
-        return self.relisted(rows, scores)
 
 
 def _normalised(scores: Tensor) -> Tensor:

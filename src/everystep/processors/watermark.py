@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, integer, one_of
+from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, SIZE, integer, one_of
 from everystep.config.nested import WatermarkingConfig
 from everystep.errors import RequestError, message
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit, places
-from everystep.processors.stacking import admit
+from everystep.processors.stacking import Parameter
 from everystep.types import Rows
 
 _REMEMBERED_BYTES = 2**26  # of lists of one vocabulary, at an eighth of a byte per id
@@ -128,25 +128,21 @@ class WatermarkLogitsProcessor(LogitsProcessor):
     seeding_scheme: str = "lefthash"
     context_width: int = 1
 
-    def __post_init__(self) -> None:
-        admit(self, "vocab_size", integer(1))
-        admit(self, "greenlist_ratio", BETWEEN_0_AND_1)
-        admit(self, "bias", NUMBER)
-        admit(self, "hashing_key", integer())
-        admit(self, "seeding_scheme", one_of("lefthash", "selfhash"))
-        admit(self, "context_width", integer(1))
+    checked = (
+        Parameter("vocab_size", SIZE),
+        Parameter("greenlist_ratio", BETWEEN_0_AND_1),
+        Parameter("bias", NUMBER),
+        Parameter("hashing_key", integer()),
+        Parameter("seeding_scheme", one_of("lefthash", "selfhash")),
+        Parameter("context_width", SIZE),
+    )
 
     @property
     def greenlist_size(self) -> int:
         """How many ids are green."""
         return int(self.vocab_size * self.greenlist_ratio)
 
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
-        return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
-
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
         marked = np.flatnonzero(rows.lengths >= self.context_width)
         if not len(marked):
             return scores

@@ -177,12 +177,7 @@ class SharedDraws:
         return drawn[torch.from_numpy(places.slot)]
 
     def _noise(self, probabilities: Tensor, places: Places) -> Tensor:
-        full = torch.empty(
-            places.slots,
-            probabilities.shape[1],
-            dtype=probabilities.dtype,
-            device=probabilities.device,
-        ).exponential_()
+        full = probabilities.new_empty(places.slots, probabilities.shape[1]).exponential_()
         if len(places.slot) == places.slots and (places.slot == np.arange(places.slots)).all():
             return full
         return full[torch.from_numpy(places.slot).to(full.device)]

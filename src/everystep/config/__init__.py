@@ -6,11 +6,7 @@ from everystep.config.effective import Effective, merge_configs
 from everystep.config.fields import FIELDS, META
 from everystep.config.generation import GenerationConfig
 from everystep.config.modes import GenerationMode
-from everystep.config.nested import (
-    CompileConfig,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
+from everystep.config.nested import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 __all__ = [
     "CompileConfig",

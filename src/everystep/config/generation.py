@@ -31,7 +31,6 @@ from everystep.files.hub import HubAccess
 from everystep.files.sources import read_settings
 
 CONFIG_NAME = "generation_config.json"
-_OWN = frozenset({"inherited", "extra"})
 # Where a model's config keeps the settings of its decoder alone.
 _INNER_CONFIGS = ("decoder", "generator", "text_config")
 
@@ -49,14 +48,10 @@ class GenerationConfig:
     extra: dict[str, Any]
 
     def __init__(self, **values: Any) -> None:
-        self._reset()
+        self.__dict__.update(dict.fromkeys(FIELDS), inherited=frozenset(), extra={})
         for name, value in values.items():
             setattr(self, name, value)
         refuse_impossible(self.filled())
-
-    def _reset(self) -> None:
-        self.__dict__.update(dict.fromkeys(FIELDS))
-        self.__dict__.update(inherited=frozenset(), extra={})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in FIELDS:

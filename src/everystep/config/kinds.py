@@ -82,14 +82,17 @@ def integer(least: int | None = None) -> Kind:
     """Whole numbers, from `least` on."""
     if least is None:
         return Kind("an integer", is_integer)
-    return Kind(
-        f"an integer of at least {least}", lambda value: is_integer(value) and value >= least
-    )
+    return Kind(f"an integer of at least {least}", lambda v: is_integer(v) and v >= least)
 
 
 def number(wanted: str, passes: Callable[[float], bool]) -> Kind:
     """Real numbers that pass a test."""
     return Kind(wanted, lambda value: is_number(value) and passes(value))
+
+
+def list_of(wanted: str, passes: Callable[[Any], bool], least: int = 0) -> Kind:
+    """Lists of at least `least` values, all of which pass a test."""
+    return Kind(wanted, lambda value: is_list(value, passes, least), _as_lists)
 
 
 def one_of(*names: Any) -> Kind:
@@ -121,21 +124,15 @@ TOKENS = Kind(
     lambda value: is_integer(value) or is_list(value, is_integer),
     _as_lists,
 )
-IDS = Kind("a list of token ids", lambda value: is_list(value, _is_id), _as_lists)
+IDS = list_of("a list of token ids", _is_id)
 ONE_OR_MORE_IDS = Kind(
-    "a token id or a list of token ids, from 0 on",
-    lambda value: all(map(_is_id, _ids(value))),
-    _ids,
+    "a token id or a list of token ids, from 0 on", lambda v: all(map(_is_id, _ids(v))), _ids
 )
-WORDS = Kind(
-    "a non-empty list of non-empty lists of token ids",
-    lambda value: is_list(value, _is_word, least=1),
-    _as_lists,
-)
-FORCED_WORDS = Kind(
+WORDS = list_of("a non-empty list of non-empty lists of token ids", _is_word, least=1)
+FORCED_WORDS = list_of(
     "a list of words (lists of token ids) or of lists of alternative words",
-    lambda value: is_list(value, lambda v: _is_word(v) or is_list(v, _is_word, 1), least=1),
-    _as_lists,
+    lambda value: _is_word(value) or is_list(value, _is_word, least=1),
+    least=1,
 )
 LAYERS = Kind(
     "'low', 'high' or a list of layer indices",
@@ -153,8 +150,6 @@ MAPPING = Kind(
     dict,
 )
 OBJECTS = Kind("a list", lambda value: isinstance(value, list | tuple), list)
-
-
 SAMPLERS = (
     *("temperature", "top_n_sigma", "top_h", "top_k", "top_p", "min_p", "typical_p"),
     *("epsilon_cutoff", "eta_cutoff", "xtc", "mirostat"),
@@ -164,10 +159,8 @@ SAMPLER_ORDER = Kind(
     lambda v: is_list(v, lambda name: name in SAMPLERS, least=1) and len({*v}) == len(v),
     list,
 )
-BREAKERS = Kind(
-    "a list of non-empty strings and token ids",
-    lambda value: is_list(value, lambda item: _is_text(item) or _is_id(item)),
-    list,
+BREAKERS = list_of(
+    "a list of non-empty strings and token ids", lambda value: _is_text(value) or _is_id(value)
 )
 
 

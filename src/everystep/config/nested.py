@@ -8,20 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
-from everystep.config.kinds import FRACTION, NUMBER, SIZE, Kind, integer, is_integer, is_list
+from everystep.config.kinds import FRACTION, NUMBER, SIZE, Kind, integer, is_integer, list_of
 from everystep.errors import RequestError, UnknownArgumentError, message, nearest
-
-_SCHEME = Kind("'lefthash' or 'selfhash'", lambda value: value in ("lefthash", "selfhash"))
-_KEYS = Kind("a non-empty list of integers", lambda value: is_list(value, is_integer, least=1))
-_TABLE_SIZE = Kind(
-    "an integer from 1 to 2**24", lambda value: is_integer(value) and 1 <= value <= 2**24
-)
 
 
 @dataclass
-class WatermarkingConfig:
+class _Nested:
+    """`where`: what errors call it. `kinds`: what those values may be that are checked."""
+
+    where: ClassVar[str] = "watermarking_config"
+    kinds: ClassVar[Mapping[str, Kind]] = {}
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Returns if every value is possible; RequestError otherwise."""
+        for name, kind in self.kinds.items():
+            do = f"Give {name} such a value, or leave it out"
+            kind.checked(getattr(self, name), f"{self.where}.{name}", do)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any]) -> Self:
+        """A configuration with the given values."""
+        known = {one.name for one in fields(cls)}
+        for name in config_dict:
+            if name not in known:
+                guess = nearest(str(name), known)
+                do = f"The nearest is {guess}" if guess else "It knows " + ", ".join(sorted(known))
+                raise UnknownArgumentError(message(f"{cls.where} has no value {name!r}", do=do))
+        try:
+            return cls(**config_dict)
+        except TypeError:
+            what, got = f"{cls.where} is incomplete", ", ".join(config_dict)
+            text = message(what, wanted="ngram_len and keys", got=got, do="Add them")
+            raise RequestError(text) from None
+
+
+@dataclass
+class WatermarkingConfig(_Nested):
     """A green-list watermark (Kirchenbauer et al. 2023): its share, strength and seeding."""
 
     greenlist_ratio: float = 0.25
@@ -30,32 +61,19 @@ class WatermarkingConfig:
     seeding_scheme: str = "lefthash"
     context_width: int = 1
 
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Returns if every value is possible; RequestError otherwise."""
-        _check(
-            self,
-            greenlist_ratio=FRACTION,
-            bias=NUMBER,
-            hashing_key=integer(),
-            seeding_scheme=_SCHEME,
-            context_width=SIZE,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The values by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any]) -> WatermarkingConfig:
-        """A configuration with the given values."""
-        return _build(cls, config_dict, "watermarking_config")
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "greenlist_ratio": FRACTION,
+        "bias": NUMBER,
+        "hashing_key": integer(),
+        "seeding_scheme": Kind(
+            "'lefthash' or 'selfhash'", lambda value: value in ("lefthash", "selfhash")
+        ),
+        "context_width": SIZE,
+    }
 
 
 @dataclass
-class SynthIDTextWatermarkingConfig:
+class SynthIDTextWatermarkingConfig(_Nested):
     """A SynthID watermark (Dathathri et al. 2024): n-gram length, one key per depth, tables."""
 
     ngram_len: int
@@ -66,31 +84,18 @@ class SynthIDTextWatermarkingConfig:
     skip_first_ngram_calls: bool = False
     debug_mode: bool = False
 
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Returns if every value is possible; RequestError otherwise."""
-        _check(
-            self,
-            ngram_len=SIZE,
-            keys=_KEYS,
-            sampling_table_size=_TABLE_SIZE,
-            context_history_size=SIZE,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The values by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any]) -> SynthIDTextWatermarkingConfig:
-        """A configuration with the given values."""
-        return _build(cls, config_dict, "watermarking_config")
+    kinds: ClassVar[Mapping[str, Kind]] = {
+        "ngram_len": SIZE,
+        "keys": list_of("a non-empty list of integers", is_integer, least=1),
+        "sampling_table_size": Kind(
+            "an integer from 1 to 2**24", lambda value: is_integer(value) and 1 <= value <= 2**24
+        ),
+        "context_history_size": SIZE,
+    }
 
 
 @dataclass
-class CompileConfig:
+class CompileConfig(_Nested):
     """How forwards are compiled, in the terms of `torch.compile`."""
 
     fullgraph: bool = False
@@ -99,14 +104,11 @@ class CompileConfig:
     mode: str = "reduce-overhead"
     options: dict[str, Any] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The values by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+    where: ClassVar[str] = "compile_config"
 
-    @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any]) -> CompileConfig:
-        """A configuration with the given values."""
-        return _build(cls, config_dict, "compile_config")
+    def to_dict(self) -> dict[str, Any]:
+        """The values by name; a backend is the same object."""
+        return {**vars(self)}
 
 
 Watermark = WatermarkingConfig | SynthIDTextWatermarkingConfig
@@ -124,29 +126,3 @@ def watermark(value: Watermark | Mapping[str, Any]) -> Watermark:
 def compilation(value: CompileConfig | Mapping[str, Any]) -> CompileConfig:
     """A compile configuration as it is, or the one whose values a dict holds."""
     return CompileConfig.from_dict(value) if isinstance(value, Mapping) else value
-
-
-def _check(config: Watermark, **kinds: Kind) -> None:
-    for name, kind in kinds.items():
-        do = f"Give {name} such a value, or leave it out"
-        kind.checked(getattr(config, name), f"watermarking_config.{name}", do)
-
-
-T = TypeVar("T")
-
-
-def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            guess = nearest(str(name), known)
-            do = f"The nearest is {guess}" if guess else "It knows " + ", ".join(sorted(known))
-            raise UnknownArgumentError(message(f"{where} has no value {name!r}", do=do))
-    try:
-        return cls(**values)
-    except TypeError:
-        got = ", ".join(values)
-        text = message(
-            f"{where} is incomplete", wanted="ngram_len and keys", got=got, do="Add them"
-        )
-        raise RequestError(text) from None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from everystep.config.fields import FIELDS, OLD_CACHES
@@ -42,6 +43,9 @@ class ConfigRule:
         if self.decides != self.loses:
             got += f" with {self.decides}={values[self.decides]!r}"
         return message(self.what, got=got, do=self.do)
+
+
+_impossible, _notice = partial(ConfigRule, "impossible"), partial(ConfigRule, "notice")
 
 
 def _is_set(name: str) -> Test:
@@ -120,8 +124,7 @@ _SAMPLING = (
         "Set do_sample=True, or leave {name} out",
     ),
     *(
-        ConfigRule(
-            "notice",
+        _notice(
             switch,
             name,
             _both(_off(switch), _is_set(name)),
@@ -131,8 +134,7 @@ _SAMPLING = (
         for switch, names in _PARAMETERS.items()
         for name in names
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "temperature",
         "dynatemp_range",
         _both(_samples, lambda v: 0 < (_lowest(v["temperature"]) or 1.0) <= v["dynatemp_range"]),
@@ -146,8 +148,7 @@ _SAMPLING = (
         "without sampling or contrastive search",
         "Set do_sample=True, or leave {name} out",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "do_sample",
         "temperature",
         _both(_samples, lambda v: _lowest(v["temperature"]) == 0),
@@ -171,40 +172,35 @@ _BEAMS = (
         "without groups of beams",
         "Set num_beam_groups above 1, or leave {name} out",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "num_beams",
         "num_beam_groups",
         lambda v: (v["num_beams"] or 1) % (v["num_beam_groups"] or 1) != 0,
         "num_beams must be a multiple of num_beam_groups",
         "Change one of them",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "do_sample",
         "num_beam_groups",
         _both(_samples, _groups),
         "groups of beams do not sample",
         "Set do_sample=False, or leave num_beam_groups out",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "num_beam_groups",
         "diversity_penalty",
         lambda v: _groups(v) and not (v["diversity_penalty"] or 0) > 0,
         "groups of beams need a diversity_penalty above 0, or all find the same",
         "Set diversity_penalty above 0, or leave num_beam_groups out",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "do_sample",
         "num_return_sequences",
         _both(_greedy, _one_beam, _differs("num_return_sequences")),
         "greedy decoding finds one sequence: num_return_sequences must be 1",
         "Set do_sample=True or num_beams, or leave num_return_sequences out",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "num_beams",
         "num_return_sequences",
         lambda v: _beams(v) and (v["num_return_sequences"] or 1) > v["num_beams"],
@@ -220,7 +216,7 @@ _UNCONSTRAINED = (
     ("num_beam_groups", _groups, "constrained beams have no groups", "Leave num_beam_groups or"),
 )
 _CONSTRAINTS = tuple(
-    ConfigRule("impossible", decides, name, _both(where, _is_set(name)), what, f"{do} {name} out")
+    _impossible(decides, name, _both(where, _is_set(name)), what, f"{do} {name} out")
     for name in ("constraints", "force_words_ids")
     for decides, where, what, do in _UNCONSTRAINED
 )
@@ -238,8 +234,7 @@ _SINGLE = (
         "Leave num_beams or {name} out",
         given=_truthy,
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "penalty_alpha",
         "top_k",
         _both(_truthy("penalty_alpha"), _greedy, lambda v: isinstance(v["top_k"], list)),
@@ -254,8 +249,7 @@ _SINGLE = (
         "Set do_sample=False, or leave {name} out",
         given=_truthy,
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "prompt_lookup_num_tokens",
         "assistant_ensemble_weight",
         _both(_truthy("prompt_lookup_num_tokens"), _truthy("assistant_ensemble_weight")),
@@ -273,16 +267,14 @@ _CACHING = (
         "without a cache",
         "Set use_cache=True, or leave {name} out",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "cache_implementation",
         "max_cache_len",
         _both(_is_set("max_cache_len"), lambda v: v["cache_implementation"] not in _STATIC_CACHES),
         "max_cache_len has an effect on static caches only",
         "Set cache_implementation='static', or leave max_cache_len out",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "cache_implementation",
         "cache_config",
         _both(_is_set("cache_config"), lambda v: v["cache_implementation"] != "quantized"),
@@ -315,8 +307,7 @@ _OTHERS = (
         given=_truthy,
     ),
     *(
-        ConfigRule(
-            "impossible",
+        _impossible(
             name,
             "suppress_tokens",
             _all_suppressed(name),
@@ -325,16 +316,14 @@ _OTHERS = (
         )
         for name in ("forced_bos_token_id", "forced_eos_token_id")
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "max_new_tokens",
         "max_length",
         _both(_is_set("max_new_tokens"), _is_set("max_length")),
         "max_new_tokens goes before max_length",
         "Leave one of them out",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "min_new_tokens",
         "min_length",
         _both(_is_set("min_new_tokens"), _truthy("min_length")),
@@ -349,16 +338,14 @@ _OTHERS = (
         "min_new_tokens cannot be reached",
         "Raise max_new_tokens or lower min_new_tokens",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "eos_token_id",
         "eos_token_id",
         lambda v: any(token < 0 for token in _listed(v["eos_token_id"])),
         "eos_token_id holds a negative number, which is no token and ends nothing",
         "Set eos_token_id to ids of the vocabulary, or to None to end at the length alone",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "pad_token_id",
         "pad_token_id",
         lambda v: v["pad_token_id"] is not None and v["pad_token_id"] < 0,

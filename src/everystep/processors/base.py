@@ -21,7 +21,7 @@ from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.processors.best import is_wide, without
-from everystep.processors.edits import Edit, Revision
+from everystep.processors.edits import Edit
 from everystep.processors.stacking import Numbers, Parameter, admit, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
 
@@ -85,7 +85,7 @@ class LogitsProcessor:
             return None
         return replace(scores, values=self.process(rows, scores.values), totals=None)
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | Revision | None:
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""
         text = message(
             f"{type(self).__name__} does not say what it does with scores",

@@ -49,9 +49,9 @@ def _prepare(table: Table, device: torch.device) -> _Prepared:
     return torch.tensor(ends, dtype=torch.int64, device=device), single.to(device), longer
 
 
-def check_width(ids: Iterable[int], size: int, name: str) -> None:
-    """RequestError if there is an id that no score belongs to."""
-    beyond = sorted({token for token in ids if token >= size})
+def check_width(ids: Iterable[int], size: int | None, name: str) -> None:
+    """RequestError if there is an id that no score belongs to; nothing if the size is unknown."""
+    beyond = [] if size is None else sorted({token for token in ids if token >= size})
     if beyond:
         text = message(
             f"{name} names ids beyond the vocabulary",
@@ -76,7 +76,6 @@ class _Biases(LogitsProcessor):
         raise NotImplementedError
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """Scores plus the sum of all biases that apply; one rounding, as in the reference."""
         size, device = scores.shape[-1], scores.device
         if (size, device) not in self._prepared:
             ids = (token for word, _ in self.table for token in word)
@@ -85,6 +84,7 @@ class _Biases(LogitsProcessor):
         ends, single, longer = self._prepared[size, device]
         if not len(ends):
             return None
+        # Biases are summed first, so that there is one rounding, as in the reference.
         total = single.to(scores.dtype).repeat(len(scores), 1)
         for before, last, bias in longer:
             row, word = matching_tails(rows, before)
@@ -209,7 +209,6 @@ class LogitBias(LogitsProcessor):
         require(valid, "logit_bias", "pairs of a token id and a number", self.table)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """The scores of the table's ids, moved."""
         check_width((token for token, _ in self.table), scores.shape[-1], "logit_bias")
         tokens = np.array([token for token, _ in self.table], dtype=np.int64)
         bias = torch.tensor([bias for _, bias in self.table], dtype=torch.float64).to(scores)

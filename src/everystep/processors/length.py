@@ -35,7 +35,6 @@ class MinLengthLogitsProcessor(LogitsProcessor):
     checked = (_ENDS,)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the end tokens of short rows."""
         return banned_in(scores, rows.lengths < np.asarray(self.min_length), self.eos_token_id)
 
 
@@ -52,7 +51,6 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
     checked = (Parameter("prompt_length_to_skip", COUNT, optional=True), _ENDS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the end tokens of rows with few new ids."""
         new = _generated(rows, self.prompt_length_to_skip)
         return banned_in(scores, new < np.asarray(self.min_new_tokens), self.eos_token_id)
 
@@ -64,7 +62,6 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
     bos_token_id: int
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """0 at the one token of rows that begin, and -inf elsewhere."""
         return forced_in(scores, rows.lengths == 1, (self.bos_token_id,))
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
@@ -83,7 +80,6 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     checked = (Parameter("eos_token_id", ONE_OR_MORE_IDS, "forced_eos_token_id"),)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """0 at the end tokens of rows at the last place, and -inf elsewhere."""
         return forced_in(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
@@ -109,7 +105,6 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
     )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """The end tokens of long rows, raised."""
         start, factor = self.exponential_decay_length_penalty
         beyond = _generated(rows, self.input_ids_seq_length) - start
         late = np.flatnonzero(beyond > 0)
@@ -133,7 +128,6 @@ class SuppressTokensLogitsProcessor(LogitsProcessor):
     checked = (Parameter("suppress_tokens", ONE_OR_MORE_IDS),)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the tokens of all rows."""
         return banned_in(scores, np.ones(len(scores), dtype=bool), self.suppress_tokens)
 
 
@@ -159,7 +153,6 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
         object.__setattr__(self, "begin_index", begin_index)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the tokens of rows that begin."""
         given = self.begin_index is not None
         begins = _generated(rows, self.begin_index) == (0 if given else self.after)
         return banned_in(scores, begins, self.begin_suppress_tokens)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from everystep.processors.base import remembers
 from everystep.types import Rows
 
 _KEPT = 32  # ids at the end that are never shared, so that drafts can be taken back
@@ -25,10 +26,11 @@ class _Memory:
     A shared part has a `length`, and `after(ids)`, the same of a prefix that is longer.
     """
 
-    __slots__ = ("_recent", "_room", "_shared", "start")
+    __slots__ = ("_nothing", "_recent", "_room", "_shared", "start")
 
     def __init__(self, nothing: Any, start: int = 0) -> None:
         self.start = start
+        self._nothing = nothing  # the shared part of no ids
         self._anew(nothing)
 
     def _anew(self, shared: Any) -> None:
@@ -36,10 +38,6 @@ class _Memory:
         self._shared = shared
         self._recent: list[int] = []
         self._room = _KEPT + max(_ROOM, 4 * isqrt(shared.length))
-
-    def _nothing(self) -> Any:
-        """The shared part of no ids."""
-        raise NotImplementedError
 
     def _add(self, token: int) -> None:
         raise NotImplementedError
@@ -77,7 +75,7 @@ class _Memory:
         """Rewinds it to at most the first `length` ids; to none where that is far back."""
         excess = self.length - max(length, self.start)
         if excess > len(self._recent):
-            self._anew(self._nothing())
+            self._anew(self._nothing)
             return
         for _ in range(excess):
             self._take_back()
@@ -114,9 +112,6 @@ class Occurrences(_Memory):
 
     def __init__(self, start: int = 0) -> None:
         super().__init__(_NOTHING, start)
-
-    def _nothing(self) -> _Counted:
-        return _NOTHING
 
     def _anew(self, shared: _Counted) -> None:
         super()._anew(shared)
@@ -214,10 +209,7 @@ class NGrams(_Memory):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        super().__init__(self._nothing())
-
-    def _nothing(self) -> _Grams:
-        return _Grams(self.size, 0, {}, ())
+        super().__init__(_Grams(size, 0, {}, ()))
 
     def _anew(self, shared: _Grams) -> None:
         super()._anew(shared)
@@ -277,10 +269,12 @@ def ngrams(rows: Rows, r: int, size: int) -> NGrams:
 
 
 def _read(rows: Rows, r: int, key: str, make: Callable[[], Any]) -> Any:
-    """The memory of row r's sequence under a key, which has read all of the prefix."""
+    """A memory that has read all of row r's prefix: the one that its sequence has under a key, or
+    a new one where ids are given by hand."""
     sequence = rows.sequences[r]
-    memory = sequence.memo.get(key)
+    memo = sequence.memo if remembers(rows) else {}
+    memory = memo.get(key)
     if memory is None:
-        memory = sequence.memo[key] = make()
+        memory = memo[key] = make()
     memory.read(rows.table.data[sequence.line], int(rows.lengths[r]))
     return memory

@@ -6,7 +6,7 @@ of the caller's that is of exactly the class that a field asks for as well takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from warnings import warn
@@ -17,47 +17,12 @@ from everystep.config import kinds
 from everystep.config.fields import FIELDS
 from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingConfig
 from everystep.errors import RequestError, message
+from everystep.processors import bias, length, repetition, warpers
 from everystep.processors.base import UserProcessor, reads_rows
-from everystep.processors.bias import (
-    InfNanRemoveLogitsProcessor,
-    LogitBias,
-    NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    check_width,
-)
 from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from everystep.processors.length import (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
-from everystep.processors.repetition import (
-    Dry,
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    OccurrencePenalty,
-    RepetitionPenaltyLogitsProcessor,
-)
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.stacking import at_row
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from everystep.processors.warpers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 from everystep.processors.watermark import WatermarkLogitsProcessor
 from everystep.types.protocols import Processor
 
@@ -111,7 +76,7 @@ def _bounded(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     return kind(value, min_tokens_to_keep=facts.min_tokens_to_keep)
 
 
-def _of_encoder(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+def _encoder(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
     if facts.encoder_ids is None:
         text = f"{kind.checked[0].label} has no effect: the prompt was not given as ids"
         warn(text, UserWarning, stacklevel=5)
@@ -155,7 +120,7 @@ def _min_length(kind: Any, value: Any, values: Values, facts: Facts) -> Processo
     return kind(value, facts.eos) if facts.eos else None
 
 
-def _min_new_tokens(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+def _new_tokens(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
     return kind(None, value, facts.eos) if value and facts.eos else None
 
 
@@ -184,7 +149,7 @@ def _decay(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
             do="Set eos_token_id, or leave the penalty out",
         )
         raise RequestError(text)
-    _require_width(facts.eos, facts, "eos_token_id")
+    bias.check_width(facts.eos, facts.vocab_size, "eos_token_id")
     return kind(value, facts.eos, None)
 
 
@@ -222,44 +187,44 @@ def _synthid(kind: Any, value: Any, values: Values, facts: Facts) -> Processor |
 # `UserProcessor`, before those that shape the distribution for sampling.
 Slots = dict[type, tuple[Maker, *tuple[str, ...]]]
 BEFORE: Slots = {
-    SequenceBiasLogitsProcessor: (_alone, "sequence_bias"),
-    LogitBias: (_logit_bias, "logit_bias"),
-    EncoderRepetitionPenaltyLogitsProcessor: (_of_encoder, "encoder_repetition_penalty"),
-    RepetitionPenaltyLogitsProcessor: (_alone, "repetition_penalty"),
-    OccurrencePenalty: (_occurrence, "presence_penalty", "frequency_penalty"),
-    Dry: (_dry, "dry_multiplier"),
-    NoRepeatNGramLogitsProcessor: (_alone, "no_repeat_ngram_size"),
-    EncoderNoRepeatNGramLogitsProcessor: (_of_encoder, "encoder_no_repeat_ngram_size"),
-    NoBadWordsLogitsProcessor: (_bad_words, "bad_words_ids"),
-    MinLengthLogitsProcessor: (_min_length, "min_length"),
-    MinNewTokensLengthLogitsProcessor: (_min_new_tokens, "min_new_tokens"),
-    PrefixConstrainedLogitsProcessor: (_prefix, "prefix_allowed_tokens_fn"),
-    ForcedBOSTokenLogitsProcessor: (_alone, "forced_bos_token_id"),
-    ForcedEOSTokenLogitsProcessor: (_forced_eos, "forced_eos_token_id"),
-    InfNanRemoveLogitsProcessor: (_switched, "remove_invalid_values"),
-    ExponentialDecayLengthPenalty: (_decay, "exponential_decay_length_penalty"),
-    SuppressTokensLogitsProcessor: (_alone, "suppress_tokens"),
-    SuppressTokensAtBeginLogitsProcessor: (_begin_suppress, "begin_suppress_tokens"),
+    bias.SequenceBiasLogitsProcessor: (_alone, "sequence_bias"),
+    bias.LogitBias: (_logit_bias, "logit_bias"),
+    repetition.EncoderRepetitionPenaltyLogitsProcessor: (_encoder, "encoder_repetition_penalty"),
+    repetition.RepetitionPenaltyLogitsProcessor: (_alone, "repetition_penalty"),
+    repetition.OccurrencePenalty: (_occurrence, "presence_penalty", "frequency_penalty"),
+    repetition.Dry: (_dry, "dry_multiplier"),
+    repetition.NoRepeatNGramLogitsProcessor: (_alone, "no_repeat_ngram_size"),
+    repetition.EncoderNoRepeatNGramLogitsProcessor: (_encoder, "encoder_no_repeat_ngram_size"),
+    bias.NoBadWordsLogitsProcessor: (_bad_words, "bad_words_ids"),
+    length.MinLengthLogitsProcessor: (_min_length, "min_length"),
+    length.MinNewTokensLengthLogitsProcessor: (_new_tokens, "min_new_tokens"),
+    bias.PrefixConstrainedLogitsProcessor: (_prefix, "prefix_allowed_tokens_fn"),
+    length.ForcedBOSTokenLogitsProcessor: (_alone, "forced_bos_token_id"),
+    length.ForcedEOSTokenLogitsProcessor: (_forced_eos, "forced_eos_token_id"),
+    bias.InfNanRemoveLogitsProcessor: (_switched, "remove_invalid_values"),
+    length.ExponentialDecayLengthPenalty: (_decay, "exponential_decay_length_penalty"),
+    length.SuppressTokensLogitsProcessor: (_alone, "suppress_tokens"),
+    length.SuppressTokensAtBeginLogitsProcessor: (_begin_suppress, "begin_suppress_tokens"),
 }
 SAMPLERS: Slots = {
-    TemperatureLogitsWarper: (_temperature, "temperature", "dynatemp_range"),
+    warpers.TemperatureLogitsWarper: (_temperature, "temperature", "dynatemp_range"),
     TopNSigma: (_alone, "top_n_sigma"),
-    TopHLogitsWarper: (_alone, "top_h"),
-    TopKLogitsWarper: (_bounded, "top_k"),
-    TopPLogitsWarper: (_bounded, "top_p"),
-    MinPLogitsWarper: (_bounded, "min_p"),
-    TypicalLogitsWarper: (_bounded, "typical_p"),
-    EpsilonLogitsWarper: (_bounded, "epsilon_cutoff"),
-    EtaLogitsWarper: (_bounded, "eta_cutoff"),
+    warpers.TopHLogitsWarper: (_alone, "top_h"),
+    warpers.TopKLogitsWarper: (_bounded, "top_k"),
+    warpers.TopPLogitsWarper: (_bounded, "top_p"),
+    warpers.MinPLogitsWarper: (_bounded, "min_p"),
+    warpers.TypicalLogitsWarper: (_bounded, "typical_p"),
+    warpers.EpsilonLogitsWarper: (_bounded, "epsilon_cutoff"),
+    warpers.EtaLogitsWarper: (_bounded, "eta_cutoff"),
     Xtc: (_xtc, "xtc_probability"),
     Mirostat: (_mirostat, "mirostat_tau"),
 }
 AFTER: Slots = {
     WatermarkLogitsProcessor: (_green_list, "watermarking_config"),
     SynthIDTextWatermarkLogitsProcessor: (_synthid, "watermarking_config"),
-    LogitNormalization: (_switched, "renormalize_logits"),
+    warpers.LogitNormalization: (_switched, "renormalize_logits"),
 }
-_SAMPLING = (TemperatureLogitsWarper, DynamicTemperature, *SAMPLERS)
+_SAMPLING = (warpers.TemperatureLogitsWarper, DynamicTemperature, *SAMPLERS)
 CANONICAL: tuple[type, ...] = (*BEFORE, UserProcessor, *dict.fromkeys(_SAMPLING), *AFTER)
 RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(CANONICAL)}
 # What `sampler_order` calls them; those that it names come first, as it names them.
@@ -302,7 +267,7 @@ def _made(slots: Slots, values: Values, facts: Facts) -> list[Processor]:
         if any(_has_effect(field, values[field]) for field in fields):
             value = values[fields[0]]
             if fields[0] in _HOLD_IDS:
-                _require_width(_ids(value), facts, fields[0])
+                bias.check_width(_ids(value), facts.vocab_size, fields[0])
             made.append(make(kind, value, values, facts))
     return [one for one in made if one is not None]
 
@@ -319,11 +284,6 @@ def _ids(value: Any) -> Iterator[int]:
     else:
         for part in value:
             yield from _ids(part)
-
-
-def _require_width(ids: Iterable[int], facts: Facts, name: str) -> None:
-    if facts.vocab_size is not None:
-        check_width(ids, facts.vocab_size, name)
 
 
 def _replaced(built: list[Processor], free: list[Any]) -> tuple[list[Processor], list[Any]]:

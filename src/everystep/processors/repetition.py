@@ -28,8 +28,8 @@ from everystep.config.kinds import (
     Kind,
 )
 from everystep.processors.base import LogitsProcessor, remembers
-from everystep.processors.edits import Edit, Revision, Stretch, alike, banned, places, stretches
-from everystep.processors.memory import NGrams, Occurrences, ngrams, occurrences
+from everystep.processors.edits import Edit, Stretch, alike, banned, revised, stretches
+from everystep.processors.memory import NGrams, ngrams, occurrences
 from everystep.processors.stacking import Counts, Numbers, Parameter
 from everystep.types import Rows
 
@@ -64,13 +64,13 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         Parameter("prompt_ignore_length", COUNT, optional=True),
     )
 
-    def edit(self, rows: Rows, scores: Tensor) -> Revision:
-        """The scores of ids that stand in the prefix, penalised."""
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         tokens = _standing(rows, self._starts(rows), scores.shape[-1])
-        return Revision(stretches(tokens, scores), self._revised)
 
-    def _revised(self, old: Any, stretch: Stretch) -> Any:
-        return _penalised(old, stretch.own(self.penalty, old))
+        def penalised(old: Any, stretch: Stretch) -> Any:
+            return _penalised(old, stretch.own(self.penalty, old))
+
+        return revised(scores, stretches(tokens, scores), penalised)
 
     def _starts(self, rows: Rows) -> list[int]:
         """Per row, how many ids at its start do not count."""
@@ -105,15 +105,11 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
 
     checked = (Parameter("penalty", POSITIVE, "encoder_repetition_penalty"), _PROMPTS)
 
-    def edit(self, rows: Rows, scores: Tensor) -> Revision:
-        """The scores of ids that stand in the encoder's prompt, raised."""
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         key = (scores.shape, scores.device)
         if key not in self._found:
             self._found[key] = list(stretches(self._tokens(*scores.shape), scores))
-        return Revision(self._found[key], self._revised)
-
-    def _revised(self, old: Any, stretch: Stretch) -> Any:
-        return _penalised(old, 1 / self.penalty)
+        return revised(scores, self._found[key], lambda old, _: _penalised(old, 1 / self.penalty))
 
     def _tokens(self, rows: int, size: int) -> list[np.ndarray]:
         """Per row the ids of its prompt that are below `size`, each once."""
@@ -145,12 +141,10 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
     checked = (Parameter("ngram_size", SIZE, "no_repeat_ngram_size"),)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the ids that would complete one."""
         if not remembers(rows):
             return banned(scores, *repeated_ngrams(rows, self.ngram_size))
-        return _banned_each(
-            scores, [ngrams(rows, r, self.ngram_size).next() for r in range(len(rows))]
-        )
+        following = [ngrams(rows, r, self.ngram_size).next() for r in range(len(rows))]
+        return _banned_each(scores, following)
 
 
 @dataclass(frozen=True)
@@ -168,7 +162,6 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     checked = (Parameter("encoder_ngram_size", SIZE, "encoder_no_repeat_ngram_size"), _PROMPTS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the ids that would complete one."""
         grams = self._grams()
         ids, before = rows.table.data, self.encoder_ngram_size - 1
         ends = zip(rows.sequences, rows.lengths.tolist(), strict=True)
@@ -210,27 +203,21 @@ class OccurrencePenalty(LogitsProcessor):
         Parameter("frequency", PENALTY, "frequency_penalty"),
     )
 
-    def edit(self, rows: Rows, scores: Tensor) -> Revision:
-        """The scores of the ids that were generated, lowered."""
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         known = [_generated(rows, r, scores.shape[-1]) for r in range(len(rows))]
         times = [counts for _, counts in known]
 
-        def revised(old: Any, stretch: Stretch) -> Any:
+        def lowered(old: Any, stretch: Stretch) -> Any:
             count = alike(np.concatenate(times[stretch.rows]), old)
             each = stretch.own(self.frequency, old)
             return old - (each * count + stretch.own(self.presence, old))
 
-        return Revision(stretches([tokens for tokens, _ in known], scores), revised)
+        return revised(scores, stretches([tokens for tokens, _ in known], scores), lowered)
 
 
 def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The ids below `size` that row r's sequence generated, each once, and how often: copies."""
-    start = rows.sequences[r].request.prompt_visible
-    if remembers(rows):
-        memory = occurrences(rows, r, start)
-    else:
-        memory = Occurrences(start)
-        memory.read(rows.table.data[rows.sequences[r].line], int(rows.lengths[r]))
+    memory = occurrences(rows, r, rows.sequences[r].request.prompt_visible)
     inside = memory.tokens < size
     return memory.tokens[inside], memory.counts[inside]
 
@@ -260,18 +247,19 @@ class Dry(LogitsProcessor):
     )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """The scores of ids that would continue a repetition, lowered."""
         ids = rows.ids().numpy()
         row, place, length = self._repeats(ids, rows)
         token = ids[row, place + 1]
         keep = length >= self.allowed_length
         keep &= ~np.isin(token, self.breakers) & (token < scores.shape[-1])
-        row, token, length = _longest(row[keep], token[keep], length[keep])
-        if not len(row):
+        if not keep.any():
             return None
-        lost = self.multiplier * self.base ** (length - self.allowed_length).astype(np.float64)
-        index = places(scores, row, token)
-        return Edit(index, scores.view(-1)[index] - torch.from_numpy(lost).to(scores))
+        index, match = np.unique((row * scores.shape[-1] + token)[keep], return_inverse=True)
+        longest = np.zeros(len(index), dtype=np.int64)
+        np.maximum.at(longest, match, length[keep])
+        lost = self.multiplier * self.base ** (longest - self.allowed_length).astype(np.float64)
+        at = torch.from_numpy(index).to(scores.device)
+        return Edit(at, scores.view(-1)[at] - torch.from_numpy(lost).to(scores))
 
     @property
     def _longest_counted(self) -> int:
@@ -303,17 +291,6 @@ class Dry(LogitsProcessor):
                 break
             length[going] += 1
         return row, at, length
-
-
-def _longest(
-    row: np.ndarray, token: np.ndarray, length: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each (row, token) once, with the greatest of its lengths."""
-    order = np.lexsort((-length, token, row))
-    row, token, length = row[order], token[order], length[order]
-    first = np.ones(len(row), dtype=bool)
-    first[1:] = (row[1:] != row[:-1]) | (token[1:] != token[:-1])
-    return row[first], token[first], length[first]
 
 
 def repeated_ngrams(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE
 from everystep.processors.base import Filter, LogitsProcessor, remembers
 from everystep.processors.stacking import LEAST_KEPT, Counts, Numbers, Parameter, column, counts
-from everystep.types import Rows, Sequence
+from everystep.processors.warpers import but_for_best
+from everystep.types import Rows
 from everystep.types.batch import places_of
 from everystep.types.stored import stored
 
@@ -115,8 +116,7 @@ def _numbers(rows: Rows) -> Tensor:
     shifts = np.fromiter((one.request.shift for one in sequences), np.int64, len(rows))
     slots = np.arange(len(rows))
     places = places_of(sequences, rows.lengths - shifts, slots, len(rows))
-    numbers: Tensor = draws.uniform("xtc", places)
-    return numbers
+    return draws.uniform("xtc", places)
 
 
 _KEY = "mirostat"
@@ -168,7 +168,9 @@ class Mirostat(LogitsProcessor):
             limits = torch.tensor(found, dtype=torch.float64)
             at = torch.from_numpy(wave).to(scores.device)
             far = surprise[at] > limits[:, None].to(scores)
-            far &= ~self._spared(scores, at)
+            least = self.min_tokens_to_keep
+            least = tuple(least[r] for r in wave) if isinstance(least, tuple) else least
+            far = but_for_best(far, scores[at], least)
             kept[at] = scores[at].masked_fill(far, -math.inf)
             left = -kept[at].log_softmax(dim=-1) / math.log(2)
             for r, limit, row in zip(wave.tolist(), found, left.cpu().numpy(), strict=True):
@@ -176,36 +178,23 @@ class Mirostat(LogitsProcessor):
                 _note(rows, r, _Choice(int(rows.lengths[r]), limit, tokens, row[tokens]))
         return kept
 
-    def _spared(self, scores: Tensor, at: Tensor) -> Tensor:
-        """(n, V) bool: the likeliest tokens of the given rows."""
-        keep = counts(self.min_tokens_to_keep, scores)
-        keep = keep[at] if isinstance(keep, Tensor) else torch.full((len(at), 1), keep)
-        most = min(int(keep.max()), scores.shape[-1])
-        best = torch.topk(scores[at], most, dim=-1).indices
-        among = torch.arange(most, device=scores.device) < keep.to(scores.device)
-        return torch.zeros_like(scores[at], dtype=torch.bool).scatter(-1, best, among)
-
     def _limit(self, rows: Rows, r: int) -> float:
         """The limit in row r, from that of the previous id."""
         tau, eta = _own(self.tau, r), _own(self.eta, r)
         sequence, length = rows.sequences[r], int(rows.lengths[r])
-        before = next((one for one in _known(sequence) if one.length == length - 1), None)
+        choices = sequence.memo.get(_KEY, ())
+        before = next((one for one in choices if one.length == length - 1), None)
         if before is None:
             return 2 * tau
         token = int(rows.table.data[sequence.line, length - 1])
         return before.limit - eta * before.error(token, tau)
 
 
-def _known(sequence: Sequence) -> tuple[_Choice, ...]:
-    known: tuple[_Choice, ...] = sequence.memo.get(_KEY, ())
-    return known
-
-
 def _note(rows: Rows, r: int, choice: _Choice) -> None:
     """The sequence remembers the choice, and those before it that it may still be taken back to."""
     sequence = rows.sequences[r]
     first = sequence.visible - sequence.provisional - 1
-    kept = (one for one in _known(sequence) if first <= one.length < choice.length)
+    kept = (one for one in sequence.memo.get(_KEY, ()) if first <= one.length < choice.length)
     sequence.memo[_KEY] = (*kept, choice)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,6 +73,12 @@ def _names(processor: Any) -> list[str]:
     return [parameter.name for parameter in getattr(processor, "per_row", ())]
 
 
+def _several(processor: Any) -> dict[str, tuple[Any, ...]]:
+    """Its parameters that are given per row."""
+    values = {name: getattr(processor, name) for name in _names(processor)}
+    return {name: value for name, value in values.items() if isinstance(value, tuple)}
+
+
 def stacked(instances: Sequence[P]) -> P:
     """One instance for R rows, from the instance of each; all of one `stack_key`."""
     per_row = {}
@@ -84,22 +91,20 @@ def stacked(instances: Sequence[P]) -> P:
 
 def varies(processor: object) -> bool:
     """Whether it has a parameter per row."""
-    return any(isinstance(getattr(processor, name), tuple) for name in _names(processor))
+    return bool(_several(processor))
 
 
 def at_row(processor: P, row: int, rows: int) -> P:
     """The processor as it is for one of a call's rows; RequestError if it has other rows."""
     require_rows(processor, rows)
-    values = {name: getattr(processor, name) for name in _names(processor)}
-    own = {name: value[row] for name, value in values.items() if isinstance(value, tuple)}
+    own = {name: value[row] for name, value in _several(processor).items()}
     return _changed(processor, own) if own else processor
 
 
 def require_rows(processor: object, rows: int) -> None:
     """RequestError unless every parameter is one number, or one for each of the rows."""
-    for name in _names(processor):
-        value = getattr(processor, name)
-        if isinstance(value, tuple) and len(value) != rows:
+    for name, value in _several(processor).items():
+        if len(value) != rows:
             text = message(
                 f"{name} of {type(processor).__name__} does not fit the rows",
                 wanted=f"one number, or {rows} of them",
@@ -136,8 +141,6 @@ def greatest(value: Counts) -> int:
 
 def larger(first: Counts, second: Counts) -> Counts:
     """The larger of two, row by row."""
-    if not isinstance(first, tuple) and not isinstance(second, tuple):
-        return max(first, second)
-    length = len(first) if isinstance(first, tuple) else len(second)  # type: ignore[arg-type]
-    pair = [one if isinstance(one, tuple) else (one,) * length for one in (first, second)]
-    return tuple(map(max, *pair))
+    if isinstance(first, tuple) or isinstance(second, tuple):
+        return tuple(np.maximum(first, second).tolist())
+    return max(first, second)

@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import (
-    BETWEEN_0_AND_1,
-    FRACTION,
-    FRACTION_ABOVE_0,
-    POSITIVE,
-    SIZE,
-)
+from everystep.config.kinds import BETWEEN_0_AND_1, FRACTION, FRACTION_ABOVE_0, POSITIVE, SIZE
 from everystep.draws import weights
 from everystep.processors.base import Filter, LogitsProcessor
 from everystep.processors.best import (
@@ -65,7 +59,6 @@ class TemperatureLogitsWarper(LogitsProcessor):
         return self._divide(scores, torch.empty_like(scores))
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list."""
         return None if scores.tokens is None else scores.changed(self._cooled)
 
     def _cooled(self, values: Tensor, which: Any) -> Tensor:
@@ -103,11 +96,9 @@ class TopKLogitsWarper(Filter):
         return 1 + greatest(self._number)
 
     def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
-        """The tokens that it keeps."""
         return best_of(scores, self._number, temperature)
 
     def shortened(self, scores: Scores) -> Scores | None:
-        """The tokens that it keeps."""
         return best_of(scores, self._number)
 
     @property
@@ -195,11 +186,14 @@ class MinPLogitsWarper(Filter):
 
     def removed(self, scores: Tensor) -> Tensor:
         p = torch.softmax(scores, dim=-1)
-        return self._spared(p < column(self.min_p, scores) * p.amax(dim=-1, keepdim=True), p)
+        return self._low(p, column(self.min_p, scores) * p.amax(dim=-1, keepdim=True))
 
     def removed_of_many(self, scores: Tensor) -> Tensor:
-        p = torch.from_numpy(weights(scores.numpy()))
-        return self._spared(p < column(self.min_p, scores), p)
+        return self._low(torch.from_numpy(weights(scores.numpy())), column(self.min_p, scores))
+
+    def _low(self, p: Tensor, least: Any) -> Tensor:
+        keep = self.min_tokens_to_keep  # if one, the best is never low
+        return p < least if keep == 1 else but_for_best(p < least, p, keep)
 
     def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
         """The tokens that it keeps, where those are few."""
@@ -211,15 +205,6 @@ class MinPLogitsWarper(Filter):
             lowest = best + np.log(np.asarray(self.min_p, dtype=np.float64)[..., None])
         found = above(scores, temperature, highest, lowest - _ROOM * (1 + abs(best)))
         return None if found is None else self.shortened(found)
-
-    def _spared(self, low: Tensor, p: Tensor) -> Tensor:
-        """(R, V) bool: of what is low the likeliest are kept."""
-        if self.min_tokens_to_keep == 1:
-            return low  # the best one never is
-        most = min(greatest(self.min_tokens_to_keep), p.shape[-1])
-        best = torch.topk(p, most, dim=-1).indices
-        spared = torch.arange(most, device=p.device) < counts(self.min_tokens_to_keep, p)
-        return low.scatter(-1, best, low.gather(-1, best) & ~spared)
 
 
 @dataclass(frozen=True)
@@ -307,6 +292,14 @@ def _kth_highest(scores: Tensor, k: Counts) -> Tensor:
     if isinstance(k, tuple):
         return best.gather(1, counts(k, scores).clamp(max=size) - 1)
     return best[..., -1, None]
+
+
+def but_for_best(removed: Tensor, scores: Tensor, keep: Counts) -> Tensor:
+    """(R, V) bool: what is removed, but for the `keep` best tokens of every row."""
+    most = min(greatest(keep), scores.shape[-1])
+    best = torch.topk(scores, most, dim=-1).indices
+    kept = torch.arange(most, device=scores.device) < counts(keep, scores)
+    return removed.scatter(-1, best, removed.gather(-1, best) & ~kept)
 
 
 def _spare(removed: Tensor, keep: Counts, *, best_last: bool) -> None:

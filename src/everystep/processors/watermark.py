@@ -166,8 +166,9 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         at = torch.from_numpy(marked).to(scores.device)
         count = min(_CANDIDATES, scores.shape[-1])
         best = torch.topk(scores[at], count, dim=-1).indices.cpu().numpy()
-        ids = [_tail(rows, int(r), self.context_width - 1) for r in marked]
-        before = np.repeat(np.array(ids).reshape(len(marked), -1), count, axis=0)
+        last = rows.lengths[marked, None] + np.arange(1 - self.context_width, 0)
+        lines = np.array([rows.sequences[r].line for r in marked])
+        before = np.repeat(rows.table.data[lines[:, None], last], count, axis=0)
         green = self.greens(np.concatenate([before, best.reshape(-1, 1)], axis=1))
         row, token = np.repeat(marked, count)[green], best.reshape(-1)[green]
         index = places(scores, row, token)
@@ -187,12 +188,6 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         size = (self.vocab_size, self.greenlist_size)
         pairs = zip(seeds, ngrams[:, -1].tolist(), strict=True)
         return np.array([is_green(*size, seed_of(seed), token) for seed, token in pairs], bool)
-
-
-def _tail(rows: Rows, r: int, count: int) -> np.ndarray:
-    """The last `count` ids of row r's prefix."""
-    length = int(rows.lengths[r])
-    return rows.table.data[rows.sequences[r].line, length - count : length]
 
 
 @lru_cache(maxsize=4)

@@ -122,8 +122,7 @@ def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     total = cumulative[:, -1:]
     index = (cumulative <= numbers * total).sum(axis=1)
     # Rounding may reach the end: the last place that adds anything is the answer then.
-    place: np.ndarray = np.minimum(index, (cumulative < total).sum(axis=1))
-    return place
+    return np.minimum(index, (cumulative < total).sum(axis=1))
 
 
 def _reached_on_device(cumulative: Tensor, numbers: Tensor) -> Tensor:

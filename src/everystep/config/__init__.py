@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from everystep.config.effective import Effective, merge_configs
-from everystep.config.fields import FIELDS, META
+from everystep.config.fields import FIELDS, META, GenerationMode
 from everystep.config.generation import GenerationConfig
-from everystep.config.modes import GenerationMode
 from everystep.config.nested import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 __all__ = [

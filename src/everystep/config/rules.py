@@ -316,19 +316,15 @@ _OTHERS = (
         )
         for name in ("forced_bos_token_id", "forced_eos_token_id")
     ),
-    _notice(
-        "max_new_tokens",
-        "max_length",
-        _both(_is_set("max_new_tokens"), _is_set("max_length")),
-        "max_new_tokens goes before max_length",
-        "Leave one of them out",
-    ),
-    _notice(
-        "min_new_tokens",
-        "min_length",
-        _both(_is_set("min_new_tokens"), _truthy("min_length")),
-        "min_new_tokens goes before min_length",
-        "Leave one of them out",
+    *(
+        _notice(
+            new,
+            total,
+            _both(_is_set(new), _truthy(total)),
+            f"{new} goes before {total}",
+            "Leave one of them out",
+        )
+        for new, total in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
     ),
     ConfigRule(
         "conflict",

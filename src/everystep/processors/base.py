@@ -130,17 +130,13 @@ class Filter(LogitsProcessor):
             return None
         if scores.tokens is None:
             return self.searched(scores, temperature) if is_wide(scores.values) else None
-        return self.shortened(scores)
+        if scores.rest is not None:  # it has to see all tokens
+            return None
+        return without(scores, self.removed_of_many(scores.values))
 
     def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
         """As `few`, of wide rows."""
         return None
-
-    def shortened(self, scores: Scores) -> Scores | None:
-        """As `few`, of lists; None if it has to see all tokens."""
-        if scores.rest is not None:
-            return None
-        return without(scores, self.removed_of_many(scores.values))
 
 
 def reads_rows(processor: object) -> bool:
@@ -164,21 +160,17 @@ class LogitsProcessorList(list[Any]):
                 scores = processor(input_ids, scores)
                 continue
             further = list(inspect.signature(processor.__call__).parameters)[2:]
-            _require_keywords(processor, further, kwargs)
+            missing = [name for name in further if name not in kwargs]
+            if missing:
+                text = message(
+                    f"{type(processor).__name__} needs more than ids and scores",
+                    wanted=", ".join(further),
+                    got=", ".join(kwargs) or "neither of them",
+                    do=f"Pass {', '.join(missing)} as keywords",
+                )
+                raise RequestError(text)
             scores = processor(input_ids, scores, **(kwargs if further else {}))
         return scores
-
-
-def _require_keywords(processor: object, further: list[str], given: dict[str, Any]) -> None:
-    missing = [name for name in further if name not in given]
-    if missing:
-        text = message(
-            f"{type(processor).__name__} needs more than ids and scores",
-            wanted=", ".join(further),
-            got=", ".join(given) or "neither of them",
-            do=f"Pass {', '.join(missing)} as keywords",
-        )
-        raise RequestError(text)
 
 
 _BARE = nobodys(Prompt(ids=np.empty(0, dtype=np.int64)))

@@ -213,7 +213,7 @@ class LogitBias(LogitsProcessor):
         tokens = np.array([token for token, _ in self.table], dtype=np.int64)
         bias = torch.tensor([bias for _, bias in self.table], dtype=torch.float64).to(scores)
         index = places(scores, np.arange(len(rows))[:, None], tokens)
-        return Edit(index, scores.view(-1)[index] + bias.repeat(len(rows)))
+        return Edit(index, scores.view(-1).index_select(0, index) + bias.repeat(len(rows)))
 
 
 def matching_tails(rows: Rows, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -74,8 +74,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
             past_key_values=self._past,
         )
         self._past = getattr(output, "past_key_values", None)
-        logits: Tensor = output.logits
-        return logits
+        return output.logits
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ costs those few (and one plain copy of a table of numbers); it can be rewound to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -256,25 +255,16 @@ class NGrams(_Memory):
         return other
 
 
-def occurrences(rows: Rows, r: int, start: int) -> Occurrences:
-    """What row r's sequence remembers of the ids of its prefix from `start` on."""
-    memory: Occurrences = _read(rows, r, f"occurrences from {start}", lambda: Occurrences(start))
-    return memory
+M = TypeVar("M", Occurrences, NGrams)
 
 
-def ngrams(rows: Rows, r: int, size: int) -> NGrams:
-    """What row r's sequence remembers of the n-grams of its prefix."""
-    memory: NGrams = _read(rows, r, f"{size}-grams", lambda: NGrams(size))
-    return memory
-
-
-def _read(rows: Rows, r: int, key: str, make: Callable[[], Any]) -> Any:
-    """A memory that has read all of row r's prefix: the one that its sequence has under a key, or
-    a new one where ids are given by hand."""
-    sequence = rows.sequences[r]
+def remembered(rows: Rows, r: int, kind: type[M], parameter: int) -> M:
+    """What is remembered of all of row r's prefix: by its sequence, or, of ids that are given by
+    hand, just now. `parameter`: what a memory of that kind is made with."""
+    sequence, key = rows.sequences[r], f"{kind.__name__} {parameter}"
     memo = sequence.memo if remembers(rows) else {}
-    memory = memo.get(key)
+    memory: M | None = memo.get(key)
     if memory is None:
-        memory = memo[key] = make()
+        memory = memo[key] = kind(parameter)
     memory.read(rows.table.data[sequence.line], int(rows.lengths[r]))
     return memory

@@ -29,7 +29,7 @@ from everystep.config.kinds import (
 )
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.processors.edits import Edit, Stretch, alike, banned, revised, stretches
-from everystep.processors.memory import NGrams, ngrams, occurrences
+from everystep.processors.memory import NGrams, Occurrences, remembered
 from everystep.processors.stacking import Counts, Numbers, Parameter
 from everystep.types import Rows
 
@@ -65,26 +65,26 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     )
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        tokens = _standing(rows, self._starts(rows), scores.shape[-1])
+        starts = self.prompt_ignore_length
+        if starts is None:
+            starts = tuple(sequence.request.pad_prefix for sequence in rows.sequences)
+        elif not isinstance(starts, tuple):
+            starts = (starts,) * len(rows)
+        tokens = _standing(rows, starts, scores.shape[-1])
 
         def penalised(old: Any, stretch: Stretch) -> Any:
             return _penalised(old, stretch.own(self.penalty, old))
 
         return revised(scores, stretches(tokens, scores), penalised)
 
-    def _starts(self, rows: Rows) -> list[int]:
-        """Per row, how many ids at its start do not count."""
-        ignored = self.prompt_ignore_length
-        if ignored is None:
-            return [sequence.request.pad_prefix for sequence in rows.sequences]
-        return list(ignored) if isinstance(ignored, tuple) else [ignored] * len(rows)
 
-
-def _standing(rows: Rows, starts: list[int], size: int) -> list[np.ndarray]:
+def _standing(rows: Rows, starts: tuple[int, ...], size: int) -> list[np.ndarray]:
     """Per row, the ids below `size` from `starts[r]` on: each once where they are remembered."""
     if remembers(rows):
         # At once: rows of one sequence, as drafts make them, share its memory.
-        return [occurrences(rows, r, start).below(size) for r, start in enumerate(starts)]
+        return [
+            remembered(rows, r, Occurrences, start).below(size) for r, start in enumerate(starts)
+        ]
     ids = rows.ids().numpy()
     parts = [ids[r, start : rows.lengths[r]] for r, start in enumerate(starts)]
     return parts if ids.size and ids.max() < size else [part[part < size] for part in parts]
@@ -143,7 +143,7 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         if not remembers(rows):
             return banned(scores, *repeated_ngrams(rows, self.ngram_size))
-        following = [ngrams(rows, r, self.ngram_size).next() for r in range(len(rows))]
+        following = [remembered(rows, r, NGrams, self.ngram_size).next() for r in range(len(rows))]
         return _banned_each(scores, following)
 
 
@@ -217,7 +217,7 @@ class OccurrencePenalty(LogitsProcessor):
 
 def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The ids below `size` that row r's sequence generated, each once, and how often: copies."""
-    memory = occurrences(rows, r, rows.sequences[r].request.prompt_visible)
+    memory = remembered(rows, r, Occurrences, rows.sequences[r].request.prompt_visible)
     inside = memory.tokens < size
     return memory.tokens[inside], memory.counts[inside]
 
@@ -254,12 +254,15 @@ class Dry(LogitsProcessor):
         keep &= ~np.isin(token, self.breakers) & (token < scores.shape[-1])
         if not keep.any():
             return None
-        index, match = np.unique((row * scores.shape[-1] + token)[keep], return_inverse=True)
-        longest = np.zeros(len(index), dtype=np.int64)
-        np.maximum.at(longest, match, length[keep])
-        lost = self.multiplier * self.base ** (longest - self.allowed_length).astype(np.float64)
-        at = torch.from_numpy(index).to(scores.device)
-        return Edit(at, scores.view(-1)[at] - torch.from_numpy(lost).to(scores))
+        index, length = (row * scores.shape[-1] + token)[keep], length[keep]
+        order = np.lexsort((length, index))
+        index, length = index[order], length[order]
+        last = np.append(index[1:] != index[:-1], True)  # of each place the longest match
+        lost = self.multiplier * self.base ** (length[last] - self.allowed_length).astype(
+            np.float64
+        )
+        at = torch.from_numpy(index[last]).to(scores.device)
+        return Edit(at, scores.view(-1).index_select(0, at) - torch.from_numpy(lost).to(scores))
 
     @property
     def _longest_counted(self) -> int:

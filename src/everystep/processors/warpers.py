@@ -22,6 +22,7 @@ from everystep.processors.best import (
     best_of,
     beyond_mass,
     block_highest,
+    is_wide,
     total_weight,
     without,
 )
@@ -95,11 +96,9 @@ class TopKLogitsWarper(Filter):
         """One more than it keeps, which shows whether a tie goes on."""
         return 1 + greatest(self._number)
 
-    def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
-        return best_of(scores, self._number, temperature)
-
-    def shortened(self, scores: Scores) -> Scores | None:
-        return best_of(scores, self._number)
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        known = scores.tokens is not None or is_wide(scores.values)
+        return best_of(scores, self._number, temperature) if self.narrows and known else None
 
     @property
     def _number(self) -> Counts:
@@ -204,7 +203,7 @@ class MinPLogitsWarper(Filter):
         with np.errstate(divide="ignore"):
             lowest = best + np.log(np.asarray(self.min_p, dtype=np.float64)[..., None])
         found = above(scores, temperature, highest, lowest - _ROOM * (1 + abs(best)))
-        return None if found is None else self.shortened(found)
+        return None if found is None else without(found, self.removed_of_many(found.values))
 
 
 @dataclass(frozen=True)

@@ -152,14 +152,12 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         green = torch.from_numpy(buffer).view(-1)[: self.vocab_size]
         for r in marked:
             last = int(rows.table.data[rows.sequences[r].line, rows.lengths[r] - 1])
+            seed = seed_of(self.hashing_key * last)
+            bits = green_bits(self.vocab_size, self.greenlist_size, seed)
             # Bits as numbers 0 and 1; a look-up per byte is faster than unpacking.
-            np.take(_BYTES, self._bits(last), axis=0, out=buffer, mode="clip")
+            np.take(_BYTES, bits, axis=0, out=buffer, mode="clip")
             scores[r, : self.vocab_size].add_(green.to(scores), alpha=self.bias)
         return scores
-
-    def _bits(self, last: int) -> np.ndarray:
-        seed = seed_of(self.hashing_key * last)
-        return green_bits(self.vocab_size, self.greenlist_size, seed)
 
     def _candidates(self, rows: Rows, scores: Tensor, marked: np.ndarray) -> Edit:
         """The scores of those of the best ids that are green after their prefixes, raised."""
@@ -194,8 +192,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
 def _table(hashing_key: int) -> np.ndarray:
     """A fixed shuffle, through which ids are hashed."""
     generator = torch.Generator().manual_seed(hashing_key)
-    shuffle: np.ndarray = torch.randperm(_TABLE, generator=generator).numpy()
-    return shuffle
+    return torch.randperm(_TABLE, generator=generator).numpy()
 
 
 _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)

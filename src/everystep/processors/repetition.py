@@ -108,14 +108,11 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         key = (scores.shape, scores.device)
         if key not in self._found:
-            self._found[key] = list(stretches(self._tokens(*scores.shape), scores))
+            prompts = [np.unique(np.array(ids, dtype=np.int64)) for ids in self.encoder_input_ids]
+            inside = [ids[(ids >= 0) & (ids < scores.shape[1])] for ids in prompts]
+            tokens = [inside[p] for p in _owners(len(scores), len(inside))]
+            self._found[key] = list(stretches(tokens, scores))
         return revised(scores, self._found[key], lambda old, _: _penalised(old, 1 / self.penalty))
-
-    def _tokens(self, rows: int, size: int) -> list[np.ndarray]:
-        """Per row the ids of its prompt that are below `size`, each once."""
-        prompts = [np.unique(np.array(ids, dtype=np.int64)) for ids in self.encoder_input_ids]
-        inside = [ids[(ids >= 0) & (ids < size)] for ids in prompts]
-        return [inside[p] for p in _owners(rows, len(inside))]
 
 
 def _penalised(old: Any, penalty: Any) -> Any:

@@ -122,8 +122,7 @@ def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     total = cumulative[:, -1:]
     index = (cumulative <= numbers * total).sum(axis=1)
     # Rounding may reach the end: the last place that adds anything is the answer then.
-    place: np.ndarray = np.minimum(index, (cumulative < total).sum(axis=1))
-    return place
+    return np.minimum(index, (cumulative < total).sum(axis=1))
 
 
 def _reached_on_device(cumulative: Tensor, numbers: Tensor) -> Tensor:
@@ -177,12 +176,7 @@ class SharedDraws:
         return drawn[torch.from_numpy(places.slot)]
 
     def _noise(self, probabilities: Tensor, places: Places) -> Tensor:
-        full = torch.empty(
-            places.slots,
-            probabilities.shape[1],
-            dtype=probabilities.dtype,
-            device=probabilities.device,
-        ).exponential_()
+        full = probabilities.new_empty(places.slots, probabilities.shape[1]).exponential_()
         if len(places.slot) == places.slots and (places.slot == np.arange(places.slots)).all():
             return full
         return full[torch.from_numpy(places.slot).to(full.device)]

@@ -12,8 +12,7 @@ from everystep.config import merge_configs
 from everystep.config.kinds import SAMPLERS
 from everystep.errors import RequestError
 from everystep.processors.bias import LogitBias
-from everystep.processors.build import build
-from everystep.processors.order import BY_NAME, CANONICAL, Facts
+from everystep.processors.order import CANONICAL, NAMES, Facts, build
 from everystep.processors.order import SAMPLERS as MADE
 from everystep.processors.repetition import Dry, OccurrencePenalty
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
@@ -71,8 +70,9 @@ def test_the_named_samplers_come_first_and_the_others_after_them() -> None:
 
 
 def test_every_sampler_has_a_name() -> None:
-    assert tuple(BY_NAME) == SAMPLERS
-    assert {kind for kinds in BY_NAME.values() for kind in kinds} == {*MADE, DynamicTemperature}
+    assert tuple(dict.fromkeys(NAMES.values())) == SAMPLERS
+    assert {*NAMES} == {*MADE, DynamicTemperature}
+    assert all(field.startswith(NAMES[kind]) for kind, (_, field, *_) in MADE.items())
     assert [kind for kind in CANONICAL if kind in MADE] == list(MADE)
 
 

@@ -11,10 +11,10 @@ import huggingface_hub
 import pytest
 from transformers import GenerationConfig as Theirs
 
-from everystep.config import DEFAULTS, FIELDS, META, CompileConfig, GenerationConfig
+from everystep.config import FIELDS, META, CompileConfig, GenerationConfig
 from everystep.errors import FormatError, MissingFileError, RequestError
 from everystep.files.folder import open_folder
-from tests.config.values import GREEN, SYNTHID, VALUES
+from tests.config.values import DEFAULTS, GREEN, SYNTHID, VALUES
 
 # --- files ----------------------------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from everystep.config import DEFAULTS, FIELDS, META, RULES, GenerationConfig, merge_configs
+from everystep.config import FIELDS, META, GenerationConfig, merge_configs
+from everystep.config.rules import RULES
 from everystep.errors import RequestError, UnknownArgumentError
+from tests.config.values import DEFAULTS
 from tests.reading import ROOT
 
 CHECKPOINT = GenerationConfig.from_checkpoint({"top_p": 0.1, "temperature": 0.6, "top_k": 20})

@@ -10,17 +10,12 @@ import pytest
 import torch
 from transformers import GenerationConfig as Theirs
 
-from everystep.config import (
-    DEFAULTS,
-    FIELDS,
-    OURS,
-    GenerationConfig,
-)
+from everystep.config import FIELDS, GenerationConfig
 from everystep.errors import (
     RequestError,
     UnknownArgumentError,
 )
-from tests.config.values import VALUES
+from tests.config.values import DEFAULTS, OURS, VALUES
 
 # --- fields and defaults --------------------------------------------------------------------------
 

@@ -1,11 +1,24 @@
-"""A value other than its default for every field."""
+"""Which fields have a default, which are ours, and a value other than its default for each."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from everystep.config import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from everystep.config import (
+    FIELDS,
+    CompileConfig,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
+DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.default is not None}
+# The fields that the reference does not have.
+OURS = {
+    *("presence_penalty", "frequency_penalty", "logit_bias", "dry_multiplier", "dry_base"),
+    *("dry_allowed_length", "dry_sequence_breakers", "top_n_sigma", "xtc_probability"),
+    *("xtc_threshold", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent"),
+    "sampler_order",
+}
 GREEN = WatermarkingConfig(greenlist_ratio=0.5, bias=1.5, seeding_scheme="selfhash")
 SYNTHID = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[654, 400], debug_mode=True)
 # A value other than the default for every field that JSON can hold.

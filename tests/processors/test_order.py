@@ -16,12 +16,11 @@ from transformers import GenerationMixin
 from everystep.config import merge_configs
 from everystep.errors import RequestError
 from everystep.processors.base import UserProcessor
-from everystep.processors.build import build
 from everystep.processors.length import (
     MinLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-from everystep.processors.order import CANONICAL, RANK, Facts
+from everystep.processors.order import CANONICAL, RANK, Facts, build
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from tests.processors.making import VOCABULARY, applied, rectangle, rows_of, same, some_scores
 

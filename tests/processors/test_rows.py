@@ -39,7 +39,7 @@ from tests.processors.test_parity import CASES, WITHOUT_INFINITY
 
 def _fits_any_row(ours: Processor) -> bool:
     """Neither asks for a batch id nor holds something for each row of another rectangle."""
-    several = [getattr(ours, name) for name in ours.per_row]
+    several = [getattr(ours, one.name) for one in ours.per_row]
     prompts = getattr(ours, "encoder_input_ids", [()])
     return not (
         isinstance(ours, PrefixConstrainedLogitsProcessor)

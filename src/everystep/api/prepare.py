@@ -24,11 +24,10 @@ from everystep.engine.collect import kept_rows
 from everystep.errors import refuse
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
-from everystep.processors.build import build
 from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
-from everystep.processors.order import Facts
+from everystep.processors.order import Facts, build
 from everystep.processors.stacking import varies
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from everystep.config.effective import Effective, Source, merge_configs
-from everystep.config.fields import CALL_ONLY, DEFAULTS, FIELDS, META, OURS, Field
-from everystep.config.generation import CONFIG_NAME, GenerationConfig, unknown_name
-from everystep.config.modes import GenerationMode
-from everystep.config.nested import (
-    CompileConfig,
-    SynthIDTextWatermarkingConfig,
-    Watermark,
-    WatermarkingConfig,
-)
-from everystep.config.rule import ConfigRule
-from everystep.config.rules import RULES
+from everystep.config.effective import Effective, merge_configs
+from everystep.config.fields import FIELDS, META, GenerationMode
+from everystep.config.generation import GenerationConfig
+from everystep.config.nested import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 __all__ = [
-    "CALL_ONLY",
-    "CONFIG_NAME",
     "CompileConfig",
-    "DEFAULTS",
     "Effective",
     "FIELDS",
-    "Field",
     "GenerationConfig",
     "GenerationMode",
     "META",
-    "OURS",
-    "RULES",
-    "ConfigRule",
-    "Source",
     "SynthIDTextWatermarkingConfig",
-    "Watermark",
     "WatermarkingConfig",
     "merge_configs",
-    "unknown_name",
 ]

@@ -7,7 +7,7 @@ purpose: it turns off `top_k` and `max_length`, and gives any other field its de
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from everystep.config.fields import FIELDS, META
@@ -63,11 +63,10 @@ class Effective(Mapping[str, Any]):
         for name in values:
             if name not in FIELDS:
                 raise unknown_name(name, "no field is called")
-        return Effective(
-            {**self.values_by_name, **values},
-            {**self.sources, **dict.fromkeys(values, source)},
-            self.notices,
-            self.caller,
+        return replace(
+            self,
+            values_by_name={**self.values_by_name, **values},
+            sources={**self.sources, **dict.fromkeys(values, source)},
         )
 
 
@@ -104,12 +103,18 @@ def merge_configs(
     UnknownArgumentError for a keyword that is not a field; RequestError for values that cannot be,
     that nothing can be generated with, or that the caller set and that contradict each other.
     """
-    _require_config("generation_config", passed)
-    values: dict[str, Any] = {}
-    sources: dict[str, Source] = {}
-    for name, field in FIELDS.items():
-        if name not in META:
-            values[name], sources[name] = field.default, "default"
+    given_config: object = passed
+    if given_config is not None and not isinstance(given_config, GenerationConfig):
+        text = message(
+            "generation_config is not a configuration",
+            wanted="an everystep.GenerationConfig",
+            got=type(passed).__name__,
+            do="Build one with GenerationConfig(max_new_tokens=64, ...) or GenerationConfig."
+            "from_dict(values)",
+        )
+        raise RequestError(text)
+    values = {name: field.default for name, field in FIELDS.items() if name not in META}
+    sources: dict[str, Source] = dict.fromkeys(values, "default")
     layers: list[tuple[Source, GenerationConfig | None]]
     layers = [("checkpoint", checkpoint), ("config", passed)]
     for source, config in layers:
@@ -124,15 +129,3 @@ def merge_configs(
     given = {name for name, value in call.items() if value is not None}
     caller = given | ({*passed.caller_set} - {*call} if passed else set())
     return Effective(values, sources, judge(values, caller), frozenset(caller))
-
-
-def _require_config(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, GenerationConfig):
-        text = message(
-            f"{name} is not a configuration",
-            wanted="an everystep.GenerationConfig",
-            got=type(value).__name__,
-            do="Build one with GenerationConfig(max_new_tokens=64, ...) or GenerationConfig."
-            "from_dict(values)",
-        )
-        raise RequestError(text)

@@ -1,4 +1,5 @@
-"""The fields of a generation configuration: name, kind, meaning, and the default that holds.
+"""The fields of a generation configuration: name, kind, meaning, and the default that holds; and
+which way of generating their values ask for.
 
 Every field of a configuration starts as None, "not said". `default` holds where nothing says
 anything; the names, meanings and defaults are those of transformers 5.23.0.
@@ -8,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from everystep.config import kinds
-from everystep.config.kinds import FLAG, NUMBER, POSITIVE, TOKENS, Kind, integer, one_of, plain
+from everystep.config.kinds import COUNT, FLAG, NUMBER, POSITIVE, SIZE, TOKENS, Kind, one_of, plain
 from everystep.config.nested import (
     CompileConfig,
     SynthIDTextWatermarkingConfig,
@@ -19,25 +21,20 @@ from everystep.config.nested import (
     compilation,
     watermark,
 )
-from everystep.errors import RequestError, message
 
 CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")
 # Spellings of "static" that older checkpoints and scripts use.
 OLD_CACHES = (
-    "sliding_window",
-    "hybrid",
-    "hybrid_chunked",
-    "offloaded_hybrid",
-    "offloaded_hybrid_chunked",
+    *("sliding_window", "hybrid", "hybrid_chunked"),
+    *("offloaded_hybrid", "offloaded_hybrid_chunked"),
 )
-SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-
-WATERMARK = Kind(
+_SCHEDULE = one_of("constant", "heuristic", "heuristic_transient")
+_WATERMARK = Kind(
     "a WatermarkingConfig, a SynthIDTextWatermarkingConfig or a dict of one",
     lambda v: isinstance(v, WatermarkingConfig | SynthIDTextWatermarkingConfig | Mapping),
     watermark,
 )
-COMPILATION = Kind(
+_COMPILATION = Kind(
     "a CompileConfig or a dict of one",
     lambda value: isinstance(value, CompileConfig | Mapping),
     compilation,
@@ -73,46 +70,39 @@ class Field:
         return self._read_one(value)
 
     def _read_one(self, value: Any) -> Any:
-        if not self.kind.accepts(value):
-            do = self.hint or f"Give {self.name} such a value, or leave it out"
-            text = message(
-                f"{self.name} is not valid", wanted=self.kind.wanted, got=repr(value), do=do
-            )
-            raise RequestError(text)
-        return self.kind.stored(value)
+        do = self.hint or f"Give {self.name} such a value, or leave it out"
+        return self.kind.checked(value, self.name, do)
 
 
-_LENGTH = (
-    Field("max_length", integer(1), "ids in the whole sequence, prompt included, at most", 20),
-    Field("max_new_tokens", integer(1), "generated ids at most; goes before max_length"),
-    Field("min_length", integer(0), "ids in the whole sequence before it may end", 0),
-    Field("min_new_tokens", integer(0), "generated ids before the sequence may end"),
+_ALL = (
+    # How long.
+    Field("max_length", SIZE, "ids in the whole sequence, prompt included, at most", 20),
+    Field("max_new_tokens", SIZE, "generated ids at most; goes before max_length"),
+    Field("min_length", COUNT, "ids in the whole sequence before it may end", 0),
+    Field("min_new_tokens", COUNT, "generated ids before the sequence may end"),
     Field("early_stopping", one_of(True, False, "never"), "when beams stop searching", False),
     Field("max_time", kinds.NOT_NEGATIVE, "seconds after which a sequence ends"),
     Field("stop_strings", kinds.TEXTS, "texts that end a sequence; needs the tokenizer"),
-)
-_STRATEGY = (
+    # How tokens are chosen.
     Field("do_sample", FLAG, "whether tokens are drawn, not only ranked", False),
-    Field("num_beams", integer(1), "hypotheses that are followed per prompt", 1),
+    Field("num_beams", SIZE, "hypotheses that are followed per prompt", 1),
     Field("use_mtp", FLAG, "draft with the model's own multi-token heads"),
-    Field("num_return_sequences", integer(1), "sequences returned per prompt", 1),
+    Field("num_return_sequences", SIZE, "sequences returned per prompt", 1),
     Field("penalty_alpha", kinds.FRACTION, "contrastive search: weight of the repetition term"),
     Field("dola_layers", kinds.LAYERS, "DoLa: which layers the last one is contrasted with"),
-    Field("num_beam_groups", integer(1), "diverse beams: groups that beams are divided into", 1),
+    Field("num_beam_groups", SIZE, "diverse beams: groups that beams are divided into", 1),
     Field("diversity_penalty", NUMBER, "diverse beams: cost of another group's token", 0.0),
     Field("constraints", kinds.OBJECTS, "constrained beams: Constraint objects to fulfil"),
     Field("force_words_ids", kinds.FORCED_WORDS, "constrained beams: words that must occur"),
     Field("length_penalty", NUMBER, "beams: exponent of the length that divides a score", 1.0),
     Field("low_memory", FLAG, "contrastive search and beams in smaller batches"),
-)
-_CACHE = (
+    # What is kept.
     Field("use_cache", FLAG, "keep keys and values instead of computing them anew", True),
     Field("cache_implementation", one_of(*CACHES, *OLD_CACHES), "how keys and values are kept"),
     Field("cache_config", kinds.MAPPING, "settings of the cache"),
-    Field("max_cache_len", integer(1), "positions that a static cache has room for"),
-    Field("prefill_chunk_size", integer(1), "prompt positions fed at once at most"),
-)
-_SCORES = (
+    Field("max_cache_len", SIZE, "positions that a static cache has room for"),
+    Field("prefill_chunk_size", SIZE, "prompt positions fed at once at most"),
+    # What becomes of the scores.
     Field(
         "temperature",
         kinds.NOT_NEGATIVE,
@@ -120,7 +110,7 @@ _SCORES = (
         1.0,
         "For greedy decoding set do_sample=False",
     ),
-    Field("top_k", integer(0), "sample among this many best tokens; 0: among all", 50),
+    Field("top_k", COUNT, "sample among this many best tokens; 0: among all", 50),
     Field("top_p", kinds.FRACTION, "sample among the best tokens of this mass", 1.0),
     Field("min_p", kinds.FRACTION, "sample where p is at least this share of the best"),
     Field("top_h", kinds.FRACTION_ABOVE_0, "sample among the best tokens of this entropy share"),
@@ -129,11 +119,11 @@ _SCORES = (
     Field("eta_cutoff", kinds.FRACTION_BELOW_1, "as epsilon_cutoff, lowered by entropy", 0.0),
     Field("repetition_penalty", POSITIVE, "factor against ids that already stand", 1.0),
     Field("encoder_repetition_penalty", POSITIVE, "factor for ids of the (encoder) prompt", 1.0),
-    Field("no_repeat_ngram_size", integer(0), "n-grams of this size occur once", 0),
-    Field("encoder_no_repeat_ngram_size", integer(0), "n-grams of the prompt do not occur", 0),
+    Field("no_repeat_ngram_size", COUNT, "n-grams of this size occur once", 0),
+    Field("encoder_no_repeat_ngram_size", COUNT, "n-grams of the prompt do not occur", 0),
     Field("bad_words_ids", kinds.WORDS, "id sequences that must not occur"),
     Field("renormalize_logits", FLAG, "log-softmax after everything else"),
-    Field("forced_bos_token_id", integer(0), "the id after a prompt of one id"),
+    Field("forced_bos_token_id", kinds.integer(0), "the id after a prompt of one id"),
     Field("forced_eos_token_id", TOKENS, "the id at the last place of max_length"),
     Field("remove_invalid_values", FLAG, "replace nan and infinities in scores", False),
     Field("exponential_decay_length_penalty", kinds.DECAY, "(start, factor): ending grows likely"),
@@ -142,16 +132,14 @@ _SCORES = (
     Field("sequence_bias", kinds.BIASES, "{ids: bias}, added to the last id after the others"),
     Field("token_healing", FLAG, "redo the prompt's last token with its continuations"),
     Field("guidance_scale", NUMBER, "classifier-free guidance against a negative prompt"),
-    Field("watermarking_config", WATERMARK, "mark the text so that it can be recognised"),
-)
-# None of these is a field of the reference, which reads over them.
-_BEYOND = (
+    Field("watermarking_config", _WATERMARK, "mark the text so that it can be recognised"),
+    # None of these is a field of the reference, which ignores them in a file.
     Field("presence_penalty", kinds.PENALTY, "what every generated id loses", 0.0),
     Field("frequency_penalty", kinds.PENALTY, "what it loses each time it was generated", 0.0),
     Field("logit_bias", kinds.LOGIT_BIAS, "{id: bias}, added whatever stands before"),
     Field("dry_multiplier", kinds.NOT_NEGATIVE, "cost of continuing a repetition; 0: none", 0.0),
     Field("dry_base", kinds.AT_LEAST_1, "factor of that cost per id that the repetition has", 1.75),
-    Field("dry_allowed_length", integer(1), "ids from which on a repetition costs", 2),
+    Field("dry_allowed_length", SIZE, "ids from which on a repetition costs", 2),
     Field("dry_sequence_breakers", kinds.BREAKERS, "texts and ids that end every repetition"),
     Field("top_n_sigma", POSITIVE, "sample within so many standard deviations of the best"),
     Field("xtc_probability", kinds.FRACTION, "how often all likely tokens but one go", 0.0),
@@ -161,39 +149,34 @@ _BEYOND = (
     Field("dynatemp_range", kinds.NOT_NEGATIVE, "how far entropy moves the temperature", 0.0),
     Field("dynatemp_exponent", POSITIVE, "exponent of that entropy", 1.0),
     Field("sampler_order", kinds.SAMPLER_ORDER, "samplers that come first, in this order"),
-)
-_OUTPUT = (
+    # What is returned.
     Field("output_attentions", FLAG, "return attention weights"),
     Field("output_hidden_states", FLAG, "return hidden states"),
     Field("output_scores", FLAG, "return scores, processors applied", False),
     Field("output_logits", FLAG, "return logits as the model gave them"),
     Field("return_dict_in_generate", FLAG, "return an output object, not a tensor", False),
-)
-_TOKENS = (
-    Field("pad_token_id", integer(), "the id that fills rows up"),
-    Field("bos_token_id", integer(), "the id that stands for an empty prompt"),
+    # Tokens with a meaning.
+    Field("pad_token_id", kinds.integer(), "the id that fills rows up"),
+    Field("bos_token_id", kinds.integer(), "the id that stands for an empty prompt"),
     Field("eos_token_id", TOKENS, "the id or ids that end a sequence"),
     Field("decoder_start_token_id", TOKENS, "encoder-decoder: the first id, or one per row"),
-)
-_ASSISTANT = (
+    # How tokens are drafted.
     Field("is_assistant", FLAG, "the model drafts for another"),
-    Field("num_assistant_tokens", integer(1), "tokens drafted at once", 20),
-    Field("num_assistant_tokens_schedule", one_of(*SCHEDULES), "how it adapts", "constant"),
+    Field("num_assistant_tokens", SIZE, "tokens drafted at once", 20),
+    Field("num_assistant_tokens_schedule", _SCHEDULE, "how that number adapts", "constant"),
     Field("assistant_confidence_threshold", kinds.FRACTION, "drafting stops below this", 0.4),
-    Field("prompt_lookup_num_tokens", integer(1), "tokens drafted by copying from the prompt"),
-    Field("max_matching_ngram_size", integer(1), "longest n-gram looked up for copying"),
-    Field("assistant_early_exit", integer(1), "draft with the first so many layers"),
-    Field("assistant_lookbehind", integer(1), "other tokenizer: assistant ids re-encoded", 10),
-    Field("target_lookbehind", integer(1), "other tokenizer: own ids re-encoded", 10),
+    Field("prompt_lookup_num_tokens", SIZE, "tokens drafted by copying from the prompt"),
+    Field("max_matching_ngram_size", SIZE, "longest n-gram looked up for copying"),
+    Field("assistant_early_exit", SIZE, "draft with the first so many layers"),
+    Field("assistant_lookbehind", SIZE, "other tokenizer: assistant ids re-encoded", 10),
+    Field("target_lookbehind", SIZE, "other tokenizer: own ids re-encoded", 10),
     Field("assistant_ensemble_weight", kinds.BETWEEN_0_AND_1, "verify against a mixture; lossy"),
     Field("speculation_type", one_of("dflash"), "kind of drafting model"),
-)
-_RUNNING = (
-    Field("compile_config", COMPILATION, "how forwards are compiled"),
+    # How it is computed.
+    Field("compile_config", _COMPILATION, "how forwards are compiled"),
     Field("disable_compile", FLAG, "never compile"),
     Field("continuous_batching_config", kinds.MAPPING, "settings of a continuous scheduler"),
-)
-_META = (
+    # Where the configuration comes from: `META`.
     Field("_from_model_config", FLAG, "made from a model's config, not from a file of its own"),
     Field("transformers_version", kinds.TEXT, "what wrote the file"),
 )
@@ -206,28 +189,58 @@ _PER_ROW = frozenset(
     }
 )
 FIELDS: dict[str, Field] = {
-    field.name: replace(field, per_row=field.name in _PER_ROW)
-    for part in (
-        *(_LENGTH, _STRATEGY, _CACHE, _SCORES, _BEYOND, _OUTPUT, _TOKENS, _ASSISTANT, _RUNNING),
-        _META,
-    )
-    for field in part
+    field.name: replace(field, per_row=field.name in _PER_ROW) for field in _ALL
 }
-OURS: frozenset[str] = frozenset(field.name for field in _BEYOND)
-"""The fields that the reference does not have."""
-META: frozenset[str] = frozenset(field.name for field in _META)
-DEFAULTS: dict[str, Any] = {name: f.default for name, f in FIELDS.items() if f.default is not None}
+META: frozenset[str] = frozenset({"_from_model_config", "transformers_version"})
 
 # Names that belong to the call of generate(), not to a configuration.
 CALL_ONLY: frozenset[str] = frozenset(
     {
-        "logits_processor",
-        "stopping_criteria",
-        "prefix_allowed_tokens_fn",
-        "synced_gpus",
-        "assistant_model",
-        "streamer",
-        "negative_prompt_ids",
-        "negative_prompt_attention_mask",
+        *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus"),
+        *("assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask"),
     }
 )
+
+
+class GenerationMode(StrEnum):
+    """The ways of generating; `GenerationMode` of transformers 5.23.0."""
+
+    CONTRASTIVE_SEARCH = "contrastive_search"
+    GREEDY_SEARCH = "greedy_search"
+    SAMPLE = "sample"
+    ASSISTED_GENERATION = "assisted_generation"
+    DOLA_GENERATION = "dola_generation"
+    BEAM_SEARCH = "beam_search"
+    BEAM_SAMPLE = "beam_sample"
+    CONSTRAINED_BEAM_SEARCH = "constrained_beam_search"
+    GROUP_BEAM_SEARCH = "group_beam_search"
+
+
+def generation_mode(values: Mapping[str, Any], *, assisted: bool = False) -> GenerationMode:
+    """The mode that every field's values stand for; `assisted` by a second model.
+
+    Drafts and DoLa build on greedy decoding and sampling, and are not modes of anything else.
+    """
+    base = _base_mode(values)
+    if base not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return base
+    drafts = ("prompt_lookup_num_tokens", "assistant_early_exit")
+    if assisted or values["use_mtp"] or any(values[name] is not None for name in drafts):
+        return GenerationMode.ASSISTED_GENERATION
+    if values["dola_layers"] is not None:
+        return GenerationMode.DOLA_GENERATION
+    return base
+
+
+def _base_mode(values: Mapping[str, Any]) -> GenerationMode:
+    if values["constraints"] is not None or values["force_words_ids"] is not None:
+        return GenerationMode.CONSTRAINED_BEAM_SEARCH
+    sampled = bool(values["do_sample"])
+    if (values["num_beams"] or 1) == 1:
+        if sampled:
+            return GenerationMode.SAMPLE
+        contrastive = (values["top_k"] or 0) > 1 and (values["penalty_alpha"] or 0) > 0
+        return GenerationMode.CONTRASTIVE_SEARCH if contrastive else GenerationMode.GREEDY_SEARCH
+    if (values["num_beam_groups"] or 1) > 1:
+        return GenerationMode.GROUP_BEAM_SEARCH
+    return GenerationMode.BEAM_SAMPLE if sampled else GenerationMode.BEAM_SEARCH

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 from warnings import warn
 
-from everystep.config.fields import CALL_ONLY, FIELDS, META
-from everystep.config.modes import GenerationMode, generation_mode
+from everystep.config.fields import CALL_ONLY, FIELDS, META, GenerationMode, generation_mode
 from everystep.config.rules import EXTRA_OUTPUTS, judge, refuse_impossible
 from everystep.errors import (
     FormatError,
@@ -31,7 +30,6 @@ from everystep.files.hub import HubAccess
 from everystep.files.sources import read_settings
 
 CONFIG_NAME = "generation_config.json"
-_OWN = frozenset({"inherited", "extra"})
 # Where a model's config keeps the settings of its decoder alone.
 _INNER_CONFIGS = ("decoder", "generator", "text_config")
 
@@ -49,14 +47,10 @@ class GenerationConfig:
     extra: dict[str, Any]
 
     def __init__(self, **values: Any) -> None:
-        self._reset()
+        self.__dict__.update(dict.fromkeys(FIELDS), inherited=frozenset(), extra={})
         for name, value in values.items():
             setattr(self, name, value)
         refuse_impossible(self.filled())
-
-    def _reset(self) -> None:
-        self.__dict__.update(dict.fromkeys(FIELDS))
-        self.__dict__.update(inherited=frozenset(), extra={})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in FIELDS:
@@ -211,13 +205,6 @@ class GenerationConfig:
         pretrained_model_name: str | os.PathLike[str],
         config_file_name: str | os.PathLike[str] | None = None,
         *,
-        local_files_only: bool = False,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        token: str | bool | None = None,
-        subfolder: str = "",
-        force_download: bool = False,
-        proxies: Mapping[str, str] | None = None,
         return_unused_kwargs: Literal[True],
         **overrides: Any,
     ) -> tuple[GenerationConfig, dict[str, Any]]: ...
@@ -245,7 +232,13 @@ class GenerationConfig:
         there is no such file, DownloadError if it could not be fetched, FormatError if it is not a
         JSON object or a value cannot be. Names in the file that no field has are kept in `extra`.
         """
-        _refuse_fetching(force_download, proxies)
+        for option, given, do in (
+            ("force_download", force_download, "Delete the file from the hub's cache"),
+            ("proxies", proxies, "Set the environment variable HTTPS_PROXY"),
+        ):
+            if given:
+                text = message(f"{option} has no effect here", got=repr(given), do=do)
+                raise UnsupportedError(text)
         name = str(config_file_name or CONFIG_NAME)
         values, path = read_settings(
             pretrained_model_name,
@@ -329,16 +322,6 @@ class GenerationConfig:
             setattr(config, name, value)
         config.__dict__["inherited"] = config.caller_set
         return config
-
-
-def _refuse_fetching(force_download: bool, proxies: object) -> None:
-    """Raises for what fetching does not do here."""
-    for name, value, do in (
-        ("force_download", force_download, "Delete the file from the hub's cache"),
-        ("proxies", proxies, "Set the environment variable HTTPS_PROXY"),
-    ):
-        if value:
-            raise UnsupportedError(message(f"{name} has no effect here", got=repr(value), do=do))
 
 
 def unknown_name(name: str, says: str) -> UnknownArgumentError:

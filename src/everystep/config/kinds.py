@@ -1,6 +1,6 @@
-"""What a value of a field may be: a test and the words that say what would pass it.
+"""What a value may be: a test, the words that say what would pass it, and the form it is kept in.
 
-A kind refuses nothing by itself; `fields` asks it and raises. It knows no field.
+Fields of configurations, of watermarks and of processors are all of a kind; a kind knows no field.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+
+from everystep.errors import RequestError, message
 
 
 def _same(value: Any) -> Any:
@@ -23,6 +25,18 @@ class Kind:
     wanted: str
     accepts: Callable[[Any], bool]
     stored: Callable[[Any], Any] = _same
+
+    def checked(self, value: Any, name: str, do: str | None = None) -> Any:
+        """The value as it is kept; RequestError, which calls it `name`, if it does not pass."""
+        require(self.accepts(value), name, self.wanted, value, do)
+        return self.stored(value)
+
+
+def require(holds: bool, name: str, wanted: str, got: object, do: str | None = None) -> None:
+    """RequestError unless it holds."""
+    if not holds:
+        do = do or f"Give {name} such a value"
+        raise RequestError(message(f"{name} is not valid", wanted=wanted, got=repr(got), do=do))
 
 
 def plain(value: Any) -> Any:
@@ -55,6 +69,10 @@ def _is_word(value: Any) -> bool:
     return is_list(value, _is_id, least=1)
 
 
+def _ids(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple | range | set) else (value,)
+
+
 def _as_lists(value: Any) -> Any:
     """Tuples as lists, all the way down, as they come back from a file."""
     return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
@@ -64,14 +82,17 @@ def integer(least: int | None = None) -> Kind:
     """Whole numbers, from `least` on."""
     if least is None:
         return Kind("an integer", is_integer)
-    return Kind(
-        f"an integer of at least {least}", lambda value: is_integer(value) and value >= least
-    )
+    return Kind(f"an integer of at least {least}", lambda v: is_integer(v) and v >= least)
 
 
 def number(wanted: str, passes: Callable[[float], bool]) -> Kind:
     """Real numbers that pass a test."""
     return Kind(wanted, lambda value: is_number(value) and passes(value))
+
+
+def list_of(wanted: str, passes: Callable[[Any], bool], least: int = 0) -> Kind:
+    """Lists of at least `least` values, all of which pass a test."""
+    return Kind(wanted, lambda value: is_list(value, passes, least), _as_lists)
 
 
 def one_of(*names: Any) -> Kind:
@@ -80,6 +101,8 @@ def one_of(*names: Any) -> Kind:
     return Kind(wanted, lambda v: any(type(v) is type(name) and v == name for name in names))
 
 
+COUNT = integer(0)
+SIZE = integer(1)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 NUMBER = number("a number", lambda _: True)
 POSITIVE = number("a number above 0", lambda value: value > 0)
@@ -101,16 +124,15 @@ TOKENS = Kind(
     lambda value: is_integer(value) or is_list(value, is_integer),
     _as_lists,
 )
-IDS = Kind("a list of token ids", lambda value: is_list(value, _is_id), _as_lists)
-WORDS = Kind(
-    "a non-empty list of non-empty lists of token ids",
-    lambda value: is_list(value, _is_word, least=1),
-    _as_lists,
+IDS = list_of("a list of token ids", _is_id)
+ONE_OR_MORE_IDS = Kind(
+    "a token id or a list of token ids, from 0 on", lambda v: all(map(_is_id, _ids(v))), _ids
 )
-FORCED_WORDS = Kind(
+WORDS = list_of("a non-empty list of non-empty lists of token ids", _is_word, least=1)
+FORCED_WORDS = list_of(
     "a list of words (lists of token ids) or of lists of alternative words",
-    lambda value: is_list(value, lambda v: _is_word(v) or is_list(v, _is_word, 1), least=1),
-    _as_lists,
+    lambda value: _is_word(value) or is_list(value, _is_word, least=1),
+    least=1,
 )
 LAYERS = Kind(
     "'low', 'high' or a list of layer indices",
@@ -128,8 +150,6 @@ MAPPING = Kind(
     dict,
 )
 OBJECTS = Kind("a list", lambda value: isinstance(value, list | tuple), list)
-
-
 SAMPLERS = (
     *("temperature", "top_n_sigma", "top_h", "top_k", "top_p", "min_p", "typical_p"),
     *("epsilon_cutoff", "eta_cutoff", "xtc", "mirostat"),
@@ -139,10 +159,8 @@ SAMPLER_ORDER = Kind(
     lambda v: is_list(v, lambda name: name in SAMPLERS, least=1) and len({*v}) == len(v),
     list,
 )
-BREAKERS = Kind(
-    "a list of non-empty strings and token ids",
-    lambda value: is_list(value, lambda item: _is_text(item) or _is_id(item)),
-    list,
+BREAKERS = list_of(
+    "a list of non-empty strings and token ids", lambda value: _is_text(value) or _is_id(value)
 )
 
 

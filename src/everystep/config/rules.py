@@ -10,216 +10,277 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
-from everystep.config.fields import OLD_CACHES
-from everystep.config.rule import (
-    ConfigRule,
-    Values,
-    both,
-    contrastive,
-    differs,
-    greedy,
-    is_set,
-    one_beam,
-    samples,
-    truthy,
-)
-from everystep.config.sampling_rules import SAMPLING
-from everystep.errors import RequestError
+from everystep.config.fields import FIELDS, OLD_CACHES
+from everystep.errors import RequestError, message
 
-_ONLY_BEAMS = {"early_stopping": False, "length_penalty": 1.0}
+Values = Mapping[str, Any]
+Test = Callable[[Values], bool]
+Level = Literal["impossible", "conflict", "notice"]
+
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 """Fields that ask for more than ids."""
 
-_EACH_BEAM = tuple(
-    ConfigRule(
-        "conflict",
-        "num_beams",
-        name,
-        both(one_beam, differs(name, neutral)),
-        f"{name} has no effect without beams",
-        f"Set num_beams above 1, or leave {name} out",
-    )
-    for name, neutral in _ONLY_BEAMS.items()
+
+@dataclass(frozen=True)
+class ConfigRule:
+    """Values of `decides` and `loses` clash where `clash` holds; `loses` is what has no effect."""
+
+    level: Level
+    decides: str
+    loses: str
+    clash: Test
+    what: str
+    do: str
+
+    def text(self, values: Values) -> str:
+        """What is wrong and what to do."""
+        got = f"{self.loses}={values[self.loses]!r}"
+        if self.decides != self.loses:
+            got += f" with {self.decides}={values[self.decides]!r}"
+        return message(self.what, got=got, do=self.do)
+
+
+_impossible, _notice = partial(ConfigRule, "impossible"), partial(ConfigRule, "notice")
+
+
+def _is_set(name: str) -> Test:
+    return lambda values: values[name] is not None
+
+
+def _truthy(name: str) -> Test:
+    return lambda values: bool(values[name])
+
+
+def _off(name: str) -> Test:
+    return lambda values: not values[name]
+
+
+def _differs(name: str) -> Test:
+    """The field has another value than its default."""
+    return lambda values: values[name] is not None and values[name] != FIELDS[name].default
+
+
+def _both(*tests: Test) -> Test:
+    return lambda values: all(test(values) for test in tests)
+
+
+_samples, _greedy = _truthy("do_sample"), _off("do_sample")
+
+
+def _beams(values: Values) -> bool:
+    return (values["num_beams"] or 1) != 1
+
+
+def _one_beam(values: Values) -> bool:
+    return not _beams(values)
+
+
+def _groups(values: Values) -> bool:
+    return (values["num_beam_groups"] or 1) != 1
+
+
+def _lowest(value: Any) -> Any:
+    """The value, or the lowest of one per row."""
+    return min(value) if isinstance(value, list) else value
+
+
+def _no_effect(
+    decides: str,
+    names: Collection[str],
+    where: Test,
+    reason: str,
+    do: str,
+    *,
+    given: Callable[[str], Test] = _differs,
+) -> Iterator[ConfigRule]:
+    """A rule per field: it has no effect for that reason `where` that holds; `do` has a {name}."""
+    for name in names:
+        what, clash = f"{name} has no effect {reason}", _both(where, given(name))
+        yield ConfigRule("conflict", decides, name, clash, what, do.format(name=name))
+
+
+_ONLY_SAMPLING = (
+    *("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("top_n_sigma", "xtc_probability", "mirostat_tau", "dynatemp_range", "sampler_order"),
 )
-_BEAMS = (
-    *_EACH_BEAM,
-    ConfigRule(
-        "conflict",
-        "num_beam_groups",
-        "diversity_penalty",
-        both(lambda v: v["num_beam_groups"] in (None, 1), differs("diversity_penalty", 0.0)),
-        "diversity_penalty has no effect without groups of beams",
-        "Set num_beam_groups above 1, or leave diversity_penalty out",
+# The field that turns a sampler on, and its further parameters.
+_PARAMETERS = {
+    "dry_multiplier": ("dry_base", "dry_allowed_length", "dry_sequence_breakers"),
+    "xtc_probability": ("xtc_threshold",),
+    "mirostat_tau": ("mirostat_eta",),
+    "dynatemp_range": ("dynatemp_exponent",),
+}
+_SAMPLING = (
+    *_no_effect(
+        "do_sample",
+        _ONLY_SAMPLING,
+        _greedy,
+        "without sampling",
+        "Set do_sample=True, or leave {name} out",
     ),
-    ConfigRule(
-        "impossible",
+    *(
+        _notice(
+            switch,
+            name,
+            _both(_off(switch), _is_set(name)),
+            f"{name} has no effect without {switch}",
+            f"Set {switch}, or leave {name} out",
+        )
+        for switch, names in _PARAMETERS.items()
+        for name in names
+    ),
+    _impossible(
+        "temperature",
+        "dynatemp_range",
+        _both(_samples, lambda v: 0 < (_lowest(v["temperature"]) or 1.0) <= v["dynatemp_range"]),
+        "the temperature would reach 0",
+        "Make dynatemp_range smaller than temperature",
+    ),
+    *_no_effect(
+        "do_sample",
+        ["top_k"],
+        _both(_greedy, _off("penalty_alpha")),
+        "without sampling or contrastive search",
+        "Set do_sample=True, or leave {name} out",
+    ),
+    _impossible(
+        "do_sample",
+        "temperature",
+        _both(_samples, lambda v: _lowest(v["temperature"]) == 0),
+        "temperature must be above 0 to sample",
+        "For greedy decoding set do_sample=False",
+    ),
+)
+
+_BEAMS = (
+    *_no_effect(
+        "num_beams",
+        ["early_stopping", "length_penalty"],
+        _one_beam,
+        "without beams",
+        "Set num_beams above 1, or leave {name} out",
+    ),
+    *_no_effect(
+        "num_beam_groups",
+        ["diversity_penalty"],
+        lambda v: not _groups(v),
+        "without groups of beams",
+        "Set num_beam_groups above 1, or leave {name} out",
+    ),
+    _impossible(
         "num_beams",
         "num_beam_groups",
         lambda v: (v["num_beams"] or 1) % (v["num_beam_groups"] or 1) != 0,
         "num_beams must be a multiple of num_beam_groups",
         "Change one of them",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "do_sample",
         "num_beam_groups",
-        both(samples, lambda values: (values["num_beam_groups"] or 1) > 1),
+        _both(_samples, _groups),
         "groups of beams do not sample",
         "Set do_sample=False, or leave num_beam_groups out",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "num_beam_groups",
         "diversity_penalty",
-        lambda v: (v["num_beam_groups"] or 1) > 1 and not (v["diversity_penalty"] or 0) > 0,
+        lambda v: _groups(v) and not (v["diversity_penalty"] or 0) > 0,
         "groups of beams need a diversity_penalty above 0, or all find the same",
         "Set diversity_penalty above 0, or leave num_beam_groups out",
     ),
-)
-
-_RETURNS = (
-    ConfigRule(
-        "impossible",
+    _impossible(
         "do_sample",
         "num_return_sequences",
-        both(greedy, one_beam, differs("num_return_sequences", 1)),
+        _both(_greedy, _one_beam, _differs("num_return_sequences")),
         "greedy decoding finds one sequence: num_return_sequences must be 1",
         "Set do_sample=True or num_beams, or leave num_return_sequences out",
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "num_beams",
         "num_return_sequences",
-        lambda v: not one_beam(v) and (v["num_return_sequences"] or 1) > v["num_beams"],
+        lambda v: _beams(v) and (v["num_return_sequences"] or 1) > v["num_beams"],
         "num_return_sequences must be at most num_beams",
         "Raise num_beams or lower num_return_sequences",
     ),
 )
 
+# What decides, where it does, what is wrong, and what to do, up to the name.
+_UNCONSTRAINED = (
+    ("do_sample", _samples, "constrained beams do not sample", "Set do_sample=False, or leave"),
+    ("num_beams", _one_beam, "constraints need beams", "Set num_beams above 1, or leave"),
+    ("num_beam_groups", _groups, "constrained beams have no groups", "Leave num_beam_groups or"),
+)
 _CONSTRAINTS = tuple(
-    rule
+    _impossible(decides, name, _both(where, _is_set(name)), what, f"{do} {name} out")
     for name in ("constraints", "force_words_ids")
-    for rule in (
-        ConfigRule(
-            "impossible",
-            "do_sample",
-            name,
-            both(samples, is_set(name)),
-            "constrained beams do not sample",
-            f"Set do_sample=False, or leave {name} out",
-        ),
-        ConfigRule(
-            "impossible",
-            "num_beams",
-            name,
-            both(one_beam, is_set(name)),
-            "constraints need beams",
-            f"Set num_beams above 1, or leave {name} out",
-        ),
-        ConfigRule(
-            "impossible",
-            "num_beam_groups",
-            name,
-            both(lambda v: (v["num_beam_groups"] or 1) > 1, is_set(name)),
-            "constrained beams have no groups",
-            f"Leave num_beam_groups or {name} out",
-        ),
-    )
+    for decides, where, what, do in _UNCONSTRAINED
 )
 
 # Other ways to choose one token at a time, none of which goes with beams.
-_EACH_SINGLE = tuple(
-    ConfigRule(
-        "conflict",
-        "num_beams",
-        name,
-        both(lambda values: not one_beam(values), truthy(name)),
-        f"{name} has no effect with beams",
-        f"Leave num_beams or {name} out",
-    )
-    for name in (
-        "penalty_alpha",
-        "dola_layers",
-        "prompt_lookup_num_tokens",
-        "assistant_early_exit",
-        "use_mtp",
-    )
-)
 _SINGLE = (
-    *_EACH_SINGLE,
-    ConfigRule(
-        "impossible",
+    *_no_effect(
+        "num_beams",
+        (
+            *("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens"),
+            *("assistant_early_exit", "use_mtp"),
+        ),
+        _beams,
+        "with beams",
+        "Leave num_beams or {name} out",
+        given=_truthy,
+    ),
+    _impossible(
         "penalty_alpha",
         "top_k",
-        lambda v: contrastive(v) and greedy(v) and isinstance(v["top_k"], list),
+        _both(_truthy("penalty_alpha"), _greedy, lambda v: isinstance(v["top_k"], list)),
         "contrastive search looks at the same number of candidates in every row",
         "Give top_k one number, or leave penalty_alpha out",
     ),
-    ConfigRule(
-        "conflict",
+    *_no_effect(
         "do_sample",
-        "penalty_alpha",
-        both(samples, contrastive),
-        "penalty_alpha has no effect when sampling",
-        "Set do_sample=False, or leave penalty_alpha out",
+        ["penalty_alpha"],
+        _samples,
+        "when sampling",
+        "Set do_sample=False, or leave {name} out",
+        given=_truthy,
     ),
-    ConfigRule(
-        "impossible",
+    _impossible(
         "prompt_lookup_num_tokens",
         "assistant_ensemble_weight",
-        lambda v: bool(v["prompt_lookup_num_tokens"]) and bool(v["assistant_ensemble_weight"]),
+        _both(_truthy("prompt_lookup_num_tokens"), _truthy("assistant_ensemble_weight")),
         "assistant_ensemble_weight needs an assistant that gives probabilities",
         "Leave prompt_lookup_num_tokens or assistant_ensemble_weight out",
     ),
 )
 
-_EACH_CACHE = tuple(
-    ConfigRule(
-        "conflict",
-        "use_cache",
-        name,
-        both(lambda values: values["use_cache"] is False, is_set(name)),
-        f"{name} has no effect without a cache",
-        f"Set use_cache=True, or leave {name} out",
-    )
-    for name in ("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size")
-)
+_STATIC_CACHES = ("static", "offloaded_static", *OLD_CACHES)
 _CACHING = (
-    *_EACH_CACHE,
-    ConfigRule(
-        "notice",
+    *_no_effect(
+        "use_cache",
+        ["cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"],
+        lambda v: v["use_cache"] is False,
+        "without a cache",
+        "Set use_cache=True, or leave {name} out",
+    ),
+    _notice(
         "cache_implementation",
         "max_cache_len",
-        lambda v: (
-            v["max_cache_len"] is not None
-            and v["cache_implementation"] not in ("static", "offloaded_static", *OLD_CACHES)
-        ),
+        _both(_is_set("max_cache_len"), lambda v: v["cache_implementation"] not in _STATIC_CACHES),
         "max_cache_len has an effect on static caches only",
         "Set cache_implementation='static', or leave max_cache_len out",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "cache_implementation",
         "cache_config",
-        lambda v: v["cache_config"] is not None and v["cache_implementation"] != "quantized",
+        _both(_is_set("cache_config"), lambda v: v["cache_implementation"] != "quantized"),
         "cache_config has an effect on quantised caches only",
         "Set cache_implementation='quantized', or leave cache_config out",
     ),
-)
-
-_OUTPUTS = tuple(
-    ConfigRule(
-        "conflict",
-        "return_dict_in_generate",
-        name,
-        both(truthy(name), lambda values: not values["return_dict_in_generate"]),
-        f"{name} has no effect where a tensor is returned",
-        f"Set return_dict_in_generate=True, or leave {name} out",
-    )
-    for name in EXTRA_OUTPUTS
 )
 
 
@@ -230,42 +291,40 @@ def _listed(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-def _forced_is_suppressed(name: str) -> Callable[[Values], bool]:
-    def clash(values: Values) -> bool:
-        tokens, suppressed = set(_listed(values[name])), values["suppress_tokens"] or ()
-        return bool(tokens) and tokens <= set(suppressed)
-
-    return clash
-
-
-_EACH_FORCED = tuple(
-    ConfigRule(
-        "impossible",
-        name,
-        "suppress_tokens",
-        _forced_is_suppressed(name),
-        f"every token of {name} is also suppressed, so that no token would be left",
-        f"Take it out of {name} or of suppress_tokens; to end later, set min_new_tokens",
+def _all_suppressed(name: str) -> Test:
+    return lambda v: (
+        bool(_listed(v[name])) and {*_listed(v[name])} <= {*(v["suppress_tokens"] or ())}
     )
-    for name in ("forced_bos_token_id", "forced_eos_token_id")
-)
+
+
 _OTHERS = (
-    *_EACH_FORCED,
-    ConfigRule(
-        "notice",
-        "max_new_tokens",
-        "max_length",
-        lambda v: v["max_new_tokens"] is not None and v["max_length"] is not None,
-        "max_new_tokens goes before max_length",
-        "Leave one of them out",
+    *_no_effect(
+        "return_dict_in_generate",
+        EXTRA_OUTPUTS,
+        _off("return_dict_in_generate"),
+        "where a tensor is returned",
+        "Set return_dict_in_generate=True, or leave {name} out",
+        given=_truthy,
     ),
-    ConfigRule(
-        "notice",
-        "min_new_tokens",
-        "min_length",
-        lambda v: v["min_new_tokens"] is not None and bool(v["min_length"]),
-        "min_new_tokens goes before min_length",
-        "Leave one of them out",
+    *(
+        _impossible(
+            name,
+            "suppress_tokens",
+            _all_suppressed(name),
+            f"every token of {name} is also suppressed, so that no token would be left",
+            f"Take it out of {name} or of suppress_tokens; to end later, set min_new_tokens",
+        )
+        for name in ("forced_bos_token_id", "forced_eos_token_id")
+    ),
+    *(
+        _notice(
+            new,
+            total,
+            _both(_is_set(new), _truthy(total)),
+            f"{new} goes before {total}",
+            "Leave one of them out",
+        )
+        for new, total in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
     ),
     ConfigRule(
         "conflict",
@@ -275,16 +334,14 @@ _OTHERS = (
         "min_new_tokens cannot be reached",
         "Raise max_new_tokens or lower min_new_tokens",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "eos_token_id",
         "eos_token_id",
         lambda v: any(token < 0 for token in _listed(v["eos_token_id"])),
         "eos_token_id holds a negative number, which is no token and ends nothing",
         "Set eos_token_id to ids of the vocabulary, or to None to end at the length alone",
     ),
-    ConfigRule(
-        "notice",
+    _notice(
         "pad_token_id",
         "pad_token_id",
         lambda v: v["pad_token_id"] is not None and v["pad_token_id"] < 0,
@@ -293,16 +350,7 @@ _OTHERS = (
     ),
 )
 
-RULES: tuple[ConfigRule, ...] = (
-    *SAMPLING,
-    *_BEAMS,
-    *_RETURNS,
-    *_CONSTRAINTS,
-    *_SINGLE,
-    *_CACHING,
-    *_OUTPUTS,
-    *_OTHERS,
-)
+RULES = (*_SAMPLING, *_BEAMS, *_CONSTRAINTS, *_SINGLE, *_CACHING, *_OTHERS)
 
 
 def refuse_impossible(values: Values) -> None:

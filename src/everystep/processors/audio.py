@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import POSITIVE, integer, is_integer
+from everystep.config.kinds import COUNT, ONE_OR_MORE_IDS, POSITIVE, SIZE, integer
 from everystep.draws import on_host
 from everystep.nn.modes import modes_kept
 from everystep.processors.base import LogitsProcessor
-from everystep.processors.stacking import admit, admit_ids, require
+from everystep.processors.stacking import Parameter
 from everystep.types import Rows
 
 
@@ -35,25 +35,22 @@ class WhisperTimeStampLogitsProcessor(LogitsProcessor):
         begin_index: int,
         _detect_timestamp_from_logprob: bool | None = None,
     ) -> None:
-        require(is_integer(begin_index), "begin_index", "an integer", begin_index)
-        detect = _detect_timestamp_from_logprob
-        if detect is None:
-            detect = getattr(generate_config, "_detect_timestamp_from_logprob", True)
-        self.begin_index = begin_index
+        self.begin_index = integer().checked(begin_index, "begin_index")
         self.no_timestamps_token_id: int = generate_config.no_timestamps_token_id
         self.timestamp_begin = self.no_timestamps_token_id + 1
         self.eos_token_id: int = generate_config.eos_token_id or generate_config.bos_token_id
         self.max_initial_timestamp_index: int | None = getattr(
             generate_config, "max_initial_timestamp_index", None
         )
-        self._detects = detect
+        self._detects = _detect_timestamp_from_logprob
+        if self._detects is None:
+            self._detects = getattr(generate_config, "_detect_timestamp_from_logprob", True)
 
     def set_begin_index(self, begin_index: int) -> None:
         """From now on the text begins at that place."""
         self.begin_index = begin_index
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         result = scores.clone()
         result[:, self.no_timestamps_token_id] = -math.inf
         ids = rows.ids()
@@ -108,12 +105,8 @@ class WhisperNoSpeechDetection(LogitsProcessor):
         self.is_scores_logprobs = scores_is_logprobs
         self.model: Any = None
         self.inputs: dict[str, Any] | None = None
-        self._probability: Any = [0.0]
-
-    @property
-    def no_speech_prob(self) -> Any:
+        self.no_speech_prob: Any = [0.0]
         """(R,) how likely each row is silence; [0.0] before the text began."""
-        return self._probability
 
     def set_model(self, model: Any) -> None:
         """The model that reads the inputs."""
@@ -134,7 +127,7 @@ class WhisperNoSpeechDetection(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores, untouched."""
         if input_ids.shape[1] == self.begin_index:
-            self._probability = self._first(scores)[:, self.no_speech_token]
+            self.no_speech_prob = self._first(scores)[:, self.no_speech_token]
         return scores
 
     def _first(self, scores: Tensor) -> Tensor:
@@ -154,15 +147,9 @@ class AlternatingCodebooksLogitsProcessor(LogitsProcessor):
     semantic_vocab_size: int
     codebook_size: int
 
-    def __post_init__(self) -> None:
-        admit(self, "input_start_len", integer(0))
-
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
-        return self.overwrite(rows, scores.clone())
+    checked = (Parameter("input_start_len", COUNT),)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
         first = self.semantic_vocab_size
         middle = first + self.codebook_size
         opens = (rows.lengths - self.input_start_len) % 2 == 0
@@ -183,13 +170,12 @@ class BarkEosPrioritizerLogitsProcessor(LogitsProcessor):
     min_eos_p: float | None
     device: InitVar[str] = "cpu"
 
-    def __post_init__(self, device: str) -> None:
-        admit_ids(self, "eos_token_id")
-        if self.min_eos_p is not None:
-            admit(self, "min_eos_p", POSITIVE)
+    checked = (
+        Parameter("eos_token_id", ONE_OR_MORE_IDS),
+        Parameter("min_eos_p", POSITIVE, optional=True),
+    )
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         if self.min_eos_p is None:
             return scores
         ends = torch.tensor(self.eos_token_id, device=scores.device)
@@ -207,9 +193,7 @@ class DiaEOSChannelFilterLogitsProcessor(LogitsProcessor):
     num_channels: int
     eos_token_id: int
 
-    def __post_init__(self) -> None:
-        admit(self, "num_channels", integer(1))
-        admit(self, "eos_token_id", integer(1))
+    checked = (Parameter("num_channels", SIZE), Parameter("eos_token_id", SIZE))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(batch * channels, V) scores -> the same shape."""

@@ -21,26 +21,31 @@ from torch import Tensor
 
 from everystep.errors import RequestError, UnsupportedError, message
 from everystep.processors.best import is_wide, without
-from everystep.processors.edits import Edit, Revision
-from everystep.processors.stacking import Numbers, require_rows
+from everystep.processors.edits import Edit
+from everystep.processors.stacking import Numbers, Parameter, admit, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
 
 
 class LogitsProcessor:
     """Base of the processors with familiar names, and of a caller's own.
 
-    A caller's class overrides `__call__(input_ids, scores)`; ours override `process` or `edit`.
-    `per_row`: fields that hold a number, or a tuple of one number per row. Tensors are made where
-    the scores are, so that a `device` argument, kept for ported calls, changes nothing.
+    A caller's class overrides `__call__(input_ids, scores)`; ours override `process`, `overwrite`
+    or `edit`. `per_row`: fields that hold a number, or a tuple of one number per row; `checked`:
+    fields of other kinds. Tensors are made where the scores are, so that a `device` argument, kept
+    for ported calls, changes nothing.
     """
 
-    per_row: ClassVar[tuple[str, ...]] = ()
+    per_row: ClassVar[tuple[Parameter, ...]] = ()
+    checked: ClassVar[tuple[Parameter, ...]] = ()
     ordered: ClassVar[bool] = False
     """Whether it changes every score by itself, and raises no lower one above a higher one; lists
     whose rest is above -inf go through `few` of such processors, and of those with a `best`."""
 
     narrows: bool = False
     """Whether it leaves a list of every list, which it may then change in place of the row."""
+
+    def __post_init__(self, device: object = None) -> None:
+        admit(self)
 
     @property
     def best(self) -> int:
@@ -57,6 +62,8 @@ class LogitsProcessor:
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V): the given scores as they are, or new ones."""
+        if type(self).overwrite is not LogitsProcessor.overwrite:
+            return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
         dense = scores.contiguous()
         edit = self.edit(rows, dense)
         return scores if edit is None else edit.written(dense.clone())
@@ -71,17 +78,14 @@ class LogitsProcessor:
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         """What it leaves of the scores, as lists; None where that is not known to be little.
 
-        Whole rows are to be divided by a temperature first.
+        Whole rows are to be divided by a temperature first. A list is processed like a row where
+        that leaves a list.
         """
-        return None
-
-    def relisted(self, rows: Rows, scores: Scores) -> Scores | None:
-        """Lists as it processes them, as if they were whole rows; None for others."""
-        if not scores.listed:
+        if not self.narrows or not scores.listed:
             return None
         return replace(scores, values=self.process(rows, scores.values), totals=None)
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | Revision | None:
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""
         text = message(
             f"{type(self).__name__} does not say what it does with scores",
@@ -113,12 +117,10 @@ class Filter(LogitsProcessor):
         return self.removed(scores)
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         found = self.few(rows, Scores.of(scores))
         return self.overwrite(rows, scores.clone()) if found is None else found.whole().values
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
         removed = self.removed_of_many if is_wide(scores) else self.removed
         return scores.masked_fill_(removed(scores), self.filter_value)
 
@@ -128,17 +130,13 @@ class Filter(LogitsProcessor):
             return None
         if scores.tokens is None:
             return self.searched(scores, temperature) if is_wide(scores.values) else None
-        return self.shortened(scores)
+        if scores.rest is not None:  # it has to see all tokens
+            return None
+        return without(scores, self.removed_of_many(scores.values))
 
     def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
         """As `few`, of wide rows."""
         return None
-
-    def shortened(self, scores: Scores) -> Scores | None:
-        """As `few`, of lists; None if it has to see all tokens."""
-        if scores.rest is not None:
-            return None
-        return without(scores, self.removed_of_many(scores.values))
 
 
 def reads_rows(processor: object) -> bool:
@@ -162,21 +160,17 @@ class LogitsProcessorList(list[Any]):
                 scores = processor(input_ids, scores)
                 continue
             further = list(inspect.signature(processor.__call__).parameters)[2:]
-            _require_keywords(processor, further, kwargs)
+            missing = [name for name in further if name not in kwargs]
+            if missing:
+                text = message(
+                    f"{type(processor).__name__} needs more than ids and scores",
+                    wanted=", ".join(further),
+                    got=", ".join(kwargs) or "neither of them",
+                    do=f"Pass {', '.join(missing)} as keywords",
+                )
+                raise RequestError(text)
             scores = processor(input_ids, scores, **(kwargs if further else {}))
         return scores
-
-
-def _require_keywords(processor: object, further: list[str], given: dict[str, Any]) -> None:
-    missing = [name for name in further if name not in given]
-    if missing:
-        text = message(
-            f"{type(processor).__name__} needs more than ids and scores",
-            wanted=", ".join(further),
-            got=", ".join(given) or "neither of them",
-            do=f"Pass {', '.join(missing)} as keywords",
-        )
-        raise RequestError(text)
 
 
 _BARE = nobodys(Prompt(ids=np.empty(0, dtype=np.int64)))

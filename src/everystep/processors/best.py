@@ -78,7 +78,7 @@ def block_highest(scores: Scores, temperature: Numbers) -> np.ndarray:
     parts = [values[:, :whole].reshape(len(values), -1, _BLOCK).amax(dim=-1)]
     if whole < size:
         parts.append(values[:, whole:].amax(dim=-1, keepdim=True))
-    return _divided(torch.cat(parts, dim=1).numpy(), _heat(temperature, values.numpy()))
+    return _divided(torch.cat(parts, dim=1).numpy(), temperature, slice(None))
 
 
 def above(
@@ -96,9 +96,8 @@ def above(
         return None
     begin = block * _BLOCK
     start = np.minimum(begin, size - _BLOCK)
-    heat = _heat(temperature, values)
     near = sliding_window_view(values, _BLOCK, axis=1)[row, start]  # (blocks, 64)
-    near = _divided(near, heat[row] if isinstance(heat, np.ndarray) else heat)
+    near = _divided(near, temperature, row)
     good = ~(near < threshold[row])
     # A last block that is short begins within the one before.
     good[start < begin] &= np.arange(_BLOCK) >= _BLOCK - size % _BLOCK
@@ -110,17 +109,13 @@ def above(
     return _table(owner, start[which] + offset, near[good], number, size)
 
 
-def _heat(temperature: Numbers, values: np.ndarray) -> Any:
-    """A number, or (R, 1) in the type of the values."""
+def _divided(values: np.ndarray, temperature: Numbers, row: Any) -> np.ndarray:
+    """Values of the given rows, divided by the temperatures of those."""
+    heat: Any = temperature
     if isinstance(temperature, tuple):
-        return np.array(temperature, dtype=values.dtype)[:, None]
-    return temperature
-
-
-def _divided(values: np.ndarray, heat: Any) -> np.ndarray:
+        heat = np.array(temperature, dtype=values.dtype)[row, None]
     with np.errstate(over="ignore"):
-        cooled: np.ndarray = values / heat
-    return cooled
+        return values / heat
 
 
 def _table(
@@ -154,8 +149,7 @@ def without(scores: Scores, removed: Tensor) -> Scores:
 
 def total_weight(scores: np.ndarray) -> np.ndarray:
     """(R, 1) float64: the sum of its `weights`."""
-    total: np.ndarray = weights(scores).sum(axis=1, dtype=np.float64, keepdims=True)
-    return total
+    return weights(scores).sum(axis=1, dtype=np.float64, keepdims=True)
 
 
 def beyond_mass(

@@ -7,7 +7,7 @@ touches only the ids that some word of the table ends in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,56 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import BIASES, NUMBER, WORDS, integer
+from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, is_number, require
 from everystep.errors import RequestError, message
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit, places
-from everystep.processors.stacking import admit, admit_ids, require
+from everystep.processors.stacking import Parameter
 from everystep.types import Rows
 
 Table = tuple[tuple[tuple[int, ...], float], ...]
+# (C,) the ids that words end in; (C,) float32 biases of words of one id; and per length of longer
+# words, in first order, their ids before the last (W, n), the place of the last one among all last
+# ids (W,), and the bias (W,).
+_Prepared = tuple[Tensor, Tensor, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Words of one length: the ids before the last (W, n), the place of the last one among all last
-    ids (W,), the bias (W,)."""
-
-    before: np.ndarray
-    last: np.ndarray
-    bias: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """`ends`: (C,) the ids that words end in. `single`: (C,) float32 biases of words of one id.
-    `groups`: longer words by length, in first order."""
-
-    ends: Tensor
-    single: Tensor
-    groups: tuple[_Group, ...]
-
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """Scores plus the sum of all biases that apply; one rounding, as in the reference."""
-        if not len(self.ends):
-            return None
-        size = scores.shape[-1]
-        bias = self.single.to(scores.dtype).repeat(len(scores), 1)
-        for group in self.groups:
-            row, word = matching_tails(rows, group.before)
-            if len(row):
-                place = tuple(
-                    torch.from_numpy(i).to(scores.device) for i in (row, group.last[word])
-                )
-                added = torch.from_numpy(group.bias[word]).to(scores)
-                bias.index_put_(place, added, accumulate=True)
-        first = torch.arange(0, len(scores) * size, size, device=scores.device)
-        index = (first[:, None] + self.ends).view(-1)
-        return Edit(index, scores.view(-1).index_select(0, index) + bias.view(-1))
-
-
-def _prepare(table: Table, size: int, device: torch.device, name: str) -> _Prepared:
-    check_width(table, size, name)
+def _prepare(table: Table, device: torch.device) -> _Prepared:
     ends = list(dict.fromkeys(ids[-1] for ids, _ in table))
     place = {token: i for i, token in enumerate(ends)}
     single = torch.zeros(len(ends), dtype=torch.float32)
@@ -73,22 +38,20 @@ def _prepare(table: Table, size: int, device: torch.device, name: str) -> _Prepa
         by_length.setdefault(len(ids), []).append((ids, bias))
     for ids, bias in by_length.pop(1, []):
         single[place[ids[0]]] = bias
-    groups = (
-        _Group(
+    longer = [
+        (
             np.array([ids[:-1] for ids, _ in words], dtype=np.int64),
             np.array([place[ids[-1]] for ids, _ in words], dtype=np.int64),
             np.array([bias for _, bias in words], dtype=np.float32),
         )
         for words in by_length.values()
-    )
-    return _Prepared(
-        torch.tensor(ends, dtype=torch.int64, device=device), single.to(device), tuple(groups)
-    )
+    ]
+    return torch.tensor(ends, dtype=torch.int64, device=device), single.to(device), longer
 
 
-def check_width(table: Table, size: int, name: str) -> None:
-    """RequestError if a word of the table has an id that no score belongs to."""
-    beyond = sorted({token for ids, _ in table for token in ids if token >= size})
+def check_width(ids: Iterable[int], size: int | None, name: str) -> None:
+    """RequestError if there is an id that no score belongs to; nothing if the size is unknown."""
+    beyond = [] if size is None else sorted({token for token in ids if token >= size})
     if beyond:
         text = message(
             f"{name} names ids beyond the vocabulary",
@@ -100,58 +63,80 @@ def check_width(table: Table, size: int, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class SequenceBiasLogitsProcessor(LogitsProcessor):
+class _Biases(LogitsProcessor):
+    """Adds a bias to the last id of every word whose other ids stand at the end of the prefix."""
+
+    _prepared: dict[Any, _Prepared] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def table(self) -> Table:
+        """Each word and its bias."""
+        raise NotImplementedError
+
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        size, device = scores.shape[-1], scores.device
+        if (size, device) not in self._prepared:
+            ids = (token for word, _ in self.table for token in word)
+            check_width(ids, size, self.checked[0].name)
+            self._prepared[size, device] = _prepare(self.table, device)
+        ends, single, longer = self._prepared[size, device]
+        if not len(ends):
+            return None
+        # Biases are summed first, so that there is one rounding, as in the reference.
+        total = single.to(scores.dtype).repeat(len(scores), 1)
+        for before, last, bias in longer:
+            row, word = matching_tails(rows, before)
+            if len(row):
+                at = tuple(torch.from_numpy(i).to(device) for i in (row, last[word]))
+                total.index_put_(at, torch.from_numpy(bias[word]).to(scores), accumulate=True)
+        first = torch.arange(0, len(scores) * size, size, device=device)
+        index = (first[:, None] + ends).view(-1)
+        return Edit(index, scores.view(-1).index_select(0, index) + total.view(-1))
+
+
+@dataclass(frozen=True)
+class SequenceBiasLogitsProcessor(_Biases):
     """Adds a bias to an id where it would complete its sequence of ids; all that apply add up.
 
     `sequence_bias`: {(id, ...): bias} or [[[id, ...], bias], ...].
     """
 
     sequence_bias: Any
-    _prepared: dict[Any, _Prepared] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+
+    checked = (Parameter("sequence_bias", BIASES),)
 
     def __post_init__(self) -> None:
-        admit(self, "sequence_bias", BIASES)
+        super().__post_init__()
         object.__setattr__(self, "sequence_bias", tuple(self.sequence_bias.items()))
 
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """The last ids of all sequences, raised or lowered."""
-        key = (scores.shape[-1], scores.device)
-        if key not in self._prepared:
-            self._prepared[key] = _prepare(self.sequence_bias, *key, "sequence_bias")
-        return self._prepared[key].edit(rows, scores)
+    @property
+    def table(self) -> Table:
+        return self.sequence_bias
 
 
 @dataclass(frozen=True)
-class NoBadWordsLogitsProcessor(LogitsProcessor):
+class NoBadWordsLogitsProcessor(_Biases):
     """Bans every id that would complete one of the words, a word of one end token left out."""
 
     bad_words_ids: Any
     eos_token_id: Any = None
-    _prepared: dict[Any, _Prepared] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+
+    checked = (
+        Parameter("bad_words_ids", WORDS),
+        Parameter("eos_token_id", ONE_OR_MORE_IDS, optional=True),
     )
 
     def __post_init__(self) -> None:
-        admit(self, "bad_words_ids", WORDS)
+        super().__post_init__()
         words = dict.fromkeys(tuple(map(int, word)) for word in self.bad_words_ids)
         object.__setattr__(self, "bad_words_ids", tuple(words))
-        if self.eos_token_id is not None:
-            admit_ids(self, "eos_token_id")
 
     @property
     def table(self) -> Table:
-        """The words as biases, each once."""
         ends = {(token,) for token in self.eos_token_id or ()}
         return tuple((word, -math.inf) for word in self.bad_words_ids if word not in ends)
-
-    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the last ids of words whose beginning stands at the end."""
-        key = (scores.shape[-1], scores.device)
-        if key not in self._prepared:
-            self._prepared[key] = _prepare(self.table, *key, "bad_words_ids")
-        return self._prepared[key].edit(rows, scores)
 
 
 @dataclass(frozen=True)
@@ -168,7 +153,6 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     first: int = field(default=0, kw_only=True)
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         mask = torch.full_like(scores, -math.inf)
         ids = rows.ids()
         for r, sequence in enumerate(rows.sequences):
@@ -208,11 +192,7 @@ class InfNanRemoveLogitsProcessor(LogitsProcessor):
     """nan becomes 0, and infinities the largest and smallest finite numbers."""
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         return torch.nan_to_num(scores, nan=0.0)
-
-
-_ID = integer(0)
 
 
 @dataclass(frozen=True)
@@ -225,23 +205,15 @@ class LogitBias(LogitsProcessor):
     table: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        valid = all(_ID.accepts(token) and NUMBER.accepts(bias) for token, bias in self.table)
+        valid = all(COUNT.accepts(token) and is_number(bias) for token, bias in self.table)
         require(valid, "logit_bias", "pairs of a token id and a number", self.table)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """The scores of the table's ids, moved."""
-        check_width(tuple(((token,), bias) for token, bias in self.table), scores.shape[-1], _BIAS)
+        check_width((token for token, _ in self.table), scores.shape[-1], "logit_bias")
         tokens = np.array([token for token, _ in self.table], dtype=np.int64)
         bias = torch.tensor([bias for _, bias in self.table], dtype=torch.float64).to(scores)
-        index = places(scores, np.repeat(np.arange(len(rows)), len(tokens)), _tiled(tokens, rows))
-        return Edit(index, scores.view(-1)[index] + bias.repeat(len(rows)))
-
-
-_BIAS = "logit_bias"
-
-
-def _tiled(tokens: np.ndarray, rows: Rows) -> np.ndarray:
-    return np.tile(tokens, len(rows))
+        index = places(scores, np.arange(len(rows))[:, None], tokens)
+        return Edit(index, scores.view(-1).index_select(0, index) + bias.repeat(len(rows)))
 
 
 def matching_tails(rows: Rows, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

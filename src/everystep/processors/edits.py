@@ -1,7 +1,7 @@
 """A few new scores as data: where they stand in the flat scores, and what they become.
 
 Writing them costs what they are, not what the vocabulary is wide; who owns the scores writes. An
-edit knows the new scores; a revision makes them of the old ones, a few rows at a time.
+edit knows the new scores; `revised` makes them of the old ones, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ _AT_ONCE = 4096
 @dataclass(frozen=True, eq=False)
 class Edit:
     """`index`: (C,) places in the scores, row after row. `value`: (C,) what stands there, or one
-    number. A place that occurs twice has the same value both times."""
+    number. A place that occurs twice has the same value both times. `emptied`: (n,) rows whose
+    other places all become -inf."""
 
     index: Tensor
     value: Tensor | float
+    emptied: Tensor | None = None
 
     def written(self, scores: Tensor) -> Tensor:
         """The contiguous scores, changed in place."""
+        if self.emptied is not None:
+            if len(self.emptied) == len(scores):
+                scores.fill_(-math.inf)
+            else:
+                scores.index_fill_(0, self.emptied, -math.inf)
         scores.view(-1).scatter_(0, self.index, self.value)
         return scores
 
@@ -50,28 +57,26 @@ class Stretch(NamedTuple):
         return alike(np.repeat(np.array(value[self.rows]), self.counts), old)
 
 
-@dataclass(frozen=True, eq=False)
-class Revision:
-    """`revise`: (C,) old scores of a stretch, an array or a tensor -> as many new ones. A place
-    that occurs twice in a stretch gets the same both times."""
+def revised(
+    scores: Tensor, stretches: Iterable[Stretch], revise: Callable[[Any, Stretch], Any]
+) -> Tensor:
+    """The contiguous scores, changed in place.
 
-    stretches: Iterable[Stretch]
-    revise: Callable[[Any, Stretch], Any]
-
-    def written(self, scores: Tensor) -> Tensor:
-        """The contiguous scores, changed in place."""
-        if not _is_array(scores):
-            for stretch in self.stretches:
-                part = scores[stretch.rows].view(-1)
-                index = torch.from_numpy(stretch.places).to(scores.device)
-                part.scatter_(0, index, self.revise(part.index_select(0, index), stretch))
-            return scores
-        array = scores.numpy()
-        with np.errstate(all="ignore"):
-            for stretch in self.stretches:
-                flat = array[stretch.rows].reshape(-1)
-                flat[stretch.places] = self.revise(flat[stretch.places], stretch)
+    `revise`: (C,) old scores of a stretch, an array or a tensor -> as many new ones. A place that
+    occurs twice in a stretch gets the same both times.
+    """
+    if not _is_array(scores):
+        for stretch in stretches:
+            part = scores[stretch.rows].view(-1)
+            index = torch.from_numpy(stretch.places).to(scores.device)
+            part.scatter_(0, index, revise(part.index_select(0, index), stretch))
         return scores
+    array = scores.numpy()
+    with np.errstate(all="ignore"):
+        for stretch in stretches:
+            flat = array[stretch.rows].reshape(-1)
+            flat[stretch.places] = revise(flat[stretch.places], stretch)
+    return scores
 
 
 def _is_array(scores: Tensor) -> bool:
@@ -127,3 +132,12 @@ def banned_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edi
     if not tokens or not which.any():
         return None
     return banned(scores, np.flatnonzero(which)[:, None], np.array(tokens))
+
+
+def forced_in(scores: Tensor, which: np.ndarray, tokens: tuple[int, ...]) -> Edit | None:
+    """0 at the tokens and -inf elsewhere, in every row where `which`, (R,) bool, holds."""
+    if not which.any():
+        return None
+    rows = np.flatnonzero(which)
+    index = places(scores, rows[:, None], np.array(tokens, dtype=np.int64))
+    return Edit(index, 0.0, torch.from_numpy(rows).to(scores.device))

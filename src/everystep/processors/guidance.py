@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import POSITIVE, integer, is_number
+from everystep.config.kinds import NUMBER, POSITIVE, SIZE, integer, number, require
 from everystep.errors import RequestError, message
 from everystep.processors.base import LogitsProcessor
-from everystep.processors.stacking import admit, require
+from everystep.processors.stacking import Parameter
 
 
 def guided(logits: Tensor, other: Tensor, scale: float) -> Tensor:
@@ -42,8 +42,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         unconditional_attention_mask: Tensor | None = None,
         use_cache: bool = True,
     ) -> None:
-        require(is_number(guidance_scale), "guidance_scale", "a number", guidance_scale)
-        self.guidance_scale = guidance_scale
+        self.guidance_scale = NUMBER.checked(guidance_scale, "guidance_scale")
         self.model = model
         self.use_cache = use_cache
         self._ids = unconditional_ids
@@ -75,8 +74,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
             past_key_values=self._past,
         )
         self._past = getattr(output, "past_key_values", None)
-        logits: Tensor = output.logits
-        return logits
+        return output.logits
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,9 @@ class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
 
     guidance_scale: float
 
-    def __post_init__(self) -> None:
-        _require_above_one(self.guidance_scale)
+    checked: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("guidance_scale", number("a number above 1", lambda value: value > 1)),
+    )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(R, T) ids, (2 * R, V) scores -> (R, V)."""
@@ -95,22 +94,20 @@ class ClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class DiaClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
+class DiaClassifierFreeGuidanceLogitsProcessor(ClassifierFreeGuidanceLogitsProcessor):
     """As `ClassifierFreeGuidanceLogitsProcessor`, the difference added to the first half.
 
     With `guidance_top_k`, the first half itself, only where the guided scores are highest.
     """
 
-    guidance_scale: float
     guidance_top_k: int | None = None
 
-    def __post_init__(self) -> None:
-        _require_above_one(self.guidance_scale)
-        kind, top_k = integer(1), self.guidance_top_k
-        require(top_k is None or kind.accepts(top_k), "guidance_top_k", kind.wanted, top_k)
+    checked = (
+        *ClassifierFreeGuidanceLogitsProcessor.checked,
+        Parameter("guidance_top_k", SIZE, optional=True),
+    )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(R, T) ids, (2 * R, V) scores -> (R, V)."""
         given, against = _halves(input_ids, scores)
         mixed = given + (given - against) * self.guidance_scale
         if self.guidance_top_k is None:
@@ -118,10 +115,6 @@ class DiaClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         best = torch.topk(mixed, k=self.guidance_top_k, dim=-1).indices
         outside = torch.ones_like(mixed, dtype=torch.bool).scatter(-1, best, False)
         return given.masked_fill(outside, -math.inf)
-
-
-def _require_above_one(scale: Any) -> None:
-    require(is_number(scale) and scale > 1, "guidance_scale", "a number above 1", scale)
 
 
 def _halves(input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,14 +141,16 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
     num_beams: int
     num_beam_groups: int
 
+    checked = (
+        Parameter("diversity_penalty", POSITIVE),
+        Parameter("num_beams", integer(2)),
+        Parameter("num_beam_groups", integer(2)),
+    )
+
     def __post_init__(self) -> None:
-        admit(self, "diversity_penalty", POSITIVE)
-        admit(self, "num_beams", integer(2))
-        admit(self, "num_beam_groups", integer(2))
-        fits = self.num_beam_groups <= self.num_beams
-        require(
-            fits, "num_beam_groups", f"at most num_beams={self.num_beams}", self.num_beam_groups
-        )
+        super().__post_init__()
+        groups, beams = self.num_beam_groups, self.num_beams
+        require(groups <= beams, "num_beam_groups", f"at most num_beams={beams}", groups)
 
     def __call__(
         self,

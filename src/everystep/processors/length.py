@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import DECAY, integer, is_integer, plain
+from everystep.config.kinds import COUNT, DECAY, ONE_OR_MORE_IDS
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.best import is_wide
-from everystep.processors.edits import Edit, banned_in, places
-from everystep.processors.stacking import Counts, Numbers, admit, admit_ids, require
+from everystep.processors.edits import Edit, banned_in, forced_in, places
+from everystep.processors.stacking import Counts, Numbers, Parameter
 from everystep.types import Rows, Scores
 
-COUNT = integer(0)
+_ENDS = Parameter("eos_token_id", ONE_OR_MORE_IDS)
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,10 @@ class MinLengthLogitsProcessor(LogitsProcessor):
     eos_token_id: Any
     device: InitVar[str] = "cpu"
 
-    per_row = ("min_length",)
-
-    def __post_init__(self, device: str) -> None:
-        admit(self, "min_length", COUNT)
-        admit_ids(self, "eos_token_id")
+    per_row = (Parameter("min_length", COUNT),)
+    checked = (_ENDS,)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the end tokens of short rows."""
         return banned_in(scores, rows.lengths < np.asarray(self.min_length), self.eos_token_id)
 
 
@@ -51,15 +47,10 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
     eos_token_id: Any
     device: InitVar[str] = "cpu"
 
-    per_row = ("min_new_tokens",)
-
-    def __post_init__(self, device: str) -> None:
-        _admit_prompt_length(self.prompt_length_to_skip, "prompt_length_to_skip")
-        admit(self, "min_new_tokens", COUNT)
-        admit_ids(self, "eos_token_id")
+    per_row = (Parameter("min_new_tokens", COUNT),)
+    checked = (Parameter("prompt_length_to_skip", COUNT, optional=True), _ENDS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the end tokens of rows with few new ids."""
         new = _generated(rows, self.prompt_length_to_skip)
         return banned_in(scores, new < np.asarray(self.min_new_tokens), self.eos_token_id)
 
@@ -70,13 +61,8 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
 
     bos_token_id: int
 
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
-        return _only(scores, rows.lengths == 1, (self.bos_token_id,))
-
-    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
-        return _only(scores, rows.lengths == 1, (self.bos_token_id,), owned=True)
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        return forced_in(scores, rows.lengths == 1, (self.bos_token_id,))
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         """The one token, where all rows begin."""
@@ -91,16 +77,10 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     eos_token_id: Any
     device: InitVar[str] = "cpu"
 
-    def __post_init__(self, device: str) -> None:
-        admit_ids(self, "eos_token_id", "forced_eos_token_id")
+    checked = (Parameter("eos_token_id", ONE_OR_MORE_IDS, "forced_eos_token_id"),)
 
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
-        return _only(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
-
-    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
-        return _only(scores, rows.lengths == self.max_length - 1, self.eos_token_id, owned=True)
+    def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
+        return forced_in(scores, rows.lengths == self.max_length - 1, self.eos_token_id)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         """The end tokens, where all rows are at the last place."""
@@ -118,13 +98,13 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
     eos_token_id: Any
     input_ids_seq_length: int | None
 
-    def __post_init__(self) -> None:
-        admit(self, "exponential_decay_length_penalty", DECAY)
-        admit_ids(self, "eos_token_id")
-        _admit_prompt_length(self.input_ids_seq_length, "input_ids_seq_length")
+    checked = (
+        Parameter("exponential_decay_length_penalty", DECAY),
+        _ENDS,
+        Parameter("input_ids_seq_length", COUNT, optional=True),
+    )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """The end tokens of long rows, raised."""
         start, factor = self.exponential_decay_length_penalty
         beyond = _generated(rows, self.input_ids_seq_length) - start
         late = np.flatnonzero(beyond > 0)
@@ -145,11 +125,9 @@ class SuppressTokensLogitsProcessor(LogitsProcessor):
     suppress_tokens: Any
     device: InitVar[str] = "cpu"
 
-    def __post_init__(self, device: str) -> None:
-        admit_ids(self, "suppress_tokens")
+    checked = (Parameter("suppress_tokens", ONE_OR_MORE_IDS),)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the tokens of all rows."""
         return banned_in(scores, np.ones(len(scores), dtype=bool), self.suppress_tokens)
 
 
@@ -165,16 +143,16 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
     device: InitVar[str] = "cpu"
     after: int = field(default=0, kw_only=True)
 
-    def __post_init__(self, device: str) -> None:
-        admit_ids(self, "begin_suppress_tokens")
-        _admit_prompt_length(self.begin_index, "begin_index")
+    checked = (
+        Parameter("begin_suppress_tokens", ONE_OR_MORE_IDS),
+        Parameter("begin_index", COUNT, optional=True),
+    )
 
     def set_begin_index(self, begin_index: int) -> None:
         """From now on the tokens are suppressed at that length of the prefix."""
         object.__setattr__(self, "begin_index", begin_index)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the tokens of rows that begin."""
         given = self.begin_index is not None
         begins = _generated(rows, self.begin_index) == (0 if given else self.after)
         return banned_in(scores, begins, self.begin_suppress_tokens)
@@ -187,23 +165,8 @@ def _gain(factor: float, n: int) -> float:
         return math.inf
 
 
-def _only(
-    scores: Tensor, which: np.ndarray, tokens: tuple[int, ...], *, owned: bool = False
-) -> Tensor:
-    """Scores with 0 at the tokens and -inf elsewhere, in the rows where `which` holds."""
-    if not which.any():
-        return scores
-    result = scores if owned else scores.clone(memory_format=torch.contiguous_format)
-    if which.all():
-        result.fill_(-math.inf)
-    else:
-        result.index_fill_(0, torch.from_numpy(np.flatnonzero(which)).to(scores.device), -math.inf)
-    edit = banned_in(result, which, tokens)
-    return result if edit is None else Edit(edit.index, 0.0).written(result)
-
-
 def _forced(scores: Scores, which: np.ndarray, tokens: tuple[int, ...]) -> Scores | None:
-    """As `_only`, as lists, where it holds in every row of wide scores."""
+    """As `forced_in`, as lists, where it holds in every row of wide scores."""
     if not which.all() or not (scores.tokens is not None or is_wide(scores.values)):
         return None
     ids = [token for token in sorted(set(tokens)) if 0 <= token < scores.vocabulary]
@@ -220,9 +183,3 @@ def _generated(rows: Rows, prompt_length: int | None) -> np.ndarray:
         return rows.lengths - prompt_length
     prompts = (sequence.request.prompt_visible for sequence in rows.sequences)
     return rows.lengths - np.fromiter(prompts, np.int64, len(rows))
-
-
-def _admit_prompt_length(value: Any, name: str) -> None:
-    value = plain(value)
-    counts = value is None or (is_integer(value) and value >= 0)
-    require(counts, name, COUNT.wanted, value)

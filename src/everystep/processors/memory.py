@@ -7,12 +7,12 @@ costs those few (and one plain copy of a table of numbers); it can be rewound to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from everystep.processors.base import remembers
 from everystep.types import Rows
 
 _KEPT = 32  # ids at the end that are never shared, so that drafts can be taken back
@@ -25,10 +25,11 @@ class _Memory:
     A shared part has a `length`, and `after(ids)`, the same of a prefix that is longer.
     """
 
-    __slots__ = ("_recent", "_room", "_shared", "start")
+    __slots__ = ("_nothing", "_recent", "_room", "_shared", "start")
 
     def __init__(self, nothing: Any, start: int = 0) -> None:
         self.start = start
+        self._nothing = nothing  # the shared part of no ids
         self._anew(nothing)
 
     def _anew(self, shared: Any) -> None:
@@ -36,10 +37,6 @@ class _Memory:
         self._shared = shared
         self._recent: list[int] = []
         self._room = _KEPT + max(_ROOM, 4 * isqrt(shared.length))
-
-    def _nothing(self) -> Any:
-        """The shared part of no ids."""
-        raise NotImplementedError
 
     def _add(self, token: int) -> None:
         raise NotImplementedError
@@ -77,7 +74,7 @@ class _Memory:
         """Rewinds it to at most the first `length` ids; to none where that is far back."""
         excess = self.length - max(length, self.start)
         if excess > len(self._recent):
-            self._anew(self._nothing())
+            self._anew(self._nothing)
             return
         for _ in range(excess):
             self._take_back()
@@ -114,9 +111,6 @@ class Occurrences(_Memory):
 
     def __init__(self, start: int = 0) -> None:
         super().__init__(_NOTHING, start)
-
-    def _nothing(self) -> _Counted:
-        return _NOTHING
 
     def _anew(self, shared: _Counted) -> None:
         super()._anew(shared)
@@ -214,10 +208,7 @@ class NGrams(_Memory):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        super().__init__(self._nothing())
-
-    def _nothing(self) -> _Grams:
-        return _Grams(self.size, 0, {}, ())
+        super().__init__(_Grams(size, 0, {}, ()))
 
     def _anew(self, shared: _Grams) -> None:
         super()._anew(shared)
@@ -264,23 +255,16 @@ class NGrams(_Memory):
         return other
 
 
-def occurrences(rows: Rows, r: int, start: int) -> Occurrences:
-    """What row r's sequence remembers of the ids of its prefix from `start` on."""
-    memory: Occurrences = _read(rows, r, f"occurrences from {start}", lambda: Occurrences(start))
-    return memory
+M = TypeVar("M", Occurrences, NGrams)
 
 
-def ngrams(rows: Rows, r: int, size: int) -> NGrams:
-    """What row r's sequence remembers of the n-grams of its prefix."""
-    memory: NGrams = _read(rows, r, f"{size}-grams", lambda: NGrams(size))
-    return memory
-
-
-def _read(rows: Rows, r: int, key: str, make: Callable[[], Any]) -> Any:
-    """The memory of row r's sequence under a key, which has read all of the prefix."""
-    sequence = rows.sequences[r]
-    memory = sequence.memo.get(key)
+def remembered(rows: Rows, r: int, kind: type[M], parameter: int) -> M:
+    """What is remembered of all of row r's prefix: by its sequence, or, of ids that are given by
+    hand, just now. `parameter`: what a memory of that kind is made with."""
+    sequence, key = rows.sequences[r], f"{kind.__name__} {parameter}"
+    memo = sequence.memo if remembers(rows) else {}
+    memory: M | None = memo.get(key)
     if memory is None:
-        memory = sequence.memo[key] = make()
+        memory = memo[key] = kind(parameter)
     memory.read(rows.table.data[sequence.line], int(rows.lengths[r]))
     return memory

@@ -1,55 +1,28 @@
-"""The one order of all processors, and how each is made from the fields of a configuration."""
+"""The one order of all processors, and which of them a request has.
+
+Those that its configuration asks for are made from its fields; the caller's stand among them. One
+of the caller's that is of exactly the class that a field asks for as well takes that one's place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from warnings import warn
 
 from torch import Tensor
 
+from everystep.config import kinds
+from everystep.config.fields import FIELDS
 from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingConfig
 from everystep.errors import RequestError, message
-from everystep.processors.base import UserProcessor
-from everystep.processors.bias import (
-    InfNanRemoveLogitsProcessor,
-    LogitBias,
-    NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    check_width,
-)
-from everystep.processors.length import (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
-from everystep.processors.repetition import (
-    Dry,
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    OccurrencePenalty,
-    RepetitionPenaltyLogitsProcessor,
-)
+from everystep.processors import bias, length, repetition, warpers
+from everystep.processors.base import UserProcessor, reads_rows
+from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
+from everystep.processors.stacking import at_row
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from everystep.processors.warpers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 from everystep.processors.watermark import WatermarkLogitsProcessor
 from everystep.types.protocols import Processor
 
@@ -87,126 +60,41 @@ class Facts:
 
 
 Values = Mapping[str, Any]
-Maker = Callable[[Values, Facts], Processor | None]
+# Makes a processor of a class from the value of its field, all values and the facts.
+Maker = Callable[[Any, Any, Values, Facts], Processor | None]
 
 
-def _within(ids: Sequence[int], facts: Facts, name: str) -> None:
-    if facts.vocab_size is not None:
-        check_width(tuple(((token,), 0.0) for token in ids), facts.vocab_size, name)
+def _alone(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value)
 
 
-def _sequence_bias(values: Values, facts: Facts) -> Processor | None:
-    if values["sequence_bias"] is None:
+def _switched(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind()
+
+
+def _bounded(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value, min_tokens_to_keep=facts.min_tokens_to_keep)
+
+
+def _encoder(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+    if facts.encoder_ids is None:
+        text = f"{kind.checked[0].label} has no effect: the prompt was not given as ids"
+        warn(text, UserWarning, stacklevel=5)
         return None
-    table = values["sequence_bias"]
-    _within([token for ids in table for token in ids], facts, "sequence_bias")
-    return SequenceBiasLogitsProcessor(values["sequence_bias"])
+    return kind(value, (facts.encoder_ids or (),))
 
 
-def _below_one(field: str, make: Callable[..., Processor]) -> Maker:
-    """Where the field is below 1, made from it and how many tokens stay at least."""
-
-    def maker(values: Values, facts: Facts) -> Processor | None:
-        value = values[field]
-        return make(value, min_tokens_to_keep=facts.min_tokens_to_keep) if value < 1 else None
-
-    return maker
+def _logit_bias(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(tuple(value.items()))
 
 
-def _above_zero(field: str, make: Callable[..., Processor], *further: str) -> Maker:
-    """Where the field has a value above 0, made from it and the values of further fields."""
-
-    def maker(values: Values, facts: Facts) -> Processor | None:
-        if not values[field]:
-            return None
-        others = (values[name] for name in further)
-        return make(values[field], *others, min_tokens_to_keep=facts.min_tokens_to_keep)
-
-    return maker
+def _occurrence(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(values["presence_penalty"], values["frequency_penalty"])
 
 
-def _unless(field: str, unused: object, make: Callable[[Any], Processor | None]) -> Maker:
-    """Where the field has a value that has an effect, made from it."""
-    return lambda values, facts: None if values[field] == unused else make(values[field])
-
-
-def _of_encoder(field: str, unused: object, make: Callable[..., Processor]) -> Maker:
-    """Likewise, from it and the ids of the encoder's prompt."""
-
-    def maker(values: Values, facts: Facts) -> Processor | None:
-        if values[field] == unused:
-            return None
-        if facts.encoder_ids is None:
-            text = f"{field} has no effect: the prompt was not given as ids"
-            warn(text, UserWarning, stacklevel=5)
-            return None
-        return make(values[field], (facts.encoder_ids or (),))
-
-    return maker
-
-
-def _before_end(field: str, make: Callable[[int, tuple[int, ...]], Processor]) -> Maker:
-    """Where the field says how many ids come before the end, and there are end tokens."""
-    return lambda values, facts: (
-        make(values[field], facts.eos) if values[field] and facts.eos else None
-    )
-
-
-def _logit_bias(values: Values, facts: Facts) -> Processor | None:
-    if values["logit_bias"] is None:
-        return None
-    _within(list(values["logit_bias"]), facts, "logit_bias")
-    return LogitBias(tuple(values["logit_bias"].items()))
-
-
-def _occurrence(values: Values, facts: Facts) -> Processor | None:
-    presence, frequency = values["presence_penalty"], values["frequency_penalty"]
-    return OccurrencePenalty(presence, frequency) if presence or frequency else None
-
-
-def _prefix(values: Values, facts: Facts) -> Processor | None:
-    allowed = facts.prefix_allowed_tokens_fn
-    if allowed is None:
-        return None
-    return PrefixConstrainedLogitsProcessor(allowed, facts.beams, first=facts.first_row)
-
-
-def _min_p(values: Values, facts: Facts) -> Processor | None:
-    value, keep = values["min_p"], facts.min_tokens_to_keep
-    return None if value is None else MinPLogitsWarper(value, min_tokens_to_keep=keep)
-
-
-def _temperature(values: Values, facts: Facts) -> Processor | None:
-    value, spread = values["temperature"], values["dynatemp_range"]
-    if spread:
-        return DynamicTemperature(value, spread, values["dynatemp_exponent"])
-    return None if value == 1.0 else TemperatureLogitsWarper(value)
-
-
-def _watermark(kind: type, make: Callable[..., Processor]) -> Maker:
-    """Where the watermark is of that kind, made from its values."""
-
-    def maker(values: Values, facts: Facts) -> Processor | None:
-        config = values["watermarking_config"]
-        if not isinstance(config, WatermarkingConfig | SynthIDTextWatermarkingConfig):
-            return None
-        if not isinstance(config, kind):
-            return None
-        further = {"vocab_size": facts.vocab_size} if kind is WatermarkingConfig else {}
-        return make(**config.to_dict(), **further)
-
-    return maker
-
-
-def _dry(values: Values, facts: Facts) -> Processor | None:
-    if not values["dry_multiplier"]:
-        return None
-    return Dry(
-        values["dry_multiplier"],
-        values["dry_base"],
-        values["dry_allowed_length"],
-        tuple(_breaker(one, facts) for one in values["dry_sequence_breakers"] or ()),
-    )
+def _dry(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    breakers = tuple(_breaker(one, facts) for one in values["dry_sequence_breakers"] or ())
+    return kind(value, values["dry_base"], values["dry_allowed_length"], breakers)
 
 
 def _breaker(given: str | int, facts: Facts) -> int:
@@ -224,28 +112,23 @@ def _breaker(given: str | int, facts: Facts) -> int:
     return int(facts.encode("a" + given)[-1])
 
 
-def _bad_words(values: Values, facts: Facts) -> Processor | None:
-    if values["bad_words_ids"] is None:
-        return None
-    words = values["bad_words_ids"]
-    _within([token for word in words for token in word], facts, "bad_words_ids")
-    return NoBadWordsLogitsProcessor(words, facts.eos or None)
+def _bad_words(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value, facts.eos or None)
 
 
-def _forced_bos(values: Values, facts: Facts) -> Processor | None:
-    token = values["forced_bos_token_id"]
-    if token is None:
-        return None
-    _within([token], facts, "forced_bos_token_id")
-    return ForcedBOSTokenLogitsProcessor(token)
+def _min_length(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+    return kind(value, facts.eos) if facts.eos else None
 
 
-def _forced_eos(values: Values, facts: Facts) -> Processor | None:
-    given = values["forced_eos_token_id"]
-    if given is None:
-        return None
-    tokens = (given,) if isinstance(given, int) else tuple(given)
-    _within(tokens, facts, "forced_eos_token_id")
+def _new_tokens(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+    return kind(None, value, facts.eos) if value and facts.eos else None
+
+
+def _prefix(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value, facts.beams, first=facts.first_row)
+
+
+def _forced_eos(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     if facts.max_length is None:
         text = message(
             "forced_eos_token_id needs a last place",
@@ -254,12 +137,10 @@ def _forced_eos(values: Values, facts: Facts) -> Processor | None:
             do="Set max_length or max_new_tokens",
         )
         raise RequestError(text)
-    return ForcedEOSTokenLogitsProcessor(facts.max_length, tokens)
+    return kind(facts.max_length, value)
 
 
-def _decay(values: Values, facts: Facts) -> Processor | None:
-    if values["exponential_decay_length_penalty"] is None:
-        return None
+def _decay(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     if not facts.eos:
         text = message(
             "exponential_decay_length_penalty needs an end token",
@@ -268,92 +149,177 @@ def _decay(values: Values, facts: Facts) -> Processor | None:
             do="Set eos_token_id, or leave the penalty out",
         )
         raise RequestError(text)
-    _within(facts.eos, facts, "eos_token_id")
-    decay = values["exponential_decay_length_penalty"]
-    return ExponentialDecayLengthPenalty(decay, facts.eos, None)
+    bias.check_width(facts.eos, facts.vocab_size, "eos_token_id")
+    return kind(value, facts.eos, None)
 
 
-def _begin_suppress(values: Values, facts: Facts) -> Processor | None:
-    tokens = values["begin_suppress_tokens"]
-    if tokens is None:
-        return None
+def _begin_suppress(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     # A forced first token cannot be suppressed: the next one is meant.
     forced = facts.prompt_length <= 1 and values["forced_bos_token_id"] is not None
-    return SuppressTokensAtBeginLogitsProcessor(tokens, None, after=int(forced))
+    return kind(value, None, after=int(forced))
 
 
-# The one order of all processors: the reference's (`_get_logits_processor` of 5.23.0). The caller's
-# stand in the slot of `UserProcessor`, before those that shape the distribution for sampling.
-BEFORE: dict[type, Maker] = {
-    SequenceBiasLogitsProcessor: _sequence_bias,
-    LogitBias: _logit_bias,
-    EncoderRepetitionPenaltyLogitsProcessor: _of_encoder(
-        "encoder_repetition_penalty", 1.0, EncoderRepetitionPenaltyLogitsProcessor
-    ),
-    RepetitionPenaltyLogitsProcessor: _unless(
-        "repetition_penalty", 1.0, RepetitionPenaltyLogitsProcessor
-    ),
-    OccurrencePenalty: _occurrence,
-    Dry: _dry,
-    NoRepeatNGramLogitsProcessor: lambda values, facts: (
-        NoRepeatNGramLogitsProcessor(values["no_repeat_ngram_size"])
-        if values["no_repeat_ngram_size"]
-        else None
-    ),
-    EncoderNoRepeatNGramLogitsProcessor: _of_encoder(
-        "encoder_no_repeat_ngram_size", 0, EncoderNoRepeatNGramLogitsProcessor
-    ),
-    NoBadWordsLogitsProcessor: _bad_words,
-    MinLengthLogitsProcessor: _before_end("min_length", MinLengthLogitsProcessor),
-    MinNewTokensLengthLogitsProcessor: _before_end(
-        "min_new_tokens", lambda least, eos: MinNewTokensLengthLogitsProcessor(None, least, eos)
-    ),
-    PrefixConstrainedLogitsProcessor: _prefix,
-    ForcedBOSTokenLogitsProcessor: _forced_bos,
-    ForcedEOSTokenLogitsProcessor: _forced_eos,
-    InfNanRemoveLogitsProcessor: lambda values, facts: (
-        InfNanRemoveLogitsProcessor() if values["remove_invalid_values"] else None
-    ),
-    ExponentialDecayLengthPenalty: _decay,
-    SuppressTokensLogitsProcessor: _unless("suppress_tokens", None, SuppressTokensLogitsProcessor),
-    SuppressTokensAtBeginLogitsProcessor: _begin_suppress,
+def _temperature(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    spread = values["dynatemp_range"]
+    return DynamicTemperature(value, spread, values["dynatemp_exponent"]) if spread else kind(value)
+
+
+def _xtc(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value, values["xtc_threshold"], facts.min_tokens_to_keep)
+
+
+def _mirostat(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value, values["mirostat_eta"], facts.min_tokens_to_keep)
+
+
+def _green_list(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+    if not isinstance(value, WatermarkingConfig):
+        return None
+    return kind(facts.vocab_size, **value.to_dict())
+
+
+def _synthid(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+    return kind(**value.to_dict()) if isinstance(value, SynthIDTextWatermarkingConfig) else None
+
+
+# The one order of all processors: the reference's (`_get_logits_processor` of 5.23.0). Each is made
+# where its field, or one of its fields, has an effect. The caller's stand in the slot of
+# `UserProcessor`, before those that shape the distribution for sampling.
+Slots = dict[type, tuple[Maker, *tuple[str, ...]]]
+BEFORE: Slots = {
+    bias.SequenceBiasLogitsProcessor: (_alone, "sequence_bias"),
+    bias.LogitBias: (_logit_bias, "logit_bias"),
+    repetition.EncoderRepetitionPenaltyLogitsProcessor: (_encoder, "encoder_repetition_penalty"),
+    repetition.RepetitionPenaltyLogitsProcessor: (_alone, "repetition_penalty"),
+    repetition.OccurrencePenalty: (_occurrence, "presence_penalty", "frequency_penalty"),
+    repetition.Dry: (_dry, "dry_multiplier"),
+    repetition.NoRepeatNGramLogitsProcessor: (_alone, "no_repeat_ngram_size"),
+    repetition.EncoderNoRepeatNGramLogitsProcessor: (_encoder, "encoder_no_repeat_ngram_size"),
+    bias.NoBadWordsLogitsProcessor: (_bad_words, "bad_words_ids"),
+    length.MinLengthLogitsProcessor: (_min_length, "min_length"),
+    length.MinNewTokensLengthLogitsProcessor: (_new_tokens, "min_new_tokens"),
+    bias.PrefixConstrainedLogitsProcessor: (_prefix, "prefix_allowed_tokens_fn"),
+    length.ForcedBOSTokenLogitsProcessor: (_alone, "forced_bos_token_id"),
+    length.ForcedEOSTokenLogitsProcessor: (_forced_eos, "forced_eos_token_id"),
+    bias.InfNanRemoveLogitsProcessor: (_switched, "remove_invalid_values"),
+    length.ExponentialDecayLengthPenalty: (_decay, "exponential_decay_length_penalty"),
+    length.SuppressTokensLogitsProcessor: (_alone, "suppress_tokens"),
+    length.SuppressTokensAtBeginLogitsProcessor: (_begin_suppress, "begin_suppress_tokens"),
 }
-SAMPLERS: dict[type, Maker] = {
-    TemperatureLogitsWarper: _temperature,  # or a DynamicTemperature
-    TopNSigma: _unless("top_n_sigma", None, TopNSigma),
-    TopHLogitsWarper: _unless("top_h", None, TopHLogitsWarper),
-    TopKLogitsWarper: _above_zero("top_k", TopKLogitsWarper),
-    TopPLogitsWarper: _below_one("top_p", TopPLogitsWarper),
-    MinPLogitsWarper: _min_p,
-    TypicalLogitsWarper: _below_one("typical_p", TypicalLogitsWarper),
-    EpsilonLogitsWarper: _above_zero("epsilon_cutoff", EpsilonLogitsWarper),
-    EtaLogitsWarper: _above_zero("eta_cutoff", EtaLogitsWarper),
-    Xtc: _above_zero("xtc_probability", Xtc, "xtc_threshold"),
-    Mirostat: _above_zero("mirostat_tau", Mirostat, "mirostat_eta"),
+SAMPLERS: Slots = {
+    warpers.TemperatureLogitsWarper: (_temperature, "temperature", "dynatemp_range"),
+    TopNSigma: (_alone, "top_n_sigma"),
+    warpers.TopHLogitsWarper: (_alone, "top_h"),
+    warpers.TopKLogitsWarper: (_bounded, "top_k"),
+    warpers.TopPLogitsWarper: (_bounded, "top_p"),
+    warpers.MinPLogitsWarper: (_bounded, "min_p"),
+    warpers.TypicalLogitsWarper: (_bounded, "typical_p"),
+    warpers.EpsilonLogitsWarper: (_bounded, "epsilon_cutoff"),
+    warpers.EtaLogitsWarper: (_bounded, "eta_cutoff"),
+    Xtc: (_xtc, "xtc_probability"),
+    Mirostat: (_mirostat, "mirostat_tau"),
 }
-AFTER: dict[type, Maker] = {
-    WatermarkLogitsProcessor: _watermark(WatermarkingConfig, WatermarkLogitsProcessor),
-    SynthIDTextWatermarkLogitsProcessor: _watermark(
-        SynthIDTextWatermarkingConfig, SynthIDTextWatermarkLogitsProcessor
-    ),
-    LogitNormalization: lambda values, facts: (
-        LogitNormalization() if values["renormalize_logits"] else None
-    ),
+AFTER: Slots = {
+    WatermarkLogitsProcessor: (_green_list, "watermarking_config"),
+    SynthIDTextWatermarkLogitsProcessor: (_synthid, "watermarking_config"),
+    warpers.LogitNormalization: (_switched, "renormalize_logits"),
 }
-_SAMPLING = (TemperatureLogitsWarper, DynamicTemperature, *SAMPLERS)
+_SAMPLING = (warpers.TemperatureLogitsWarper, DynamicTemperature, *SAMPLERS)
 CANONICAL: tuple[type, ...] = (*BEFORE, UserProcessor, *dict.fromkeys(_SAMPLING), *AFTER)
 RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(CANONICAL)}
-# What `sampler_order` may name; those that it names come first, as it names them.
-BY_NAME: dict[str, tuple[type, ...]] = {
-    "temperature": (TemperatureLogitsWarper, DynamicTemperature),
-    "top_n_sigma": (TopNSigma,),
-    "top_h": (TopHLogitsWarper,),
-    "top_k": (TopKLogitsWarper,),
-    "top_p": (TopPLogitsWarper,),
-    "min_p": (MinPLogitsWarper,),
-    "typical_p": (TypicalLogitsWarper,),
-    "epsilon_cutoff": (EpsilonLogitsWarper,),
-    "eta_cutoff": (EtaLogitsWarper,),
-    "xtc": (Xtc,),
-    "mirostat": (Mirostat,),
+# What `sampler_order` calls them; those that it names come first, as it names them.
+NAMES: dict[type, str] = {
+    **dict(zip(SAMPLERS, kinds.SAMPLERS, strict=True)),
+    DynamicTemperature: "temperature",
 }
+_HOLD_IDS = {
+    *("sequence_bias", "logit_bias", "bad_words_ids", "forced_bos_token_id"),
+    "forced_eos_token_id",
+}
+
+
+def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
+    """All processors of a request, in order.
+
+    `effective`: every field's value by name, as `Effective` has them. RequestError for values that
+    this model or prompt cannot have; UserWarning for one that has no effect here.
+    """
+    # Row by row, where the caller's have a value per row; an object that is given twice runs once.
+    user = (at_row(one, facts.row, facts.rows) if reads_rows(one) else one for one in facts.user)
+    free = list({id(one): one for one in user}.values())
+    values = {**effective, "prefix_allowed_tokens_fn": facts.prefix_allowed_tokens_fn}
+    before, free = _replaced(_made(BEFORE, values, facts), free)
+    guiding, free = _guiding(effective, free)
+    samplers = _made(SAMPLERS, effective, facts) if effective["do_sample"] else []
+    place = {name: i for i, name in enumerate(effective["sampler_order"] or ())}
+    return (
+        *map(_at_slot, guiding),
+        *before,
+        *map(_at_slot, free),
+        *sorted(samplers, key=lambda one: place.get(NAMES[type(one)], len(place))),
+        *_made(AFTER, effective, facts),
+    )
+
+
+def _made(slots: Slots, values: Values, facts: Facts) -> list[Processor]:
+    made = []
+    for kind, (make, *fields) in slots.items():
+        if any(_has_effect(field, values[field]) for field in fields):
+            value = values[fields[0]]
+            if fields[0] in _HOLD_IDS:
+                bias.check_width(_ids(value), facts.vocab_size, fields[0])
+            made.append(make(kind, value, values, facts))
+    return [one for one in made if one is not None]
+
+
+def _has_effect(field: str, value: Any) -> bool:
+    unused = FIELDS[field].default if field in FIELDS and field != "top_k" else 0
+    return value is not None and value is not False and value != unused
+
+
+def _ids(value: Any) -> Iterator[int]:
+    """Every id in a number, or in lists or keys however deep."""
+    if kinds.is_integer(value):
+        yield value
+    else:
+        for part in value:
+            yield from _ids(part)
+
+
+def _replaced(built: list[Processor], free: list[Any]) -> tuple[list[Processor], list[Any]]:
+    """The built processors, some of them replaced by the caller's, and the caller's others."""
+    for place, own in enumerate(built):
+        given = next((one for one in free if type(one) is type(own)), None)
+        if given is not None:
+            warn(
+                f"the given {type(own).__name__} replaces the one that generate()'s own "
+                f"arguments ask for: {own}",
+                UserWarning,
+                stacklevel=4,
+            )
+            built[place] = given
+            free = [one for one in free if one is not given]
+    return built, free
+
+
+def _guiding(values: Values, free: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The caller's guidance where a field asks for guidance too, and the caller's others.
+
+    It stands in the place of the companion rows: before everything else.
+    """
+    own = [one for one in free if type(one) is UnbatchedClassifierFreeGuidanceLogitsProcessor][:1]
+    if not own or values["guidance_scale"] in (None, 1):
+        return [], free
+    warn(
+        "the given UnbatchedClassifierFreeGuidanceLogitsProcessor replaces the guidance that "
+        "guidance_scale asks for",
+        UserWarning,
+        stacklevel=4,
+    )
+    return own, [one for one in free if one is not own[0]]
+
+
+def _at_slot(given: Any) -> UserProcessor:
+    if isinstance(given, UserProcessor):
+        return given
+    return UserProcessor(given, takes_rows=reads_rows(given))

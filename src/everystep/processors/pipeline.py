@@ -9,8 +9,8 @@ known beforehand, the best of the rows will do in place of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +26,7 @@ from everystep.types import Rows, Scores
 from everystep.types.protocols import Processor
 
 Processors = tuple[Processor, ...]
+Group = tuple[Processors, list[int]]  # with the indices of their rows
 _USER = RANK[UserProcessor]
 
 
@@ -76,8 +77,12 @@ class _Canvas:
         for processor in processors:
             if type(processor) not in RANK or not isinstance(processor, LogitsProcessor):
                 self._change(processor)
-            elif self._can_wait(processor):
-                self.temperature = processor  # type: ignore[assignment]
+            elif (
+                isinstance(processor, TemperatureLogitsWarper)
+                and self.scores.tokens is None
+                and not self.temperature
+            ):
+                self.temperature = processor
             else:
                 divisor = self.temperature.temperature if self.temperature else 1.0
                 few = processor.few(self.rows, self.scores, divisor)
@@ -85,10 +90,6 @@ class _Canvas:
                     self._change(processor)
                 else:
                     self.scores, self.owned, self.temperature = few, True, None
-
-    def _can_wait(self, processor: Processor) -> bool:
-        is_temperature = isinstance(processor, TemperatureLogitsWarper)
-        return is_temperature and self.scores.tokens is None and not self.temperature
 
     def settled(self) -> Scores:
         """The scores, with nothing that waits."""
@@ -138,38 +139,9 @@ class _Canvas:
         self.scores = Scores.of(values)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """All processors of one rank: per distinct value of them the rows that have it."""
-
-    members: dict[Hashable, tuple[Processors, list[int]]] = field(default_factory=dict)
-
-    def add(self, processors: Processors, indices: list[int]) -> None:
-        self.members.setdefault(_identity(processors), (processors, []))[1].extend(indices)
-
-    def run(self, canvas: _Canvas) -> None:
-        families: dict[Hashable, list[tuple[Processors, list[int]]]] = {}
-        for processors, indices in self.members.values():
-            key = stack_key(processors[0]) if len(self.members) > 1 else None
-            families.setdefault(key, []).append((processors, indices))
-        for key, groups in families.items():
-            if key is None or len(groups) == 1:
-                for processors, indices in groups:
-                    canvas.run(processors, sorted(indices))
-            else:
-                _run_stacked(canvas, groups)
-
-
-def _run_stacked(canvas: _Canvas, groups: list[tuple[Processors, list[int]]]) -> None:
-    owner = sorted(
-        ((i, processors[0]) for processors, indices in groups for i in indices),
-        key=lambda entry: entry[0],
-    )
-    canvas.run((stacked([one for _, one in owner]),), [i for i, _ in owner])
-
-
 def _apply_mixed(canvas: _Canvas) -> None:
-    slots: dict[int, _Slot] = {}
+    # By rank, the distinct processors, each with the rows that have it.
+    slots: dict[int, dict[Hashable, Group]] = {}
     for processors, indices in _by_tuple(canvas.rows):
         ranks = [RANK.get(type(processor), _USER) for processor in processors]
         if not _is_canonical(ranks):
@@ -177,14 +149,33 @@ def _apply_mixed(canvas: _Canvas) -> None:
             continue
         for rank in dict.fromkeys(ranks):
             same = tuple(p for p, r in zip(processors, ranks, strict=True) if r == rank)
-            slots.setdefault(rank, _Slot()).add(same, indices)
+            slot = slots.setdefault(rank, {})
+            slot.setdefault(_identity(same), (same, []))[1].extend(indices)
     for rank in sorted(slots):
-        slots[rank].run(canvas)
+        for processors, indices in _in_few_calls(list(slots[rank].values())):
+            canvas.run(processors, sorted(indices))
 
 
-def _by_tuple(rows: Rows) -> list[tuple[Processors, list[int]]]:
+def _in_few_calls(groups: list[Group]) -> Iterator[Group]:
+    """The groups of a rank; those whose processors may differ per row as one."""
+    if len(groups) == 1:
+        yield groups[0]
+        return
+    families: dict[Hashable, list[Group]] = {}
+    for group in groups:
+        families.setdefault(stack_key(group[0][0]), []).append(group)
+    for key, family in families.items():
+        if key is None or len(family) == 1:
+            yield from family
+        else:
+            owner = {i: processors[0] for processors, indices in family for i in indices}
+            rows = sorted(owner)
+            yield (stacked([owner[i] for i in rows]),), rows
+
+
+def _by_tuple(rows: Rows) -> list[Group]:
     """Each distinct tuple object with its rows."""
-    found: dict[int, tuple[Processors, list[int]]] = {}
+    found: dict[int, Group] = {}
     for r, sequence in enumerate(rows.sequences):
         processors = sequence.request.processors
         found.setdefault(id(processors), (processors, []))[1].append(r)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +19,34 @@ from torch import Tensor
 
 from everystep.config.kinds import (
     AT_LEAST_1,
+    COUNT,
     NOT_NEGATIVE,
+    ONE_OR_MORE_IDS,
     PENALTY,
     POSITIVE,
-    integer,
-    plain,
+    SIZE,
+    Kind,
 )
 from everystep.processors.base import LogitsProcessor, remembers
-from everystep.processors.edits import Edit, Revision, Stretch, alike, banned, places, stretches
-from everystep.processors.memory import NGrams, Occurrences, ngrams, occurrences
-from everystep.processors.stacking import Counts, Numbers, admit, admit_ids
+from everystep.processors.edits import Edit, Stretch, alike, banned, revised, stretches
+from everystep.processors.memory import NGrams, Occurrences, remembered
+from everystep.processors.stacking import Counts, Numbers, Parameter
 from everystep.types import Rows
 
-_SIZE = integer(1)
+
+def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
+    """(S,) or (B, S) ids as a tuple per prompt."""
+    nested = given if given and isinstance(given[0], list | tuple) else [given]
+    return tuple(tuple(map(int, row)) for row in nested)
+
+
+def _owners(rows: int, prompts: int) -> np.ndarray:
+    """(R,) the index of each row's prompt; every prompt has equally many rows, one after
+    another."""
+    return np.arange(rows) // max(rows // prompts, 1)
+
+
+_PROMPTS = Parameter("encoder_input_ids", Kind("ids", lambda value: True, _prompts))
 
 
 @dataclass(frozen=True)
@@ -44,34 +59,32 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     penalty: Numbers
     prompt_ignore_length: Counts | None = None
 
-    per_row = ("penalty", "prompt_ignore_length")
+    per_row = (
+        Parameter("penalty", POSITIVE, "repetition_penalty"),
+        Parameter("prompt_ignore_length", COUNT, optional=True),
+    )
 
-    def __post_init__(self) -> None:
-        admit(self, "penalty", POSITIVE, "repetition_penalty")
-        if self.prompt_ignore_length is not None:
-            admit(self, "prompt_ignore_length", integer(0))
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        starts = self.prompt_ignore_length
+        if starts is None:
+            starts = tuple(sequence.request.pad_prefix for sequence in rows.sequences)
+        elif not isinstance(starts, tuple):
+            starts = (starts,) * len(rows)
+        tokens = _standing(rows, starts, scores.shape[-1])
 
-    def edit(self, rows: Rows, scores: Tensor) -> Revision:
-        """The scores of ids that stand in the prefix, penalised."""
-        tokens = _standing(rows, self._starts(rows), scores.shape[-1])
-        return Revision(stretches(tokens, scores), self._revised)
+        def penalised(old: Any, stretch: Stretch) -> Any:
+            return _penalised(old, stretch.own(self.penalty, old))
 
-    def _revised(self, old: Any, stretch: Stretch) -> Any:
-        return _penalised(old, stretch.own(self.penalty, old))
-
-    def _starts(self, rows: Rows) -> list[int]:
-        """Per row, how many ids at its start do not count."""
-        ignored = self.prompt_ignore_length
-        if ignored is None:
-            return [sequence.request.pad_prefix for sequence in rows.sequences]
-        return list(ignored) if isinstance(ignored, tuple) else [ignored] * len(rows)
+        return revised(scores, stretches(tokens, scores), penalised)
 
 
-def _standing(rows: Rows, starts: list[int], size: int) -> list[np.ndarray]:
+def _standing(rows: Rows, starts: tuple[int, ...], size: int) -> list[np.ndarray]:
     """Per row, the ids below `size` from `starts[r]` on: each once where they are remembered."""
     if remembers(rows):
         # At once: rows of one sequence, as drafts make them, share its memory.
-        return [occurrences(rows, r, start).below(size) for r, start in enumerate(starts)]
+        return [
+            remembered(rows, r, Occurrences, start).below(size) for r, start in enumerate(starts)
+        ]
     ids = rows.ids().numpy()
     parts = [ids[r, start : rows.lengths[r]] for r, start in enumerate(starts)]
     return parts if ids.size and ids.max() < size else [part[part < size] for part in parts]
@@ -90,25 +103,16 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def __post_init__(self) -> None:
-        admit(self, "penalty", POSITIVE, "encoder_repetition_penalty")
-        object.__setattr__(self, "encoder_input_ids", _prompts(self.encoder_input_ids))
+    checked = (Parameter("penalty", POSITIVE, "encoder_repetition_penalty"), _PROMPTS)
 
-    def edit(self, rows: Rows, scores: Tensor) -> Revision:
-        """The scores of ids that stand in the encoder's prompt, raised."""
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         key = (scores.shape, scores.device)
         if key not in self._found:
-            self._found[key] = list(stretches(self._tokens(*scores.shape), scores))
-        return Revision(self._found[key], self._revised)
-
-    def _revised(self, old: Any, stretch: Stretch) -> Any:
-        return _penalised(old, 1 / self.penalty)
-
-    def _tokens(self, rows: int, size: int) -> list[np.ndarray]:
-        """Per row the ids of its prompt that are below `size`, each once."""
-        prompts = [np.unique(np.array(ids, dtype=np.int64)) for ids in self.encoder_input_ids]
-        inside = [ids[(ids >= 0) & (ids < size)] for ids in prompts]
-        return [inside[p] for p in _owners(rows, len(inside))]
+            prompts = [np.unique(np.array(ids, dtype=np.int64)) for ids in self.encoder_input_ids]
+            inside = [ids[(ids >= 0) & (ids < scores.shape[1])] for ids in prompts]
+            tokens = [inside[p] for p in _owners(len(scores), len(inside))]
+            self._found[key] = list(stretches(tokens, scores))
+        return revised(scores, self._found[key], lambda old, _: _penalised(old, 1 / self.penalty))
 
 
 def _penalised(old: Any, penalty: Any) -> Any:
@@ -131,16 +135,13 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
 
     ngram_size: int
 
-    def __post_init__(self) -> None:
-        admit(self, "ngram_size", _SIZE, "no_repeat_ngram_size")
+    checked = (Parameter("ngram_size", SIZE, "no_repeat_ngram_size"),)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the ids that would complete one."""
         if not remembers(rows):
             return banned(scores, *repeated_ngrams(rows, self.ngram_size))
-        return _banned_each(
-            scores, [ngrams(rows, r, self.ngram_size).next() for r in range(len(rows))]
-        )
+        following = [remembered(rows, r, NGrams, self.ngram_size).next() for r in range(len(rows))]
+        return _banned_each(scores, following)
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,9 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     encoder_input_ids: Any
     _known: list[NGrams] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        admit(self, "encoder_ngram_size", _SIZE, "encoder_no_repeat_ngram_size")
-        object.__setattr__(self, "encoder_input_ids", _prompts(self.encoder_input_ids))
+    checked = (Parameter("encoder_ngram_size", SIZE, "encoder_no_repeat_ngram_size"), _PROMPTS)
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """-inf at the ids that would complete one."""
         grams = self._grams()
         ids, before = rows.table.data, self.encoder_ngram_size - 1
         ends = zip(rows.sequences, rows.lengths.tolist(), strict=True)
@@ -186,19 +184,6 @@ def _banned_each(scores: Tensor, following: list[tuple[int, ...]]) -> Edit | Non
     return banned(scores, np.repeat(np.arange(len(following)), count), token)
 
 
-def _prompts(given: Any) -> tuple[tuple[int, ...], ...]:
-    """(S,) or (B, S) ids as a tuple per prompt."""
-    value = plain(given)
-    nested = value if value and isinstance(value[0], list | tuple) else [value]
-    return tuple(tuple(map(int, row)) for row in nested)
-
-
-def _owners(rows: int, prompts: int) -> np.ndarray:
-    """(R,) the index of each row's prompt; every prompt has equally many rows, one after
-    another."""
-    return np.arange(rows) // max(rows // prompts, 1)
-
-
 @dataclass(frozen=True)
 class OccurrencePenalty(LogitsProcessor):
     """Generated ids lose `presence` once and `frequency` per occurrence; the prompt does not count.
@@ -210,46 +195,31 @@ class OccurrencePenalty(LogitsProcessor):
     presence: Numbers = 0.0
     frequency: Numbers = 0.0
 
-    per_row = ("presence", "frequency")
+    per_row = (
+        Parameter("presence", PENALTY, "presence_penalty"),
+        Parameter("frequency", PENALTY, "frequency_penalty"),
+    )
 
-    def __post_init__(self) -> None:
-        admit(self, "presence", PENALTY, "presence_penalty")
-        admit(self, "frequency", PENALTY, "frequency_penalty")
-
-    def edit(self, rows: Rows, scores: Tensor) -> Revision:
-        """The scores of the ids that were generated, lowered."""
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         known = [_generated(rows, r, scores.shape[-1]) for r in range(len(rows))]
         times = [counts for _, counts in known]
 
-        def revised(old: Any, stretch: Stretch) -> Any:
+        def lowered(old: Any, stretch: Stretch) -> Any:
             count = alike(np.concatenate(times[stretch.rows]), old)
             each = stretch.own(self.frequency, old)
             return old - (each * count + stretch.own(self.presence, old))
 
-        return Revision(stretches([tokens for tokens, _ in known], scores), revised)
+        return revised(scores, stretches([tokens for tokens, _ in known], scores), lowered)
 
 
 def _generated(rows: Rows, r: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The ids below `size` that row r's sequence generated, each once, and how often: copies."""
-    start = rows.sequences[r].request.prompt_visible
-    if remembers(rows):
-        memory = occurrences(rows, r, start)
-    else:
-        memory = Occurrences(start)
-        memory.read(rows.table.data[rows.sequences[r].line], int(rows.lengths[r]))
+    memory = remembered(rows, r, Occurrences, rows.sequences[r].request.prompt_visible)
     inside = memory.tokens < size
     return memory.tokens[inside], memory.counts[inside]
 
 
 _LARGEST = math.log(torch.finfo(torch.float32).max)
-
-
-class _Repeats(NamedTuple):
-    """Where a row's last id stood before: the row, the place, and how many ids match there."""
-
-    row: np.ndarray
-    place: np.ndarray
-    length: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -266,26 +236,30 @@ class Dry(LogitsProcessor):
     allowed_length: int = 2
     breakers: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        admit(self, "multiplier", NOT_NEGATIVE, "dry_multiplier")
-        admit(self, "base", AT_LEAST_1, "dry_base")
-        admit(self, "allowed_length", integer(1), "dry_allowed_length")
-        admit_ids(self, "breakers", "dry_sequence_breakers")
+    checked = (
+        Parameter("multiplier", NOT_NEGATIVE, "dry_multiplier"),
+        Parameter("base", AT_LEAST_1, "dry_base"),
+        Parameter("allowed_length", SIZE, "dry_allowed_length"),
+        Parameter("breakers", ONE_OR_MORE_IDS, "dry_sequence_breakers"),
+    )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
-        """The scores of ids that would continue a repetition, lowered."""
         ids = rows.ids().numpy()
-        found = self._repeats(ids, rows)
-        keep = found.length >= self.allowed_length
-        row, length = found.row[keep], found.length[keep]
-        token = ids[row, found.place[keep] + 1]
-        allowed = ~np.isin(token, self.breakers) & (token < scores.shape[-1])
-        row, token, length = _longest(row[allowed], token[allowed], length[allowed])
-        if not len(row):
+        row, place, length = self._repeats(ids, rows)
+        token = ids[row, place + 1]
+        keep = length >= self.allowed_length
+        keep &= ~np.isin(token, self.breakers) & (token < scores.shape[-1])
+        if not keep.any():
             return None
-        lost = self.multiplier * self.base ** (length - self.allowed_length).astype(np.float64)
-        index = places(scores, row, token)
-        return Edit(index, scores.view(-1)[index] - torch.from_numpy(lost).to(scores))
+        index, length = (row * scores.shape[-1] + token)[keep], length[keep]
+        order = np.lexsort((length, index))
+        index, length = index[order], length[order]
+        last = np.append(index[1:] != index[:-1], True)  # of each place the longest match
+        lost = self.multiplier * self.base ** (length[last] - self.allowed_length).astype(
+            np.float64
+        )
+        at = torch.from_numpy(index[last]).to(scores.device)
+        return Edit(at, scores.view(-1).index_select(0, at) - torch.from_numpy(lost).to(scores))
 
     @property
     def _longest_counted(self) -> int:
@@ -295,8 +269,9 @@ class Dry(LogitsProcessor):
         room = (_LARGEST - math.log(self.multiplier)) / math.log(self.base)
         return self.allowed_length + max(int(room) - 1, 0)
 
-    def _repeats(self, ids: np.ndarray, rows: Rows) -> _Repeats:
-        """Every earlier place of each row's last id, unless that is a breaker."""
+    def _repeats(self, ids: np.ndarray, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(C,) row, place and number of matching ids, for every earlier place of each row's last
+        id, unless that is a breaker."""
         ends, every = rows.lengths - 1, np.arange(len(rows))
         starts = np.array([sequence.request.pad_prefix for sequence in rows.sequences])
         last = ids[every, np.maximum(ends, 0)] if ids.shape[1] else ends
@@ -315,18 +290,7 @@ class Dry(LogitsProcessor):
             if not len(going):
                 break
             length[going] += 1
-        return _Repeats(row, at, length)
-
-
-def _longest(
-    row: np.ndarray, token: np.ndarray, length: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each (row, token) once, with the greatest of its lengths."""
-    order = np.lexsort((-length, token, row))
-    row, token, length = row[order], token[order], length[order]
-    first = np.ones(len(row), dtype=bool)
-    first[1:] = (row[1:] != row[:-1]) | (token[1:] != token[:-1])
-    return row[first], token[first], length[first]
+        return row, at, length
 
 
 def repeated_ngrams(rows: Rows, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE, integer
+from everystep.config.kinds import FRACTION, NOT_NEGATIVE, POSITIVE
 from everystep.processors.base import Filter, LogitsProcessor, remembers
-from everystep.processors.stacking import Counts, Numbers, admit, column, counts
-from everystep.types import Rows, Scores, Sequence
+from everystep.processors.stacking import LEAST_KEPT, Counts, Numbers, Parameter, column, counts
+from everystep.processors.warpers import but_for_best
+from everystep.types import Rows
 from everystep.types.batch import places_of
 from everystep.types.stored import stored
 
@@ -32,13 +33,9 @@ class TopNSigma(Filter):
     n: Numbers
     filter_value: float = -math.inf
 
-    per_row = ("n",)
-
-    def __post_init__(self) -> None:
-        admit(self, "n", POSITIVE, "top_n_sigma")
+    per_row = (Parameter("n", POSITIVE, "top_n_sigma"),)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         finite = scores.isfinite()
         number = finite.sum(dim=-1, keepdim=True)
         mean = scores.masked_fill(~finite, 0).sum(dim=-1, keepdim=True) / number
@@ -59,16 +56,14 @@ class DynamicTemperature(LogitsProcessor):
     spread: Numbers
     exponent: Numbers = 1.0
 
-    per_row = ("temperature", "spread", "exponent")
+    per_row = (
+        Parameter("temperature", POSITIVE),
+        Parameter("spread", NOT_NEGATIVE, "dynatemp_range"),
+        Parameter("exponent", POSITIVE, "dynatemp_exponent"),
+    )
     narrows = True
 
-    def __post_init__(self) -> None:
-        admit(self, "temperature", POSITIVE)
-        admit(self, "spread", NOT_NEGATIVE, "dynatemp_range")
-        admit(self, "exponent", POSITIVE, "dynatemp_exponent")
-
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         middle, spread = column(self.temperature, scores), column(self.spread, scores)
         logs = scores.log_softmax(dim=-1)
         entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1, keepdim=True)
@@ -76,10 +71,6 @@ class DynamicTemperature(LogitsProcessor):
         share = (entropy / number.log()).clamp(0, 1)
         heat = middle - spread + 2 * spread * share ** column(self.exponent, scores)
         return torch.where(number > 1, scores / heat, scores)
-
-    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list."""
-        return self.relisted(rows, scores)
 
 
 @dataclass(frozen=True)
@@ -96,22 +87,16 @@ class Xtc(LogitsProcessor):
     threshold: Numbers = 0.1
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("probability", "threshold", "min_tokens_to_keep")
+    per_row = (
+        Parameter("probability", FRACTION, "xtc_probability"),
+        Parameter("threshold", FRACTION, "xtc_threshold"),
+        LEAST_KEPT,
+    )
     narrows = True
 
-    def __post_init__(self) -> None:
-        admit(self, "probability", FRACTION, "xtc_probability")
-        admit(self, "threshold", FRACTION, "xtc_threshold")
-        admit(self, "min_tokens_to_keep", integer(1))
-
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         strikes = _numbers(rows).to(scores.device) < column(self.probability, scores)
         return scores.masked_fill(self.removed(scores) & strikes, -math.inf)
-
-    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list, of which some have no score any more."""
-        return self.relisted(rows, scores)
 
     def removed(self, scores: Tensor) -> Tensor:
         """(R, V) bool: what goes where it strikes."""
@@ -131,8 +116,7 @@ def _numbers(rows: Rows) -> Tensor:
     shifts = np.fromiter((one.request.shift for one in sequences), np.int64, len(rows))
     slots = np.arange(len(rows))
     places = places_of(sequences, rows.lengths - shifts, slots, len(rows))
-    numbers: Tensor = draws.uniform("xtc", places)
-    return numbers
+    return draws.uniform("xtc", places)
 
 
 _KEY = "mirostat"
@@ -169,15 +153,13 @@ class Mirostat(LogitsProcessor):
     eta: Numbers = 0.1
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("tau", "eta", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "tau", POSITIVE, "mirostat_tau")
-        admit(self, "eta", FRACTION, "mirostat_eta")
-        admit(self, "min_tokens_to_keep", integer(1))
+    per_row = (
+        Parameter("tau", POSITIVE, "mirostat_tau"),
+        Parameter("eta", FRACTION, "mirostat_eta"),
+        LEAST_KEPT,
+    )
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         surprise = -scores.log_softmax(dim=-1) / math.log(2)
         kept = torch.empty_like(scores)
         for wave in _waves(rows):
@@ -186,7 +168,9 @@ class Mirostat(LogitsProcessor):
             limits = torch.tensor(found, dtype=torch.float64)
             at = torch.from_numpy(wave).to(scores.device)
             far = surprise[at] > limits[:, None].to(scores)
-            far &= ~self._spared(scores, at)
+            least = self.min_tokens_to_keep
+            least = tuple(least[r] for r in wave) if isinstance(least, tuple) else least
+            far = but_for_best(far, scores[at], least)
             kept[at] = scores[at].masked_fill(far, -math.inf)
             left = -kept[at].log_softmax(dim=-1) / math.log(2)
             for r, limit, row in zip(wave.tolist(), found, left.cpu().numpy(), strict=True):
@@ -194,36 +178,23 @@ class Mirostat(LogitsProcessor):
                 _note(rows, r, _Choice(int(rows.lengths[r]), limit, tokens, row[tokens]))
         return kept
 
-    def _spared(self, scores: Tensor, at: Tensor) -> Tensor:
-        """(n, V) bool: the likeliest tokens of the given rows."""
-        keep = counts(self.min_tokens_to_keep, scores)
-        keep = keep[at] if isinstance(keep, Tensor) else torch.full((len(at), 1), keep)
-        most = min(int(keep.max()), scores.shape[-1])
-        best = torch.topk(scores[at], most, dim=-1).indices
-        among = torch.arange(most, device=scores.device) < keep.to(scores.device)
-        return torch.zeros_like(scores[at], dtype=torch.bool).scatter(-1, best, among)
-
     def _limit(self, rows: Rows, r: int) -> float:
         """The limit in row r, from that of the previous id."""
         tau, eta = _own(self.tau, r), _own(self.eta, r)
         sequence, length = rows.sequences[r], int(rows.lengths[r])
-        before = next((one for one in _known(sequence) if one.length == length - 1), None)
+        choices = sequence.memo.get(_KEY, ())
+        before = next((one for one in choices if one.length == length - 1), None)
         if before is None:
             return 2 * tau
         token = int(rows.table.data[sequence.line, length - 1])
         return before.limit - eta * before.error(token, tau)
 
 
-def _known(sequence: Sequence) -> tuple[_Choice, ...]:
-    known: tuple[_Choice, ...] = sequence.memo.get(_KEY, ())
-    return known
-
-
 def _note(rows: Rows, r: int, choice: _Choice) -> None:
     """The sequence remembers the choice, and those before it that it may still be taken back to."""
     sequence = rows.sequences[r]
     first = sequence.visible - sequence.provisional - 1
-    kept = (one for one in _known(sequence) if first <= one.length < choice.length)
+    kept = (one for one in sequence.memo.get(_KEY, ()) if first <= one.length < choice.length)
     sequence.memo[_KEY] = (*kept, choice)
 
 

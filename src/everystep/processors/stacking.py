@@ -1,8 +1,7 @@
 """Parameters that are one number, or one per row, and instances of a class run as one.
 
-A processor names the fields that may be given per row in `per_row`.
-
-A parameter per row is a tuple, so that processors stay comparable; where it is used it becomes a
+A processor names the fields that are checked, and those that may be given per row in `per_row`. A
+parameter per row is a tuple, so that processors stay comparable; where it is used it becomes a
 (R, 1) tensor of the scores' type, in which a number would be rounded in the same way.
 """
 
@@ -10,58 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import Kind, is_integer, plain
+from everystep.config.kinds import SIZE, Kind, plain, require
 from everystep.errors import RequestError, message
 
 Numbers = float | tuple[float, ...]
 Counts = int | tuple[int, ...]
 
-
 P = TypeVar("P")
 
 
-def admit(processor: Any, name: str, kind: Kind, label: str = "", do: str | None = None) -> None:
-    """The field holds a number of that kind, or, given a list or tensor, a tuple of them.
+class Parameter(NamedTuple):
+    """A field that is checked; errors call it `label`, or by its name, and end with `do`."""
 
-    RequestError for anything else; `label` is what the error calls the field.
+    name: str
+    kind: Kind
+    label: str = ""
+    do: str | None = None
+    optional: bool = False
+
+
+LEAST_KEPT = Parameter("min_tokens_to_keep", SIZE)
+
+
+def admit(processor: Any) -> None:
+    """Every parameter holds a value of its kind or, if given one per row, a tuple of them.
+
+    RequestError for anything else.
     """
-    given = getattr(processor, name)
-    value = plain(given)
-    several = isinstance(value, list | tuple) and name in processor.per_row
-    if several and value and all(map(kind.accepts, value)):
-        value = tuple(value)
-    elif several or not kind.accepts(value):
-        label = label or name
-        text = message(
-            f"{label} is not valid",
-            wanted=kind.wanted + (", or one per row" if name in processor.per_row else ""),
-            got=repr(given),
-            do=do or f"Give {label} such a value",
-        )
-        raise RequestError(text)
-    object.__setattr__(processor, name, value if several else kind.stored(value))
+    for several, parameters in ((True, processor.per_row), (False, processor.checked)):
+        for one in parameters:
+            given = getattr(processor, one.name)
+            if given is not None or not one.optional:
+                object.__setattr__(processor, one.name, _admitted(given, one, several))
 
 
-def admit_ids(processor: Any, name: str, label: str = "") -> None:
-    """The field holds a tuple of token ids, given as one id, a list or a tensor of them."""
-    given = getattr(processor, name)
-    value = plain(given)
-    ids = tuple(value) if isinstance(value, list | tuple | range | set) else (value,)
-    if not all(is_integer(token) and token >= 0 for token in ids):
-        label = label or name
-        text = message(
-            f"{label} is not valid",
-            wanted="a token id or a list of token ids, from 0 on",
-            got=repr(given),
-            do=f"Give {label} such a value",
-        )
-        raise RequestError(text)
-    object.__setattr__(processor, name, ids)
+def _admitted(given: Any, parameter: Parameter, several: bool) -> Any:
+    value, kind = plain(given), parameter.kind
+    listed = several and isinstance(value, list | tuple)
+    fits = bool(value) and all(map(kind.accepts, value)) if listed else kind.accepts(value)
+    wanted = kind.wanted + (", or one per row" if several else "")
+    require(fits, parameter.label or parameter.name, wanted, given, parameter.do)
+    return tuple(value) if listed else kind.stored(value)
 
 
 def stack_key(processor: Any) -> Hashable:
@@ -74,9 +68,15 @@ def stack_key(processor: Any) -> Hashable:
     return (type(processor), absent, *(getattr(processor, name) for name in fixed))
 
 
-def _names(processor: Any) -> tuple[str, ...]:
+def _names(processor: Any) -> list[str]:
     """What it may have per row; nothing for what is not ours."""
-    return getattr(processor, "per_row", ())
+    return [parameter.name for parameter in getattr(processor, "per_row", ())]
+
+
+def _several(processor: Any) -> dict[str, tuple[Any, ...]]:
+    """Its parameters that are given per row."""
+    values = {name: getattr(processor, name) for name in _names(processor)}
+    return {name: value for name, value in values.items() if isinstance(value, tuple)}
 
 
 def stacked(instances: Sequence[P]) -> P:
@@ -91,22 +91,20 @@ def stacked(instances: Sequence[P]) -> P:
 
 def varies(processor: object) -> bool:
     """Whether it has a parameter per row."""
-    return any(isinstance(getattr(processor, name), tuple) for name in _names(processor))
+    return bool(_several(processor))
 
 
 def at_row(processor: P, row: int, rows: int) -> P:
     """The processor as it is for one of a call's rows; RequestError if it has other rows."""
     require_rows(processor, rows)
-    values = {name: getattr(processor, name) for name in _names(processor)}
-    own = {name: value[row] for name, value in values.items() if isinstance(value, tuple)}
+    own = {name: value[row] for name, value in _several(processor).items()}
     return _changed(processor, own) if own else processor
 
 
 def require_rows(processor: object, rows: int) -> None:
     """RequestError unless every parameter is one number, or one for each of the rows."""
-    for name in _names(processor):
-        value = getattr(processor, name)
-        if isinstance(value, tuple) and len(value) != rows:
+    for name, value in _several(processor).items():
+        if len(value) != rows:
             text = message(
                 f"{name} of {type(processor).__name__} does not fit the rows",
                 wanted=f"one number, or {rows} of them",
@@ -143,20 +141,6 @@ def greatest(value: Counts) -> int:
 
 def larger(first: Counts, second: Counts) -> Counts:
     """The larger of two, row by row."""
-    if not isinstance(first, tuple) and not isinstance(second, tuple):
-        return max(first, second)
-    length = len(first) if isinstance(first, tuple) else len(second)  # type: ignore[arg-type]
-    pair = [one if isinstance(one, tuple) else (one,) * length for one in (first, second)]
-    return tuple(map(max, *pair))
-
-
-def require(holds: bool, name: str, wanted: str, got: object, do: str | None = None) -> None:
-    """RequestError unless it holds."""
-    if not holds:
-        text = message(
-            f"{name} is not valid",
-            wanted=wanted,
-            got=repr(got),
-            do=do or f"Give {name} such a value",
-        )
-        raise RequestError(text)
+    if isinstance(first, tuple) or isinstance(second, tuple):
+        return tuple(np.maximum(first, second).tolist())
+    return max(first, second)

@@ -55,7 +55,6 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         Config.from_dict(values)
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         contexts = self._contexts(rows) if remembers(rows) else self._called(rows)
         result = torch.ones_like(scores) if self.debug_mode else scores.clone()
         marked = [r for r, context in enumerate(contexts) if context is not None]
@@ -68,11 +67,9 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
 
     def _contexts(self, rows: Rows) -> list[int | None]:
         """Per row the hash of its context, or None where nothing is marked."""
-        found = []
-        for sequence, length in zip(rows.sequences, rows.lengths.tolist(), strict=True):
-            line = rows.table.data[sequence.line]
-            found.append(self._new(line[sequence.request.prompt_visible : length]))
-        return found
+        ends = zip(rows.sequences, rows.lengths.tolist(), strict=True)
+        ids = rows.table.data
+        return [self._new(ids[one.line, one.request.prompt_visible : end]) for one, end in ends]
 
     def _called(self, rows: Rows) -> list[int | None]:
         """As `_contexts`, for the next call by hand: what was generated is each call's last id."""
@@ -175,8 +172,7 @@ def _rectangle(input_ids: Tensor) -> np.ndarray:
             do="Pass one row of ids per text",
         )
         raise RequestError(text)
-    ids: np.ndarray = input_ids.detach().cpu().numpy()
-    return ids
+    return input_ids.detach().cpu().numpy()
 
 
 def _hashes(windows: np.ndarray) -> np.ndarray:
@@ -198,8 +194,7 @@ def _step(hashes: Any, data: np.ndarray) -> np.ndarray:
 def _table(size: int, seed: int) -> np.ndarray:
     """(size,) random bits."""
     generator = torch.Generator().manual_seed(seed)
-    bits: np.ndarray = torch.randint(0, 2, (size,), generator=generator).numpy()
-    return bits
+    return torch.randint(0, 2, (size,), generator=generator).numpy()
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import (
-    BETWEEN_0_AND_1,
-    FRACTION,
-    FRACTION_ABOVE_0,
-    POSITIVE,
-    integer,
-)
+from everystep.config.kinds import BETWEEN_0_AND_1, FRACTION, FRACTION_ABOVE_0, POSITIVE, SIZE
 from everystep.draws import weights
 from everystep.processors.base import Filter, LogitsProcessor
 from everystep.processors.best import (
@@ -28,13 +22,15 @@ from everystep.processors.best import (
     best_of,
     beyond_mass,
     block_highest,
+    is_wide,
     total_weight,
     without,
 )
 from everystep.processors.stacking import (
+    LEAST_KEPT,
     Counts,
     Numbers,
-    admit,
+    Parameter,
     column,
     counts,
     greatest,
@@ -48,7 +44,6 @@ _ROUNDING = 1e-9
 # By how much a threshold found in another way may lie too high.
 _ROOM = 1e-3
 _TOP_H_TOKENS = 100
-_AT_LEAST_ONE = integer(1)
 
 
 @dataclass(frozen=True)
@@ -57,19 +52,14 @@ class TemperatureLogitsWarper(LogitsProcessor):
 
     temperature: Numbers
 
-    per_row = ("temperature",)
+    per_row = (Parameter("temperature", POSITIVE, do="For greedy decoding set do_sample=False"),)
     ordered = True
     narrows = True
 
-    def __post_init__(self) -> None:
-        admit(self, "temperature", POSITIVE, do="For greedy decoding set do_sample=False")
-
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         return self._divide(scores, torch.empty_like(scores))
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list."""
         return None if scores.tokens is None else scores.changed(self._cooled)
 
     def _cooled(self, values: Tensor, which: Any) -> Tensor:
@@ -78,7 +68,6 @@ class TemperatureLogitsWarper(LogitsProcessor):
         return values / (divisor[which] if isinstance(divisor, Tensor) else divisor)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
         return self._divide(scores, scores)
 
     def _divide(self, scores: Tensor, out: Tensor) -> Tensor:
@@ -97,14 +86,9 @@ class TopKLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("top_k", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "top_k", _AT_LEAST_ONE)
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("top_k", SIZE), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         return scores < _kth_highest(scores, self._number)
 
     @property
@@ -112,13 +96,9 @@ class TopKLogitsWarper(Filter):
         """One more than it keeps, which shows whether a tie goes on."""
         return 1 + greatest(self._number)
 
-    def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
-        """The tokens that it keeps."""
-        return best_of(scores, self._number, temperature)
-
-    def shortened(self, scores: Scores) -> Scores | None:
-        """The tokens that it keeps."""
-        return best_of(scores, self._number)
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        known = scores.tokens is not None or is_wide(scores.values)
+        return best_of(scores, self._number, temperature) if self.narrows and known else None
 
     @property
     def _number(self) -> Counts:
@@ -137,14 +117,9 @@ class TopPLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("top_p", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "top_p", FRACTION)
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("top_p", FRACTION), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         top_p = self.top_p
         spared = tuple(1 - p for p in top_p) if isinstance(top_p, tuple) else 1 - top_p
         ordered, tokens = torch.sort(scores, descending=False)
@@ -153,7 +128,6 @@ class TopPLogitsWarper(Filter):
         return low.scatter(1, tokens, low)
 
     def removed_of_many(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         keep = np.asarray(self.min_tokens_to_keep)[..., None]
         return torch.from_numpy(beyond_mass(scores.numpy(), self._share, keep))
 
@@ -187,13 +161,9 @@ class TopHLogitsWarper(Filter):
     top_h: Numbers
     filter_value: float = -math.inf
 
-    per_row = ("top_h",)
-
-    def __post_init__(self) -> None:
-        admit(self, "top_h", FRACTION_ABOVE_0)
+    per_row = (Parameter("top_h", FRACTION_ABOVE_0),)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         best, tokens = torch.topk(scores, min(_TOP_H_TOKENS, scores.shape[-1]), dim=-1)
         logs = _normalised(best)
         p = torch.softmax(logs, dim=-1)
@@ -211,21 +181,18 @@ class MinPLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("min_p", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "min_p", FRACTION)
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("min_p", FRACTION), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         p = torch.softmax(scores, dim=-1)
-        return self._spared(p < column(self.min_p, scores) * p.amax(dim=-1, keepdim=True), p)
+        return self._low(p, column(self.min_p, scores) * p.amax(dim=-1, keepdim=True))
 
     def removed_of_many(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
-        p = torch.from_numpy(weights(scores.numpy()))
-        return self._spared(p < column(self.min_p, scores), p)
+        return self._low(torch.from_numpy(weights(scores.numpy())), column(self.min_p, scores))
+
+    def _low(self, p: Tensor, least: Any) -> Tensor:
+        keep = self.min_tokens_to_keep  # if one, the best is never low
+        return p < least if keep == 1 else but_for_best(p < least, p, keep)
 
     def searched(self, scores: Scores, temperature: Numbers) -> Scores | None:
         """The tokens that it keeps, where those are few."""
@@ -236,16 +203,7 @@ class MinPLogitsWarper(Filter):
         with np.errstate(divide="ignore"):
             lowest = best + np.log(np.asarray(self.min_p, dtype=np.float64)[..., None])
         found = above(scores, temperature, highest, lowest - _ROOM * (1 + abs(best)))
-        return None if found is None else self.shortened(found)
-
-    def _spared(self, low: Tensor, p: Tensor) -> Tensor:
-        """(R, V) bool: of what is low the likeliest are kept."""
-        if self.min_tokens_to_keep == 1:
-            return low  # the best one never is
-        most = min(greatest(self.min_tokens_to_keep), p.shape[-1])
-        best = torch.topk(p, most, dim=-1).indices
-        spared = torch.arange(most, device=p.device) < counts(self.min_tokens_to_keep, p)
-        return low.scatter(-1, best, low.gather(-1, best) & ~spared)
+        return None if found is None else without(found, self.removed_of_many(found.values))
 
 
 @dataclass(frozen=True)
@@ -256,14 +214,9 @@ class TypicalLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("mass", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "mass", BETWEEN_0_AND_1, "typical_p")
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("mass", BETWEEN_0_AND_1, "typical_p"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         logs = torch.log_softmax(scores, dim=-1)
         entropy = -(logs * torch.exp(logs)).nansum(-1, keepdim=True)
         distance, tokens = torch.sort(torch.abs(-logs - entropy), descending=False)
@@ -282,14 +235,9 @@ class EpsilonLogitsWarper(Filter):
     filter_value: float = -math.inf
     min_tokens_to_keep: Counts = 1
 
-    per_row = ("epsilon", "min_tokens_to_keep")
-
-    def __post_init__(self) -> None:
-        admit(self, "epsilon", BETWEEN_0_AND_1, "epsilon_cutoff")
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("epsilon", BETWEEN_0_AND_1, "epsilon_cutoff"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         low = scores.softmax(dim=-1) < column(self.epsilon, scores)
         return low & (scores < _kth_highest(scores, self.min_tokens_to_keep))
 
@@ -303,14 +251,9 @@ class EtaLogitsWarper(Filter):
     min_tokens_to_keep: Counts = 1
     device: InitVar[str] = "cpu"
 
-    per_row = ("epsilon", "min_tokens_to_keep")
-
-    def __post_init__(self, device: str) -> None:
-        admit(self, "epsilon", BETWEEN_0_AND_1, "eta_cutoff")
-        admit(self, "min_tokens_to_keep", _AT_LEAST_ONE)
+    per_row = (Parameter("epsilon", BETWEEN_0_AND_1, "eta_cutoff"), LEAST_KEPT)
 
     def removed(self, scores: Tensor) -> Tensor:
-        """(R, V) bool."""
         logs = _normalised(scores)
         entropy = _entropy(logs, torch.softmax(logs, dim=-1))
         # float32 whatever the scores are, as in the reference.
@@ -326,12 +269,7 @@ class LogitNormalization(LogitsProcessor):
     narrows = True
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         return scores.log_softmax(dim=-1)
-
-    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
-        """The same tokens of a list."""
-        return self.relisted(rows, scores)
 
 
 def _normalised(scores: Tensor) -> Tensor:
@@ -353,6 +291,14 @@ def _kth_highest(scores: Tensor, k: Counts) -> Tensor:
     if isinstance(k, tuple):
         return best.gather(1, counts(k, scores).clamp(max=size) - 1)
     return best[..., -1, None]
+
+
+def but_for_best(removed: Tensor, scores: Tensor, keep: Counts) -> Tensor:
+    """(R, V) bool: what is removed, but for the `keep` best tokens of every row."""
+    most = min(greatest(keep), scores.shape[-1])
+    best = torch.topk(scores, most, dim=-1).indices
+    kept = torch.arange(most, device=scores.device) < counts(keep, scores)
+    return removed.scatter(-1, best, removed.gather(-1, best) & ~kept)
 
 
 def _spare(removed: Tensor, keep: Counts, *, best_last: bool) -> None:

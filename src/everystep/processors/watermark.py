@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, integer, one_of
+from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, SIZE, integer, one_of
 from everystep.config.nested import WatermarkingConfig
 from everystep.errors import RequestError, message
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit, places
-from everystep.processors.stacking import admit
+from everystep.processors.stacking import Parameter
 from everystep.types import Rows
 
 _REMEMBERED_BYTES = 2**26  # of lists of one vocabulary, at an eighth of a byte per id
@@ -128,25 +128,21 @@ class WatermarkLogitsProcessor(LogitsProcessor):
     seeding_scheme: str = "lefthash"
     context_width: int = 1
 
-    def __post_init__(self) -> None:
-        admit(self, "vocab_size", integer(1))
-        admit(self, "greenlist_ratio", BETWEEN_0_AND_1)
-        admit(self, "bias", NUMBER)
-        admit(self, "hashing_key", integer())
-        admit(self, "seeding_scheme", one_of("lefthash", "selfhash"))
-        admit(self, "context_width", integer(1))
+    checked = (
+        Parameter("vocab_size", SIZE),
+        Parameter("greenlist_ratio", BETWEEN_0_AND_1),
+        Parameter("bias", NUMBER),
+        Parameter("hashing_key", integer()),
+        Parameter("seeding_scheme", one_of("lefthash", "selfhash")),
+        Parameter("context_width", SIZE),
+    )
 
     @property
     def greenlist_size(self) -> int:
         """How many ids are green."""
         return int(self.vocab_size * self.greenlist_ratio)
 
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
-        return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
-
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> the same, changed."""
         marked = np.flatnonzero(rows.lengths >= self.context_width)
         if not len(marked):
             return scores
@@ -156,22 +152,21 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         green = torch.from_numpy(buffer).view(-1)[: self.vocab_size]
         for r in marked:
             last = int(rows.table.data[rows.sequences[r].line, rows.lengths[r] - 1])
+            seed = seed_of(self.hashing_key * last)
+            bits = green_bits(self.vocab_size, self.greenlist_size, seed)
             # Bits as numbers 0 and 1; a look-up per byte is faster than unpacking.
-            np.take(_BYTES, self._bits(last), axis=0, out=buffer, mode="clip")
+            np.take(_BYTES, bits, axis=0, out=buffer, mode="clip")
             scores[r, : self.vocab_size].add_(green.to(scores), alpha=self.bias)
         return scores
-
-    def _bits(self, last: int) -> np.ndarray:
-        seed = seed_of(self.hashing_key * last)
-        return green_bits(self.vocab_size, self.greenlist_size, seed)
 
     def _candidates(self, rows: Rows, scores: Tensor, marked: np.ndarray) -> Edit:
         """The scores of those of the best ids that are green after their prefixes, raised."""
         at = torch.from_numpy(marked).to(scores.device)
         count = min(_CANDIDATES, scores.shape[-1])
         best = torch.topk(scores[at], count, dim=-1).indices.cpu().numpy()
-        ids = [_tail(rows, int(r), self.context_width - 1) for r in marked]
-        before = np.repeat(np.array(ids).reshape(len(marked), -1), count, axis=0)
+        last = rows.lengths[marked, None] + np.arange(1 - self.context_width, 0)
+        lines = np.array([rows.sequences[r].line for r in marked])
+        before = np.repeat(rows.table.data[lines[:, None], last], count, axis=0)
         green = self.greens(np.concatenate([before, best.reshape(-1, 1)], axis=1))
         row, token = np.repeat(marked, count)[green], best.reshape(-1)[green]
         index = places(scores, row, token)
@@ -193,18 +188,11 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         return np.array([is_green(*size, seed_of(seed), token) for seed, token in pairs], bool)
 
 
-def _tail(rows: Rows, r: int, count: int) -> np.ndarray:
-    """The last `count` ids of row r's prefix."""
-    length = int(rows.lengths[r])
-    return rows.table.data[rows.sequences[r].line, length - count : length]
-
-
 @lru_cache(maxsize=4)
 def _table(hashing_key: int) -> np.ndarray:
     """A fixed shuffle, through which ids are hashed."""
     generator = torch.Generator().manual_seed(hashing_key)
-    shuffle: np.ndarray = torch.randperm(_TABLE, generator=generator).numpy()
-    return shuffle
+    return torch.randperm(_TABLE, generator=generator).numpy()
 
 
 _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)

@@ -16,8 +16,8 @@
     |- CapacityError (RuntimeError)      rows, positions or memory do not suffice
     `- InvariantError (AssertionError)   a defect of the library itself; please report it
 
-Every text names what is wrong, what was wanted, what was got and what to do; build it with
-`message`. A class inherits the built-in exception that ported code already catches.
+Every text names what is wrong, what was wanted, what was got and what to do; the class builds it
+from these. A class inherits the built-in exception that ported code already catches.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ class EverystepError(Exception):
     """
 
     results: list[Any] | None = None
+
+    def __init__(
+        self,
+        what: object = "",
+        *,
+        wanted: object = None,
+        got: object = None,
+        do: str | None = None,
+    ) -> None:
+        plain = wanted is None and got is None and do is None
+        super().__init__(what if plain else message(str(what), wanted=wanted, got=got, do=do))
 
 
 class RequestError(EverystepError, ValueError):

@@ -90,7 +90,7 @@ def test_the_laws_hold(first: int) -> None:
     laws = Laws(telling)
     for seed in range(first, first + 50):
         laws.check(random_mix(seed))
-    assert laws.coverage.beams and laws.coverage.speculation and laws.coverage.forks
+    assert all(laws.coverage[name] for name in ("beams", "speculation", "forks"))
 
 
 def test_no_whole_row_is_told_where_the_best_are_enough() -> None:

@@ -143,7 +143,7 @@ def test_undecided_rows_are_read_whole_and_nothing_is_fed_again(grain: float) ->
         executor = Rounded(grain, True)
         run = run_together(batch, executor)
         assert run.engine.counts.forwards == run.engine.counts.steps
-        assert run.engine.counts.fed == executor.counts.tokens
+        assert run.engine.counts.fed == executor.counts["tokens"]
         assert executor.whole == 0
         read, listed = read + executor.read, listed + executor.told
     assert read > 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.draws import fork_lineage
-from everystep.engine.readout import Guidance
+from everystep.engine import Guidance
 from everystep.errors import UnsupportedError, message
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction

@@ -118,5 +118,9 @@ def values_of(memo: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_memory(value: object) -> bool:
-    """Whether this is a `Memory`."""
+    """Whether it is a memory of the prefix, which changes as that grows, and not immutable.
+
+    `copy()` gives an equal one that shares no mutable state; `rewind(length)` cuts it back to the
+    first `length` visible ids. It can be dropped at any time and is made again from the ids.
+    """
     return hasattr(value, "rewind")

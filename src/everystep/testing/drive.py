@@ -13,7 +13,7 @@ import numpy as np
 
 from everystep.engine import Continuous, Engine, Lockstep, audit
 from everystep.engine.engine import Observer
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 from everystep.executors.base import Executor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import EMBED_DIM, Mix, Schedule
@@ -41,7 +41,7 @@ class Run:
     def step(self) -> None:
         """One step more."""
         if self.engine.counts.steps >= MOST_STEPS:
-            raise InvariantError(message("the run does not end", got=f"{MOST_STEPS} steps"))
+            raise InvariantError("the run does not end", got=f"{MOST_STEPS} steps")
         self.events += self.engine.step()
 
     def cancel(self, request: Request) -> None:
@@ -145,8 +145,6 @@ def _check_events(group: Group, events: list[Event]) -> None:
         right = tokens == hypothesis.tokens and places == list(range(len(tokens)))
         closed = ends == [hypothesis.reason] and own[-1].finish is not None
         if not (right and closed):
-            raise InvariantError(
-                message(f"the events of {name}, {index}", wanted=hypothesis, got=own)
-            )
+            raise InvariantError(f"the events of {name}, {index}", wanted=hypothesis, got=own)
     if by_index:
-        raise InvariantError(message(f"{name} has events of no result", got=sorted(by_index)))
+        raise InvariantError(f"{name} has events of no result", got=sorted(by_index))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 from everystep.executors.base import Executor
 from everystep.strategies import Beam
 from everystep.testing.drive import Run, hash_executor, run_scheduled, run_together
@@ -140,7 +140,7 @@ def _compare(law: str, mix: Mix, request: Request, one: Results, other: Results)
     name = request.request_id
     if one[name] != other[name]:
         what = f"{law} differs in mix {mix.seed}, {name}, {request.strategy}"
-        raise InvariantError(message(what, wanted=one[name], got=other[name]))
+        raise InvariantError(what, wanted=one[name], got=other[name])
 
 
 def _comparable(hypothesis: Hypothesis, request: Request) -> Hypothesis:
@@ -159,4 +159,4 @@ def _compare_beginning(
     for short, full in zip(cut, whole, strict=False):
         if short.tokens != full.tokens[: len(short.tokens)]:
             what = f"cancelling changed mix {mix.seed}, {request.request_id}"
-            raise InvariantError(message(what, wanted=whole, got=cut))
+            raise InvariantError(what, wanted=whole, got=cut)

@@ -8,13 +8,14 @@ last bits differ. Everything that a specification can say is computed or refused
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from everystep.errors import UnsupportedError, refuse
 from everystep.executors.positions import declared_inputs, position_ids
@@ -29,6 +30,17 @@ from everystep.types import Answer, StepOutput, Work
 ABILITIES = frozenset(
     {"truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
 )
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": partial(functional.gelu, approximate="tanh"),
+    "gelu_fast": partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
 
 
 class NumpyExecutor(StrictExecutor):
@@ -140,12 +152,11 @@ class NumpyExecutor(StrictExecutor):
         return np.einsum("hts,shd->thd", weights, values).reshape(len(q), -1), weights
 
     def _mlp(self, key: str, x: np.ndarray) -> np.ndarray:
-        activation = _ACTIVATIONS[self._spec.mlp.activation]
-        inner = self._linear(f"{key}.up", x)
+        inner, up = self._linear(f"{key}.up", x), np.ones(1)
         if self._spec.mlp.gated:
-            gate, up = np.split(inner, 2, axis=-1)
-            return self._linear(f"{key}.down", activation(gate) * up)
-        return self._linear(f"{key}.down", activation(inner))
+            inner, up = np.split(inner, 2, axis=-1)
+        active = _ACTIVATIONS[self._spec.mlp.activation](torch.from_numpy(inner)).numpy()
+        return self._linear(f"{key}.down", active * up)
 
     def _linear(self, key: str, x: np.ndarray) -> np.ndarray:
         return x @ self._weights[f"{key}.weight"].T + self._weights.get(f"{key}.bias", 0.0)
@@ -216,32 +227,3 @@ def _rotated(x: np.ndarray, rope: Rope, positions: np.ndarray) -> np.ndarray:
 
 def _capped(scores: np.ndarray, cap: float | None) -> np.ndarray:
     return scores if cap is None else np.tanh(scores / cap) * cap
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    # The logistic function as a tanh cannot overflow.
-    return x * (0.5 * np.tanh(0.5 * x) + 0.5)
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    error = np.vectorize(math.erf, otypes=[np.float64])
-    return 0.5 * x * (1.0 + error(x / math.sqrt(2.0)))
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def _relu(x: np.ndarray) -> np.ndarray:
-    return np.maximum(x, 0.0)
-
-
-_ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "silu": _silu,
-    "swish": _silu,
-    "gelu": _gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": _relu,
-}

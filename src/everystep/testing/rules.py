@@ -1,4 +1,4 @@
-"""Simple processors for the judges: small enough to be right at a glance.
+"""Simple processors for random mixes: small enough to be right at a glance.
 
 They exercise what the engine promises to processors: the pad prefix is visible, drafts are part of
 the prefix that follows them, and what a processor remembers is forked and rewound with its
@@ -46,29 +46,22 @@ class Forbid:
 
 @dataclass(slots=True)
 class Tally:
-    """How often each id stands in a prefix; grows with it, and shrinks when it is taken back."""
+    """The ids of a prefix; it grows with the prefix, and shrinks when that is taken back."""
 
     ids: list[int]
-    counts: Counter[int]
 
     def copy(self) -> Tally:
         """An equal tally that shares nothing with this one."""
-        return Tally(list(self.ids), Counter(self.counts))
+        return Tally(list(self.ids))
 
     def rewind(self, length: int) -> None:
         """As it was after `length` visible ids."""
-        while len(self.ids) > length:
-            self.counts[self.ids.pop()] -= 1
-
-    def extend(self, ids: list[int]) -> None:
-        """As it is after these further ids."""
-        self.ids += ids
-        self.counts.update(ids)
+        del self.ids[length:]
 
 
 @dataclass(frozen=True)
 class FrequencyPenalty:
-    """Ids lose `amount` per occurrence, counted once and remembered in `sequence.memo`."""
+    """Ids lose `amount` per occurrence; read once and remembered in `sequence.memo`."""
 
     amount: float
 
@@ -76,8 +69,8 @@ class FrequencyPenalty:
         """(R, V) -> (R, V)."""
         ids, result = rows.ids(), scores.clone()
         for r, sequence in enumerate(rows.sequences):
-            tally = sequence.memo.setdefault("tally", Tally([], Counter()))
-            tally.extend(ids[r, len(tally.ids) : int(rows.lengths[r])].tolist())
-            for token, count in tally.counts.items():
+            tally = sequence.memo.setdefault("tally", Tally([]))
+            tally.ids += ids[r, len(tally.ids) : int(rows.lengths[r])].tolist()
+            for token, count in Counter(tally.ids).items():
                 result[r, token] -= self.amount * count
         return result

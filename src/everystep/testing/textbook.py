@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from everystep.draws import fork_lineage
 from everystep.engine import Guidance
-from everystep.errors import UnsupportedError, message
+from everystep.errors import UnsupportedError
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
@@ -46,7 +47,7 @@ def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
         return diverse_beams(prefix, strategy)
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
-    raise UnsupportedError(message("no textbook loop", got=type(strategy).__name__))
+    raise UnsupportedError("no textbook loop", got=type(strategy).__name__)
 
 
 # --- what all loops ask ---------------------------------------------------------------------------
@@ -128,16 +129,11 @@ def _read(function: HashFunction, prompt: Prompt, tokens: list[int]) -> tuple[li
 
 def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
     """The position ids of the prompt, and then without end those of generated tokens."""
-    given: list[tuple[int, ...]]
-    if prompt.positions is None:
-        given = [(p,) for p in range(prompt.length)]
-    else:
-        given = [tuple(p) for p in prompt.positions.reshape(-1, prompt.length).T.tolist()]
+    places = torch.arange(prompt.length) if prompt.positions is None else prompt.positions
+    given = [tuple(place) for place in places.reshape(-1, prompt.length).T.tolist()]
     yield from given
-    last = max(map(max, given))
-    while True:
-        last += 1
-        yield (last,) * len(given[-1])
+    for place in count(max(map(max, given)) + 1):
+        yield (place,) * len(given[-1])
 
 
 # --- the loops ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.text import Settings, SpecialTokens, Tokenizer
 from everystep.text.pieces import byte_alphabet
 
@@ -33,9 +33,7 @@ def tiny_tokenizer(vocab_size: int = 320) -> Tokenizer:
     base = [*SPECIAL, *byte_alphabet().values()]
     if vocab_size < len(base):
         raise RequestError(
-            message(
-                "A byte-level vocabulary is larger", wanted=f"{len(base)} or more", got=vocab_size
-            )
+            "A byte-level vocabulary is larger", wanted=f"{len(base)} or more", got=vocab_size
         )
     merges = _merges()[: vocab_size - len(base)]
     tokens = [*base, *(left + right for left, right in merges)]

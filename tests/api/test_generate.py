@@ -242,7 +242,7 @@ def test_many_prompts_equal_each_alone_and_hold_few_rows(
         assert alone == many[index]
 
 
-def test_a_stream_tells_every_token_and_its_text(
+def test_a_stream_reports_every_token_and_its_text(
     talker: tuple[LanguageModel, es.Tokenizer],
 ) -> None:
     model, tokenizer = talker

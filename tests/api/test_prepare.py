@@ -107,7 +107,7 @@ def test_no_cache_is_no_cache_in_every_form(
 # --- what holds -----------------------------------------------------------------------------------
 
 
-def test_what_came_to_hold_is_told_with_its_source(model: LanguageModel) -> None:
+def test_effective_values_are_reported_with_their_source(model: LanguageModel) -> None:
     config = GenerationConfig(num_beams=2)
     out = model.generate(
         IDS, config, max_new_tokens=5, eos_token_id=7, pad_token_id=None, temperature=None,

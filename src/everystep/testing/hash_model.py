@@ -42,7 +42,7 @@ class HashExecutor(StrictExecutor):
         nothing = np.empty(0, np.uint64)
         return Row([nothing, nothing], self.function.start(encoder))
 
-    def read(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
+    def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
         """(wanted, V) logits, and what the feed wants beyond them."""
         keys, states = self._keys(feed), []
         state = int(row.parts[1][-1]) if row.length else row.start

@@ -74,7 +74,7 @@ class NumpyExecutor(StrictExecutor):
         empty = np.empty((0, attention.kv_heads, attention.head_dim))
         return Row([empty] * (2 * len(self._spec.layers)))
 
-    def read(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
+    def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
         """(wanted, V) logits, and what the feed wants beyond them."""
         hidden = self._weights["embed"][np.maximum(feed.tokens, 0)] * self._embed_scale
         for _, start, values in feed.extra.inputs:

@@ -85,7 +85,7 @@ class StrictExecutor(ABC):
         """A row without positions that reads these encoder states, if any."""
 
     @abstractmethod
-    def read(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
+    def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
         """Extends the row by the feed: (wanted, V) logits, and what it wants beyond them."""
 
     def run(self, work: Work) -> StepOutput:
@@ -93,7 +93,7 @@ class StrictExecutor(ABC):
         feeds = _feeds(work)
         for verb in work.verbs:
             self._apply(verb, work)
-        found = [self.read(self._checked(feed), feed) for feed in feeds]
+        found = [self.extend(self._checked(feed), feed) for feed in feeds]
         self.counts["forwards"] += bool(feeds)
         self.counts["tokens"] += len(work.tokens)
         none = torch.empty(0, self.vocab_size, dtype=self.dtype)

@@ -39,7 +39,6 @@ class Run:
         self.groups[request.request_id] = self.engine.submit(request)
 
     def step(self) -> None:
-        """One step more."""
         if self.engine.counts.steps >= MOST_STEPS:
             raise InvariantError("the run does not end", got=f"{MOST_STEPS} steps")
         self.events += self.engine.step()

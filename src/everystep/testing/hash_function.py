@@ -25,10 +25,7 @@ _FAVOURED = 4.0
 
 
 class HashFunction:
-    """The fake model's mathematics: keys of inputs, states of prefixes, outputs of states.
-
-    A key is a 64-bit integer that stands for one input. A state is one that stands for a prefix.
-    """
+    """Keys of inputs, states of prefixes, outputs of states; keys and states are 64-bit numbers."""
 
     def __init__(self, vocab_size: int, embed_dim: int = 4) -> None:
         self.vocab_size = vocab_size

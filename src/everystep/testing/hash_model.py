@@ -38,12 +38,10 @@ class HashExecutor(StrictExecutor):
         super().__init__(vocab_size, embed_dim, abilities | frozenset(named), named, max_rows)
 
     def empty_row(self, encoder: Tensor | None) -> Row:
-        """Nothing but the state that the encoder's states leave."""
         nothing = np.empty(0, np.uint64)
         return Row([nothing, nothing], self.function.start(encoder))
 
     def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
-        """(wanted, V) logits, and what the feed wants beyond them."""
         keys, states = self._keys(feed), []
         state = int(row.parts[1][-1]) if row.length else row.start
         for key, position in zip(keys, feed.positions.T.tolist(), strict=True):

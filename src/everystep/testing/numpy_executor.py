@@ -69,13 +69,11 @@ class NumpyExecutor(StrictExecutor):
         return super().run(work)
 
     def empty_row(self, encoder: Tensor | None) -> Row:
-        """Keys and values of no positions."""
         attention = self._spec.attention
         empty = np.empty((0, attention.kv_heads, attention.head_dim))
         return Row([empty] * (2 * len(self._spec.layers)))
 
     def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
-        """(wanted, V) logits, and what the feed wants beyond them."""
         hidden = self._weights["embed"][np.maximum(feed.tokens, 0)] * self._embed_scale
         for _, start, values in feed.extra.inputs:
             hidden[start : start + len(values)] = _float64(values)

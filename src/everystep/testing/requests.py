@@ -104,7 +104,6 @@ class Dice:
     rng: np.random.Generator
 
     def chance(self, probability: float) -> bool:
-        """True with the given probability."""
         return bool(self.rng.random() < probability)
 
     def between(self, low: int, high: int) -> int:
@@ -112,7 +111,6 @@ class Dice:
         return int(self.rng.integers(low, high + 1))
 
     def one_of(self, *choices: Any) -> Any:
-        """One of the choices."""
         return choices[self.between(0, len(choices) - 1)]
 
     def ids(self, vocab_size: int, count: int) -> np.ndarray:

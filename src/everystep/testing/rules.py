@@ -23,7 +23,6 @@ class Discourage:
     amount: float
 
     def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         ids, result = rows.ids(), scores.clone()
         for r, length in enumerate(rows.lengths.tolist()):
             result[r, torch.unique(ids[r, :length])] -= self.amount
@@ -38,7 +37,6 @@ class Forbid:
     every: int
 
     def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         result = scores.clone()
         result[torch.from_numpy(rows.lengths % self.every == 0), self.token] = -torch.inf
         return result
@@ -51,7 +49,6 @@ class Tally:
     ids: list[int]
 
     def copy(self) -> Tally:
-        """An equal tally that shares nothing with this one."""
         return Tally(list(self.ids))
 
     def rewind(self, length: int) -> None:
@@ -66,7 +63,6 @@ class FrequencyPenalty:
     amount: float
 
     def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         ids, result = rows.ids(), scores.clone()
         for r, sequence in enumerate(rows.sequences):
             tally = sequence.memo.setdefault("tally", Tally([]))

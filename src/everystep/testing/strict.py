@@ -33,7 +33,6 @@ class Row:
 
     @property
     def length(self) -> int:
-        """How many positions it holds."""
         return len(self.parts[0])
 
     def first(self, length: int) -> Row:
@@ -89,7 +88,6 @@ class StrictExecutor(ABC):
         """Extends the row by the feed: (wanted, V) logits, and what it wants beyond them."""
 
     def run(self, work: Work) -> StepOutput:
-        """Apply the verbs in order, run the feeds, return what they want."""
         feeds = _feeds(work)
         for verb in work.verbs:
             self._apply(verb, work)
@@ -101,7 +99,6 @@ class StrictExecutor(ABC):
         return StepOutput(logits, {f: found[f][1] for f in work.extras})
 
     def audit(self) -> dict[int, int]:
-        """Row -> cached positions, for every row that is allocated."""
         return {number: row.length for number, row in self.rows.items()}
 
     def _apply(self, verb: Verb, work: Work) -> None:

@@ -320,7 +320,6 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """The longest prefix."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def ids(self) -> Tensor:
@@ -329,6 +328,5 @@ class Rows:
         return torch.from_numpy(self.table.rectangle(lines, self.width))
 
     def select(self, indices: np.ndarray) -> Rows:
-        """The given rows, in the given order."""
         chosen = [self.sequences[i] for i in indices]
         return Rows(self.table, chosen, self.lengths[indices])

@@ -81,7 +81,10 @@ def _form(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, Chain):
         return {"chain": [_form(one, arrays) for one in value.values()]}
     if type(value) in _NAMES:
-        return {"kind": _NAMES[type(value)], "fields": [_form(x, arrays) for x in _fields(value)]}
+        held = value
+        if not isinstance(value, tuple):
+            held = (getattr(value, f.name) for f in dataclasses.fields(value) if f.init)
+        return {"kind": _NAMES[type(value)], "fields": [_form(one, arrays) for one in held]}
     if type(value) in (list, tuple, frozenset):
         return {type(value).__name__: [_form(one, arrays) for one in value]}
     if type(value) is dict:
@@ -99,12 +102,6 @@ def _array_form(array: np.ndarray, arrays: list[np.ndarray]) -> dict[str, Any]:
     start = sum(one.nbytes for one in arrays)
     arrays.append(np.ascontiguousarray(array))
     return {"array": [array.dtype.name, list(array.shape), start]}
-
-
-def _fields(value: Any) -> list[Any]:
-    if isinstance(value, tuple):
-        return list(value)
-    return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
 
 
 def _value(form: Any, numbers: memoryview) -> Any:

@@ -59,7 +59,6 @@ class TokenTable:
 
     @property
     def open_lines(self) -> int:
-        """How many lines are in use."""
         return self.data.shape[0] - len(self._free)
 
     def rectangle(self, lines: np.ndarray, width: int) -> np.ndarray:

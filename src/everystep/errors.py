@@ -106,5 +106,4 @@ def refuse(
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like `name`, or None."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)

@@ -1,7 +1,7 @@
 """Runs mixes on engines, under any scheduler, and gathers what came out.
 
 A run that does not end, an event that contradicts the result and a row that outlives its request
-are errors here, whatever started the run.
+are errors here.
 """
 
 from __future__ import annotations
@@ -93,11 +93,7 @@ def run_scheduled(
     observers: Iterable[Observer] = (),
 ) -> Run:
     """The requests come, go, are cancelled and lose their rows as the schedule says."""
-    scheduler = Continuous(
-        token_budget=schedule.token_budget,
-        max_rows=schedule.max_rows,
-        max_positions=schedule.max_positions,
-    )
+    scheduler = Continuous(schedule.token_budget, schedule.max_rows, schedule.max_positions)
     run = Run(Engine(executor, scheduler, observers))
     rng = np.random.default_rng(schedule.seed)
     last = max(schedule.arrivals)

@@ -59,8 +59,7 @@ class HashExecutor(StrictExecutor):
             found = self.function.keys(values.flatten(1).float())
             for i, key in enumerate(found, start):
                 keys[i] = key if name == "embeds" else self.function.joined(keys[i], name, key)
-        mask = feed.extra.mask
-        if mask is None:
+        if (mask := feed.extra.mask) is None:
             return keys
         return [self._masked(mask, feed.start, i, key) for i, key in enumerate(keys)]
 

@@ -24,13 +24,9 @@ from everystep.models.decoder import Decoder, decoder_tensors
 from everystep.models.spec import DecoderSpec, NormSpec
 from everystep.nn.linear import dense
 from everystep.nn.rotary import Rope
+from everystep.testing.hash_model import ABILITIES
 from everystep.testing.strict import Feed, Row, StrictExecutor
 from everystep.types import Answer, StepOutput, Work
-
-ABILITIES = frozenset(
-    {"truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
-)
-
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -61,7 +57,7 @@ class NumpyExecutor(StrictExecutor):
         scale = 1.0 if self._spec.embed_scale is None else self._spec.embed_scale
         self._embed_scale = float(torch.tensor(scale, dtype=model.dtype))
         inputs = declared_inputs(network)
-        super().__init__(model.vocab_size, self._spec.width, ABILITIES, inputs)
+        super().__init__(model.vocab_size, self._spec.width, ABILITIES - {"encoder"}, inputs)
 
     def run(self, work: Work) -> StepOutput:
         """Logits are float64; RequestError for positions that do not fit the model."""
@@ -146,7 +142,9 @@ class NumpyExecutor(StrictExecutor):
         if mask is not None:
             seen = seen & mask
         scores = _capped(np.einsum("thd,shd->hts", q, keys) * spec.scale, spec.softcap)
-        weights = _softmax(np.where(seen, scores, -np.inf))
+        scores = np.where(seen, scores, -np.inf)
+        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights = powers / powers.sum(axis=-1, keepdims=True)
         return np.einsum("hts,shd->thd", weights, values).reshape(len(q), -1), weights
 
     def _mlp(self, key: str, x: np.ndarray) -> np.ndarray:
@@ -191,11 +189,6 @@ def _refuse(what: str, wanted: str, got: object) -> NoReturn:
 
 def _float64(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float64).numpy()
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def _rms_norm(x: np.ndarray, weight: np.ndarray, spec: NormSpec) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Every way to choose, written as its textbook writes it: no cache, no batch, no engine.
+"""Every way to choose, written as in its textbook: no cache, no batch, no engine.
 
 Each loop asks the hash function for the logits of a whole prefix, anew for every token. It shares
 with the engine only what a request is made of: draws, processors and stops.
@@ -90,13 +90,9 @@ class Prefix:
 
     def places(self, tokens: list[int], lineage: int) -> Places:
         """Where the choice after the tokens stands."""
-        return Places(
-            seed=np.array([self.request.draws.seed], np.uint64),
-            lineage=np.array([lineage], np.uint64),
-            position=np.array([self.request.prompt.length + len(tokens)], np.uint64),
-            slot=np.array([0]),
-            slots=1,
-        )
+        numbers = (self.request.draws.seed, lineage, self.request.prompt.length + len(tokens))
+        seed, lineages, position = (np.array([number], np.uint64) for number in numbers)
+        return Places(seed, lineages, position, slot=np.array([0]), slots=1)
 
     def _written(self, tokens: list[int]) -> tuple[Sequence, TokenTable]:
         """A sequence without memory or rows, and the table that its ids stand in."""

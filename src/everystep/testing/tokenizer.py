@@ -45,7 +45,8 @@ def tiny_tokenizer(vocab_size: int = 320) -> Tokenizer:
     backend.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *reserved)]
     )
-    return Tokenizer(backend, _settings())
+    marks = SpecialTokens(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    return Tokenizer(backend, Settings(marks, chat_template=CHATML, name_or_path="tiny"))
 
 
 def _merges() -> list[tuple[str, str]]:
@@ -57,8 +58,3 @@ def _merges() -> list[tuple[str, str]]:
         for end in range(1, len(spelled)):
             merges["".join(spelled[:end]), spelled[end]] = None
     return list(merges)
-
-
-def _settings() -> Settings:
-    special = SpecialTokens(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
-    return Settings(special=special, chat_template=CHATML, name_or_path="tiny")

@@ -1,7 +1,4 @@
-"""What stands at both ends of a generation: the prompt, and the sequences that ended.
-
-Also what consumers see on the way, and what of a memo is an immutable value.
-"""
+"""The two ends of a generation, prompts and sequences that ended, and events on the way."""
 
 from __future__ import annotations
 

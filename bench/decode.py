@@ -1,11 +1,11 @@
-"""How fast does decoding run on plain torch operators, beside transformers, on the same weights?
+"""How fast does decoding run on plain torch operators, compared with transformers?
 
     scripts/bench decode [--quick] [--only TEXT] [--model PATH] [--threads 2] [--out NAME]
 
-Every case runs in a process of its own, ours and the peer's in turn: float32 weights of the default
-model, greedy and four beams, several batches and prompt lengths, and a ragged batch whose rows end
-early. Printed and written to bench/results/: medians of load time, time to the first token, decoded
-tokens per second and peak memory, and their ratios.
+Both use the float32 weights of the default model. Every case runs in a process of its own, ours and
+the peer's in turn: greedy and four beams, several batches and prompt lengths, and a ragged batch
+whose rows end early. Prints, and writes to bench/results/, the medians of load time, time to the
+first token, decoded tokens per second and peak memory, and their ratios.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What does a step cost beside its forward?
+"""What does a step cost apart from its forward?
 
     scripts/bench engine_overhead [--steps 300] [--threads 1] [--out NAME]
 
-The executor gives logits that were made beforehand, or the best of them, so that all the time is
-the engine's: planning, feeding, scoring, selecting, applying. Greedy, sampling, sampling with
-processors, and four beams, at two sizes of vocabulary and three of the batch. Printed and written
-to bench/results/: the median over steps in which every sequence feeds one token, in microseconds,
-less the executor's own time.
+The executor returns logits that were made beforehand, or the best of them, so that all the time is
+the engine's: planning, feeding, scoring, selecting, applying. Measures greedy, sampling, sampling
+with processors, and four beams, at two sizes of vocabulary and three batch sizes. Prints, and
+writes to bench/results/, the median microseconds of steps in which every sequence feeds one token,
+without the executor's own time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ VOCABULARIES = (1_000, 49_152)
 BATCHES = (1, 8, 32)
 PENALTY = RepetitionPenaltyLogitsProcessor(1.1)
 KINDS = (
-    Kind("greedy", Greedy(), told=False),
-    Kind("sample", Sample(), told=False),
-    Kind("sample, 4 processors", Sample(), (PENALTY, *WARPERS), told=False),
-    Kind("sample, 3 processors", Sample(), WARPERS, told=False),
-    Kind("sample, 3, told", Sample(), WARPERS),
-    Kind("4 beams", Beam(4), told=False),
+    Kind("greedy", Greedy(), listed=False),
+    Kind("sample", Sample(), listed=False),
+    Kind("sample, 4 processors", Sample(), (PENALTY, *WARPERS), listed=False),
+    Kind("sample, 3 processors", Sample(), WARPERS, listed=False),
+    Kind("sample, 3, listed", Sample(), WARPERS),
+    Kind("4 beams", Beam(4), listed=False),
 )
 
 
@@ -48,9 +48,9 @@ class ReadyExecutor:
     inputs: Mapping[str, InputSpec] = {}
     host_threads: int | None = None
 
-    def __init__(self, vocab_size: int, rows: int, told: bool) -> None:
+    def __init__(self, vocab_size: int, rows: int, listed: bool) -> None:
         self.vocab_size = vocab_size
-        self.abilities = frozenset({"best"} if told else ())
+        self.abilities = frozenset({"best"} if listed else ())
         self.seconds = 0.0
         generator = torch.Generator().manual_seed(0)
         self._logits = torch.randn(2 * rows, vocab_size, generator=generator)
@@ -82,7 +82,7 @@ class ReadyExecutor:
 
 def measure(kind: Kind, vocab_size: int, batch: int, steps: int) -> float:
     """Median microseconds of a step, less what the executor took."""
-    executor = ReadyExecutor(vocab_size, batch * kind.strategy.width, kind.told)
+    executor = ReadyExecutor(vocab_size, batch * kind.strategy.width, kind.listed)
     engine = Engine(executor, Lockstep())
     for i in range(batch):
         ids = np.arange(1, PROMPT + 1)

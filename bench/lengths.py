@@ -2,12 +2,12 @@
 
     scripts/bench lengths [--format Q4_1] [--longest 4000] [--widest 64] [--out NAME]
 
-Prompts of 8 to 4,000 tokens and batches of 1 to 64 of the default model, native, greedy: seconds
-per token of reading a prompt, of decoding after it, and of decoding batches. The model of a step:
-its bytes (weights once, keys and values of every row) at the memory's speed of the same run, and
-its operations at one rate per kind of weights, the best that was seen; the slower of the two. A
-cliff is a point whose cost, divided by the model's, is higher than at its left neighbour; the
-factor is how much. Written to bench/results/; `plot` draws it.
+Measures the seconds per token of reading prompts of 8 to 4,000 tokens, of decoding after them, and
+of decoding batches of 1 to 64, with the default model, natively and greedily. A model predicts each
+step: the time for its bytes (weights once, keys and values of every row) at the memory's speed in
+the same run, or the time for its operations at the best rate seen for that kind of weights,
+whichever is longer. A cliff is a point whose cost divided by the prediction is higher than at its
+left neighbour; its factor says how much higher. Writes to bench/results/; `plot` draws it.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def _seconds(process: EngineProcess, batch: int, length: int, repeats: int) -> t
     firsts, steps = [], []
     for run in range(repeats + 1):
         prompts = torch.randint(100, 40_000, (batch, length), generator=generator).tolist()
-        told = process.ask(prompts, TOKENS if run else 2)
-        firsts.append(told["first"])
-        steps.append(told["rest"] / (TOKENS - 1))
+        answer = process.ask(prompts, TOKENS if run else 2)
+        firsts.append(answer["first"])
+        steps.append(answer["rest"] / (TOKENS - 1))
     return statistics.median(firsts[1:]), statistics.median(steps[1:])
 
 

@@ -1,17 +1,18 @@
-"""How long is the native call of a step, apart from Python, and how near to the memory's limit?
+"""How long does the native call of a step take, and how near is it to the memory's limit?
 
     scripts/bench native_step [--formats Q8_0,Q4_1,Q4_0] [--cases 1x32,1x512,8x32,32x32]
                               [--cache-dtypes float32,float16,int8]
 
-The default model in several formats. Each case feeds one token per row to rows that hold so many
-positions; the median over `--steps` steps is that of the compiled function alone. The limit is the
-bytes of weights, keys and values that a step reads, at the speed of a sum over 1 GiB before and
-after, because the speed of a memory that is shared with other machines swings. `--prompt`
-feeds one row so many tokens at once. `--engine` asks for whole steps of the engine at so many
-requests: all of it, and what they take beside the compiled function, greedy, with four beams each,
-and sampling with temperature, top-k and top-p: told the best of rows, told whole ones, and drawn as
-the reference does, from torch's own generator; with the next step begun ahead, and without.
-`--cache-dtypes` are the types in which rows keep keys and values.
+Measures the default model in several formats. The case 8x32 feeds one token each to 8 rows that
+hold 32 positions; the figure is the median time of the compiled function over `--steps` steps. The
+limit is the bytes of weights, keys and values that a step reads, divided by the memory's speed.
+That is measured before and after each case, with a sum over 1 GiB, because it varies where memory
+is shared with other machines. `--cache-dtypes` are the types in which rows keep keys and values.
+
+`--prompt N` also times reading N tokens at once. `--engine 1,8` also times whole steps of the
+engine with so many requests, and the part outside the compiled function: greedy, four beams, and
+sampling with temperature, top-k and top-p (from the best of a row, from whole rows, and drawn from
+torch's generator as the reference does), each with and without running ahead.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def prompt_ms(model: Model, kept: CacheDtype, count: int) -> float:
 
 
 class WholeRows(NativeExecutor):
-    """Tells whole rows alone."""
+    """Reports whole rows alone."""
 
     abilities = NativeExecutor.abilities - {"best"}
 
@@ -106,14 +107,14 @@ KINDS = (
     Kind("greedy", Greedy()),
     Kind("4 beams", Beam(4)),
     Kind("sample", Sample(), WARPERS),
-    Kind("sample, whole rows", Sample(), WARPERS, told=False),
+    Kind("sample, whole rows", Sample(), WARPERS, listed=False),
     Kind("sample, unseeded", Sample(), WARPERS, lambda _: SHARED),
 )
 
 
 def engine_us(model: Model, kind: Kind, batch: int, steps: int, ahead: bool) -> dict[str, float]:
     """Medians of a step of one token per request: all of it, the native call, and the rest."""
-    executor = (NativeExecutor if kind.told else WholeRows)(model, ahead=ahead)
+    executor = (NativeExecutor if kind.listed else WholeRows)(model, ahead=ahead)
     executor._library = timed = Timed(executor._library)  # type: ignore[assignment]
     engine, whole = Engine(executor, Lockstep()), []
     for index in range(batch):

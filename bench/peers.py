@@ -1,16 +1,16 @@
-"""How fast is greedy decoding beside every peer, and how near the memory's limit?
+"""How fast is greedy decoding compared with every peer, and how near is it to the memory's limit?
 
     scripts/bench peers [--formats F32,Q8_0,Q4_1,Q4_0] [--engines llama.cpp,...] [--peers FOLDER]
 
-The default model as shipped (Q4_1), copies of the file in F32, Q8_0 and Q4_0, and for peers that
-read no GGUF what their converters make of its float32 values; READERS says who stands for which
-format. Peers are installed into environments of their own under `--peers`. Each engine has a
-process, and they take turns on the same random ids, other ones in every run, so that no cache of
-prefixes helps. A file per format in bench/results/ has every run's seconds to the first token and
-from there on, the peak memory, and beside every case the memory's speed, a sum over 1 GiB. An
-engine that tells nothing before a batch ends is asked for one token, then for all; where the
-difference is less than the scatter of the first, its speed is not known.
-`--busy`: a few cases once more with another process that never rests.
+Measures the default model as shipped (Q4_1) and copies of the file in F32, Q8_0 and Q4_0. Peers
+that do not read GGUF get what their converters make of its float32 values; READERS lists which
+engine reads which format. Peers are installed into environments of their own under `--peers`. Each
+engine has its own process, and they take turns on the same random ids, which are new in every run
+so that no cache of prefixes helps. One file per format in bench/results/ holds, for every run, the
+seconds to the first token and from there on, the peak memory, and the memory's speed, a sum over 1
+GiB. An engine that reports nothing before a batch ends is asked for one token and then for all;
+where the difference is smaller than the scatter of the first, its speed is left out. `--busy`
+repeats a few cases beside another process that keeps a core busy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What do the newest results of `peers` and `lengths` look like?
+"""Draws the newest results of `peers` and `lengths`.
 
     scripts/bench plot
 
-Draws them into bench/results/ as PNG and SVG, and prints the tables that the README has to show.
+Writes PNG and SVG files to bench/results/, and prints the tables for the README.
 """
 
 from __future__ import annotations

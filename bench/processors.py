@@ -1,14 +1,13 @@
-"""What does each processor cost in a step, beside the reference's class?
+"""What does each processor cost in a step, compared with the reference's class?
 
     scripts/bench processors [--runs 30] [--batches 1 32] [--out NAME]
 
-Every class runs on the same scores of a vocabulary of 150,000 and prefixes of 4,000 ids, as in a
-long generation: one id is new since the last call. Ids are drawn as words of a text are,
-the r-th most frequent one in proportion to 1 / r. Both run as their `generate` calls them: ours in
-the pipeline, on scores that belong to the step, with whatever it remembers of the sequences, and a
-shortlist is an answer; the reference's in its list of processors, on the rectangle of ids.
-The calls alternate. Printed and written to bench/results/: medians in microseconds, and how many
-times faster ours is.
+Every class runs on the same scores of a vocabulary of 150,000 and on prefixes of 4,000 ids, of
+which one is new since the last call, as in a long generation. Ids are distributed like words of a
+text, the r-th most frequent in proportion to 1 / r. Both run as their `generate` calls them: ours
+in the pipeline, on scores that it may change, with its memory of the sequences, and may return a
+shortlist; the reference's in its list of processors, on the rectangle of ids. The calls alternate.
+Prints, and writes to bench/results/, medians in microseconds, and how many times faster ours is.
 """
 
 from __future__ import annotations

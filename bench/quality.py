@@ -1,13 +1,13 @@
-"""What do quantised weights lose, beside float32 and beside llama.cpp on the same files?
+"""What do quantised weights lose against float32, and against llama.cpp on the same files?
 
     scripts/bench quality [--every N] [--formats int8,Q4_1,...] [--llama] [--out NAME]
 
-A text of 62,140 tokens (bench/data) is read in windows of 512 with a stride of 384; the positions
-that a window adds are scored, so each has at least 128 tokens before it. Printed and written to
-bench/results/: per format perplexity, mean Kullback-Leibler divergence from float32 in nats, and
-how often the most probable token is float32's. float32 is the shipped Q4_1 file dequantised; int8,
-int4, Q8_0 and Q4_0 are rounded from it. `--llama` installs llama.cpp where `peers` does. Behind a
-slash a format has the type of keys and values: `float32/int8`, `Q4_1/float16`.
+Reads a text of 62,140 tokens (bench/data) in windows of 512 with a stride of 384, and scores the
+positions that each window adds, so that each has at least 128 tokens before it. Prints, and writes
+to bench/results/, per format the perplexity, the mean Kullback-Leibler divergence from float32 in
+nats, and how often the most probable token is the same as in float32. float32 is the shipped Q4_1
+file dequantised; int8, int4, Q8_0 and Q4_0 are rounded from it. `--llama` installs llama.cpp where
+`peers` does. A type of keys and values may follow a slash: `float32/int8`, `Q4_1/float16`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stop strings cost beside the reference: to set up, and per step, at two vocabularies.
+"""What do stop strings cost compared with the reference, to set up and per step?
 
 scripts/bench stops [--out NAME]
 """

@@ -28,7 +28,7 @@ def test_this_machine_is_within_reach() -> None:
         pass
 
 
-def test_memory_that_nobody_wrote_is_not_a_number() -> None:
+def test_unwritten_memory_is_not_a_number() -> None:
     assert torch.empty(8).isnan().all()
 
 

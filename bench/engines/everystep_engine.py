@@ -12,7 +12,7 @@ import everystep
 
 
 class FirstToken(everystep.BaseStreamer):
-    """Notes the time at which the first token of a call is told."""
+    """Notes the time at which the first token of a call is reported."""
 
     seconds = 0.0
 

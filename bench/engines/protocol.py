@@ -39,12 +39,12 @@ def serve(load: Load) -> None:
         _say(lines, {"first": first, "rest": rest, "peak_mib": _peak_mib()})
 
 
-def _say(lines: TextIO, told: dict[str, object]) -> None:
-    print(json.dumps(told), file=lines, flush=True)
+def _say(lines: TextIO, answer: dict[str, object]) -> None:
+    print(json.dumps(answer), file=lines, flush=True)
 
 
 def _peak_mib() -> float:
-    # What `getrusage` tells begins with the peak of the process that started this one.
+    # What `getrusage` reports begins with the peak of the process that started this one.
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
     return int(line.split()[1]) / 1024
 
@@ -54,7 +54,7 @@ BY_DIFFERENCE: dict[str, object] = {"by_difference": True}
 
 
 def by_difference(seconds: Callable[[list[list[int]], int], float]) -> Answer:
-    """For an engine that tells nothing of a batch before its end: seconds of a whole call.
+    """For an engine that reports a batch only at its end: seconds of a whole call.
 
     The first token is a call of its own, the others are what a longer call takes beyond that.
     """

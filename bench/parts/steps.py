@@ -18,14 +18,14 @@ WARPERS = (TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(
 
 @dataclass(frozen=True)
 class Kind:
-    """A name, how to choose, with which processors and draws, and whether the executor may tell
-    the best of rows."""
+    """A way to choose, with its processors and draws; `listed`: the executor may report the best of
+    rows instead of whole rows."""
 
     name: str
     strategy: Any
     processors: tuple[Any, ...] = ()
     draws: Callable[[int], Any] = SeededDraws
-    told: bool = True
+    listed: bool = True
 
     def request(self, index: int, ids: np.ndarray, steps: int, end: int) -> Request:
         """A request for so many tokens; `end` would end it before."""

@@ -27,7 +27,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+def mix(value: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64 (Steele et al. 2014), element by element, modulo 2^64."""
     value = (value ^ (value >> np.uint64(30))) * _MIX_1
     value = (value ^ (value >> np.uint64(27))) * _MIX_2
@@ -37,8 +37,8 @@ def _mix(value: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=2**14)
 def _key(seed: int, stream: str, lineage: int) -> int:
     """What all numbers of one sequence's stream begin with."""
-    key = _mix_one(_mix_one(seed + int(_GOLDEN)) + _STREAMS[stream] * int(_GOLDEN))
-    return _mix_one(key ^ _mix_one(lineage + int(_GOLDEN)))
+    key = mix_one(mix_one(seed + int(_GOLDEN)) + _STREAMS[stream] * int(_GOLDEN))
+    return mix_one(key ^ mix_one(lineage + int(_GOLDEN)))
 
 
 def uniform(
@@ -47,8 +47,8 @@ def uniform(
     """(R, n) float64 in (0, 1), a function of the arguments alone; R seeds, lineages, ..."""
     rows = zip(seed.tolist(), lineage.tolist(), strict=True)
     keys = np.array([_key(one, stream, own) for one, own in rows], dtype=np.uint64)
-    keys = _mix(keys + position.astype(np.uint64) * _GOLDEN + _GOLDEN)
-    bits = _mix(keys[:, None] + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
+    keys = mix(keys + position.astype(np.uint64) * _GOLDEN + _GOLDEN)
+    bits = mix(keys[:, None] + np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN)
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
@@ -56,18 +56,18 @@ def seed_of(seed: int, index: int) -> int:
     """The seed of prompt `index` where one is given for several; that of the first is itself."""
     if index == 0:
         return seed
-    return _mix_one(_mix_one(seed + _STREAMS["prompt"] * int(_GOLDEN)) + index * int(_GOLDEN))
+    return mix_one(mix_one(seed + _STREAMS["prompt"] * int(_GOLDEN)) + index * int(_GOLDEN))
 
 
 def fork_lineage(lineage: int, position: int, rank: int) -> int:
     """The lineage of a further child: new for every (parent, position, rank)."""
-    key = _mix_one(lineage + _STREAMS["fork"] * int(_GOLDEN))
-    key = _mix_one((key ^ position) + int(_GOLDEN))
-    return _mix_one((key ^ rank) + int(_GOLDEN))
+    key = mix_one(lineage + _STREAMS["fork"] * int(_GOLDEN))
+    key = mix_one((key ^ position) + int(_GOLDEN))
+    return mix_one((key ^ rank) + int(_GOLDEN))
 
 
-def _mix_one(value: int) -> int:
-    """`_mix` of one Python integer, for the many single forks of a beam search."""
+def mix_one(value: int) -> int:
+    """`mix` of one Python integer, for the many single forks of a beam search."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * int(_MIX_1)) & _MASK
     value = ((value ^ (value >> 27)) * int(_MIX_2)) & _MASK

@@ -1,23 +1,7 @@
 """The one exception tree of the library.
 
-    EverystepError
-    |- RequestError (ValueError)         a call asks for something impossible or contradictory
-    |  |- UnknownArgumentError (TypeError)  an unknown name; the text proposes the nearest one
-    |  `- UnsupportedError (NotImplementedError)  known, but this model or executor cannot do it
-    |- AbsentNameError (ImportError)     a name of the reference that is not here is imported
-    |- AbsentAttributeError (AttributeError)  the same name, asked of the package
-    |- ModelClassError (TypeError)       the model given is not one that can generate
-    |- FileError (ValueError)            a file is broken, truncated, unsafe or of an unknown kind
-    |  |- MissingFileError (FileNotFoundError)
-    |  |- FormatError                    the bytes contradict the format or each other
-    |  `- ChecksumError                  the bytes are not the ones that were promised
-    |- DownloadError (OSError)           a file could not be fetched
-    |- TokenizerError (ValueError)       text cannot be turned into ids, or back
-    |- CapacityError (RuntimeError)      rows, positions or memory do not suffice
-    `- InvariantError (AssertionError)   a defect of the library itself; please report it
-
-Every text names what is wrong, what was wanted, what was got and what to do; build it with
-`message`. A class inherits the built-in exception that ported code already catches.
+Every text names what is wrong, what was wanted, what was got and what to do; the class builds it
+from these. A class inherits the built-in exception that ported code already catches.
 """
 
 from __future__ import annotations
@@ -35,13 +19,19 @@ class EverystepError(Exception):
 
     results: list[Any] | None = None
 
+    def __init__(
+        self, what: object = "", *, wanted: object = None, got: object = None, do: str | None = None
+    ) -> None:
+        plain = wanted is None and got is None and do is None
+        super().__init__(what if plain else message(str(what), wanted=wanted, got=got, do=do))
+
 
 class RequestError(EverystepError, ValueError):
     """A call asks for something impossible or contradictory."""
 
 
 class UnknownArgumentError(RequestError, TypeError):
-    """A call uses an unknown name."""
+    """A call uses an unknown name; the text proposes the nearest one."""
 
 
 class UnsupportedError(RequestError, NotImplementedError):
@@ -89,7 +79,7 @@ class CapacityError(EverystepError, RuntimeError):
 
 
 class InvariantError(EverystepError, AssertionError):
-    """A defect of the library itself."""
+    """A defect of the library itself; please report it."""
 
 
 def message(what: str, *, wanted: object = None, got: object = None, do: str | None = None) -> str:
@@ -116,5 +106,4 @@ def refuse(
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like `name`, or None."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)

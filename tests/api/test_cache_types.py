@@ -73,7 +73,7 @@ def test_what_is_kept_is_what_is_computed_with(executor: ExecutorName) -> None:
     assert (half - exact).abs().max() < (codes - exact).abs().max() < 0.1 * most
 
 
-def test_the_model_tells_its_choice() -> None:
+def test_the_model_shows_its_choice() -> None:
     assert model_with("int8").cache_dtype == "int8"
     assert model_with(None).cache_dtype == "float32"
     assert tiny_llama().cache_dtype == "float64"
@@ -82,7 +82,7 @@ def test_the_model_tells_its_choice() -> None:
 # --- what cannot be had ---------------------------------------------------------------------------
 
 
-def test_a_type_that_nobody_knows_is_refused_before_a_model_is_read() -> None:
+def test_an_unknown_type_is_refused_before_a_model_is_read() -> None:
     wrong: Any = "int4"
     with pytest.raises(RequestError, match="'float32', 'float16', 'int8' or None"):
         es.load("no such model", cache_dtype=wrong)

@@ -193,7 +193,7 @@ def test_a_loop_goes_on_from_a_cache(model: LanguageModel) -> None:
     model(input_ids=whole[:, -1:], past_key_values=cache)[0].mul_(2)
 
 
-def test_new_ids_behind_a_cache_come_with_the_mask_of_all(model: LanguageModel) -> None:
+def test_new_ids_after_a_cache_come_with_the_mask_of_all(model: LanguageModel) -> None:
     seen: dict[str, Any] = {}
     cache = es.DynamicCache()
     model(input_ids=IDS, attention_mask=MASK, past_key_values=cache)

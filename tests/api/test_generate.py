@@ -13,7 +13,7 @@ import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.api.session import Session
 from everystep.draws import seed_of
-from everystep.engine import Engine, audit
+from everystep.engine import audit
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -96,18 +96,7 @@ def test_positions_given_by_the_caller_are_respected_and_advanced(model: Languag
         assert int(logits[0, -1].argmax()) == tokens[length]
 
 
-def test_a_prompt_is_fed_once_whatever_the_width(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fed = []
-    run = Engine.step
-
-    def step(engine: Engine) -> Any:
-        events = run(engine)
-        fed.append(engine.counts.fed)
-        return events
-
-    monkeypatch.setattr(Engine, "step", step)
+def test_a_prompt_is_fed_once_whatever_the_width(model: LanguageModel, fed: list[int]) -> None:
     model.generate(torch.tensor([PROMPTS[0]]), num_beams=4, max_new_tokens=3, min_new_tokens=3)
     assert fed == [5, 9, 13]
 
@@ -242,7 +231,7 @@ def test_many_prompts_equal_each_alone_and_hold_few_rows(
         assert alone == many[index]
 
 
-def test_a_stream_tells_every_token_and_its_text(
+def test_a_stream_reports_every_token_and_its_text(
     talker: tuple[LanguageModel, es.Tokenizer],
 ) -> None:
     model, tokenizer = talker

@@ -246,7 +246,7 @@ def test_what_only_a_rectangle_has_is_refused(
         ask(model, None, PROMPTS, **option)
 
 
-def test_what_a_checkpoint_says_of_rectangles_is_nobodys_wish() -> None:
+def test_settings_of_rectangles_in_a_checkpoint_are_not_asked_for() -> None:
     model = tiny_llama(vocab_size=320)
     model.generation_config = es.GenerationConfig.from_checkpoint({"use_cache": False})
     assert len(es.generate(model, None, PROMPTS, max_new_tokens=2)) == 3

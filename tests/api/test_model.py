@@ -58,7 +58,7 @@ def test_a_loop_by_hand_gives_the_references_logits(family: str, kind: str) -> N
 @torch.no_grad()
 @pytest.mark.parametrize("split", [1, 3, 5])
 @pytest.mark.parametrize("family", DECODERS)
-def test_pieces_are_the_whole_behind_padding(family: str, split: int) -> None:
+def test_pieces_are_the_whole_after_padding(family: str, split: int) -> None:
     reference, ours = MODELS[family]
     places = (PADDED.cumsum(1) - 1).clamp(min=0)
     given = {"attention_mask": PADDED, "position_ids": places}

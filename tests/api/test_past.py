@@ -126,7 +126,7 @@ def test_a_conversation_goes_on_from_the_cache(family: str, beams: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "windows"])
-def test_new_ids_go_behind_the_cache(family: str) -> None:
+def test_new_ids_go_after_the_cache(family: str) -> None:
     results = []
     for model in MODELS[family]:
         first = run(model, attention_mask=PADDED)
@@ -191,7 +191,7 @@ def test_a_static_cache_is_filled_in_place() -> None:
         torch.testing.assert_close(mine.keys, other.keys, rtol=0, atol=1e-10)
 
 
-def test_feeding_starts_behind_the_past() -> None:
+def test_feeding_starts_after_the_past() -> None:
     model = MODELS["llama"][1]
     first = run(model)
     whole = torch.cat([first.sequences, MORE], dim=1)

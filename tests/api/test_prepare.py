@@ -85,21 +85,11 @@ def test_no_time_is_one_token(model: LanguageModel) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_cache_is_no_cache_in_every_form(
-    model: LanguageModel, form: str, monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel, form: str, fed: list[int]
 ) -> None:
-    from everystep.engine import Engine
-
-    fed = []
-    step = Engine.step
-
-    def counted(engine: Engine) -> Any:
-        events = step(engine)
-        fed.append(engine.counts.fed)
-        return events
-
     given = {**in_form(model, form), "max_new_tokens": 3, "eos_token_id": None}
     cached = model.generate(**given)
-    monkeypatch.setattr(Engine, "step", counted)
+    fed.clear()
     assert torch.equal(model.generate(**given, use_cache=False), cached)
     assert fed == [8, 8 + 10, 8 + 10 + 12]
 
@@ -107,7 +97,7 @@ def test_no_cache_is_no_cache_in_every_form(
 # --- what holds -----------------------------------------------------------------------------------
 
 
-def test_what_came_to_hold_is_told_with_its_source(model: LanguageModel) -> None:
+def test_effective_values_are_reported_with_their_source(model: LanguageModel) -> None:
     config = GenerationConfig(num_beams=2)
     out = model.generate(
         IDS, config, max_new_tokens=5, eos_token_id=7, pad_token_id=None, temperature=None,

@@ -202,7 +202,7 @@ def test_a_call_with_an_encoder_is_answered_as_the_table_says(
 @pytest.mark.parametrize(
     "limit", [{"max_new_tokens": 8}, {"max_new_tokens": None, "max_length": 11}]
 )
-def test_a_limit_beyond_the_context_is_told_on_both_sides(limit: dict[str, Any]) -> None:
+def test_a_limit_beyond_the_context_is_reported_on_both_sides(limit: dict[str, Any]) -> None:
     theirs, model = pair_of(max_position_embeddings=9)
     check(theirs, limit, ("warning", "exceeded the model's predefined maximum length (9)"))
     check(model, limit, ("warning", "leads beyond what the model was made for"))

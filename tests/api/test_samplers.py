@@ -82,7 +82,7 @@ def test_beams_keep_a_token_beside_every_end() -> None:
     assert (xtc.min_tokens_to_keep, mirostat.min_tokens_to_keep) == (3, 3)
 
 
-def test_texts_that_break_repetitions_are_ids_behind_a_letter() -> None:
+def test_texts_that_break_repetitions_become_ids() -> None:
     def encode(text: str) -> list[int]:
         return [ord(letter) for letter in text]
 

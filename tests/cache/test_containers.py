@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_is_said(name: str) -> None:
+def test_impossible_calls_are_errors_that_say_why(name: str) -> None:
     call, error, text = WRONG[name]
     with pytest.raises(error, match=text):
         call()

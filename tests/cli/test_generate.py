@@ -89,7 +89,9 @@ def test_only_the_final_line_break_is_dropped(stage: Stage, call: Caller, end: s
 # --- the options ----------------------------------------------------------------------------------
 
 
-def test_nothing_said_leaves_all_but_the_length_to_the_model(stage: Stage, call: Caller) -> None:
+def test_without_options_all_but_the_length_is_left_to_the_model(
+    stage: Stage, call: Caller
+) -> None:
     call("generate", "a")
     assert options(stage) == {"max_new_tokens": 512, "seed": None}
 
@@ -135,7 +137,7 @@ def test_the_default_model_is_loaded_as_it_is(stage: Stage, call: Caller) -> Non
     assert stage.loads == [(DEFAULT_MODEL, {**plain, "offline": False})]
 
 
-def test_another_model_is_loaded_as_told(stage: Stage, call: Caller) -> None:
+def test_another_model_is_loaded_as_asked(stage: Stage, call: Caller) -> None:
     call("generate", "a", "-m", "org/name", "--dtype", "bfloat16", "--cache-dtype", "float16")
     name, given = stage.loads[0]
     assert (name, given["dtype"], given["cache_dtype"]) == ("org/name", torch.bfloat16, "float16")

@@ -79,7 +79,7 @@ def test_pull_takes_another_model(
     assert asked == [("org/name", True)]
 
 
-def test_info_tells_what_a_report_needs(cached: Path, call: Caller) -> None:
+def test_info_shows_what_a_report_needs(cached: Path, call: Caller) -> None:
     found = json.loads(call("info", "--json").out)
     assert found["everystep"] == __version__
     assert found["default model's file"] == str(cached)

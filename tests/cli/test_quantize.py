@@ -70,6 +70,6 @@ def test_a_type_beside_codes_is_refused(folder: Path, call: Caller) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_format_that_nobody_knows_is_a_wrong_command_line(command: str, call: Caller) -> None:
+def test_an_unknown_format_is_a_wrong_command_line(command: str, call: Caller) -> None:
     outcome = call(command, "--quantize", "int3")
     assert outcome.code == 2 and "int3" in outcome.err

@@ -69,7 +69,7 @@ def test_a_folder_without_a_tokenizer(folder: Path, call: Caller) -> None:
     assert outcome.code == 1 and "no tokenizer.json" in outcome.err
 
 
-def test_a_family_nobody_knows(folder: Path, call: Caller) -> None:
+def test_an_unknown_family(folder: Path, call: Caller) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard"}))
     outcome = call("generate", "a", "-m", str(folder))

@@ -56,7 +56,7 @@ def test_to_dict_and_back() -> None:
     assert GenerationConfig.from_checkpoint(config.to_dict()) == config
 
 
-def test_json_has_what_was_said_or_everything() -> None:
+def test_json_has_what_was_set_or_everything() -> None:
     config = GenerationConfig(top_k=5, transformers_version="5")
     assert json.loads(config.to_json_string(ignore_metadata=True)) == {"top_k": 5}
     assert set(json.loads(config.to_json_string(use_diff=False))) == set(FIELDS)

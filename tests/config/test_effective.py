@@ -44,7 +44,7 @@ def test_the_nearest_wins(
     assert (effective.top_k, effective.source("top_k")) == (value, source)
 
 
-def test_nothing_said_is_the_default() -> None:
+def test_without_values_the_defaults_hold() -> None:
     effective = merge_configs({})
     assert {n: v for n, v in effective.items() if v is not None} == DEFAULTS
     assert set(effective.sources.values()) == {"default"}
@@ -90,7 +90,7 @@ def test_later_values_keep_their_source() -> None:
         effective.replaced("call", max_len=9)
 
 
-def test_it_is_shown_by_what_was_said() -> None:
+def test_its_text_shows_what_was_set() -> None:
     effective = merge_configs({"top_k": 5}, GenerationConfig(do_sample=True))
     text = "Effective(do_sample=True (config), top_k=5 (call); everything else by default)"
     assert repr(effective) == text
@@ -204,7 +204,7 @@ def test_call_and_passed_configuration_are_both_the_caller(values: dict[str, Any
 
 
 @pytest.mark.parametrize("values", CONFLICTS)
-def test_values_of_a_checkpoint_contradict_nobody(values: dict[str, Any]) -> None:
+def test_values_of_a_checkpoint_cause_no_notices(values: dict[str, Any]) -> None:
     loses, *others = values
     inherited = GenerationConfig.from_checkpoint({loses: values[loses]})
     call = {name: values[name] for name in others}
@@ -224,7 +224,7 @@ def test_what_goes_together_is_not_mentioned(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("values", IMPOSSIBLE)
-def test_the_impossible_is_an_error_whoever_said_it(values: dict[str, Any]) -> None:
+def test_impossible_values_are_errors_from_every_source(values: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         merge_configs({}, None, GenerationConfig.from_checkpoint(values))
     with pytest.raises(RequestError):

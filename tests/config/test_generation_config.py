@@ -24,7 +24,7 @@ def test_the_fields_are_the_references() -> None:
     assert set(FIELDS) - OURS == set(Theirs().__dict__)
 
 
-def test_every_field_starts_unsaid() -> None:
+def test_every_field_starts_unset() -> None:
     assert all(value is None for value in GenerationConfig().to_dict().values())
 
 
@@ -164,7 +164,7 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any, wanted: str) ->
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_field_refuses_a_stranger(name: str) -> None:
+def test_every_field_refuses_an_object_of_another_kind(name: str) -> None:
     with pytest.raises(RequestError, match=f"{name} is not valid"):
         GenerationConfig(**{name: object()})
 
@@ -216,7 +216,7 @@ def test_update_returns_what_it_did_not_use() -> None:
     assert config.top_k == 7
 
 
-def test_update_may_spare_what_was_said() -> None:
+def test_update_may_keep_what_was_set() -> None:
     config = GenerationConfig(top_k=5)
     assert config.update(defaults_only=True, top_k=7, top_p=0.5) == {"top_k": 7}
     assert (config.top_k, config.top_p) == (5, 0.5)
@@ -237,7 +237,7 @@ def test_a_refused_update_changes_nothing() -> None:
     assert config == GenerationConfig(top_k=5)
 
 
-def test_equality_is_of_what_was_said() -> None:
+def test_equality_compares_what_was_set() -> None:
     assert GenerationConfig(top_k=5) == GenerationConfig(top_k=5)
     assert GenerationConfig(top_k=5) != GenerationConfig(top_k=6)
     assert GenerationConfig(top_k=5) != GenerationConfig()
@@ -250,7 +250,7 @@ def test_who_wrote_it_makes_no_difference() -> None:
     assert GenerationConfig(transformers_version="5.0") == GenerationConfig()
 
 
-def test_it_is_shown_by_what_was_said() -> None:
+def test_its_text_shows_what_was_set() -> None:
     assert repr(GenerationConfig(top_k=5, top_p=0.5)) == "GenerationConfig(top_k=5, top_p=0.5)"
 
 

@@ -169,7 +169,7 @@ class Picky(HashExecutor):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whoever_breaks_a_forward_is_found(seed: int) -> None:
+def test_the_request_that_breaks_a_forward_is_found(seed: int) -> None:
     mix = random_mix(seed)
     executor = Picky(mix.vocab_size)
     executor.refused = mix.vocab_size - 1

@@ -229,5 +229,5 @@ def test_without_defects(check: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_killed(name: str) -> None:
-    with MUTANTS[name].applied(), pytest.raises(AssertionError):
+    with MUTANTS[name](), pytest.raises(AssertionError):
         KILLERS[name]()

@@ -17,6 +17,7 @@ from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.numpy_executor import NumpyExecutor
+from everystep.testing.strict import StrictExecutor
 from everystep.types import Extra, Given, StepOutput, Verb, Work
 from tests.executors.models import PLAIN, random_model
 from tests.executors.works import ints
@@ -65,7 +66,7 @@ def of_others(output: StepOutput) -> Tensor:
     return torch.cat([output.logits[:first], output.logits[first + own :]])
 
 
-def executors() -> dict[str, Callable[[], Executor]]:
+def executors() -> dict[str, Callable[[], StrictExecutor]]:
     return {
         "hash": partial(HashExecutor, 40, 32),
         "numpy": partial(NumpyExecutor, random_model(PLAIN)),
@@ -79,8 +80,7 @@ def test_the_bits_of_neighbours_stay(kind: str, name: str) -> None:
     wanted, found = ran(plain, None), ran(other, EXTRAS[name])
     assert torch.equal(of_others(found), of_others(wanted))
     assert set(found.answers) <= {1}
-    if isinstance(plain, HashExecutor) and isinstance(other, HashExecutor):
-        assert plain.counts == other.counts
+    assert plain.counts == other.counts
 
 
 @pytest.mark.native

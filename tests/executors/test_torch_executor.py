@@ -135,7 +135,7 @@ def test_hidden_states_are_those_of_the_fed_positions(count: int) -> None:
     assert output.answers.keys() == {2}
 
 
-def test_a_stranger_with_infinities_does_not_leak() -> None:
+def test_a_neighbour_with_infinities_does_not_leak() -> None:
     executor = TorchExecutor(model_of("plain"))
     poison = torch.full((12, 32), torch.inf, dtype=torch.float64)
     bad = replace(one_feed([-1] * 12, verbs=(OPEN,)), extras={0: embedded(0, poison)})

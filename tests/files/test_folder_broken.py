@@ -236,7 +236,7 @@ def test_a_broken_second_shard_leaves_nothing_half_open(tmp_path: Path) -> None:
     check(tmp_path, FormatError, [SHARDS[1], "git lfs pull"])
 
 
-def test_a_missing_folder_is_told_from_an_empty_one(tmp_path: Path) -> None:
+def test_a_missing_folder_is_distinguished_from_an_empty_one(tmp_path: Path) -> None:
     for open_it in (open_folder, open_weights):
         with pytest.raises(MissingFileError, match=r"there is no folder .*gone"):
             open_it(tmp_path / "gone")

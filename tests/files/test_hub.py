@@ -96,7 +96,7 @@ def test_offline_is_passed_on(client: Client, hub_id: HubId) -> None:
 @pytest.mark.parametrize(
     "error", [OSError("no route"), ValueError("no route"), KeyError("no route")]
 )
-def test_a_failure_is_told_with_its_reason(client: Client, error: Exception) -> None:
+def test_a_failure_is_reported_with_its_reason(client: Client, error: Exception) -> None:
     client.error = error
     with pytest.raises(DownloadError, match=r"org/name could not be fetched.*no route.*HF_TOKEN"):
         fetch_from_hub(MODEL, HubAccess(), offline=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +22,7 @@ from everystep.adapters import Delta, LoRA, lora, read_lora
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, named_weights
 from everystep.testing.drive import Run, run_scheduled, run_together
-from everystep.testing.mutants import Mutant
+from everystep.testing.mutants import replaced
 from everystep.testing.requests import Dice, random_schedule
 from everystep.testing.textbook import Hypothesis
 from everystep.types import Extra, Request, Verb, Work
@@ -189,13 +189,13 @@ def _weights_are_one(decoder: Any, known: Any, asked: Any) -> Any:
 
 
 MUTANTS = {
-    "adapter of a neighbour": Mutant(((lora, "_uses"),), _everybody_asks),
-    "scale forgotten": Mutant(((Delta, "__call__"),), _without_scale),
-    "weight forgotten": Mutant(((lora, "_uses"),), _weights_are_one),
+    "adapter of a neighbour": partial(replaced, _everybody_asks, (lora, "_uses")),
+    "scale forgotten": partial(replaced, _without_scale, (Delta, "__call__")),
+    "weight forgotten": partial(replaced, _weights_are_one, (lora, "_uses")),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_killed(name: str) -> None:
-    with MUTANTS[name].applied():
+    with MUTANTS[name]():
         assert not holds("plain", 0)

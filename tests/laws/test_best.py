@@ -1,5 +1,7 @@
-"""The laws hold where an executor tells the best of a row instead of all of it, and greedy choices
-and beams then cost no row of logits."""
+"""The laws hold where an executor reports the best of a row instead of all of it.
+
+Greedy choices and beams then cost no row of logits.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from everystep.types import Request, Scores, StepOutput, Work
 
 
 class BestExecutor(HashExecutor):
-    """The hash model, which tells the best where they are wanted, and counts whole rows."""
+    """The hash model, which reports the best where they are wanted, and counts whole rows."""
 
     def __init__(self, vocab_size: int, max_rows: int | None = None) -> None:
         abilities = ABILITIES | {"best"}
         super().__init__(vocab_size, EMBED_DIM, max_rows=max_rows, abilities=abilities)
-        self.whole = self.told = self.read = 0
+        self.whole = self.listed = self.read = 0
 
     def logits_of(self, output: StepOutput) -> StepOutput:
         """What it says of every token, before the best are taken from that."""
@@ -47,7 +49,7 @@ class BestExecutor(HashExecutor):
         values, tokens = torch.sort(rows, dim=-1, descending=True, stable=True)
         count = min(int(wanted.max(initial=0)), self.vocab_size)
         self.whole += len(most) - len(rows)
-        self.told += len(rows)
+        self.listed += len(rows)
         return replace(
             output,
             logits=output.logits[most == 0],
@@ -72,7 +74,7 @@ class BestExecutor(HashExecutor):
         return Scores(kept, tokens, rows.shape[1], rest, totals, read)
 
 
-def telling(mix: Mix, max_rows: int | None) -> Executor:
+def best_executor(mix: Mix, max_rows: int | None) -> Executor:
     return BestExecutor(mix.vocab_size, max_rows)
 
 
@@ -87,27 +89,27 @@ def reads_best(request: Request) -> bool:
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_the_laws_hold(first: int) -> None:
-    laws = Laws(telling)
+    laws = Laws(best_executor)
     for seed in range(first, first + 50):
         laws.check(random_mix(seed))
-    assert laws.coverage.beams and laws.coverage.speculation and laws.coverage.forks
+    assert all(laws.coverage[name] for name in ("beams", "speculation", "forks"))
 
 
-def test_no_whole_row_is_told_where_the_best_are_enough() -> None:
+def test_no_whole_row_is_reported_where_the_best_are_enough() -> None:
     seen = set()
     for seed in range(120):
         mix = random_mix(seed)
         for request in filter(reads_best, mix.requests):
             executor = BestExecutor(mix.vocab_size)
             ours = run_together([request], executor).results
-            assert executor.whole == 0 and executor.told > 0
+            assert executor.whole == 0 and executor.listed > 0
             seen.add(type(request.strategy))
             if isinstance(request.strategy, Greedy):
                 assert ours == run_together([request], hash_executor(mix)).results
     assert seen == {Greedy, Beam}
 
 
-def test_whole_rows_are_told_to_whoever_watches() -> None:
+def test_whole_rows_are_reported_where_observers_watch() -> None:
     for mix in map(random_mix, range(60)):
         requests = [request for request in mix.requests if reads_best(request)]
         executor, shown = BestExecutor(mix.vocab_size), Shown()
@@ -115,7 +117,7 @@ def test_whole_rows_are_told_to_whoever_watches() -> None:
         for request in requests:
             run.submit(request)
         results = run.finish().results
-        assert executor.told == 0 and shown.widths <= {mix.vocab_size}
+        assert executor.listed == 0 and shown.widths <= {mix.vocab_size}
         assert results == run_together(requests, BestExecutor(mix.vocab_size)).results
 
 

@@ -296,5 +296,5 @@ def test_many_prompts_equal_calls(model: str) -> None:
 
 
 def test_draws_that_depend_on_neighbours_are_found() -> None:
-    with MUTANTS["order-dependent draw"].applied():
+    with MUTANTS["order-dependent draw"]():
         assert any(judged(number, Counter()) for number in range(3))

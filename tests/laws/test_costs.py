@@ -52,7 +52,7 @@ def requests_of(*kinds: type, drafts: bool = False) -> list[tuple[Mix, Request]]
 def test_a_step_is_one_forward(seed: int) -> None:
     mix = random_mix(seed)
     executor = hash_executor(mix)
-    assert run(mix.requests, executor).engine.counts.steps == executor.counts.forwards
+    assert run(mix.requests, executor).engine.counts.steps == executor.counts["forwards"]
 
 
 def test_a_prompt_is_fed_once_whatever_the_width() -> None:
@@ -62,7 +62,7 @@ def test_a_prompt_is_fed_once_whatever_the_width() -> None:
         prompts = [request.prompt, *request.companions]
         after_the_first = sum(len(sequence.tokens) - 1 for sequence in sequences)
         expected = sum(p.length for p in prompts) + len(prompts) * after_the_first
-        assert executor.counts.tokens == expected
+        assert executor.counts["tokens"] == expected
 
 
 def test_beams_feed_a_prompt_once_and_then_a_token_each() -> None:
@@ -72,7 +72,7 @@ def test_beams_feed_a_prompt_once_and_then_a_token_each() -> None:
         prompts = [request.prompt, *request.companions]
         per_step = len(prompts) * request.strategy.width
         expected = sum(p.length for p in prompts) + (steps - 1) * per_step
-        assert executor.counts.tokens == expected
+        assert executor.counts["tokens"] == expected
 
 
 @pytest.mark.parametrize("strategy", [Beam(4, max_new=9), Sample(4)])
@@ -131,7 +131,7 @@ def test_no_row_is_copied_without_need(seed: int) -> None:
     executor = hash_executor(mix)
     needed: list[int] = []
     run(mix.requests, executor, [lambda record: needed.append(needed_forks(record))])
-    assert executor.counts.forks == sum(needed)
+    assert executor.counts["fork"] == sum(needed)
 
 
 # --- waiting for the device -----------------------------------------------------------------------

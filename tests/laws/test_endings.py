@@ -40,7 +40,7 @@ class BrokenExecutor(HashExecutor):
     amid: str = "before"
 
     def run(self, work: Work) -> StepOutput:
-        breaks = self.counts.forwards == 2 and len(work.rows) and self.amid != ""
+        breaks = self.counts["forwards"] == 2 and len(work.rows) and self.amid != ""
         if not breaks:
             return super().run(work)
         amid, self.amid = self.amid, ""

@@ -46,7 +46,7 @@ def read_again(model: Model) -> bool:
 
 @pytest.mark.parametrize("name", STORE_MUTANTS)
 def test_a_mutant_of_stores_is_killed(name: str) -> None:
-    with STORE_MUTANTS[name].applied():
+    with STORE_MUTANTS[name]():
         assert not all(map(read_again, forgetful()))
     assert all(map(read_again, forgetful()))
 
@@ -57,13 +57,13 @@ def forgetful() -> list[Model]:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_killed(name: str) -> None:
-    with MUTANTS[name].applied():
+    with MUTANTS[name]():
         assert not survives(MIXES)
 
 
 def test_a_mutant_is_undone() -> None:
     for mutant in MUTANTS.values():
-        with mutant.applied():
+        with mutant():
             pass
     assert survives(5)
 

@@ -168,7 +168,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
         load(tmp_path, {"general.architecture": "mamba"}, {"x": ("F32", torch.ones(1))})
 
 
-def test_a_tensor_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_tensor(tmp_path: Path) -> None:
     tensors = converted(reference_decoder("llama", torch.float32), "llama")
     tensors["blk.0.ssm_a.weight"] = ("F32", torch.ones(1))
     with pytest.raises(FormatError, match=r"ssm_a"):

@@ -72,7 +72,7 @@ def test_blocks_are_kept_bit_for_bit(tmp_path, kind, formats, tied) -> None:
 
 
 @pytest.mark.parametrize("formats", FILES.values(), ids=FILES)
-def test_only_activations_tell_it_from_its_floats(tmp_path, formats) -> None:
+def test_only_activations_distinguish_it_from_its_floats(tmp_path, formats) -> None:
     file = written(tmp_path, "llama", formats)
     kept = build_gguf_model(file)
     exact = convert_model(kept, exact_activations=True)

@@ -158,7 +158,7 @@ def test_a_prompt_without_ids_has_none(model: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"penalty_alpha": 0.4, "top_k": 2}])
-def test_events_and_results_of_a_stream_tell_them(options: dict[str, Any]) -> None:
+def test_events_and_results_of_a_stream_hold_them(options: dict[str, Any]) -> None:
     model, tokenizer = tiny_llama(vocab_size=320), tiny_tokenizer(vocab_size=320)
     stream = es.stream(model, tokenizer, "some text", max_new_tokens=6, logprobs=2, **options)
     events: list[Event] = [event for event in stream if event.token >= 0]

@@ -116,7 +116,7 @@ def test_it_is_shown_by_shapes() -> None:
     )
 
 
-def test_speculation_tells_what_drafts_achieved() -> None:
+def test_speculation_reports_what_drafts_achieved() -> None:
     class Counting(BaseStreamer):
         puts = 0
 

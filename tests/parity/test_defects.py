@@ -218,7 +218,7 @@ def test_a_decoder_prompt_in_chunks_sees_the_whole_encoder() -> None:
     assert isinstance(plain_reference(draw).error, RuntimeError)
 
 
-def test_drafts_behind_a_cache_read_nothing_twice() -> None:
+def test_drafts_after_a_cache_read_nothing_twice() -> None:
     flags = {"return_dict_in_generate": True, "output_logits": True}
     draw = _draw("lookup", (19, 14, 19, 14, 19), prompt_lookup_num_tokens=3, **flags)
     draw = replace(draw, earlier=Earlier(read=2, cached=3, kind="dynamic", apart=False))

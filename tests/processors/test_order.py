@@ -110,7 +110,7 @@ def test_beams_keep_a_token_beside_every_end() -> None:
     assert top_p == TopPLogitsWarper(0.5, min_tokens_to_keep=3)
 
 
-def test_the_first_suppressed_place_is_behind_a_forced_begin() -> None:
+def test_the_first_suppressed_place_is_after_a_forced_begin() -> None:
     values = merge_configs({"begin_suppress_tokens": [5], "forced_bos_token_id": 3})
     for length, after in ((1, 1), (2, 0)):
         suppress = SuppressTokensAtBeginLogitsProcessor((5,), None, after=after)

@@ -119,7 +119,7 @@ def test_a_string_goes_before_the_limit_and_the_limit_before_the_users_own() -> 
 # --- several tokens at once ----------------------------------------------------------------------
 
 
-def test_a_child_is_cut_behind_its_first_end_token() -> None:
+def test_a_child_is_cut_after_its_first_end_token() -> None:
     answers = ask((EosToken((9,)),), [1], [3, 9, 4, 9], [3, 4], [9], [3, 4, 5, 9])
     assert [kept for kept, _ in answers] == [2, 2, 1, 4]
     assert [reason is not None for _, reason in answers] == [True, False, True, True]
@@ -192,7 +192,7 @@ def a_stop_of_a_new_class(name: str) -> Stop:
     return kind()  # type: ignore[no-any-return]
 
 
-def test_strangers_give_their_reasons_in_the_callers_order() -> None:
+def test_stops_of_the_callers_own_give_reasons_in_their_order() -> None:
     table = TokenTable()
     for _ in range(8):  # an order by identity would be right by chance at times
         stops = tuple(a_stop_of_a_new_class(name) for name in "abcd")

@@ -76,7 +76,7 @@ def spelled(events: list[Any]) -> dict[tuple[str, int], tuple[list[int], str]]:
 
 @pytest.mark.parametrize("options", BEAMS, ids=str)
 @pytest.mark.parametrize("seed", range(6))
-def test_what_beams_tell_early_stands_in_the_end(options: dict[str, Any], seed: int) -> None:
+def test_what_beams_report_early_is_in_the_result(options: dict[str, Any], seed: int) -> None:
     model = tiny_llama(seed, vocab_size=320)
     stream = es.stream(model, tiny_tokenizer(), PROMPTS, seed=seed, max_new_tokens=16, **options)
     told = spelled(list(stream))
@@ -85,7 +85,7 @@ def test_what_beams_tell_early_stands_in_the_end(options: dict[str, Any], seed: 
             assert told[str(prompt), index] == (list(one.tokens), one.text)
 
 
-def test_beams_do_tell_early(model: LanguageModel) -> None:
+def test_beams_do_report_early(model: LanguageModel) -> None:
     """Most tokens are known before the last step, and not only when everything is over."""
     steps: list[int] = []
     streamer = Told()
@@ -178,7 +178,7 @@ def test_live_beams_can_be_watched(model: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
-def test_a_cancelled_stream_tells_what_it_has(
+def test_a_cancelled_stream_reports_what_it_has(
     model: LanguageModel, options: dict[str, Any]
 ) -> None:
     given = {"max_new_tokens": 30, "seed": 1, "eos_token_id": None, **options}

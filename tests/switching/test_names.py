@@ -75,7 +75,7 @@ def test_a_script_may_ask_whether_an_absent_name_is_here() -> None:
         _ = es.pipeline
 
 
-def test_a_name_that_nobody_knows_is_no_attribute() -> None:
+def test_an_unknown_name_is_no_attribute() -> None:
     assert not hasattr(es, "GreedyGoblin")
     with pytest.raises(ImportError, match="GreedyGoblin"):
         from everystep import GreedyGoblin  # type: ignore[attr-defined]  # noqa: F401

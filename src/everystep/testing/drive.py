@@ -1,7 +1,7 @@
 """Runs mixes on engines, under any scheduler, and gathers what came out.
 
 A run that does not end, an event that contradicts the result and a row that outlives its request
-are errors here, whatever started the run.
+are errors here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from everystep.engine import Continuous, Engine, Lockstep, audit
 from everystep.engine.engine import Observer
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 from everystep.executors.base import Executor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import EMBED_DIM, Mix, Schedule
@@ -39,9 +39,8 @@ class Run:
         self.groups[request.request_id] = self.engine.submit(request)
 
     def step(self) -> None:
-        """One step more."""
         if self.engine.counts.steps >= MOST_STEPS:
-            raise InvariantError(message("the run does not end", got=f"{MOST_STEPS} steps"))
+            raise InvariantError("the run does not end", got=f"{MOST_STEPS} steps")
         self.events += self.engine.step()
 
     def cancel(self, request: Request) -> None:
@@ -94,11 +93,7 @@ def run_scheduled(
     observers: Iterable[Observer] = (),
 ) -> Run:
     """The requests come, go, are cancelled and lose their rows as the schedule says."""
-    scheduler = Continuous(
-        token_budget=schedule.token_budget,
-        max_rows=schedule.max_rows,
-        max_positions=schedule.max_positions,
-    )
+    scheduler = Continuous(schedule.token_budget, schedule.max_rows, schedule.max_positions)
     run = Run(Engine(executor, scheduler, observers))
     rng = np.random.default_rng(schedule.seed)
     last = max(schedule.arrivals)
@@ -145,8 +140,6 @@ def _check_events(group: Group, events: list[Event]) -> None:
         right = tokens == hypothesis.tokens and places == list(range(len(tokens)))
         closed = ends == [hypothesis.reason] and own[-1].finish is not None
         if not (right and closed):
-            raise InvariantError(
-                message(f"the events of {name}, {index}", wanted=hypothesis, got=own)
-            )
+            raise InvariantError(f"the events of {name}, {index}", wanted=hypothesis, got=own)
     if by_index:
-        raise InvariantError(message(f"{name} has events of no result", got=sorted(by_index)))
+        raise InvariantError(f"{name} has events of no result", got=sorted(by_index))

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.draws import mix, mix_one
+
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -22,35 +24,16 @@ _START = 0x243F6A8885A308D3
 _FAVOURED = 4.0
 
 
-def mix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele et al. 2014), modulo 2^64."""
-    value = (value ^ (value >> 30)) * _MIX_1 & _MASK
-    value = (value ^ (value >> 27)) * _MIX_2 & _MASK
-    return value ^ (value >> 31)
-
-
-def mix_array(value: np.ndarray) -> np.ndarray:
-    """`mix`, element by element, over uint64."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX_1)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX_2)
-    return value ^ (value >> np.uint64(31))
-
-
 class HashFunction:
-    """The fake model's mathematics: keys of inputs, states of prefixes, outputs of states.
-
-    A key is a 64-bit integer that stands for one input. A state is one that stands for a prefix.
-    """
+    """Keys of inputs, states of prefixes, outputs of states; keys and states are 64-bit numbers."""
 
     def __init__(self, vocab_size: int, embed_dim: int = 4) -> None:
         self.vocab_size = vocab_size
         self.embed_dim = embed_dim
         grid = np.arange(1, vocab_size * embed_dim + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        self._embeddings = _signed_unit(mix_array(grid)).reshape(vocab_size, embed_dim)
+        self._embeddings = _signed_unit(mix(grid)).reshape(vocab_size, embed_dim)
         self._token_keys = self.keys(torch.from_numpy(self._embeddings))
-        self._token_salts = mix_array(
-            np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_MIX_1)
-        )
+        self._token_salts = mix(np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_MIX_1))
 
     def embed(self, ids: np.ndarray) -> Tensor:
         """(T, E) float32: what the model reads in place of the ids, to the same effect."""
@@ -65,34 +48,35 @@ class HashFunction:
         bits = embeds.detach().to("cpu", torch.float32).contiguous().numpy().view(np.uint32)
         keys = np.full(len(bits), _START, dtype=np.uint64)
         for column in bits.astype(np.uint64).T:
-            keys = mix_array(keys * np.uint64(_GOLDEN) + column)
-        return [int(key) for key in keys]
+            keys = mix(keys * np.uint64(_GOLDEN) + column)
+        found: list[int] = keys.tolist()
+        return found
 
     def joined(self, key: int, name: str, further: int) -> int:
         """The key of an input that has a further, named part."""
         for byte in name.encode():
-            further = mix(further * _GOLDEN + byte & _MASK)
-        return mix(key * _GOLDEN + further & _MASK)
+            further = mix_one(further * _GOLDEN + byte & _MASK)
+        return mix_one(key * _GOLDEN + further & _MASK)
 
     def start(self, encoder: Tensor | None) -> int:
         """The state of the empty prefix, which reads the encoder's states if there are any."""
         state = _START
         for key in [] if encoder is None else self.keys(encoder):
-            state = mix(state * _GOLDEN + key & _MASK)
+            state = mix_one(state * _GOLDEN + key & _MASK)
         return state
 
     def advance(self, state: int, key: int, position: Iterable[int]) -> int:
         """The state after one more input at a position id of any rank; equal ids count as one."""
         place = 0
         for coordinate in dict.fromkeys(position):
-            place = mix(place * _GOLDEN + coordinate + 1 & _MASK)
-        return mix(state * _GOLDEN + mix(key ^ place) & _MASK)
+            place = mix_one(place * _GOLDEN + coordinate + 1 & _MASK)
+        return mix_one(state * _GOLDEN + mix_one(key ^ place) & _MASK)
 
     def logits(self, states: np.ndarray, pairs: np.ndarray) -> Tensor:
         """(R,) states and (R, 2) keys of the last two inputs, both uint64 -> (R, V) float32."""
-        noise = mix_array(states[:, None] ^ self._token_salts) >> np.uint64(44)
-        phrase = mix_array(pairs[:, 0] * np.uint64(_GOLDEN) + pairs[:, 1])
-        favoured = mix_array(phrase[:, None] ^ self._token_salts) >> np.uint64(60) == 0
+        noise = mix(states[:, None] ^ self._token_salts) >> np.uint64(44)
+        phrase = mix(pairs[:, 0] * np.uint64(_GOLDEN) + pairs[:, 1])
+        favoured = mix(phrase[:, None] ^ self._token_salts) >> np.uint64(60) == 0
         # 20 bits below 4 and a whole number on top: a sum of 22 bits, exact in float32
         values = noise.astype(np.float32) * np.float32(2.0**-18)
         return torch.from_numpy(values + favoured * np.float32(_FAVOURED))
@@ -100,8 +84,8 @@ class HashFunction:
     def hidden(self, states: np.ndarray, layer: int = 0) -> Tensor:
         """(R,) states -> (R, E) float32 in [-1, 1), a different one for every layer."""
         salts = np.arange(1, self.embed_dim + 1, dtype=np.uint64) * np.uint64(_MIX_2)
-        salts = mix_array(salts + np.uint64(mix(layer)))
-        return torch.from_numpy(_signed_unit(mix_array(states[:, None] ^ salts)))
+        salts = mix(salts + np.uint64(mix_one(layer)))
+        return torch.from_numpy(_signed_unit(mix(states[:, None] ^ salts)))
 
 
 def _signed_unit(bits: np.ndarray) -> np.ndarray:

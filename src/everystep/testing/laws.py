@@ -7,15 +7,17 @@ hash model's unless another is given; only the hash model has a textbook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 from everystep.executors.base import Executor
 from everystep.strategies import Beam
 from everystep.testing.drive import Run, hash_executor, run_scheduled, run_together
-from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import EMBED_DIM, Mix
+from everystep.testing.hash_function import HashFunction
+from everystep.testing.requests import EMBED_DIM, Mix, kinds
+from everystep.testing.strict import StrictExecutor
 from everystep.testing.textbook import Hypothesis, generate
 from everystep.types import Request
 
@@ -25,65 +27,47 @@ Results = dict[str, list[Hypothesis]]
 Executors = Callable[[Mix, int | None], Executor]
 
 
-@dataclass
-class Coverage:
-    """What some checks have exercised; the first group counts mixes, the second happenings."""
-
-    mixes: int = 0
-    beams: int = 0
-    sampling: int = 0
-    speculation: int = 0
-    contrastive: int = 0
-    guidance: int = 0
-    diverse: int = 0
-    draft_models: int = 0
-
-    requests: int = 0
-    forwards: int = 0
-    preemptions_in_decode: int = 0
-    forks: int = 0
-    long_children: int = 0
-    chunk_feeds: int = 0
-    cancelled: int = 0
-
-    def __add__(self, other: Coverage) -> Coverage:
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Coverage(**sums)
-
-    def shortfalls(self, floors: Coverage) -> dict[str, tuple[float, float]]:
-        """What lies under the floors, scaled to the number of mixes: name -> (got, wanted)."""
-        scale = self.mixes / floors.mixes
-        pairs = {name: (got, scale * asdict(floors)[name]) for name, got in asdict(self).items()}
-        return {name: (got, floor) for name, (got, floor) in pairs.items() if got < floor}
+# The first eight count mixes, the others happenings.
+FLOORS = {
+    "mixes": 2_000,
+    "beams": 400,
+    "sampling": 400,
+    "speculation": 400,
+    "contrastive": 200,
+    "guidance": 300,
+    "diverse": 100,
+    "draft_models": 100,
+    "preemptions_in_decode": 500,
+    "forks": 1_000,
+    "long_children": 500,
+    "chunk_feeds": 2_000,
+    "cancelled": 100,
+}
 
 
-FLOORS = Coverage(
-    mixes=2_000,
-    beams=400,
-    sampling=400,
-    speculation=400,
-    contrastive=200,
-    guidance=300,
-    diverse=100,
-    draft_models=100,
-    preemptions_in_decode=500,
-    forks=1_000,
-    long_children=500,
-    chunk_feeds=2_000,
-    cancelled=100,
-)
+def shortfalls(
+    found: Mapping[str, int], floors: Mapping[str, int] = FLOORS
+) -> dict[str, tuple[int, float]]:
+    """What lies under the floors, scaled to the number of mixes: name -> (got, wanted)."""
+    scale = found["mixes"] / floors["mixes"]
+    wanted = {name: scale * floor for name, floor in floors.items()}
+    return {name: (found[name], floor) for name, floor in wanted.items() if found[name] < floor}
 
 
 class Laws:
-    """Checks mixes and remembers what that covered; a broken law is an `InvariantError`."""
+    """Checks mixes; a broken law is an `InvariantError`.
+
+    `coverage`: how many mixes there were, how many of every kind, and what happened in them.
+    """
 
     def __init__(self, executors: Executors = hash_executor) -> None:
-        self.coverage = Coverage()
+        self.coverage: Counter[str] = Counter()
         self._executors = executors
 
     def check(self, mix: Mix) -> None:
         """All laws hold for the mix."""
-        self._note(mix)
+        found = {kind for request in mix.requests for kind in kinds(request)}
+        self.coverage.update(["mixes", *found], requests=len(mix.requests))
         together = self._together(mix.requests, mix)
         if self._executors is hash_executor:
             self._textbook(mix, together)
@@ -94,7 +78,7 @@ class Laws:
 
     def _textbook(self, mix: Mix, together: Results) -> None:
         """Every strategy equals its cacheless loop."""
-        function = HashExecutor(mix.vocab_size, EMBED_DIM).function
+        function = HashFunction(mix.vocab_size, EMBED_DIM)
         for request in mix.requests:
             name = request.request_id
             book = [_comparable(h, request) for h in generate(request, function)]
@@ -114,7 +98,7 @@ class Laws:
         for request in mix.requests:
             name = request.request_id
             if name in run.cancelled:
-                self.coverage.cancelled += 1
+                self.coverage["cancelled"] += 1
                 _compare_beginning(mix, request, run.results[name], together[name])
             else:
                 _compare("scheduled", mix, request, run.results, together)
@@ -141,18 +125,12 @@ class Laws:
         self._count(run, executor)
         return run.results
 
-    def _note(self, mix: Mix) -> None:
-        self.coverage.mixes += 1
-        self.coverage.requests += len(mix.requests)
-        for kind in mix.kinds:
-            setattr(self.coverage, kind, getattr(self.coverage, kind) + 1)
-
     def _count(self, run: Run, executor: Executor) -> None:
         counts = run.engine.counts
-        self.coverage += Coverage(
+        self.coverage.update(
             forwards=counts.forwards,
             preemptions_in_decode=counts.preemptions_in_decode,
-            forks=executor.counts.forks if isinstance(executor, HashExecutor) else 0,
+            forks=executor.counts["fork"] if isinstance(executor, StrictExecutor) else 0,
             long_children=counts.long_children,
             chunk_feeds=counts.chunks,
         )
@@ -162,7 +140,7 @@ def _compare(law: str, mix: Mix, request: Request, one: Results, other: Results)
     name = request.request_id
     if one[name] != other[name]:
         what = f"{law} differs in mix {mix.seed}, {name}, {request.strategy}"
-        raise InvariantError(message(what, wanted=one[name], got=other[name]))
+        raise InvariantError(what, wanted=one[name], got=other[name])
 
 
 def _comparable(hypothesis: Hypothesis, request: Request) -> Hypothesis:
@@ -181,4 +159,4 @@ def _compare_beginning(
     for short, full in zip(cut, whole, strict=False):
         if short.tokens != full.tokens[: len(short.tokens)]:
             what = f"cancelling changed mix {mix.seed}, {request.request_id}"
-            raise InvariantError(message(what, wanted=whole, got=cut))
+            raise InvariantError(what, wanted=whole, got=cut)

@@ -37,11 +37,9 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **config: Any)
 
 def _llama_weights(values: dict[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, vocabulary = (
-        values[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    head = hidden // values["num_attention_heads"]
-    kv = head * values["num_key_value_heads"]
+    names = ("hidden_size", "intermediate_size", "vocab_size")
+    hidden, inner, vocabulary = (values[name] for name in names)
+    kv = hidden // values["num_attention_heads"] * values["num_key_value_heads"]
 
     def drawn(rows: int, columns: int) -> Tensor:
         wide = torch.randn(rows, columns, generator=generator, dtype=torch.float64)

@@ -1,14 +1,14 @@
 """Named defects that the laws must catch: each breaks the product in one place, for a while.
 
-A mutant that survives shows that the judges are too lenient. Every replacement names the attribute
+A mutant that survives shows that the laws are too lenient. Every replacement names the attribute
 that it stands in for, so a renamed function is noticed at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -24,39 +24,32 @@ from everystep.cache.states import Mark
 from everystep.engine import apply, batches, engine, feed, given, regroup
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
-from everystep.testing.hash_model import HashRow
+from everystep.testing.strict import Row
 from everystep.types import Companion, Prompt, Rows, Scores, Sequence, companion_length
 from everystep.types.batch import Places
 
 Place = tuple[ModuleType | type, str]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A replacement for something of the product, wherever that is looked up."""
-
-    places: tuple[Place, ...]
-    replacement: Any
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, the product has this defect."""
-        with ExitStack() as stack:
-            for owner, name in self.places:
-                stack.enter_context(mock.patch.object(owner, name, self.replacement))
-            yield
-
+Mutant = Callable[[], AbstractContextManager[None]]
 
 MUTANTS: dict[str, Mutant] = {}
 STORE_MUTANTS: dict[str, Mutant] = {}
 """Defects of what rows hold, which the hash model has none of: models of layers find them."""
 
 
+@contextmanager
+def replaced(replacement: Any, *places: Place) -> Iterator[None]:
+    """Inside, the replacement stands at all of these places."""
+    with ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
 def mutant(name: str, *places: Place, kind: dict[str, Mutant] = MUTANTS) -> Callable[[Any], Any]:
     """Registers a replacement for the given places under a name."""
 
     def register(replacement: Any) -> Any:
-        kind[name] = Mutant(places, replacement)
+        kind[name] = partial(replaced, replacement, *places)
         return replacement
 
     return register
@@ -70,8 +63,9 @@ def _fork_shares_the_row(ledger: Ledger, source: int) -> int:
     return source
 
 
-@mutant("aliasing storage", (HashRow, "copy"))
-def _copy_shares_the_lists(row: HashRow) -> HashRow:
+@mutant("aliasing storage", (Row, "first"))
+def _fork_shares_the_arrays(row: Row, length: int) -> Row:
+    row.parts = [part[:length] for part in row.parts]
     return row
 
 
@@ -85,22 +79,18 @@ def _release_keeps_the_row(sequence: Sequence, ledger: Ledger) -> None:
     pass
 
 
-def _units(sequence: Sequence) -> list[Sequence | Companion]:
-    return [sequence, *sequence.companions]
-
-
 @mutant("leaked companion", (apply, "drop_rows"))
 def _drop_forgets_companions(sequence: Sequence, ledger: Ledger) -> None:
     if sequence.row is not None:
         ledger.free(sequence.row)
-    for unit in _units(sequence):
+    for unit in sequence.units:
         unit.row = None
         unit.cached = 0
 
 
 @mutant("preemption keeps its count", (apply, "drop_rows"))
 def _drop_keeps_the_count(sequence: Sequence, ledger: Ledger) -> None:
-    for unit in _units(sequence):
+    for unit in sequence.units:
         if unit.row is not None:
             ledger.free(unit.row)
         unit.row = None

@@ -1,165 +1,221 @@
-"""Runs works in float64 numpy, one row after another: slow, and plain enough to judge others by.
+"""A decoder in float64 numpy, driven by the same specification and written anew, row after row.
 
-Every row holds whole arrays of keys and values; a fork copies them, a truncation slices them, a
-feed appends to them. Nothing is shared between rows, and no code with the cache. What a decoder
-computes is not known here, only that it does so for one row.
+It is slow, and plain enough to judge other executors by: no code is shared with the cache, and
+attention is one softmax over the whole row. What a decoder rounds to float32 by definition, root
+mean squares and rotary angles, is rounded by the same operators of torch, since another library's
+last bits differ. Everything that a specification can say is computed or refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from everystep.errors import InvariantError, message
-from everystep.executors.positions import declared_inputs, given_inputs, position_ids
+from everystep.errors import UnsupportedError, refuse
+from everystep.executors.positions import declared_inputs, position_ids
 from everystep.models import Model
-from everystep.testing.numpy_decoder import NumpyRow, float64, read_decoder
-from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
+from everystep.models.decoder import Decoder
+from everystep.models.loader import network_weights
+from everystep.models.spec import DecoderSpec, NormSpec
+from everystep.nn.linear import dense
+from everystep.nn.rotary import Rope
+from everystep.testing.hash_model import ABILITIES
+from everystep.testing.strict import Feed, Row, StrictExecutor
+from everystep.types import Answer, StepOutput, Work
 
-_PLAIN = Extra()
-
-
-@dataclass(frozen=True, slots=True)
-class _Feed:
-    """One feed of a work: its index, its place among the N inputs, its row, and what it wants."""
-
-    index: int
-    offset: int
-    row: int
-    start: int
-    count: int
-    logits: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fed:
-    """What one feed returns: (wanted, V) logits, and what it wants beyond them."""
-
-    logits: np.ndarray
-    answer: Answer
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": partial(functional.gelu, approximate="tanh"),
+    "gelu_fast": partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
 
 
-class NumpyExecutor:
+class NumpyExecutor(StrictExecutor):
     """One engine's executor on a decoder; raises UnsupportedError for any other model.
 
     Weights are read in float64 on the CPU, whatever the model's type and device, so that a model of
-    a narrower type differs from this executor by its own rounding.
+    a narrower type differs from this executor by its own rounding. A row holds the keys and then
+    the values of every layer, (length, K, D) each.
     """
 
-    device = torch.device("cpu")
-    host_threads: int | None = None
-    abilities = frozenset(
-        {"truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions"}
-    )
+    dtype = torch.float64
 
     def __init__(self, model: Model) -> None:
-        self._decoder = read_decoder(model)
-        self._rows: dict[int, NumpyRow] = {}
-        self._axes = model.network.axes
-        self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
-        self.vocab_size: int = model.vocab_size
+        self._spec, network = _decoder_of(model)
+        self._weights = {key: _float64(dense(held)) for key, held in network_weights(network)}
+        self._axes = network.axes
+        # A decoder rounds the factor to the type of its weights.
+        scale = 1.0 if self._spec.embed_scale is None else self._spec.embed_scale
+        self._embed_scale = float(torch.tensor(scale, dtype=model.dtype))
+        inputs = declared_inputs(network)
+        super().__init__(model.vocab_size, self._spec.width, ABILITIES - {"encoder"}, inputs)
 
     def run(self, work: Work) -> StepOutput:
-        """Apply the verbs in order, run the feeds, return what they want; logits are float64.
+        """Logits are float64; RequestError for positions that do not fit the model."""
+        position_ids(work, self._axes)
+        return super().run(work)
 
-        Raises RequestError for positions that do not fit, InvariantError for every misuse.
-        """
-        feeds = _feeds(work)
-        positions = position_ids(work, self._axes)
-        _require(not work.encoders, "encoder states were given to a decoder")
-        for verb in work.verbs:
-            self._apply(verb, work)
-        for feed in feeds:
-            self._check(feed)
-        hidden = self._inputs(work)
-        fed = [
-            self._feed(feed, work.extras.get(feed.index, _PLAIN), hidden, positions)
-            for feed in feeds
-        ]
-        logits = np.concatenate([np.empty((0, self.vocab_size)), *(one.logits for one in fed)])
-        answers = {f: fed[f].answer for f in work.extras}
-        return StepOutput(torch.from_numpy(logits), answers)
+    def empty_row(self, encoder: Tensor | None) -> Row:
+        attention = self._spec.attention
+        empty = np.empty((0, attention.kv_heads, attention.head_dim))
+        return Row([empty] * (2 * len(self._spec.layers)))
 
-    def audit(self) -> dict[int, int]:
-        """Row -> cached positions, for every row that is allocated."""
-        return {number: row.length for number, row in self._rows.items()}
-
-    # --- rows -------------------------------------------------------------------------------------
-
-    def _apply(self, verb: Verb, work: Work) -> None:
-        if verb.kind == "allocate":
-            self._open(verb.row, self._decoder.empty_row())
-        elif verb.kind == "fork":
-            source = self._live(verb.value)
-            self._open(verb.row, source.first(source.length))
-        elif verb.kind == "truncate":
-            row = self._live(verb.row)
-            fits = 0 <= verb.value <= row.length
-            _require(fits, f"row {verb.row} of {row.length} positions was cut to {verb.value}")
-            self._rows[verb.row] = row.first(verb.value)
-        else:
-            self._live(verb.row)
-            del self._rows[verb.row]
-
-    def _open(self, number: int, row: NumpyRow) -> None:
-        _require(number not in self._rows, f"row {number} was opened while it was live")
-        self._rows[number] = row
-
-    def _live(self, number: int) -> NumpyRow:
-        _require(number in self._rows, f"row {number} was used without being allocated")
-        return self._rows[number]
-
-    # --- feeds ------------------------------------------------------------------------------------
-
-    def _check(self, feed: _Feed) -> None:
-        held = self._live(feed.row).length
-        _require(feed.count > 0, f"row {feed.row} was fed nothing")
-        _require(feed.start == held, f"row {feed.row} was fed at {feed.start} with {held} cached")
-        _require(0 <= feed.logits <= feed.count, f"row {feed.row} wants logits of unfed positions")
-
-    def _inputs(self, work: Work) -> np.ndarray:
-        """(N, E) embeddings of everything that is fed."""
-        given = np.zeros(len(work.tokens), dtype=bool)
-        embeds = [*given_inputs(work, "embeds")]
-        for start, values in embeds:
-            _require(start + len(values) <= len(given), "embeddings reach beyond the inputs")
-            given[start : start + len(values)] = True
-        inside = (work.tokens >= 0) & (work.tokens < self.vocab_size)
-        right = np.where(given, work.tokens == -1, inside)
-        _require(bool(right.all()), f"neither ids nor embeddings were fed: {work.tokens[~right]}")
-        hidden = self._decoder.embed(np.where(given, 0, work.tokens))
-        for start, values in embeds:
-            hidden[start : start + len(values)] = float64(values)
-        return hidden
-
-    def _feed(self, feed: _Feed, extra: Extra, hidden: np.ndarray, positions: np.ndarray) -> _Fed:
-        row, mask = self._rows[feed.row], None if extra.mask is None else extra.mask.numpy()
-        span = slice(feed.offset, feed.offset + feed.count)
-        found = self._decoder.extend(row, hidden[span], positions[..., span], mask)
-        layers, attentions = found
-        wanted = layers[-1][feed.count - feed.logits :]
+    def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
+        hidden = self._weights["embed"][np.maximum(feed.tokens, 0)] * self._embed_scale
+        for _, start, values in feed.extra.inputs:
+            hidden[start : start + len(values)] = _float64(values)
+        mask = None if feed.extra.mask is None else feed.extra.mask.numpy()
+        layers, attentions = [hidden], []
+        for index in range(len(self._spec.layers)):
+            hidden, weights = self._layer(index, hidden, feed.positions, row, mask)
+            layers.append(hidden)
+            attentions.append(weights)
+        last = layers[-1] = self._norm("norm", hidden)
         answer = Answer(
-            torch.from_numpy(layers[-1]) if extra.hidden else None,
-            tuple(map(torch.from_numpy, layers)) if extra.layers else None,
-            tuple(map(torch.from_numpy, attentions)) if extra.attentions else None,
+            torch.from_numpy(last) if feed.extra.hidden else None,
+            tuple(map(torch.from_numpy, layers)) if feed.extra.layers else None,
+            tuple(map(torch.from_numpy, attentions)) if feed.extra.attentions else None,
         )
-        return _Fed(self._decoder.logits(wanted), answer)
+        return torch.from_numpy(self._logits(last[feed.count - feed.logits :])), answer
+
+    def _logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Normalised hidden states (R, E) -> (R, V)."""
+        weight = self._weights["embed" if self._spec.tied else "head.weight"]
+        logits = hidden @ weight.T + self._weights.get("head.bias", 0.0)
+        return _capped(logits, self._spec.final_softcap)
+
+    def _layer(
+        self,
+        index: int,
+        hidden: np.ndarray,
+        positions: np.ndarray,
+        row: Row,
+        mask: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(T, E) at (1 or axes, T) position ids -> (T, E), and the weights (H, T, S).
+
+        `mask`: (1 or H, T, S) bool, what each position sees of the row, None for all before it.
+        """
+        key = f"layers.{index}"
+        normed = self._norm(f"{key}.attention_norm", hidden)
+        q, k, v = self._heads(index, normed, positions)
+        for part, new in ((2 * index, k), (2 * index + 1, v)):
+            row.parts[part] = np.concatenate([row.parts[part], new])
+        mixed, weights = self._attention(index, q, row, mask)
+        hidden = hidden + self._post_norm(f"{key}.attention", self._linear(f"{key}.out", mixed))
+        if not self._spec.parallel:
+            normed = self._norm(f"{key}.mlp_norm", hidden)
+        return hidden + self._post_norm(f"{key}.mlp", self._mlp(key, normed)), weights
+
+    def _heads(self, index: int, x: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
+        """(T, E) -> queries (T, H, D), keys and values (T, K, D)."""
+        key, spec = f"layers.{index}", self._spec.attention
+        qkv = self._linear(f"{key}.qkv", x).reshape(len(x), -1, spec.head_dim)
+        q, k, v = np.split(qkv, [spec.heads, spec.heads + spec.kv_heads], axis=1)
+        if spec.qk_norm:
+            q, k = self._norm(f"{key}.q_norm", q), self._norm(f"{key}.k_norm", k)
+        if (rope := self._spec.layers[index].rope) is not None:
+            q, k = _rotated(q, rope, positions), _rotated(k, rope, positions)
+        return [q, k, v]
+
+    def _attention(
+        self, index: int, q: np.ndarray, row: Row, mask: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Queries (T, H, D) of the row's last T of S positions -> (T, H * D) and (H, T, S)."""
+        spec, window = self._spec.attention, self._spec.layers[index].window
+        shared = spec.heads // spec.kv_heads
+        keys, values = (x.repeat(shared, axis=1) for x in row.parts[2 * index : 2 * index + 2])
+        place = np.arange(len(keys))
+        own = place[len(keys) - len(q) :, None]
+        seen = place <= own
+        if window is not None:
+            seen = seen & (place > own - window)
+        if mask is not None:
+            seen = seen & mask
+        scores = _capped(np.einsum("thd,shd->hts", q, keys) * spec.scale, spec.softcap)
+        scores = np.where(seen, scores, -np.inf)
+        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights = powers / powers.sum(axis=-1, keepdims=True)
+        return np.einsum("hts,shd->thd", weights, values).reshape(len(q), -1), weights
+
+    def _mlp(self, key: str, x: np.ndarray) -> np.ndarray:
+        inner, up = self._linear(f"{key}.up", x), np.ones(1)
+        if self._spec.mlp.gated:
+            inner, up = np.split(inner, 2, axis=-1)
+        active = _ACTIVATIONS[self._spec.mlp.activation](torch.from_numpy(inner)).numpy()
+        return self._linear(f"{key}.down", active * up)
+
+    def _linear(self, key: str, x: np.ndarray) -> np.ndarray:
+        return x @ self._weights[f"{key}.weight"].T + self._weights.get(f"{key}.bias", 0.0)
+
+    def _post_norm(self, key: str, x: np.ndarray) -> np.ndarray:
+        return self._norm(f"{key}_post_norm", x) if self._spec.post_norms else x
+
+    def _norm(self, key: str, x: np.ndarray) -> np.ndarray:
+        spec, weight = self._spec.norm, self._weights[f"{key}.weight"]
+        if spec.kind == "rms":
+            return _rms_norm(x, weight, spec)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        spread = np.sqrt((centred**2).mean(axis=-1, keepdims=True) + spec.eps)
+        return centred / spread * weight + self._weights.get(f"{key}.bias", 0.0)
 
 
-def _feeds(work: Work) -> list[_Feed]:
-    columns = [x.tolist() for x in (work.rows, work.starts, work.counts, work.logits)]
-    lengths = {len(column) for column in columns}
-    _require(len(lengths) == 1, f"the arrays of the feeds have lengths {sorted(lengths)}")
-    offsets = [0, *np.cumsum(work.counts).tolist()]
-    _require(offsets[-1] == len(work.tokens), "the counts of the feeds miss the inputs")
-    rows = columns[0]
-    _require(len(set(rows)) == len(rows), f"a row was fed twice in one work: {rows}")
-    return [*map(_Feed, range(len(rows)), offsets[:-1], *columns)]
+def _decoder_of(model: Model) -> tuple[DecoderSpec, Decoder]:
+    """Its specification and network; UnsupportedError unless it is a decoder of a known kind."""
+    spec, network = model.spec, model.network
+    if not isinstance(spec, DecoderSpec) or not isinstance(network, Decoder):
+        _refuse("this model", "a decoder", type(network).__name__)
+    if spec.mlp.activation not in _ACTIVATIONS:
+        _refuse("this activation", ", ".join(_ACTIVATIONS), spec.mlp.activation)
+    allowed = {"rms": not spec.norm.bias, "layer": not spec.norm.plus_one}
+    if not allowed.get(spec.norm.kind, False):
+        _refuse("this norm", "'rms' without bias, or 'layer' without plus_one", spec.norm)
+    return spec, network
 
 
-def _require(holds: bool, broken: str) -> None:
-    if not holds:
-        raise InvariantError(message(broken))
+def _refuse(what: str, wanted: str, got: object) -> NoReturn:
+    what, do = f"{what} cannot be run in numpy", "Use the torch executor"
+    refuse(what, wanted=wanted, got=got, do=do, kind=UnsupportedError)
+
+
+def _float64(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().to("cpu", torch.float64).numpy()
+
+
+def _rms_norm(x: np.ndarray, weight: np.ndarray, spec: NormSpec) -> np.ndarray:
+    """x over its root mean square, taken in float32, times the weight."""
+    exact = torch.tensor(x, dtype=torch.float32)
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if spec.plus_one:
+        return _float64(exact * (1.0 + torch.tensor(weight, dtype=torch.float32)))
+    return _float64(exact) * weight
+
+
+def _rotated(x: np.ndarray, rope: Rope, positions: np.ndarray) -> np.ndarray:
+    """(T, H, D) at (1 or axes, T) position ids: pairs (i, i + dim/2) turned, the rest as it is.
+
+    The length that some frequencies depend on is the last of these positions and 1.
+    """
+    lengths = torch.full((len(x),), int(positions.max()) + 1) if rope.scaling.by_length else None
+    frequencies = rope.scaling.frequencies(rope.dim, rope.theta, lengths)
+    several = len(positions) > 1 and rope.axes
+    places = positions[list(rope.axes)] if several else positions
+    angles = torch.tensor(places.T).float() * frequencies
+    factor = rope.scaling.attention_factor
+    cos, sin = (_float64(f(angles) * factor)[:, None] for f in (torch.cos, torch.sin))
+    first, second, rest = np.split(x, [rope.dim // 2, rope.dim], axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def _capped(scores: np.ndarray, cap: float | None) -> np.ndarray:
+    return scores if cap is None else np.tanh(scores / cap) * cap

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from everystep.draws import SeededDraws
-from everystep.engine.drafting import DraftModel, PromptLookup
-from everystep.engine.readout import Guidance
+from everystep.engine import DraftModel, Guidance, PromptLookup
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -65,11 +64,6 @@ class Mix:
     requests: tuple[Request, ...]
     schedule: Schedule
 
-    @property
-    def kinds(self) -> frozenset[str]:
-        """What is in it, by the names of `kinds`."""
-        return frozenset(name for request in self.requests for name in kinds(request))
-
 
 def kinds(request: Request) -> list[str]:
     """What a request exercises."""
@@ -110,7 +104,6 @@ class Dice:
     rng: np.random.Generator
 
     def chance(self, probability: float) -> bool:
-        """True with the given probability."""
         return bool(self.rng.random() < probability)
 
     def between(self, low: int, high: int) -> int:
@@ -118,7 +111,6 @@ class Dice:
         return int(self.rng.integers(low, high + 1))
 
     def one_of(self, *choices: Any) -> Any:
-        """One of the choices."""
         return choices[self.between(0, len(choices) - 1)]
 
     def ids(self, vocab_size: int, count: int) -> np.ndarray:
@@ -188,26 +180,17 @@ def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
 
 def _beam(draw: Dice, eos_count: int, max_new: int) -> Beam:
     width = draw.between(2, 4)
-    if width == 4 and draw.chance(0.8):
-        searches = draw.one_of(2, 4)
-        return Beam(
-            width,
-            returns=draw.between(1, width),
-            length_penalty=draw.one_of(1.0, 0.0, 2.0),
-            early_stopping=draw.one_of(False, True),
-            eos_count=eos_count,
-            max_new=max_new,
-            searches=searches,
-            diversity=draw.one_of(0.5, 2.0),
-        )
+    diverse = width == 4 and draw.chance(0.8)
     return Beam(
         width,
+        searches=draw.one_of(2, 4) if diverse else 1,
         returns=draw.between(1, width),
-        length_penalty=draw.one_of(1.0, 0.0, -0.5, 2.0),
-        early_stopping=draw.one_of(False, True, "never"),
+        length_penalty=draw.one_of(1.0, 0.0, *([] if diverse else [-0.5]), 2.0),
+        early_stopping=draw.one_of(False, True, *([] if diverse else ["never"])),
         eos_count=eos_count,
         max_new=max_new,
-        sampled=draw.chance(0.4),
+        sampled=not diverse and draw.chance(0.4),
+        diversity=draw.one_of(0.5, 2.0) if diverse else 0.0,
     )
 
 

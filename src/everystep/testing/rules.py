@@ -1,4 +1,4 @@
-"""Simple processors for the judges: small enough to be right at a glance.
+"""Simple processors for random mixes: small enough to be right at a glance.
 
 They exercise what the engine promises to processors: the pad prefix is visible, drafts are part of
 the prefix that follows them, and what a processor remembers is forked and rewound with its
@@ -23,7 +23,6 @@ class Discourage:
     amount: float
 
     def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         ids, result = rows.ids(), scores.clone()
         for r, length in enumerate(rows.lengths.tolist()):
             result[r, torch.unique(ids[r, :length])] -= self.amount
@@ -38,7 +37,6 @@ class Forbid:
     every: int
 
     def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         result = scores.clone()
         result[torch.from_numpy(rows.lengths % self.every == 0), self.token] = -torch.inf
         return result
@@ -46,38 +44,29 @@ class Forbid:
 
 @dataclass(slots=True)
 class Tally:
-    """How often each id stands in a prefix; grows with it, and shrinks when it is taken back."""
+    """The ids of a prefix; it grows with the prefix, and shrinks when that is taken back."""
 
     ids: list[int]
-    counts: Counter[int]
 
     def copy(self) -> Tally:
-        """An equal tally that shares nothing with this one."""
-        return Tally(list(self.ids), Counter(self.counts))
+        return Tally(list(self.ids))
 
     def rewind(self, length: int) -> None:
         """As it was after `length` visible ids."""
-        while len(self.ids) > length:
-            self.counts[self.ids.pop()] -= 1
-
-    def extend(self, ids: list[int]) -> None:
-        """As it is after these further ids."""
-        self.ids += ids
-        self.counts.update(ids)
+        del self.ids[length:]
 
 
 @dataclass(frozen=True)
 class FrequencyPenalty:
-    """Ids lose `amount` per occurrence, counted once and remembered in `sequence.memo`."""
+    """Ids lose `amount` per occurrence; read once and remembered in `sequence.memo`."""
 
     amount: float
 
     def __call__(self, rows: Rows, scores: Tensor) -> Tensor:
-        """(R, V) -> (R, V)."""
         ids, result = rows.ids(), scores.clone()
         for r, sequence in enumerate(rows.sequences):
-            tally = sequence.memo.setdefault("tally", Tally([], Counter()))
-            tally.extend(ids[r, len(tally.ids) : int(rows.lengths[r])].tolist())
-            for token, count in tally.counts.items():
+            tally = sequence.memo.setdefault("tally", Tally([]))
+            tally.ids += ids[r, len(tally.ids) : int(rows.lengths[r])].tolist()
+            for token, count in Counter(tally.ids).items():
                 result[r, token] -= self.amount * count
         return result

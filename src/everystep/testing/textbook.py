@@ -1,4 +1,4 @@
-"""Every way to choose, written as its textbook writes it: no cache, no batch, no engine.
+"""Every way to choose, written as in its textbook: no cache, no batch, no engine.
 
 Each loop asks the hash function for the logits of a whole prefix, anew for every token. It shares
 with the engine only what a request is made of: draws, processors and stops.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.draws import fork_lineage
-from everystep.engine.readout import Guidance
-from everystep.errors import UnsupportedError, message
+from everystep.engine import Guidance
+from everystep.errors import UnsupportedError
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
@@ -46,7 +47,7 @@ def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
         return diverse_beams(prefix, strategy)
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
-    raise UnsupportedError(message("no textbook loop", got=type(strategy).__name__))
+    raise UnsupportedError("no textbook loop", got=type(strategy).__name__)
 
 
 # --- what all loops ask ---------------------------------------------------------------------------
@@ -89,13 +90,9 @@ class Prefix:
 
     def places(self, tokens: list[int], lineage: int) -> Places:
         """Where the choice after the tokens stands."""
-        return Places(
-            seed=np.array([self.request.draws.seed], np.uint64),
-            lineage=np.array([lineage], np.uint64),
-            position=np.array([self.request.prompt.length + len(tokens)], np.uint64),
-            slot=np.array([0]),
-            slots=1,
-        )
+        numbers = (self.request.draws.seed, lineage, self.request.prompt.length + len(tokens))
+        seed, lineages, position = (np.array([number], np.uint64) for number in numbers)
+        return Places(seed, lineages, position, slot=np.array([0]), slots=1)
 
     def _written(self, tokens: list[int]) -> tuple[Sequence, TokenTable]:
         """A sequence without memory or rows, and the table that its ids stand in."""
@@ -128,16 +125,11 @@ def _read(function: HashFunction, prompt: Prompt, tokens: list[int]) -> tuple[li
 
 def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
     """The position ids of the prompt, and then without end those of generated tokens."""
-    given: list[tuple[int, ...]]
-    if prompt.positions is None:
-        given = [(p,) for p in range(prompt.length)]
-    else:
-        given = [tuple(p) for p in prompt.positions.reshape(-1, prompt.length).T.tolist()]
+    places = torch.arange(prompt.length) if prompt.positions is None else prompt.positions
+    given = [tuple(place) for place in places.reshape(-1, prompt.length).T.tolist()]
     yield from given
-    last = max(map(max, given))
-    while True:
-        last += 1
-        yield (last,) * len(given[-1])
+    for place in count(max(map(max, given)) + 1):
+        yield (place,) * len(given[-1])
 
 
 # --- the loops ------------------------------------------------------------------------------------

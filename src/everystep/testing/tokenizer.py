@@ -10,7 +10,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.text import Settings, Tokenizer
 from everystep.text.pieces import byte_alphabet
 
@@ -33,9 +33,7 @@ def tiny_tokenizer(vocab_size: int = 320) -> Tokenizer:
     base = [*SPECIAL, *byte_alphabet().values()]
     if vocab_size < len(base):
         raise RequestError(
-            message(
-                "A byte-level vocabulary is larger", wanted=f"{len(base)} or more", got=vocab_size
-            )
+            "A byte-level vocabulary is larger", wanted=f"{len(base)} or more", got=vocab_size
         )
     merges = _merges()[: vocab_size - len(base)]
     tokens = [*base, *(left + right for left, right in merges)]
@@ -47,7 +45,8 @@ def tiny_tokenizer(vocab_size: int = 320) -> Tokenizer:
     backend.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *reserved)]
     )
-    return Tokenizer(backend, _settings())
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    return Tokenizer(backend, Settings(special=special, chat_template=CHATML, name_or_path="tiny"))
 
 
 def _merges() -> list[tuple[str, str]]:
@@ -59,8 +58,3 @@ def _merges() -> list[tuple[str, str]]:
         for end in range(1, len(spelled)):
             merges["".join(spelled[:end]), spelled[end]] = None
     return list(merges)
-
-
-def _settings() -> Settings:
-    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-    return Settings(special=special, chat_template=CHATML, name_or_path="tiny")

@@ -1,8 +1,7 @@
 """The nouns that every layer shares: requests, sequences, work, children, events.
 
 Frozen values say what was asked and what happened; `Sequence`, `Group` and `TokenTable` are the
-only mutable state of a generation, and the engine is their only writer. This file knows no model,
-no cache layout and no strategy.
+only mutable state of a generation, and the engine is their only writer.
 
 A position is an index into what the model reads. Ids are what processors, stops and outputs see.
 They differ by a constant per request, the shift:
@@ -32,14 +31,7 @@ from everystep.types.ends import FinishReason as FinishReason
 from everystep.types.ends import Prompt as Prompt
 from everystep.types.ends import is_memory as is_memory
 from everystep.types.ends import values_of as values_of
-from everystep.types.protocols import (
-    Drafter,
-    Draws,
-    Processor,
-    Readout,
-    Stop,
-    Strategy,
-)
+from everystep.types.protocols import Drafter, Draws, Processor, Readout, Stop, Strategy
 from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
@@ -157,8 +149,8 @@ class Sequence:
 
     `length` counts positions, with or without ids; `0 <= cached < length` holds between steps.
     The last `provisional` tokens may still be taken back. `line` is -1 before the first feed.
-    `memo` is what processors, strategies and hooks remember: immutable values, and a `Memory` each
-    of what changes.
+    `memo` is what processors, strategies and hooks remember: immutable values, and memories of what
+    changes (see `is_memory`).
 
     The results of a step go into new sequences: of an existing one only `row`, `cached` and the
     memories change, and all of those can be made again from its ids.
@@ -203,10 +195,10 @@ class Sequence:
     @property
     def pending(self) -> int:
         """How many positions its next feed must hold, companions included."""
-        behind = self.length - self.cached
+        missing = self.length - self.cached
         for one in self.companions:
-            behind += companion_length(self, one) - one.cached
-        return behind
+            missing += companion_length(self, one) - one.cached
+        return missing
 
 
 def companion_length(sequence: Sequence, companion: Companion) -> int:
@@ -242,18 +234,9 @@ class Group:
     def without_live(self) -> Group:
         """A group equal to this one, but without live sequences."""
         return Group(
-            self.request,
-            self.rank,
-            [],
-            list(self.done),
-            self.state,
-            self.prompt_known,
-            self.opened,
-            self.settled,
-            self.reported,
-            self.pasts,
-            self.best,
-        )
+            self.request, self.rank, [], list(self.done), self.state, self.prompt_known,
+            self.opened, self.settled, self.reported, self.pasts, self.best,
+        )  # fmt: skip
 
     def become(self, other: Group) -> None:
         """Makes this group equal to the other one. Doing it again changes nothing."""
@@ -265,8 +248,7 @@ class Group:
     @property
     def error(self) -> Exception | None:
         """What ended the group, if that was an error."""
-        failed = [one.reason.matched for one in self.done if one.reason.kind == "error"]
-        return failed[0] if failed else None
+        return next((one.reason.matched for one in self.done if one.reason.kind == "error"), None)
 
     @property
     def pending(self) -> int:
@@ -282,8 +264,7 @@ class Group:
     def rows(self) -> int:
         """How many cache rows the group needs to make its next choice and go on."""
         per_sequence = 1 + len(self.request.companions)
-        width = self.request.strategy.width
-        return per_sequence * max(width, len(self.live))
+        return per_sequence * max(self.request.strategy.width, len(self.live))
 
     @property
     def finished(self) -> bool:
@@ -339,7 +320,6 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """The longest prefix."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def ids(self) -> Tensor:
@@ -348,6 +328,5 @@ class Rows:
         return torch.from_numpy(self.table.rectangle(lines, self.width))
 
     def select(self, indices: np.ndarray) -> Rows:
-        """The given rows, in the given order."""
         chosen = [self.sequences[i] for i in indices]
         return Rows(self.table, chosen, self.lengths[indices])

@@ -14,8 +14,6 @@ from everystep.types.protocols import Draws
 if TYPE_CHECKING:
     from everystep.types import FinishReason, Group, Sequence, TokenTable
 
-_MASK = 2**64 - 1
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
@@ -33,7 +31,7 @@ def places_of(
     sequences: list[Sequence], position: np.ndarray, slot: np.ndarray, slots: int
 ) -> Places:
     """Where choices of R sequences stand, each at a position of its row, (R,)."""
-    seed = np.array([s.request.draws.seed & _MASK for s in sequences], dtype=np.uint64)
+    seed = np.array([s.request.draws.seed % 2**64 for s in sequences], dtype=np.uint64)
     lineage = np.array([s.lineage for s in sequences], dtype=np.uint64)
     return Places(seed, lineage, position.astype(np.uint64), slot, slots)
 

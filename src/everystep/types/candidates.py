@@ -81,7 +81,6 @@ class Candidates:
         return tuple(self.steps[: int(self.reached[candidate])])
 
     def select(self, indices: np.ndarray) -> Candidates:
-        """The given candidates, in the given order."""
         chosen = [self.parents[i] for i in indices]
         reached = None if self.reached is None else self.reached[indices]
         new, counts = self.new[indices], self.counts[indices]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,11 +32,10 @@ class Columns:
     shift: int = 0
     _shelf: _Shelf | None = None
     _shared: int = 0
-    _own: Tensor | None = field(default=None)
+    _own: Tensor | None = None
 
     @property
     def length(self) -> int:
-        """How many positions are known."""
         return self._shared + (0 if self._own is None else len(self._own))
 
     @property
@@ -57,9 +56,7 @@ class Columns:
 
     def rewind(self, visible: int) -> None:
         """Drops what is known beyond the first `visible` ids."""
-        self._cut(max(visible - self.shift, 0))
-
-    def _cut(self, length: int) -> None:
+        length = max(visible - self.shift, 0)
         if self._own is not None:
             own = length - self._shared
             self._own = self._own[:own] if own > 0 else None

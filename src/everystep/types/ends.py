@@ -1,7 +1,4 @@
-"""What stands at both ends of a generation: the prompt, and the sequences that ended.
-
-Also what consumers see on the way, and what of a memo is an immutable value.
-"""
+"""The two ends of a generation, prompts and sequences that ended, and events on the way."""
 
 from __future__ import annotations
 
@@ -118,5 +115,9 @@ def values_of(memo: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_memory(value: object) -> bool:
-    """Whether this is a `Memory`."""
+    """Whether it is a memory of the prefix, which changes as that grows, and not immutable.
+
+    `copy()` gives an equal one that shares no mutable state; `rewind(length)` cuts it back to the
+    first `length` visible ids. It can be dropped at any time and is made again from the ids.
+    """
     return hasattr(value, "rewind")

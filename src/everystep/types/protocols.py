@@ -1,13 +1,10 @@
-"""What a request's choices must be able to do: protocols, so that every part of it has a type.
-
-A class can implement one of them without importing it. The types that they mention are imported for
-the type checker alone.
-"""
+"""What a request's choices must be able to do: protocols, which a class need not import."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -19,22 +16,6 @@ if TYPE_CHECKING:
     from everystep.types.batch import Batch, Places
     from everystep.types.candidates import Candidates
     from everystep.types.scores import Scores
-
-
-class Memory(Protocol):
-    """What is remembered of a prefix, in `Sequence.memo`, and changes as the prefix grows.
-
-    It can be dropped at any time and is made again from the ids. Everything else in a memo is an
-    immutable value, and reaches it through `Children`.
-    """
-
-    def copy(self) -> Self:
-        """An equal one that shares no mutable state."""
-        ...
-
-    def rewind(self, length: int) -> None:
-        """Cuts it back to the first `length` visible ids."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +37,10 @@ class Reads:
     alone: bool = False
 
 
+Processor = Callable[[Any, Tensor], Tensor]
+"""A function of (rows, scores), or of (ids, scores); must not change the scores (R, V) in place."""
+
+
 class Strategy(Protocol):
     """A frozen value that reads scores and returns children; equal strategies choose together.
 
@@ -66,27 +51,22 @@ class Strategy(Protocol):
     @property
     def width(self) -> int:
         """Sequences per request from the first choice on."""
-        ...
 
     @property
     def returns(self) -> int:
         """Sequences in a request's result; while it streams, those of rank < returns."""
-        ...
 
     @property
     def streams(self) -> bool:
         """Whether chosen tokens may be shown at once; if not, it is a `DecidesLate`."""
-        ...
 
     @property
     def reads(self) -> Reads:
         """What it reads of a step."""
-        ...
 
     @property
     def rounds(self) -> int:
         """How often it picks in a step; a later round sees what the earlier ones picked."""
-        ...
 
     def pick(
         self, batch: Batch, scores: Scores, earlier: tuple[tuple[np.ndarray, ...], ...] = ()
@@ -96,15 +76,12 @@ class Strategy(Protocol):
         Where lists do not decide, it reads whole rows.
         `earlier`: what the earlier rounds of this step picked, on the host.
         """
-        ...
 
     def select(self, batch: Batch, picked: tuple[tuple[np.ndarray, ...], ...]) -> Children:
         """Who continues whom, from what every round picked."""
-        ...
 
     def finish(self, group: Group) -> list[Finished]:
         """The group's result, best first where there is an order."""
-        ...
 
 
 class DecidesLate(Strategy, Protocol):
@@ -112,7 +89,6 @@ class DecidesLate(Strategy, Protocol):
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The hypotheses that the group's result can still come from."""
-        ...
 
 
 class Draws(Protocol):
@@ -121,19 +97,16 @@ class Draws(Protocol):
     @property
     def seed(self) -> int:
         """What `Places.seed` holds for the rows of a request with these draws."""
-        ...
 
     @property
     def whole_rows(self) -> bool:
         """Whether a choice also looks at tokens without a score."""
-        ...
 
     def choose(self, scores: Scores, places: Places) -> Tensor:
         """R rows -> (R,) one token per row, drawn from their softmax; -1 where that is nan.
 
         Lists, with their ids in rising order, give the same as the rows that they stand for.
         """
-        ...
 
     def choose_without_replacement(
         self, probabilities: Tensor, places: Places, count: int
@@ -142,19 +115,9 @@ class Draws(Protocol):
 
         -1 where a row holds nan.
         """
-        ...
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         """(R, n) numbers in (0, 1) from a named stream."""
-        ...
-
-
-class Processor(Protocol):
-    """A function of (rows, scores), or of (ids, scores); must not change the scores in place."""
-
-    def __call__(self, rows: Any, scores: Tensor, /) -> Tensor:
-        """(R, V) scores -> (R, V) scores."""
-        ...
 
 
 class Stop(Protocol):
@@ -162,11 +125,9 @@ class Stop(Protocol):
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
         """(C,) bool: which candidates end."""
-        ...
 
     def reason(self, candidates: Candidates, index: int) -> FinishReason:
         """Why candidate `index`, for which the call said True, ends."""
-        ...
 
 
 class Readout(Protocol):
@@ -174,7 +135,6 @@ class Readout(Protocol):
 
     def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
         """(R, V) logits of the sequences and of each companion -> (R, V)."""
-        ...
 
 
 class Drafting(Protocol):
@@ -185,15 +145,12 @@ class Drafting(Protocol):
 
         None of the sequences has ended, and each has room for at least one.
         """
-        ...
 
     def restart(self) -> None:
         """Drops everything that it held for sequences; it is made again from the ids."""
-        ...
 
     def held(self) -> int:
         """How many cache rows it holds."""
-        ...
 
 
 class Drafter(Protocol):
@@ -202,4 +159,3 @@ class Drafter(Protocol):
     def start(self, vocabulary: int) -> Drafting:
         """A drafter at work for an engine with so many ids, with storage of its own if it needs
         some; RequestError if it cannot draft for them."""
-        ...

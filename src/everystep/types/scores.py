@@ -1,8 +1,7 @@
 """Scores in their one form: every token of a row, or a few tokens and what the others add up to.
 
 An executor may report only the best of a row, and processors may leave few tokens of a wide one;
-whatever comes after works on the list, and reads whole rows where the list does not decide. How
-tokens are found is not known here.
+whatever comes after works on the list, and reads whole rows where the list does not decide.
 """
 
 from __future__ import annotations

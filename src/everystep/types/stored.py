@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from everystep.errors import FormatError, RequestError, message
+from everystep.errors import FormatError, RequestError
 
 C = TypeVar("C", bound=type)
 _KINDS: dict[str, type] = {}
@@ -62,11 +62,11 @@ def from_bytes(data: bytes) -> Any:
     """The value that was written; FormatError if the bytes are anything else."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
-        raise FormatError(message("these bytes hold no saved generation", got=f"{len(data)} bytes"))
+        raise FormatError("these bytes hold no saved generation", got=f"{len(data)} bytes")
     try:
         return _value(json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise FormatError(message("a saved generation is damaged", got=error)) from error
+        raise FormatError("a saved generation is damaged", got=error) from error
 
 
 def _form(value: Any, arrays: list[np.ndarray]) -> Any:
@@ -81,32 +81,27 @@ def _form(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, Chain):
         return {"chain": [_form(one, arrays) for one in value.values()]}
     if type(value) in _NAMES:
-        return {"kind": _NAMES[type(value)], "fields": [_form(x, arrays) for x in _fields(value)]}
+        held = value
+        if not isinstance(value, tuple):
+            held = (getattr(value, f.name) for f in dataclasses.fields(value) if f.init)
+        return {"kind": _NAMES[type(value)], "fields": [_form(one, arrays) for one in held]}
     if type(value) in (list, tuple, frozenset):
         return {type(value).__name__: [_form(one, arrays) for one in value]}
     if type(value) is dict:
         return {"dict": [[_form(k, arrays), _form(v, arrays)] for k, v in value.items()]}
     raise RequestError(
-        message(
-            f"a value of type {type(value).__name__} cannot be saved with a generation",
-            wanted="plain values, arrays, or a class registered with everystep.types.stored",
-            do="Leave out the processor, criterion or strategy that keeps it",
-        )
+        f"a value of type {type(value).__name__} cannot be saved with a generation",
+        wanted="plain values, arrays, or a class registered with everystep.types.stored",
+        do="Leave out the processor, criterion or strategy that keeps it",
     )
 
 
 def _array_form(array: np.ndarray, arrays: list[np.ndarray]) -> dict[str, Any]:
     if array.dtype.name not in _DTYPES:
-        raise RequestError(message("an array of this type cannot be saved", got=array.dtype))
+        raise RequestError("an array of this type cannot be saved", got=array.dtype)
     start = sum(one.nbytes for one in arrays)
     arrays.append(np.ascontiguousarray(array))
     return {"array": [array.dtype.name, list(array.shape), start]}
-
-
-def _fields(value: Any) -> list[Any]:
-    if isinstance(value, tuple):
-        return list(value)
-    return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
 
 
 def _value(form: Any, numbers: memoryview) -> Any:

@@ -1,8 +1,4 @@
-"""The table of visible ids: one line per sequence, handed out and taken back.
-
-A line holds what processors, stops and outputs see. Whose line it is, and how much of it counts, is
-not known here.
-"""
+"""The table of visible ids: one line per sequence, handed out and taken back."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import numpy as np
 
 
 class TokenTable:
-    """The visible ids of every sequence, one line each: (lines, capacity) int64.
+    """What processors, stops and outputs see of every sequence: (lines, capacity) int64.
 
     Lines are handed out lowest first, so that a lockstep batch is one block of them.
     """
@@ -59,7 +55,6 @@ class TokenTable:
 
     @property
     def open_lines(self) -> int:
-        """How many lines are in use."""
         return self.data.shape[0] - len(self._free)
 
     def rectangle(self, lines: np.ndarray, width: int) -> np.ndarray:

@@ -80,7 +80,7 @@ def test_every_instruction_set_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_a_library_it_is_said_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "library_path", lambda name: Path("nowhere") / name)
     found = library.status()
     assert found.instructions is None

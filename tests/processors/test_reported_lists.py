@@ -1,4 +1,4 @@
-"""Lists of the best that an executor told are what the whole rows would have given, bit for bit."""
+"""Lists of the best from an executor give what the whole rows would have given, bit for bit."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_rows_without_a_distribution_have_none(kind: str) -> None:
 @pytest.mark.parametrize("chain", range(len(WHOLE)))
 def test_other_processors_see_whole_rows(chain: int) -> None:
     count = best_read(WHOLE[chain], WIDTH)
-    assert count == 0 or count > 64  # more than is ever told
+    assert count == 0 or count > 64  # more than is ever reported
 
 
 @pytest.mark.parametrize(("width", "count"), [(4096, 0), (6465, 51), (6400, 0), (49_152, 51)])

@@ -1,8 +1,8 @@
 """Sampling from the best of wide rows is sampling from whole rows, token for token.
 
-Random requests with top-k, seeded, in one batch and under any schedule: on executors that tell the
-best, against the same executors that tell whole rows. Their logits are rounded, coarsely in some,
-so that ties at the last place go on beyond what is told and the rows have to be read whole.
+Random requests with top-k, seeded, in one batch and under any schedule: on executors that report
+the best, against the same executors that report whole rows. Their logits are rounded, coarsely in
+some, so that ties at the last place go on beyond the list and the rows have to be read whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VOCABULARY, BATCHES, PROMPTS = 8_200, 50, 4
 
 
 class Rounded(BestExecutor):
-    """The hash model with logits that are multiples of `grain`; tells the best only if it `may`."""
+    """The hash model with logits that are multiples of `grain`; lists the best if it `may`."""
 
     def __init__(self, grain: float, may: bool) -> None:
         super().__init__(VOCABULARY)
@@ -49,7 +49,7 @@ class Rounded(BestExecutor):
 
 
 class WholeNative(NativeExecutor):
-    """Tells whole rows alone."""
+    """Reports whole rows alone."""
 
     abilities = NativeExecutor.abilities - {"best"}
 
@@ -57,7 +57,7 @@ class WholeNative(NativeExecutor):
 class CountingNative(NativeExecutor):
     """Counts rows that are reported whole, those of which the best are, and those read again."""
 
-    whole = told = read = 0
+    whole = listed = read = 0
 
     def _read_out(self, hidden: Tensor, rows: Tensor) -> Tensor:
         self.read += len(rows)
@@ -66,7 +66,7 @@ class CountingNative(NativeExecutor):
     def run(self, work: Work) -> StepOutput:
         output = super().run(work)
         self.whole += len(output.logits)
-        self.told += 0 if output.best is None else len(output.best.values)
+        self.listed += 0 if output.best is None else len(output.best.values)
         return output
 
 
@@ -143,9 +143,9 @@ def test_undecided_rows_are_read_whole_and_nothing_is_fed_again(grain: float) ->
         executor = Rounded(grain, True)
         run = run_together(batch, executor)
         assert run.engine.counts.forwards == run.engine.counts.steps
-        assert run.engine.counts.fed == executor.counts.tokens
+        assert run.engine.counts.fed == executor.counts["tokens"]
         assert executor.whole == 0
-        read, listed = read + executor.read, listed + executor.told
+        read, listed = read + executor.read, listed + executor.listed
     assert read > 0
     if grain < 0.5:
         assert read < listed / 2
@@ -174,7 +174,7 @@ def native_model(kind: str) -> Model:
 
 @pytest.mark.native
 @pytest.mark.parametrize("kind", ["free", "tied"])
-def test_the_native_head_tells_enough(kind: str) -> None:
+def test_the_native_head_reports_enough(kind: str) -> None:
     model = native_model(kind)
     for seed in range(BATCHES):
         assert_same(
@@ -192,5 +192,5 @@ def test_sampling_from_the_best_writes_hardly_a_whole_row() -> None:
         executor = CountingNative(native_model("free"))
         run_together(batch, executor)
         assert executor.whole == 0
-        listed, read = listed + executor.told, read + executor.read
+        listed, read = listed + executor.listed, read + executor.read
     assert listed > 1_000 and read < listed / 100  # a tie or two

@@ -1,0 +1,24 @@
+"""What several tests of calls watch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everystep.engine import Engine
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """After every step of an engine, how many tokens that engine was fed so far."""
+    counts: list[int] = []
+    step = Engine.step
+
+    def counted(engine: Engine) -> Any:
+        events = step(engine)
+        counts.append(engine.counts.fed)
+        return events
+
+    monkeypatch.setattr(Engine, "step", counted)
+    return counts

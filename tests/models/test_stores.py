@@ -205,7 +205,7 @@ def test_a_window_bounds_what_a_row_keeps(prompt: int) -> None:
     step(executor, prompt, 0, OPEN)
     for start in range(prompt, prompt + 120):
         step(executor, 1, start)
-    (part,), (bank,) = executor.cache[0].parts, executor.cache._rows.banks
+    (part,), (bank,) = executor.cache[0].parts, executor.cache.banks
     assert part.length == prompt + 120
     assert WINDOW <= part.length - part.first <= 2 * WINDOW + 16
     assert bank.tails.capacity <= 128

@@ -7,43 +7,10 @@ waits for a later version is refused here, by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from everystep.cache.formats import Quantization
-from everystep.cache.layers import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
-from everystep.errors import RequestError, UnsupportedError, message
-
-
-def refuse_offloading() -> NoReturn:
-    """Raises: caches outside the device's memory wait for a later version."""
-    raise UnsupportedError(
-        message(
-            "offloaded caches are not in this version",
-            wanted="a cache on the model's device",
-            do="Use a DynamicCache, or a QuantizedCache to save memory",
-        )
-    )
-
-
-def dynamic_layer(window: int | None) -> DynamicLayer:
-    """A layer that grows, up to its window if it has one."""
-    return DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
-
-
-def static_layer(max_cache_len: int, window: int | None) -> StaticLayer:
-    """A layer with room for so many positions, or for its window."""
-    if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
-        raise RequestError(
-            message("max_cache_len is impossible", wanted="at least 1", got=repr(max_cache_len))
-        )
-    if window is None:
-        return StaticLayer(max_cache_len)
-    return StaticSlidingWindowLayer(max_cache_len, window)
+from everystep.errors import UnsupportedError, refuse
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -84,16 +51,13 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
 def refuse_quantized_windows(windows: Sequence[int | None]) -> None:
     """Raises where a layer has a window: what it drops need not be quantised."""
     if any(window is not None for window in windows):
-        raise UnsupportedError(
-            message(
-                "a quantised cache is for models without sliding windows",
-                got=f"windows {sorted({w for w in windows if w is not None})}",
-                do="Use a DynamicCache",
-            )
+        refuse(
+            "a quantised cache is for models without sliding windows",
+            got=f"windows {sorted({w for w in windows if w is not None})}",
+            do="Use a DynamicCache",
+            kind=UnsupportedError,
         )
 
 
 def _refuse_setting(name: str, wanted: str, got: object, do: str) -> None:
-    raise RequestError(
-        message(f"a quantised cache cannot have {name}", wanted=wanted, got=repr(got), do=do)
-    )
+    refuse(f"a quantised cache cannot have {name}", wanted=wanted, got=repr(got), do=do)

@@ -24,6 +24,7 @@ from everystep.executors.native.library import (
     Matrix,
     NormWeights,
     check,
+    status,
 )
 from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder, Layer
@@ -32,7 +33,6 @@ from everystep.nn.linear import JoinedLinear, QuantizedLinear, Weight, rows_of, 
 from everystep.nn.linear import LinearMap as TorchLinear
 from everystep.nn.norm import Norm
 from everystep.nn.panels import Arena, Panels
-from everystep.nn.rotary import Rope
 
 _ACTIVATIONS = {
     "silu": 0,
@@ -48,17 +48,21 @@ _MOST_TURNING = 1024
 _OTHER = "there are no kernels for this family of models"
 
 
-def described_obstacles(spec: object) -> list[str]:
-    """What the library cannot do of this specification; empty if it can do all."""
-    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_OTHER]
-
-
-def model_obstacles(model: Model) -> list[str]:
-    """Why the library cannot run a model whose specification it can; empty if it can."""
+def obstacles(model: Model) -> list[str]:
+    """Why the native executor cannot run this model on this machine; empty if it can."""
     network = model.network
+    if found := spec_obstacles(model.spec):
+        return found
     if model.learns:
         return ["its weights may change, and the kernels read packed copies"]
     return list(_obstacles(network)) if isinstance(network, Decoder) else [_OTHER]
+
+
+def spec_obstacles(spec: object) -> list[str]:
+    """Why no model of this specification can be run on this machine; empty if some can."""
+    if reason := status().reason:
+        return [reason]
+    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_OTHER]
 
 
 def _kernels_missing(spec: DecoderSpec) -> Iterator[str]:
@@ -128,7 +132,7 @@ class Program:
         return shared
 
     def _layer(self, index: int, layer: Layer) -> LayerWeights:
-        spec = self.decoder.spec
+        spec, rope = self.decoder.spec, self.decoder.spec.layers[index].rope
         size, gated = spec.mlp.size, spec.mlp.gated
         up, bias = weights_of(layer.up.matrix()), layer.up.bias
         gate = _rows(up, 0, size) if gated else []
@@ -147,7 +151,7 @@ class Program:
             mlp_post=self._norm(layer.mlp_post_norm),
             q=self._norm(layer.q_norm),
             k=self._norm(layer.k_norm),
-            rope=_index(self.ropes, spec.layers[index].rope),
+            rope=-1 if rope is None else self.ropes.index(rope),
             window=spec.layers[index].window or 0,
         )
 
@@ -254,7 +258,3 @@ def _format(panels: Panels) -> int:
     if panels.format in (None, "int8", "q8_0"):
         return (None, "int8", "q8_0").index(panels.format)
     return 4 if panels.lifted else 3
-
-
-def _index(ropes: list[Rope], rope: Rope | None) -> int:
-    return -1 if rope is None else ropes.index(rope)

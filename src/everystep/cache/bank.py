@@ -21,16 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from everystep.cache.formats import (
-    CacheDtype,
-    Codes,
-    KvFormat,
-    Quantization,
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
-)
+from everystep.cache.formats import CacheDtype, Codes, KvFormat, Quantization
 from everystep.cache.pool import CacheCounts, Link, Pool, Segment
 from everystep.nn.network import Full, Window
 
@@ -188,7 +179,7 @@ class Bank:
         shelf, parts = self.shelf.layer(layer), []
         for segment, length in part.chain:
             if segment.codes is not None:
-                parts.append(_joined(*segment.codes[layer], self.how.bits, self.format.computed))
+                parts.append(self._decoded(segment.codes[layer], self.format.computed))
             else:
                 parts.append(self.format.unpacked(shelf[:, segment.line, :, :length]))
         if part.tail:
@@ -215,23 +206,18 @@ class Bank:
 
         `segment` keeps the codes of the first of them; layers come one after another.
         """
-        how = self.how
-        groups = exact.unflatten(2, (-1, how.group))  # type: ignore[no-untyped-call]
-        keys = encode_keys(groups[0], how.bits)
-        values = encode_values(groups[1], how.bits, how.group)
+        codes = self.how.encode(*exact.unflatten(2, (-1, self.how.group)))  # type: ignore[no-untyped-call]
         if segment is not None and segment.codes is not None:
-            count = segment.length // how.group
-            segment.codes.append((keys.first(count), values.first(count)))
-        return _joined(keys, values, how.bits, exact.dtype)
+            count = segment.length // self.how.group
+            segment.codes.append((codes[0].first(count), codes[1].first(count)))
+        return self._decoded(codes, exact.dtype)
+
+    def _decoded(self, codes: tuple[Codes, Codes], dtype: torch.dtype) -> Tensor:
+        """(2, K, n, D): what the codes of keys and of values stand for."""
+        return torch.stack(self.how.decode(*codes, dtype)).flatten(-3, -2)
 
     @property
     def how(self) -> Quantization:
         """The coding of a bank of codes."""
         assert self.coding is not None, "only a bank of codes has codes"
         return self.coding
-
-
-def _joined(keys: Codes, values: Codes, bits: int, dtype: torch.dtype) -> Tensor:
-    """(2, K, n, D): what the codes of keys and of values stand for."""
-    pair = decode_keys(keys, bits, dtype), decode_values(values, bits, dtype)
-    return torch.stack([one.flatten(-3, -2) for one in pair])

@@ -12,14 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from everystep.cache.formats import (
-    Codes,
-    Quantization,
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
-)
+from everystep.cache.formats import Codes, Quantization
 from everystep.errors import UnsupportedError, refuse
 
 ALL_ABILITIES = frozenset({"grow", "fork", "truncate"})
@@ -269,11 +262,10 @@ class QuantizedLayer(CacheLayer):
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """(B, K, S, D) keys and values of all positions."""
-        own_keys, own_values = super().whole()
-        bits, dtype = self.quantization.bits, own_keys.dtype
-        keys = [decode_keys(one, bits, dtype) for one, _ in self._groups]
-        values = [decode_values(one, bits, dtype) for _, one in self._groups]
-        return torch.cat([*keys, own_keys], dim=-2), torch.cat([*values, own_values], dim=-2)
+        own = super().whole()
+        coded = [self.quantization.decode(*one, own[0].dtype) for one in self._groups]
+        keys, values = zip(*coded, own, strict=True)
+        return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
 
     def crop(self, tokens_to_remove: int) -> None:
         """The last positions are gone; the rest of a group that is cut stays as it was stored."""
@@ -312,11 +304,8 @@ class QuantizedLayer(CacheLayer):
         how, done = self.quantization, len(self._groups) * self.quantization.group
         ready = how.packed(self._length) - done
         for start in range(0, ready, how.group):
-            stop = start + how.group
-            coded = encode_keys(keys[..., start:stop, :], how.bits)
-            self._groups.append(
-                (coded, encode_values(values[..., start:stop, :], how.bits, how.group))
-            )
+            span = slice(start, start + how.group)
+            self._groups.append(how.encode(keys[..., span, :], values[..., span, :]))
         if ready > 0:
             # Without a copy the full precision of what was packed would stay in memory.
             self.keys, self.values = keys[..., ready:, :].clone(), values[..., ready:, :].clone()

@@ -120,8 +120,8 @@ class NativeExecutor:
         return output
 
     def _output(self, work: Work) -> StepOutput:
-        axes = self._program.decoder.axes
-        places = position_ids(work, axes) if own_positions(work) else None
+        given = own_positions(work)
+        places = position_ids(work, self._program.decoder.axes) if given else None
         self._apply(work)
         if not len(work.rows):
             self._library.es_rest(self._runner)
@@ -131,7 +131,7 @@ class NativeExecutor:
         hidden = torch.empty(len(work.tokens), self._program.structure.width) if wanted else None
         self._step(work, room, listed, places, hidden)
         best = room.best
-        if best is not None and work.best.min() < best.values.shape[1]:  # type: ignore[union-attr]
+        if best is not None and min(work.best.tolist()) < best.values.shape[1]:  # type: ignore[union-attr]
             room = replace(room, best=_ended(best, work))
         if hidden is None:
             return room

@@ -1,7 +1,6 @@
 """What kind of cache a configuration asks for, read and checked.
 
-Windows come from the model's configuration, settings from the names that a `cache_config` has. What
-waits for a later version is refused here, by name.
+Windows come from the model's configuration, settings from the names that a `cache_config` has.
 """
 
 from __future__ import annotations
@@ -33,18 +32,20 @@ def layer_windows(config: Any) -> list[int | None]:
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:
     """How to quantise, from the names that a `cache_config` has; None stands for the default."""
-    given = {name: value for name, value in config.items() if value is not None}
-    backend = given.pop("backend", "everystep")
-    if backend != "everystep":
-        _refuse_setting("backend", "'everystep', the library's own", backend, "Leave backend out")
-    for axis in ("axis_key", "axis_value"):
-        if axis in given:
-            wanted = "keys per channel, values per position"
-            _refuse_setting(axis, wanted, given[axis], f"Leave {axis} out")
     names = {"nbits": "bits", "q_group_size": "group", "residual_length": "residual"}
-    for name in given:
+    axes = "keys per channel, values per position"
+    fixed = {"backend": "'everystep', the library's own", "axis_key": axes, "axis_value": axes}
+    given = {name: value for name, value in config.items() if value is not None}
+    if given.get("backend") == "everystep":
+        del given["backend"]
+    for name, value in given.items():
         if name not in names:
-            _refuse_setting(name, ", ".join(names), given[name], f"Leave {name} out")
+            refuse(
+                f"a quantised cache cannot have {name}",
+                wanted=fixed.get(name, ", ".join(names)),
+                got=repr(value),
+                do=f"Leave {name} out",
+            )
     return Quantization(**{names[name]: value for name, value in given.items()})
 
 
@@ -57,7 +58,3 @@ def refuse_quantized_windows(windows: Sequence[int | None]) -> None:
             do="Use a DynamicCache",
             kind=UnsupportedError,
         )
-
-
-def _refuse_setting(name: str, wanted: str, got: object, do: str) -> None:
-    refuse(f"a quantised cache cannot have {name}", wanted=wanted, got=repr(got), do=do)

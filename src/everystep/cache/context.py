@@ -52,22 +52,18 @@ class CacheContext:
         self.kept: list[Tensor] | None = [] if layers else None
 
     def keep(self, hidden: Tensor) -> None:
-        """Remembers (N, E) hidden states if a feed asks for layers."""
         if self.kept is not None:
             self.kept.append(hidden)
 
-    # --- recurrent layers -------------------------------------------------------------------------
+    # --- recurrent layers: see `Context` ----------------------------------------------------------
 
     def feeds(self) -> Ragged:
-        """The step as a recurrent layer reads it."""
         return self._rows.recurrence.feeds
 
     def recall(self, layer: int) -> tuple[Tensor, ...]:
-        """(R, *shape) of each shape: the layer's states before the feeds."""
         return self._rows.recurrence.recall(self._rows.recurrent[layer])
 
     def remember(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        """Keeps (M, *shape) of each shape: the layer's states where the feeds say."""
         self._rows.recurrence.remember(states)
 
     # --- attention --------------------------------------------------------------------------------
@@ -118,13 +114,23 @@ class CacheContext:
         rule: Rule,
         bias: RelativeBias | None,
     ) -> Tensor:
-        tails = bank.tails.layer(index)
+        """One softmax over the scores of every level of segments and of the tails."""
+        tails, shelf = bank.tails.layer(index), bank.shelf.layer(index)
         k, v = bank.format.unpacked(tails[:, : shape.rows, :, : box.tail])
         own = _filled(q, shape)
         if not box.levels:
             return _packed(look(own, k, v, rule, box.sight, bias), shape)
         mask = box.sight.mask(rule, bias, own, k.shape[1])
-        out = _chained(bank, index, fold_heads(own, k.shape[1]), k, v, box, rule, mask)
+        own = fold_heads(own, k.shape[1])
+        held = [shelf[:, one.first : one.last, :, : one.length] for one in box.levels]
+        pairs = list(zip(box.levels, map(bank.format.unpacked, held), strict=True))
+        scores = [level.scores(own, store[0]) for level, store in pairs]
+        weights = probabilities(torch.cat([*scores, own @ k.transpose(-1, -2)], -1), rule, mask)
+        lengths = [*(level.length for level in box.levels), box.tail]
+        *shared, last = torch.split(weights, lengths, dim=-1)
+        out = last @ v
+        for (level, store), part in zip(pairs, shared, strict=True):
+            out = out + level.mix(part, store[1])
         return _packed(unfold_heads(out, shape.length), shape)
 
     def _span(
@@ -173,30 +179,6 @@ def _rectangle_across(across: Tensor, q: Tensor, shape: Rectangle, rule: Rule) -
 
 def _refuse_no_states() -> NoReturn:
     refuse("a row of a model with an encoder has no encoder states", kind=InvariantError)
-
-
-def _chained(
-    bank: Bank,
-    index: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    box: Box,
-    rule: Rule,
-    mask: Tensor | None,
-) -> Tensor:
-    """One softmax over the scores of every level of segments and of the tails."""
-    shelf = bank.shelf.layer(index)
-    held = [shelf[:, one.first : one.last, :, : one.length] for one in box.levels]
-    pairs = list(zip(box.levels, map(bank.format.unpacked, held), strict=True))
-    scores = [level.scores(q, store[0]) for level, store in pairs]
-    weights = probabilities(torch.cat([*scores, q @ k.transpose(-1, -2)], -1), rule, mask)
-    lengths = [*(level.length for level in box.levels), box.tail]
-    *shared, own = torch.split(weights, lengths, dim=-1)
-    out = own @ v
-    for (level, store), part in zip(pairs, shared, strict=True):
-        out = out + level.mix(part, store[1])
-    return out
 
 
 def _seen(

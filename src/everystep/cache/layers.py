@@ -103,7 +103,6 @@ class DynamicLayer(CacheLayer):
         return self.whole()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` positions are gone."""
         count = _removed(tokens_to_remove, self._length)
         if count:
             self.change_rows(lambda x: x[..., :-count, :])
@@ -121,7 +120,6 @@ class DynamicSlidingWindowLayer(DynamicLayer):
         self._keeps_past = False
 
     def get_max_length(self) -> int:
-        """The window."""
         return self.sliding_window
 
     def activate_past_recording(self) -> None:
@@ -168,7 +166,6 @@ class StaticLayer(CacheLayer):
         self.max_cache_len = max_cache_len
 
     def get_max_length(self) -> int:
-        """How many positions fit."""
         return self.max_cache_len
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +277,6 @@ class QuantizedLayer(CacheLayer):
         self._length = length
 
     def reset(self) -> None:
-        """Nothing is stored."""
         super().reset()
         self._groups.clear()
 

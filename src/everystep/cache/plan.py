@@ -35,17 +35,15 @@ _PLAIN = Extra()
 class PlannedFeed:
     """`count` positions of a row from `start` on; `index`: its place among the work's feeds.
 
-    `before`, `after`: what the row holds without and with them, bank by bank. `wanted`: of how many
-    logits are wanted. `mask`: (1 or H, count, start + count) bool or None; `weights`: whether
-    attention weights are wanted; `alone`: it is computed by itself. Its positions are packed from
-    `offset` on.
+    `before`, `after`: what the row holds without and with them, bank by bank. `mask`: (1 or H,
+    count, start + count) bool or None; `weights`: whether attention weights are wanted; `alone`: it
+    is computed by itself. Its positions are packed from `offset` on.
     """
 
     index: int
     row: CacheRow
     start: int
     count: int
-    wanted: int
     before: Sequence[BankPart]
     after: Sequence[BankPart]
     mask: Tensor | None
@@ -174,7 +172,7 @@ def make_plan(rows: RowCache, work: Work) -> Plan:
     begins[indices] = np.cumsum(counts) - counts
     for feed in packed:
         feed.offset = int(begins[feed.index])
-    rows.mark([feed.row for feed in packed], counts, [feed.wanted for feed in packed])
+    rows.mark([feed.row for feed in packed], counts, work.logits[indices].tolist())
     in_order = indices == list(range(len(feeds)))
     banks = range(len(rows.banks))
     return Plan(
@@ -204,7 +202,7 @@ def _feed(
     mask, weights = extra.mask, extra.attentions
     alone = rows.coded or weights or mask is not None
     before = rows.extend(row, count, wanted, alone=alone or count > LONGEST_IN_RECTANGLE)
-    return PlannedFeed(index, row, start, count, wanted, before, row.parts, mask, weights, alone)
+    return PlannedFeed(index, row, start, count, before, row.parts, mask, weights, alone)
 
 
 def _alike(feed: PlannedFeed) -> tuple[int, int]:
@@ -253,12 +251,22 @@ def _box(
     by_line: Sequence[PlannedFeed | None], queries: np.ndarray, bank: int, device: torch.device
 ) -> Box:
     parts = [feed.after[bank] if feed else BankPart() for feed in by_line]
-    levels, keys, held = _chains(parts, device)
+    chains = [part.chain for part in parts]
+    starts, tails = (
+        np.array([part.first for part in parts]),
+        np.array([part.tail for part in parts]),
+    )
+    levels, keys, held = [], [], []
+    for depth in range(max(map(len, chains))):
+        links = [chain[depth] if depth < len(chain) else None for chain in chains]
+        level, level_held = _level(links, device)
+        levels.append(level)
+        keys.append(starts[:, None] + np.arange(level.length))
+        held.append(level_held)
+        starts = starts + np.array([link.length if link else 0 for link in links])
     # What a filled-up place or an idle row sees is nothing or wrong, and is never used.
-    tails = np.array([part.tail for part in parts])
-    bases = np.array([part.base for part in parts])
     run = np.arange(tails.max())
-    keys.append(bases[:, None] + run)
+    keys.append(starts[:, None] + run)
     held.append(run < tails[:, None])
     places, there = np.concatenate(keys, axis=1), np.concatenate(held, axis=1)
     # One query after all keys sees every one of them, but for windows.
@@ -278,23 +286,6 @@ def _filling(
     gather = np.zeros(rows * length, dtype=np.int64)
     gather[scatter] = np.arange(len(scatter))
     return _on(device, gather), _on(device, scatter)
-
-
-def _chains(
-    parts: Sequence[BankPart], device: torch.device
-) -> tuple[list[Level], list[np.ndarray], list[np.ndarray]]:
-    """Levels, key positions and which keys are held, from the first segment of chains on."""
-    levels, keys, held = [], [], []
-    starts = np.array([part.first for part in parts])
-    chains = [part.chain for part in parts]
-    for depth in range(max(map(len, chains))):
-        links = [chain[depth] if depth < len(chain) else None for chain in chains]
-        level, level_held = _level(links, device)
-        levels.append(level)
-        keys.append(starts[:, None] + np.arange(level.length))
-        held.append(level_held)
-        starts = starts + np.array([link.length if link else 0 for link in links])
-    return levels, keys, held
 
 
 def _level(links: Sequence[Link | None], device: torch.device) -> tuple[Level, np.ndarray]:

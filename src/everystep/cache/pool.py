@@ -68,7 +68,7 @@ class Link(NamedTuple):
 class Pool:
     """Lines of keys and values that grow as needed; `shape`: (L, K, D) of one position.
 
-    A pool of tails is told which lines to use; one of segments takes the first that is free.
+    Rows choose the lines of their tails; a segment takes the first line that is free.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 A state cannot be cut to a shorter length, so a row keeps one for every length that it may be cut
 back to: a feed that wants the logits of n positions leaves n + 1 of them, or one where it wants
-none. The states of all rows of a step are one record, immutable, so that forks share it. A row that
-sits a step out takes what is its own out of the record, or one idle row would keep the states of a
-whole batch in memory.
+none. The states of all rows of a step are one record, immutable, so that forks share it. The states
+of a row that is not fed are copied out of the record, or one idle row would keep those of a whole
+batch in memory.
 """
 
 from __future__ import annotations

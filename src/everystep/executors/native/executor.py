@@ -69,8 +69,7 @@ class NativeExecutor:
         self._tables = [RopeTable(rope) for rope in self._program.ropes]
         ropes = (RopeRows * len(self._tables))()
         self._asked = StepWork(ropes=len(self._tables), rope=ropes)
-        self._numbers = _addressed(np.empty(256, np.int64))
-        self._pages = _addressed(self.rows.table)
+        self._numbers = np.empty(0, np.int64)
         self._reserved = 0
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
@@ -227,7 +226,7 @@ class NativeExecutor:
         feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
         copies, longest, spare = self.rows.extend(*feeds)
         self._reserve()
-        copied = np.array(copies, np.int32).T.copy() if copies else (None, None)  # (2, n)
+        copied = torch.tensor(copies, dtype=torch.int32).T.contiguous() if copies else (None, None)
         turned = [table.rows(work, places, longest) for table in self._tables]
         embeds = [
             (start, values.float().contiguous()) for start, values in given_inputs(work, "embeds")
@@ -254,23 +253,17 @@ class NativeExecutor:
         self._turned = turned
 
     def _write_feeds(self, step: StepWork, work: Work) -> None:
-        """The structure has the numbers of all feeds, which lie one after another in one piece of
-        memory, and the pages of all rows."""
+        """The structure has the pages of all rows and the numbers of all feeds, which lie one after
+        another in one array."""
         best = work.best
         best = np.zeros_like(work.rows) if best is None else np.minimum(best, self.vocab_size)
         fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
-        tokens, feeds = len(work.tokens), len(work.rows)
-        count = tokens + 5 * feeds
-        if count > len(self._numbers[0]):
-            self._numbers = _addressed(np.empty(2 * count, np.int64))
-        numbers, first = self._numbers
-        np.concatenate(fields, out=numbers[:count])
+        self._numbers = numbers = np.concatenate(fields, dtype=np.int64)
+        tokens, feeds, first = len(work.tokens), len(work.rows), _array_address(numbers)
+        after = range(first + 8 * tokens, first + 8 * len(numbers), 8 * feeds)
         step.tokens, step.feeds, step.ids = tokens, feeds, first
-        after = range(first + 8 * tokens, first + 8 * count, 8 * feeds)
         step.rows, step.starts, step.counts, step.wanted, step.best = after
-        if self.rows.table is not self._pages[0]:
-            self._pages = _addressed(self.rows.table)
-        step.stride, step.pages = self.rows.table.shape[1], self._pages[1]
+        step.stride, step.pages = self.rows.table.shape[1], _array_address(self.rows.table)
 
 
 def _ended(best: Scores, work: Work) -> Scores:
@@ -289,14 +282,10 @@ class _Turn:
     __slots__ = ("__weakref__",)
 
 
-def _addressed(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """An array, and where it lies; replaced together, so that no interrupt can part them."""
-    return array, array.__array_interface__["data"][0]
-
-
-def _address(array: np.ndarray | Tensor | None) -> int | None:
-    """Where an array lies."""
-    if array is None or isinstance(array, Tensor):
-        return None if array is None else array.data_ptr()
+def _array_address(array: np.ndarray) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -97,7 +97,7 @@ class Program:
         self.structure = self._decoder(decoder)
 
     def _decoder(self, decoder: Decoder) -> DecoderWeights:
-        spec = decoder.spec
+        spec, head = decoder.spec, decoder.head
         layers = (LayerWeights * len(spec.layers))(
             *(self._layer(index, layer) for index, layer in enumerate(decoder.layers))
         )
@@ -121,15 +121,10 @@ class Program:
             layer=layers,
             norm=self._norm(decoder.norm),
             embedding=table,
-            head=self._head(decoder, table),
+            head=self._joined([table], head.bias)
+            if spec.tied
+            else self._linear(weights_of(head.matrix()), head.bias),
         )
-
-    def _head(self, decoder: Decoder, table: Matrix) -> LinearMapC:
-        if not decoder.spec.tied:
-            return self._linear(weights_of(decoder.head.matrix()), decoder.head.bias)
-        shared = LinearMapC(count=1, bias=self._floats(decoder.head.bias))
-        shared.parts[0] = table
-        return shared
 
     def _layer(self, index: int, layer: Layer) -> LayerWeights:
         spec, rope = self.decoder.spec, self.decoder.spec.layers[index].rope
@@ -156,10 +151,10 @@ class Program:
         )
 
     def _linear(self, weights: Sequence[Weight], bias: Tensor | None) -> LinearMapC:
-        made = LinearMapC(count=len(weights), bias=self._floats(bias))
-        for place, weight in enumerate(weights):
-            made.parts[place] = self._matrix(weight)
-        return made
+        return self._joined([self._matrix(weight) for weight in weights], bias)
+
+    def _joined(self, parts: Sequence[Matrix], bias: Tensor | None) -> LinearMapC:
+        return LinearMapC(len(parts), (Matrix * 3)(*parts), self._floats(bias))
 
     def _matrix(self, weight: Weight) -> Matrix:
         panels = weight if isinstance(weight, Panels) else Panels.of(weight, self.arena)

@@ -121,25 +121,25 @@ class Program:
             layer=layers,
             norm=self._norm(decoder.norm),
             embedding=table,
-            head=self._joined([table], head.bias)
-            if spec.tied
-            else self._linear(weights_of(head.matrix()), head.bias),
+            head=self._joined([table], head.bias) if spec.tied else self._linear(head),
         )
 
     def _layer(self, index: int, layer: Layer) -> LayerWeights:
         spec, rope = self.decoder.spec, self.decoder.spec.layers[index].rope
-        size, gated = spec.mlp.size, spec.mlp.gated
         up, bias = weights_of(layer.up.matrix()), layer.up.bias
-        gate = _rows(up, 0, size) if gated else []
+        gate: tuple[Weight, ...] = ()
+        gate_bias: Tensor | None = None
+        if spec.mlp.gated:
+            size = spec.mlp.size
+            gate, up = _rows(up, 0, size), _rows(up, size, 2 * size)
+            if bias is not None:
+                gate_bias, bias = bias[:size], bias[size:]
         return LayerWeights(
-            qkv=self._linear(weights_of(layer.qkv.matrix()), layer.qkv.bias),
-            out=self._linear(weights_of(layer.out.matrix()), layer.out.bias),
-            gate=self._linear(gate, None if bias is None or not gated else bias[:size]),
-            up=self._linear(
-                _rows(up, size, 2 * size) if gated else up,
-                bias[size:] if gated and bias is not None else bias,
-            ),
-            down=self._linear(weights_of(layer.down.matrix()), layer.down.bias),
+            qkv=self._linear(layer.qkv),
+            out=self._linear(layer.out),
+            gate=self._joined([*map(self._matrix, gate)], gate_bias),
+            up=self._joined([*map(self._matrix, up)], bias),
+            down=self._linear(layer.down),
             attention=self._norm(layer.attention_norm),
             mlp=self._norm(layer.mlp_norm),
             attention_post=self._norm(layer.attention_post_norm),
@@ -150,8 +150,8 @@ class Program:
             window=spec.layers[index].window or 0,
         )
 
-    def _linear(self, weights: Sequence[Weight], bias: Tensor | None) -> LinearMapC:
-        return self._joined([self._matrix(weight) for weight in weights], bias)
+    def _linear(self, linear: TorchLinear) -> LinearMapC:
+        return self._joined([*map(self._matrix, weights_of(linear.matrix()))], linear.bias)
 
     def _joined(self, parts: Sequence[Matrix], bias: Tensor | None) -> LinearMapC:
         return LinearMapC(len(parts), (Matrix * 3)(*parts), self._floats(bias))
@@ -236,16 +236,17 @@ def _exact(linear: TorchLinear) -> bool:
     return isinstance(linear, QuantizedLinear) and linear.exact_activations
 
 
-def _rows(weights: Sequence[Weight], start: int, stop: int) -> list[Weight]:
+def _rows(weights: Sequence[Weight], start: int, stop: int) -> tuple[Weight, ...]:
     """The given output rows of matrices that stand one after another."""
-    found, before = [], 0
+    found: list[Weight] = []
+    before = 0
     for weight in weights:
         first, last = max(start - before, 0), min(stop - before, weight.shape[0])
         if first < last:
             whole = weight.whole(first, last) if isinstance(weight, Panels) else None
             found.append(whole or rows_of(weight, first, last))
         before += weight.shape[0]
-    return found
+    return tuple(found)
 
 
 def _format(panels: Panels) -> int:

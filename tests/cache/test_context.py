@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from everystep.cache import RowCache
+from everystep.cache.context import CacheContext
 from everystep.cache.formats import Quantization
+from everystep.cache.rows import RowCache
 from everystep.nn.attention import Rule
 from everystep.nn.network import Full, Window
 from everystep.types import Extra, Verb, Work
@@ -57,7 +58,7 @@ class Judge:
         tokens = np.zeros(sum(counts.values()), int)
         work = Work(verbs, *arrays, np.ones_like(arrays[0]), tokens, extras)
         self.cache.apply(work)
-        context = self.cache.begin(work)
+        context = CacheContext(self.cache, work)
         gaps = [self._layer(layer, context, counts, masks) for layer in LAYERS]
         return max(gaps)
 
@@ -66,7 +67,8 @@ class Judge:
         q = torch.randn(total, HEADS, DIM, generator=self.draw, dtype=torch.float64)
         kv = torch.randn(total, 2, SHARED, DIM, generator=self.draw, dtype=torch.float64)
         kv[:, 1, :, STORES[layer][0].value_dim :] = 0
-        order = slice(None) if context.order is None else torch.from_numpy(context.order)
+        order = context.plan.order
+        order = slice(None) if order is None else torch.from_numpy(order)
         found = torch.empty(total, HEADS * DIM, dtype=torch.float64)
         found[order] = context.attend(layer, q[order], kv[order], RULES[layer])
         gap, end = 0.0, 0

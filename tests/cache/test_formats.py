@@ -58,5 +58,5 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_zeros_are_zeros() -> None:
     kept = KvFormat(torch.float32, "int8")
     assert torch.equal(kept.unpacked(kept.packed(torch.zeros(2, 8))), torch.zeros(2, 8))
-    # A fresh slot is bytes of zeros.
+    # A fresh line is bytes of zeros.
     assert torch.equal(kept.unpacked(torch.zeros(2, 12, dtype=torch.int8)), torch.zeros(2, 8))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everystep.cache import RowCache
 from everystep.cache.bank import FIRST_FREEZE, LATER_FREEZE, MAX_CHAIN
+from everystep.cache.context import CacheContext
+from everystep.cache.rows import RowCache
 from everystep.errors import InvariantError
 from everystep.nn.network import Cross, Full
 from everystep.types import Verb, Work
@@ -51,8 +52,7 @@ class Driver:
             del self.expected[verb.row]
 
     def _write(self, work: Work) -> None:
-        context = self.cache.begin(work)
-        plan = context.plan
+        plan = CacheContext(self.cache, work).plan
         numbers = np.arange(self._written, self._written + len(work.tokens))
         self._written += len(numbers)
         for row, part in zip(
@@ -60,25 +60,24 @@ class Driver:
         ):
             self.expected[row] += part.tolist()
         packed = numbers if plan.order is None else numbers[plan.order]
-        (bank,), (writes,) = self.cache._rows.banks, plan.writes
+        (bank,), (writes,) = self.cache.banks, plan.writes
         for layer in range(LAYERS):
-            bank.tails.layer(layer)[:, writes.slots, :, writes.places] = values(packed)
+            bank.tails.layer(layer)[:, writes.lines, :, writes.places] = values(packed)
 
     def check(self) -> None:
-        """Every row holds what it should, and tails fill the first slots."""
+        """Every row holds what it should, and tails fill the first lines."""
         assert self.cache.lengths() == {row: len(held) for row, held in self.expected.items()}
-        rows = self.cache._rows
-        slots = [row.slot for _, row in rows.items()]
-        assert sorted(slots) == list(range(len(slots)))
+        lines = [self.cache[number].line for number in self.expected]
+        assert sorted(lines) == list(range(len(lines)))
         for number, held in self.expected.items():
             assert self.held(number) == held
 
     def held(self, number: int) -> list[int]:
         """The numbers that were written into a row."""
-        row, (bank,) = self.cache[number], self.cache._rows.banks
+        row, (bank,) = self.cache[number], self.cache.banks
         (part,) = row.parts
-        parts = [bank.shelf.pool.read(link.segment.slot, link.length) for link in part.chain]
-        parts.append(bank.tails.read(row.slot, part.tail))
+        parts = [bank.shelf.read(link.segment.line, link.length) for link in part.chain]
+        parts.append(bank.tails.read(row.line, part.tail))
         stored = torch.cat(parts, dim=3)
         written = stored[0, 0, 0, :, 0].long()
         assert torch.equal(stored, values(written).permute(1, 2, 0, 3).expand_as(stored))
@@ -157,7 +156,7 @@ def test_a_short_tail_is_copied() -> None:
     driver.check()
 
 
-def test_the_fork_of_a_row_that_dies_takes_its_slot() -> None:
+def test_the_fork_of_a_row_that_dies_takes_its_line() -> None:
     driver = opened(LONG - 1)
     driver.do(("fork", 1, 0), ("fork", 2, 0), ("free", 0), feed={1: 1, 2: 1})
     counts = driver.cache.counts
@@ -223,15 +222,15 @@ def test_memory_is_allocated_by_doubling() -> None:
     assert driver.cache.counts.allocations <= 5
 
 
-def test_a_slot_is_wiped_before_it_is_used_again() -> None:
+def test_a_line_is_wiped_before_it_is_used_again() -> None:
     # What a softmax masks is still multiplied: a stranger's infinity would become NaN.
     driver = opened(9)
-    (bank,) = driver.cache._rows.banks
+    (bank,) = driver.cache.banks
     bank.tails.layer(0).fill_(float("inf"))
     driver.do(("allocate", 1), feed={1: 1})
     driver.do(("free", 0), ("allocate", 2), feed={2: 1})
-    slot = driver.cache[2].slot
-    assert bool(bank.tails.read(slot, 9)[0].isfinite()[:, :, 1:9].all())
+    line = driver.cache[2].line
+    assert bool(bank.tails.read(line, 9)[0].isfinite()[:, :, 1:9].all())
 
 
 def test_encoder_states_are_projected_once_per_tensor() -> None:
@@ -246,11 +245,11 @@ def test_encoder_states_are_projected_once_per_tensor() -> None:
     cache.allocate(0, states)
     cache.allocate(1, states)
     cache.allocate(2, other)
-    cache._rows.fork(3, 0)
+    cache.fork(3, 0)
     assert len(calls) == 2
     assert cache.shared == 2
     for row in (0, 1, 3):
-        cache._rows.free(row)
+        cache.free(row)
     assert cache.shared == 1
 
 
@@ -267,4 +266,4 @@ def test_impossible_verbs_are_found(verb: tuple[object, ...]) -> None:
 
 def test_a_feed_at_the_wrong_place_is_found() -> None:
     with pytest.raises(InvariantError, match="wrong place"):
-        opened(5).cache.begin(work_of([], [0], [4], [1]))
+        CacheContext(opened(5).cache, work_of([], [0], [4], [1]))

@@ -125,7 +125,7 @@ def test_bytes_per_position(bits: int, most: float) -> None:
 
 
 def stored_bytes(segment: Segment) -> int:
-    parts = [x for pair in segment.codes or () for one in pair for x in one.parts]
+    parts = [x for pair in segment.codes or () for one in pair for x in one]
     return sum(x.numel() * x.element_size() for x in parts)
 
 

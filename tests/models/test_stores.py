@@ -205,7 +205,7 @@ def test_a_window_bounds_what_a_row_keeps(prompt: int) -> None:
     step(executor, prompt, 0, OPEN)
     for start in range(prompt, prompt + 120):
         step(executor, 1, start)
-    (part,), (bank,) = executor.cache[0].parts, executor.cache._rows.banks
+    (part,), (bank,) = executor.cache[0].parts, executor.cache.banks
     assert part.length == prompt + 120
     assert WINDOW <= part.length - part.first <= 2 * WINDOW + 16
     assert bank.tails.capacity <= 128
@@ -244,9 +244,9 @@ def test_an_idle_row_keeps_its_own_state_only() -> None:
     verbs = tuple(Verb("allocate", row) for row in range(8))
     rows, ones = np.arange(8), np.ones(8, dtype=np.int64)
     executor.run(Work(verbs, rows, 0 * ones, ones, ones, rows + 3))
-    assert executor.cache[5].marks[-1].record.count == 8
+    assert len(executor.cache[5].marks[-1].record[0][0]) == 8
     step(executor, 1, 1)
-    assert [executor.cache[row].marks[-1].record.count for row in range(8)] == [1] * 8
+    assert [len(executor.cache[row].marks[-1].record[0][0]) for row in range(8)] == [1] * 8
 
 
 def test_a_state_is_exported_and_restored() -> None:

@@ -21,17 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from everystep.cache.formats import (
-    CacheDtype,
-    Codes,
-    KvFormat,
-    Quantization,
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
-)
-from everystep.cache.pool import CacheCounts, KvShape, Link, Pool, Segment, Shelf
+from everystep.cache.formats import CacheDtype, Codes, KvFormat, Quantization
+from everystep.cache.pool import CacheCounts, Link, Pool, Segment
 from everystep.nn.network import Full, Window
 
 FIRST_FREEZE = 16
@@ -81,9 +72,9 @@ class Bank:
         drops = isinstance(store, Window) and self.coding is None
         self._window = store.size if isinstance(store, Window) and drops else None
         width = self.format.width(max(store.key_dim, store.value_dim))
-        layout = (KvShape(layers, store.heads, width), self.format.dtype, device, counts)
+        layout = ((layers, store.heads, width), self.format.dtype, device, counts)
         self.tails = Pool(*layout)
-        self.shelf = Shelf(*layout)
+        self.shelf = Pool(*layout)
         self._layers = layers
         self._counts = counts
 
@@ -102,15 +93,15 @@ class Bank:
         segment = self.shelf.store(self.format.packed(kv))
         return BankPart(length - count, (Link(segment, count),))
 
-    def fork(self, part: BankPart, slot: int) -> BankPart:
-        """What two rows share from now on, but for the tail in `slot`, if it still has one."""
+    def fork(self, part: BankPart, line: int) -> BankPart:
+        """What two rows share from now on, but for the tail in `line`, if it still has one."""
         least = LATER_FREEZE if part.chain else FIRST_FREEZE
         if self.coding is None and part.tail >= least and len(part.chain) < MAX_CHAIN:
-            segment = self.shelf.store(self.tails.read(slot, part.tail))
+            segment = self.shelf.store(self.tails.read(line, part.tail))
             part = BankPart(part.first, (*part.chain, Link(segment, part.tail)))
             self._counts.freezes += 1
         for link in part.chain:
-            self.shelf.retain(link.segment)
+            link.segment.references += 1
         return part
 
     def cut(self, part: BankPart, length: int) -> BankPart:
@@ -126,10 +117,10 @@ class Bank:
 
     # --- feeds ------------------------------------------------------------------------------------
 
-    def settle(self, part: BankPart, slot: int, start: int) -> BankPart:
+    def settle(self, part: BankPart, line: int, start: int) -> BankPart:
         """Before a feed at `start`: what no query from there on sees is dropped."""
         if self.coding is not None:
-            return self._absorbed(part, slot)
+            return self._absorbed(part, line)
         if self._window is None:
             return part
         least = max(start - self._window + 1, 0)
@@ -140,7 +131,7 @@ class Bank:
         # A shift costs a copy of the window, so that it is done once for many positions.
         if part.chain or gone < max(LEAST_SHIFT, self._window // 4):
             return part
-        self.tails.shift(slot, gone, part.tail)
+        self.tails.shift(line, gone, part.tail)
         return BankPart(part.first + gone, (), part.tail - gone)
 
     def extended(self, part: BankPart, count: int, floor: int, *, alone: bool) -> BankPart:
@@ -148,58 +139,54 @@ class Bank:
 
         `alone`: the feed brings what its own queries see, so that not all of it must be stored.
         """
-        end = part.length + count
         if self.coding is not None:
+            base, end = part.base, part.length + count
             # Codes are made of what some query of this feed sees as codes.
-            return self._coded(part, end, self.coding.packed(min(floor, end - 1)))
+            packed = self.coding.packed(min(floor, end - 1))
+            if packed <= base:
+                return BankPart(part.first, part.chain, end - base)
+            made = Link(Segment(NOWHERE, packed - base, codes=[]), packed - base)
+            return BankPart(part.first, (*part.chain, made), end - packed)
         if alone and self._window is not None:
             first = floor - self._window + 1
             if first > part.length:
                 for link in part.chain:
                     self.shelf.release(link.segment)
-                return BankPart(first, (), end - first)
+                return BankPart(first, (), part.length + count - first)
         return BankPart(part.first, part.chain, part.tail + count)
 
-    def _absorbed(self, part: BankPart, slot: int) -> BankPart:
+    def _absorbed(self, part: BankPart, line: int) -> BankPart:
         """The same positions, those that were restored in full precision as a tail or as codes."""
         exact = [link for link in part.chain if link.segment.codes is None]
         if not exact:
             return part
         (link,) = exact
-        kv = self.shelf.pool.read(link.segment.slot, link.length)
-        count = self._how.packed(link.length)
+        kv = self.shelf.read(link.segment.line, link.length)
+        count = self.how.packed(link.length)
         segment = Segment(NOWHERE, count, codes=[])
-        for layer in range(self._layers):
-            self.encode(kv[layer, :, :, :count], segment)
-        self.tails.reserve(slot + 1, link.length - count)
-        self.tails.fill(slot, kv[:, :, :, count:])
+        for layer in kv:
+            self.encode(layer[:, :, :count], segment)
+        self.tails.reserve(line + 1, link.length - count)
+        self.tails.fill(line, kv[:, :, :, count:])
         self.shelf.release(link.segment)
         chain = (Link(segment, count),) if count else ()
         return BankPart(part.first, chain, link.length - count)
 
-    def _coded(self, part: BankPart, end: int, packed: int) -> BankPart:
-        base, chain = part.base, part.chain
-        if packed > base:
-            segment = Segment(NOWHERE, packed - base, codes=[])
-            chain = (*chain, Link(segment, packed - base))
-        return BankPart(part.first, chain, end - max(packed, base))
-
     # --- keys and values --------------------------------------------------------------------------
 
-    def read(self, layer: int, part: BankPart, slot: int) -> list[Tensor]:
+    def read(self, layer: int, part: BankPart, line: int) -> list[Tensor]:
         """What a layer holds of a row, (2, K, n, D), one after another."""
-        shelf, tails = self.shelf.pool.layer(layer), self.tails.layer(layer)
-        parts = [
-            self.decoded(layer, link.segment)
-            if link.segment.codes is not None
-            else self.format.unpacked(shelf[:, link.segment.slot, :, : link.length])
-            for link in part.chain
-        ]
+        shelf, parts = self.shelf.layer(layer), []
+        for segment, length in part.chain:
+            if segment.codes is not None:
+                parts.append(self._decoded(segment.codes[layer], self.format.computed))
+            else:
+                parts.append(self.format.unpacked(shelf[:, segment.line, :, :length]))
         if part.tail:
-            parts.append(self.format.unpacked(tails[:, slot, :, : part.tail]))
+            parts.append(self.format.unpacked(self.tails.layer(layer)[:, line, :, : part.tail]))
         return parts
 
-    def export(self, part: BankPart, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    def export(self, part: BankPart, line: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Per layer (K, n, D) keys and values of the last n of `length` positions, as copies."""
         keys, values = self.store.key_dim, self.store.value_dim
         # One more than the next query sees: cache objects have room for a whole window.
@@ -207,10 +194,8 @@ class Bank:
         gone = max(first - part.first, 0)
         found = []
         for layer in range(self._layers):
-            pieces = self.read(layer, part, slot)
-            kv = torch.cat(pieces, dim=2)[:, :, gone:] if pieces else None
-            if kv is None:
-                kv = self.format.unpacked(self.tails.layer(layer)[:, 0, :, :0])
+            nothing = self.format.unpacked(self.tails.layer(layer)[:, 0, :, :0])
+            kv = torch.cat([nothing, *self.read(layer, part, line)], dim=2)[:, :, gone:]
             found.append((kv[0, ..., :keys].clone(), kv[1, ..., :values].clone()))
         return found
 
@@ -221,26 +206,18 @@ class Bank:
 
         `segment` keeps the codes of the first of them; layers come one after another.
         """
-        how = self._how
-        groups = exact.unflatten(2, (-1, how.group))  # type: ignore[no-untyped-call]
-        keys = encode_keys(groups[0], how.bits)
-        values = encode_values(groups[1], how.bits, how.group)
+        codes = self.how.encode(*exact.unflatten(2, (-1, self.how.group)))  # type: ignore[no-untyped-call]
         if segment is not None and segment.codes is not None:
-            count = segment.length // how.group
-            segment.codes.append((keys.first(count), values.first(count)))
-        return _joined(keys, values, how.bits, exact.dtype)
+            count = segment.length // self.how.group
+            segment.codes.append((codes[0].first(count), codes[1].first(count)))
+        return self._decoded(codes, exact.dtype)
 
-    def decoded(self, layer: int, segment: Segment) -> Tensor:
-        """(2, K, n, D): what the codes of a segment stand for."""
-        codes = segment.codes or []
-        return _joined(*codes[layer], self._how.bits, self.format.computed)
+    def _decoded(self, codes: tuple[Codes, Codes], dtype: torch.dtype) -> Tensor:
+        """(2, K, n, D): what the codes of keys and of values stand for."""
+        return torch.stack(self.how.decode(*codes, dtype)).flatten(-3, -2)
 
     @property
-    def _how(self) -> Quantization:
+    def how(self) -> Quantization:
+        """The coding of a bank of codes."""
         assert self.coding is not None, "only a bank of codes has codes"
         return self.coding
-
-
-def _joined(keys: Codes, values: Codes, bits: int, dtype: torch.dtype) -> Tensor:
-    pair = decode_keys(keys, bits, dtype), decode_values(values, bits, dtype)
-    return torch.stack([one.flatten(-3, -2) for one in pair])

@@ -1,49 +1,15 @@
 """What kind of cache a configuration asks for, read and checked.
 
-Windows come from the model's configuration, settings from the names that a `cache_config` has. What
-waits for a later version is refused here, by name.
+Windows come from the model's configuration, settings from the names that a `cache_config` has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from everystep.cache.formats import Quantization
-from everystep.cache.layers import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
-from everystep.errors import RequestError, UnsupportedError, message
-
-
-def refuse_offloading() -> NoReturn:
-    """Raises: caches outside the device's memory wait for a later version."""
-    raise UnsupportedError(
-        message(
-            "offloaded caches are not in this version",
-            wanted="a cache on the model's device",
-            do="Use a DynamicCache, or a QuantizedCache to save memory",
-        )
-    )
-
-
-def dynamic_layer(window: int | None) -> DynamicLayer:
-    """A layer that grows, up to its window if it has one."""
-    return DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
-
-
-def static_layer(max_cache_len: int, window: int | None) -> StaticLayer:
-    """A layer with room for so many positions, or for its window."""
-    if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
-        raise RequestError(
-            message("max_cache_len is impossible", wanted="at least 1", got=repr(max_cache_len))
-        )
-    if window is None:
-        return StaticLayer(max_cache_len)
-    return StaticSlidingWindowLayer(max_cache_len, window)
+from everystep.errors import UnsupportedError, refuse
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -66,34 +32,29 @@ def layer_windows(config: Any) -> list[int | None]:
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:
     """How to quantise, from the names that a `cache_config` has; None stands for the default."""
-    given = {name: value for name, value in config.items() if value is not None}
-    backend = given.pop("backend", "everystep")
-    if backend != "everystep":
-        _refuse_setting("backend", "'everystep', the library's own", backend, "Leave backend out")
-    for axis in ("axis_key", "axis_value"):
-        if axis in given:
-            wanted = "keys per channel, values per position"
-            _refuse_setting(axis, wanted, given[axis], f"Leave {axis} out")
     names = {"nbits": "bits", "q_group_size": "group", "residual_length": "residual"}
-    for name in given:
+    axes = "keys per channel, values per position"
+    fixed = {"backend": "'everystep', the library's own", "axis_key": axes, "axis_value": axes}
+    given = {name: value for name, value in config.items() if value is not None}
+    if given.get("backend") == "everystep":
+        del given["backend"]
+    for name, value in given.items():
         if name not in names:
-            _refuse_setting(name, ", ".join(names), given[name], f"Leave {name} out")
+            refuse(
+                f"a quantised cache cannot have {name}",
+                wanted=fixed.get(name, ", ".join(names)),
+                got=repr(value),
+                do=f"Leave {name} out",
+            )
     return Quantization(**{names[name]: value for name, value in given.items()})
 
 
 def refuse_quantized_windows(windows: Sequence[int | None]) -> None:
     """Raises where a layer has a window: what it drops need not be quantised."""
     if any(window is not None for window in windows):
-        raise UnsupportedError(
-            message(
-                "a quantised cache is for models without sliding windows",
-                got=f"windows {sorted({w for w in windows if w is not None})}",
-                do="Use a DynamicCache",
-            )
+        refuse(
+            "a quantised cache is for models without sliding windows",
+            got=f"windows {sorted({w for w in windows if w is not None})}",
+            do="Use a DynamicCache",
+            kind=UnsupportedError,
         )
-
-
-def _refuse_setting(name: str, wanted: str, got: object, do: str) -> None:
-    raise RequestError(
-        message(f"a quantised cache cannot have {name}", wanted=wanted, got=repr(got), do=do)
-    )

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from everystep.cache.choices import (
-    dynamic_layer,
     layer_windows,
     read_quantization,
-    refuse_offloading,
     refuse_quantized_windows,
-    static_layer,
 )
 from everystep.cache.layers import (
     ALL_ABILITIES,
@@ -28,8 +25,10 @@ from everystep.cache.layers import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     QuantizedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
-from everystep.errors import RequestError, message
+from everystep.errors import UnsupportedError, refuse
 
 Pair = tuple[Tensor, Tensor]
 
@@ -49,14 +48,17 @@ class Cache:
         offload_only_non_sliding: bool = True,
     ) -> None:
         if offloading:
-            refuse_offloading()
+            refuse(
+                "offloaded caches are not in this version",
+                wanted="a cache on the model's device",
+                do="Use a DynamicCache, or a QuantizedCache to save memory",
+                kind=UnsupportedError,
+            )
         if (layers is None) == (layer_class_to_replicate is None):
-            raise RequestError(
-                message(
-                    "a cache is made from layers, or from a class of them",
-                    wanted="layers or layer_class_to_replicate",
-                    got="both" if layers is not None else "neither",
-                )
+            refuse(
+                "a cache is made from layers, or from a class of them",
+                wanted="layers or layer_class_to_replicate",
+                got="both" if layers is not None else "neither",
             )
         self.layers: list[CacheLayer] = list(layers or ())
         self.layer_class_to_replicate = layer_class_to_replicate
@@ -139,7 +141,7 @@ class Cache:
 
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         """(keys, values) of every layer, as releases before caches were objects had them."""
-        return tuple(self._pair(layer) for layer in self.layers)
+        return tuple(layer.whole() for layer in self.layers)
 
     @property
     def abilities(self) -> frozenset[str]:
@@ -175,13 +177,6 @@ class Cache:
         for layer in self.layers:
             layer.change_rows(change)
 
-    def _pair(self, layer: CacheLayer) -> Pair:
-        if isinstance(layer, QuantizedLayer):
-            return layer.whole()
-        if layer.keys is None or layer.values is None:
-            raise RequestError(message("a layer of the cache is empty", do="Update it first"))
-        return layer.keys, layer.values
-
 
 class DynamicCache(Cache):
     """Grows with what is stored; layers with a window keep the window.
@@ -199,9 +194,12 @@ class DynamicCache(Cache):
     ) -> None:
         given = [tuple(one) for one in ddp_cache_data or ()]
         windows = [_window(one) for one in given] if config is None else layer_windows(config)
-        layers = [dynamic_layer(window) for window in windows] or None
-        lazily = DynamicLayer if layers is None else None
-        super().__init__(layers, lazily, offloading, offload_only_non_sliding)
+        layers = [
+            DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+            for window in windows
+        ]
+        lazily = None if layers else DynamicLayer
+        super().__init__(layers or None, lazily, offloading, offload_only_non_sliding)
         for index, one in enumerate(given):
             if one[0] is not None:
                 self.update(one[0], one[1], index)
@@ -222,7 +220,18 @@ class StaticCache(Cache):
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
     ) -> None:
-        layers = [static_layer(max_cache_len, window) for window in layer_windows(config)]
+        if (
+            isinstance(max_cache_len, bool)
+            or not isinstance(max_cache_len, int)
+            or max_cache_len < 1
+        ):
+            refuse("max_cache_len is impossible", wanted="at least 1", got=repr(max_cache_len))
+        layers = [
+            StaticLayer(max_cache_len)
+            if window is None
+            else StaticSlidingWindowLayer(max_cache_len, window)
+            for window in layer_windows(config)
+        ]
         super().__init__(layers, None, offloading, offload_only_non_sliding)
         self.max_cache_len = max_cache_len
 
@@ -275,22 +284,15 @@ class EncoderDecoderCache(Cache):
         own, across = _halves(caches)
         self.self_attention_cache: Cache = own
         self.cross_attention_cache: Cache = across
+        # The decoder's own layers are these layers, and grow in one list.
+        self.layers = own.layers
+        self.layer_class_to_replicate = own.layer_class_to_replicate
         self.is_updated = {
             index: across.get_seq_length(index) > 0 for index in range(len(across.layers))
         }
 
     def __repr__(self) -> str:
         return f"EncoderDecoderCache({self.self_attention_cache}, {self.cross_attention_cache})"
-
-    @property
-    def layers(self) -> list[CacheLayer]:  # type: ignore[override]
-        """The decoder's own layers."""
-        return self.self_attention_cache.layers
-
-    @property
-    def layer_class_to_replicate(self) -> type[DynamicLayer] | None:  # type: ignore[override]
-        """What further layers of the decoder are."""
-        return self.self_attention_cache.layer_class_to_replicate
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
         """Own keys, values and window, then the encoder's, of every layer."""
@@ -317,19 +319,19 @@ class EncoderDecoderCache(Cache):
         return cls(past_key_values or ())
 
     def _change(self, change: Change) -> None:
-        for layer in (*self.layers, *self.cross_attention_cache.layers):
-            layer.change_rows(change)
+        super()._change(change)
+        self.cross_attention_cache._change(change)
 
 
 class OffloadedCache(Cache):
     """Not built yet: keys and values that wait in the memory of the host."""
 
     def __init__(self) -> None:
-        refuse_offloading()
+        super().__init__(offloading=True)
 
 
-class OffloadedStaticCache(OffloadedCache):
-    """Not built yet: a static cache that waits in the memory of the host."""
+OffloadedStaticCache = OffloadedCache
+"""The same of a static cache."""
 
 
 def _window(data: tuple[Any, ...]) -> int | None:
@@ -340,19 +342,15 @@ def _halves(caches: tuple[Any, ...]) -> tuple[Cache, Cache]:
     if len(caches) == 2 and all(isinstance(one, Cache) for one in caches):
         return caches[0], caches[1]
     if len(caches) != 1:
-        raise RequestError(
-            message(
-                "an EncoderDecoderCache has two halves",
-                wanted="two caches, or one sequence of tuples",
-                got=[type(one).__name__ for one in caches],
-            )
+        refuse(
+            "an EncoderDecoderCache has two halves",
+            wanted="two caches, or one sequence of tuples",
+            got=[type(one).__name__ for one in caches],
         )
     data = [tuple(one) for one in caches[0]]
     wrong = [len(one) for one in data if len(one) not in (4, 6)]
     if wrong:
-        raise RequestError(
-            message("a layer's tuple has the wrong length", wanted="4 or 6 tensors", got=wrong[0])
-        )
+        refuse("a layer's tuple has the wrong length", wanted="4 or 6 tensors", got=wrong[0])
     half = [len(one) // 2 for one in data]
     own = DynamicCache(one[:n] for one, n in zip(data, half, strict=True))
     return own, DynamicCache(one[n:] for one, n in zip(data, half, strict=True))

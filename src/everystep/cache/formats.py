@@ -15,15 +15,15 @@ is not known here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, message
+from everystep.errors import refuse
 
 CacheDtype = Literal["float32", "float16", "int8"]
-BITS = (4, 8)
 
 _SCALE_BYTES = 4
 
@@ -67,6 +67,22 @@ def _values(kept: Tensor) -> Tensor:
     return kept[..., :-_SCALE_BYTES] * scale
 
 
+class Codes(NamedTuple):
+    """One group of positions: `codes` uint8 (..., group, D or D / 2), `step` and `least` per group.
+
+    For keys `step` and `least` are (..., 1, D); for values (..., group, D / channels), each for
+    `channels` neighbours.
+    """
+
+    codes: Tensor
+    step: Tensor
+    least: Tensor
+
+    def first(self, groups: int) -> Codes:
+        """A copy of the first groups of (..., groups, group, D)."""
+        return Codes(*(x[..., :groups, :, :].clone() for x in self))
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How a cache is quantised.
@@ -81,18 +97,14 @@ class Quantization:
     residual: int = 128
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise RequestError(
-                message("a cache is quantised to 8 or 4 bits", wanted="nbits=8 or 4", got=self.bits)
-            )
+        if self.bits not in (4, 8):
+            refuse("a cache is quantised to 8 or 4 bits", wanted="nbits=8 or 4", got=self.bits)
         for name, value, least in (
             ("q_group_size", self.group, 2),
             ("residual_length", self.residual, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise RequestError(
-                    message(f"{name} is impossible", wanted=f"at least {least}", got=repr(value))
-                )
+                refuse(f"{name} is impossible", wanted=f"at least {least}", got=repr(value))
 
     def packed(self, length: int) -> int:
         """How many of `length` positions are stored as integers: whole groups, the oldest first.
@@ -101,68 +113,30 @@ class Quantization:
         """
         return max(length - self.residual, 0) // self.group * self.group
 
-    def turn(self, places: Tensor) -> Tensor:
+    def turn(self, places: np.ndarray) -> np.ndarray:
         """The first query position that sees the codes of each of the positions `places`."""
         return (places // self.group + 1) * self.group + self.residual
 
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Codes, Codes]:
+        """(..., group, D) keys, with one step per channel, and values, with one per position and
+        `group` channels, or as many of them as divide D."""
+        dim, most = values.shape[-1], max(self.group, 2)
+        channels = max(n for n in range(2, dim + 1, 2) if dim % n == 0 and n <= most)
+        found = _encode(values.unflatten(-1, (-1, channels)), -1, self.bits)  # type: ignore[no-untyped-call]
+        joined = Codes(found.codes.flatten(-2), found.step.squeeze(-1), found.least.squeeze(-1))
+        return _encode(keys, -2, self.bits), joined
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Codes:
-    """One group of positions: `codes` uint8 (..., group, D or D / 2), `step` and `least` per group.
-
-    For keys `step` and `least` are (..., 1, D); for values (..., group, D / channels), each for
-    `channels` neighbours.
-    """
-
-    codes: Tensor
-    step: Tensor
-    least: Tensor
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All that is stored."""
-        return self.codes, self.step, self.least
-
-    def first(self, groups: int) -> Codes:
-        """A copy of the first groups of (..., groups, group, D)."""
-        return Codes(*(x[..., :groups, :, :].clone() for x in self.parts))
+    def decode(self, keys: Codes, values: Codes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(..., group, D) keys and values that the codes stand for."""
+        apart = values.codes.unflatten(-1, (values.step.shape[-1], -1))  # type: ignore[no-untyped-call]
+        wide = Codes(apart, values.step[..., None], values.least[..., None])
+        return _decode(keys, self.bits, dtype), _decode(wide, self.bits, dtype).flatten(-2)
 
 
-def encode_keys(keys: Tensor, bits: int) -> Codes:
-    """(..., group, D): one step and least value per channel."""
-    return _encode(keys, keys.amin(-2, keepdim=True), keys.amax(-2, keepdim=True), bits)
-
-
-def encode_values(values: Tensor, bits: int, group: int) -> Codes:
-    """(..., group, D): one step and least value per position and `group` channels, or fewer."""
-    apart = values.unflatten(-1, (-1, value_channels(values.shape[-1], group)))  # type: ignore[no-untyped-call]
-    found = _encode(apart, apart.amin(-1, keepdim=True), apart.amax(-1, keepdim=True), bits)
-    return Codes(found.codes.flatten(-2), found.step.squeeze(-1), found.least.squeeze(-1))
-
-
-def decode_keys(found: Codes, bits: int, dtype: torch.dtype) -> Tensor:
-    """(..., group, D), what `encode_keys` kept."""
-    return _decode(found.codes, found.step, found.least, bits, dtype)
-
-
-def decode_values(found: Codes, bits: int, dtype: torch.dtype) -> Tensor:
-    """(..., group, D), what `encode_values` kept."""
-    apart = found.codes.unflatten(-1, (found.step.shape[-1], -1))  # type: ignore[no-untyped-call]
-    return _decode(apart, found.step[..., None], found.least[..., None], bits, dtype).flatten(-2)
-
-
-def value_channels(head_dim: int, group: int) -> int:
-    """How many channels of a value share a step: the largest divisor of D within the group."""
-    return max(n for n in range(2, head_dim + 1, 2) if head_dim % n == 0 and n <= max(group, 2))
-
-
-def step_type(dtype: torch.dtype) -> torch.dtype:
-    """What steps and least values are stored as, for numbers of the given type."""
-    return torch.float32 if dtype.itemsize >= 4 else torch.float16
-
-
-def _encode(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Codes:
-    kind = step_type(x.dtype)
+def _encode(x: Tensor, dim: int, bits: int) -> Codes:
+    """One step and least value along a dimension."""
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    kind = torch.float32 if x.dtype.itemsize >= 4 else torch.float16
     top = 2**bits - 1
     # Codes are made from the step and least value as they are stored, so that only codes round.
     least, step = low.to(kind), ((high - low) / top).to(kind)
@@ -171,7 +145,8 @@ def _encode(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Codes:
     return Codes(codes[..., ::2] | codes[..., 1::2] << 4 if bits == 4 else codes, step, least)
 
 
-def _decode(codes: Tensor, step: Tensor, least: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+def _decode(found: Codes, bits: int, dtype: torch.dtype) -> Tensor:
+    codes, step, least = found
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     return codes.to(dtype) * step.to(dtype) + least.to(dtype)

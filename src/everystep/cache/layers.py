@@ -12,15 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from everystep.cache.formats import (
-    Codes,
-    Quantization,
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
-)
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.cache.formats import Codes, Quantization
+from everystep.errors import UnsupportedError, refuse
 
 ALL_ABILITIES = frozenset({"grow", "fork", "truncate"})
 Change = Callable[[Tensor], Tensor]
@@ -52,6 +45,12 @@ class CacheLayer(ABC):
     @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:
         """The last `-tokens_to_remove` positions are gone; the number is negative or 0."""
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """(B, K, S, D) keys and values as they are stored; RequestError where nothing is."""
+        if self.keys is None or self.values is None:
+            refuse("a layer of the cache is empty", do="Update it first")
+        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         """How many positions were stored, those that a window has dropped included."""
@@ -86,27 +85,28 @@ class CacheLayer(ABC):
         if self.keys is not None and self.values is not None:
             self.keys, self.values = change(self.keys), change(self.values)
 
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        count = keys.shape[-2]
+        if self.keys is not None and self.values is not None:
+            keys = torch.cat([self.keys, keys], dim=-2)
+            values = torch.cat([self.values, values], dim=-2)
+        self.keys, self.values = keys, values
+        self._length += count
+
 
 class DynamicLayer(CacheLayer):
     """Grows with every update."""
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stores (B, K, T, D) after what there is, and returns everything."""
-        self.keys, self.values = self._joined(key_states, value_states)
-        self._length += key_states.shape[-2]
-        return self.keys, self.values
+        self._append(key_states, value_states)
+        return self.whole()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` positions are gone."""
         count = _removed(tokens_to_remove, self._length)
-        if count and self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
+        if count:
+            self.change_rows(lambda x: x[..., :-count, :])
             self._length -= count
-
-    def _joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None:
-            return keys, values
-        return torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
 
 
 class DynamicSlidingWindowLayer(DynamicLayer):
@@ -120,7 +120,6 @@ class DynamicSlidingWindowLayer(DynamicLayer):
         self._keeps_past = False
 
     def get_max_length(self) -> int:
-        """The window."""
         return self.sliding_window
 
     def activate_past_recording(self) -> None:
@@ -129,32 +128,27 @@ class DynamicSlidingWindowLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stores (B, K, T, D); returns these and what the first of them can see before it."""
-        keys, values = self._joined(key_states, value_states)
-        self._length += key_states.shape[-2]
+        keys, values = super().update(key_states, value_states)
         if self._keeps_past:
-            self.keys, self.values = keys, values
             seen = self.sliding_window - 1 + key_states.shape[-2]
             return keys[..., -seen:, :], values[..., -seen:, :]
-        self.keys, self.values = self._last(keys), self._last(values)
+        self.change_rows(self._last)
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
         """The last positions are gone, and what the window no longer sees."""
-        if self._length < self.sliding_window:
-            super().crop(tokens_to_remove)
-            return
-        if not self._keeps_past:
-            raise UnsupportedError(
-                message(
-                    "a sliding layer cannot go back: what its window had left behind is gone",
-                    wanted=f"fewer than {self.sliding_window} positions, or a recorded past",
-                    got=f"{self._length} positions",
-                    do="Call activate_past_recording before the positions are stored",
-                )
+        full = self._length >= self.sliding_window
+        if full and not self._keeps_past:
+            refuse(
+                "a sliding layer cannot go back: what its window had left behind is gone",
+                wanted=f"fewer than {self.sliding_window} positions, or a recorded past",
+                got=f"{self._length} positions",
+                do="Call activate_past_recording before the positions are stored",
+                kind=UnsupportedError,
             )
         super().crop(tokens_to_remove)
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self._last(self.keys), self._last(self.values)
+        if full:
+            self.change_rows(self._last)
 
     def _last(self, x: Tensor) -> Tensor:
         """The positions that the next one can see; -0 would be all of them."""
@@ -172,20 +166,17 @@ class StaticLayer(CacheLayer):
         self.max_cache_len = max_cache_len
 
     def get_max_length(self) -> int:
-        """How many positions fit."""
         return self.max_cache_len
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stores (B, K, T, D) after what there is; returns the whole room."""
         end = self._length + key_states.shape[-2]
         if end > self.max_cache_len:
-            raise RequestError(
-                message(
-                    "the static cache is too small",
-                    wanted=f"room for {end} positions",
-                    got=f"max_cache_len={self.max_cache_len}",
-                    do="Make it with a larger max_cache_len",
-                )
+            refuse(
+                "the static cache is too small",
+                wanted=f"room for {end} positions",
+                got=f"max_cache_len={self.max_cache_len}",
+                do="Make it with a larger max_cache_len",
             )
         held = self._keep(key_states, value_states, self._length)
         self._length = end
@@ -194,26 +185,28 @@ class StaticLayer(CacheLayer):
     def _keep(self, keys: Tensor, values: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """The room, with (B, K, T, D) written into it from `start` on."""
         if self.keys is None or self.values is None:
-            self.keys = _room(keys, self.max_cache_len)
-            self.values = _room(values, self.max_cache_len)
+            self.keys, self.values = self._room(keys), self._room(values)
         for room, new in ((self.keys, keys), (self.values, values)):
             room[..., start : start + new.shape[-2], :] = new
         return self.keys, self.values
 
+    def _room(self, like: Tensor) -> Tensor:
+        batch, heads, _, dim = like.shape
+        return like.new_zeros(batch, heads, self.max_cache_len, dim)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: positions of a static cache are never taken back."""
         _removed(tokens_to_remove, self._length)
-        raise UnsupportedError(
-            message(
-                "a static cache cannot be cropped", wanted="a DynamicCache", do="Use a DynamicCache"
-            )
+        refuse(
+            "a static cache cannot be cropped",
+            wanted="a DynamicCache",
+            do="Use a DynamicCache",
+            kind=UnsupportedError,
         )
 
     def reset(self) -> None:
         """Holds zeros; the room stays."""
-        for stored in (self.keys, self.values):
-            if stored is not None:
-                stored.zero_()
+        self.change_rows(Tensor.zero_)
         self._length = 0
 
 
@@ -230,13 +223,12 @@ class StaticSlidingWindowLayer(StaticLayer):
         end = self._length + key_states.shape[-2]
         if end <= self.max_cache_len:
             return super().update(key_states, value_states)
-        keys = self._behind(self.keys, key_states)
-        values = self._behind(self.values, value_states)
+        keys, values = self._joined(self.keys, key_states), self._joined(self.values, value_states)
         self._keep(keys[..., -self.max_cache_len :, :], values[..., -self.max_cache_len :, :])
         self._length = end
         return keys, values
 
-    def _behind(self, held: Tensor | None, new: Tensor) -> Tensor:
+    def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
         if held is None:
             return new
         # The first new position no longer sees the oldest of a full window.
@@ -260,39 +252,31 @@ class QuantizedLayer(CacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Stores (B, K, T, D); returns everything, what was stored before as it is stored."""
-        full = DynamicLayer()
-        if self.keys is not None and self.values is not None:
-            full.update(self.keys, self.values)
-        self.keys, self.values = full.update(key_states, value_states)
+        self._append(key_states, value_states)
         everything = self.whole()
-        self._length += key_states.shape[-2]
         self._pack()
         return everything
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """(B, K, S, D) keys and values of all positions."""
-        if self.keys is None or self.values is None:
-            raise RequestError(message("nothing is stored yet", do="Call update first"))
-        bits, dtype = self.quantization.bits, self.keys.dtype
-        keys = [decode_keys(one, bits, dtype) for one, _ in self._groups]
-        values = [decode_values(one, bits, dtype) for _, one in self._groups]
-        return torch.cat([*keys, self.keys], dim=-2), torch.cat([*values, self.values], dim=-2)
+        own = super().whole()
+        coded = [self.quantization.decode(*one, own[0].dtype) for one in self._groups]
+        keys, values = zip(*coded, own, strict=True)
+        return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
 
     def crop(self, tokens_to_remove: int) -> None:
         """The last positions are gone; the rest of a group that is cut stays as it was stored."""
         count = _removed(tokens_to_remove, self._length)
         if not count:
             return
-        length = self._length - count
-        kept = length // self.quantization.group
+        length, group = self._length - count, self.quantization.group
         keys, values = self.whole()
-        del self._groups[kept:]
-        first = len(self._groups) * self.quantization.group
+        del self._groups[length // group :]
+        first = len(self._groups) * group
         self.keys, self.values = keys[..., first:length, :], values[..., first:length, :]
         self._length = length
 
     def reset(self) -> None:
-        """Nothing is stored."""
         super().reset()
         self._groups.clear()
 
@@ -300,52 +284,36 @@ class QuantizedLayer(CacheLayer):
         """Codes move as they are."""
         super().change_rows(change)
         self._groups = [
-            (_changed(keys, change), _changed(values, change)) for keys, values in self._groups
+            (Codes(*map(change, keys)), Codes(*map(change, values)))
+            for keys, values in self._groups
         ]
 
     @property
     def stored_bytes(self) -> int:
         """What keys and values cost."""
-        parts = [part for pair in self._groups for one in pair for part in one.parts]
+        parts = [part for pair in self._groups for one in pair for part in one]
         full = [one for one in (self.keys, self.values) if one is not None]
         return sum(part.numel() * part.element_size() for part in [*parts, *full])
 
     def _pack(self) -> None:
-        if self.keys is None or self.values is None:
-            return
-        how = self.quantization
-        done = len(self._groups) * how.group
-        for start in range(0, how.packed(self._length) - done, how.group):
-            stop = start + how.group
-            keys = encode_keys(self.keys[..., start:stop, :], how.bits)
-            self._groups.append(
-                (keys, encode_values(self.values[..., start:stop, :], how.bits, how.group))
-            )
-        left = len(self._groups) * how.group - done
-        if left:
+        keys, values = super().whole()
+        how, done = self.quantization, len(self._groups) * self.quantization.group
+        ready = how.packed(self._length) - done
+        for start in range(0, ready, how.group):
+            span = slice(start, start + how.group)
+            self._groups.append(how.encode(keys[..., span, :], values[..., span, :]))
+        if ready > 0:
             # Without a copy the full precision of what was packed would stay in memory.
-            self.keys = self.keys[..., left:, :].clone()
-            self.values = self.values[..., left:, :].clone()
+            self.keys, self.values = keys[..., ready:, :].clone(), values[..., ready:, :].clone()
 
 
 def _removed(tokens_to_remove: int, length: int) -> int:
     """How many positions a crop takes away."""
     if tokens_to_remove > 0:
-        raise RequestError(
-            message(
-                "crop takes the number of positions to remove, as a negative number",
-                wanted="0 or less",
-                got=tokens_to_remove,
-                do="To keep the first n of a cache, pass n - cache.get_seq_length()",
-            )
+        refuse(
+            "crop takes the number of positions to remove, as a negative number",
+            wanted="0 or less",
+            got=tokens_to_remove,
+            do="To keep the first n of a cache, pass n - cache.get_seq_length()",
         )
     return min(-tokens_to_remove, length)
-
-
-def _room(like: Tensor, length: int) -> Tensor:
-    batch, heads, _, dim = like.shape
-    return torch.zeros(batch, heads, length, dim, dtype=like.dtype, device=like.device)
-
-
-def _changed(codes: Codes, change: Change) -> Codes:
-    return Codes(*(change(part) for part in codes.parts))

@@ -1,9 +1,9 @@
 """How the feeds of a step are laid out for attention: decided once, used by every layer.
 
-Feeds of at most eight positions form one rectangle over the first slots of the pools; longer ones
-form spans, of which neighbours with equal lengths and nothing cached are one block. A feed with a
-mask of its own, or whose weights are wanted, is a span of its own, and so is every feed where rows
-are codes. Positions are packed rectangle first, in the order of slots, so that the usual step (one
+Feeds of at most eight positions form one rectangle over the first lines of the pools; longer ones
+form spans, of which neighbours with equal lengths and nothing cached are one. A feed with a mask of
+its own, or whose weights are wanted, is a span of its own, and so is every feed where rows are
+codes. Positions are packed rectangle first, in the order of lines, so that the usual step (one
 position per row, every row) needs no gathering at all. The layout is the same for every bank; what
 lies where differs. Nothing here holds keys or values.
 """
@@ -12,56 +12,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.cache.bank import Bank, BankPart
-from everystep.cache.pool import Link, Segment
-from everystep.cache.rows import CacheRow
+from everystep.cache.bank import BankPart
+from everystep.cache.pool import Link
+from everystep.cache.rows import CacheRow, RowCache
+from everystep.errors import InvariantError, refuse
 from everystep.nn.attention import Sight
+from everystep.types import Extra, Work
 
 LONGEST_IN_RECTANGLE = 8
+_PLAIN = Extra()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PlannedFeed:
     """`count` positions of a row from `start` on; `index`: its place among the work's feeds.
 
-    `before`, `after`: what the row holds without and with them, bank by bank. `wanted`: of how many
-    logits are wanted. `mask`: (1 or H, count, start + count) bool or None; `weights`: whether
-    attention weights are wanted; `alone`: it is computed by itself.
+    `before`, `after`: what the row holds without and with them, bank by bank. `mask`: (1 or H,
+    count, start + count) bool or None; `weights`: whether attention weights are wanted; `alone`: it
+    is computed by itself. Its positions are packed from `offset` on.
     """
 
     index: int
     row: CacheRow
     start: int
     count: int
-    wanted: int
     before: Sequence[BankPart]
     after: Sequence[BankPart]
     mask: Tensor | None
     weights: bool
     alone: bool
+    offset: int = 0
 
     @property
-    def slot(self) -> int:
-        """Where its tails lie."""
-        return self.row.slot
-
-    @property
-    def across(self) -> Segment | None:
-        """The encoder states of its row."""
-        return self.row.across
+    def in_span(self) -> bool:
+        """Whether it is no part of the rectangle."""
+        return self.alone or self.count > LONGEST_IN_RECTANGLE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
     """The segments that the rows of a rectangle look at, one per row.
 
-    Slots [first, last) of a shelf; `members` (G, W): the rectangle's rows that look at each slot,
+    Lines [first, last) of a shelf; `members` (G, W): the rectangle's rows that look at each line,
     padded with row 0. `group`, `place` (R,): where a row is found in `members`. `length`: the
     longest use. `single`: there is one segment, and `members` is every row in order.
     """
@@ -110,7 +110,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rectangle:
-    """Slots [0, rows), `length` positions each, filled up where a row feeds fewer or none.
+    """Lines [0, rows), `length` positions each, filled up where a row feeds fewer or none.
 
     `gather` (rows * length,): packed positions; `scatter` (n,): places in the rectangle. Both None
     where they would change nothing. `boxes`: bank by bank. `across`: the encoder states, of which
@@ -127,32 +127,13 @@ class Rectangle:
     across_seen: Sight
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedSpan:
-    """Feeds of `count` positions each, packed from `offset` on; several only if all are fresh."""
-
-    offset: int
-    count: int
-    feeds: tuple[PlannedFeed, ...]
-
-    @property
-    def fresh(self) -> bool:
-        """Whether nothing of them was cached before."""
-        return self.feeds[0].start == 0
-
-    @property
-    def stop(self) -> int:
-        """Where the packed positions end."""
-        return self.offset + self.count * len(self.feeds)
-
-
 class Writes(NamedTuple):
     """Where the keys and values of packed positions are written in a bank.
 
-    `slots`, `places` (n,), of the packed positions `chosen` (n,); None: of all.
+    `lines`, `places` (n,), of the packed positions `chosen` (n,); None: of all.
     """
 
-    slots: Tensor
+    lines: Tensor
     places: Tensor
     chosen: Tensor | None
 
@@ -160,109 +141,132 @@ class Writes(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """`feeds` in packed order; `order` (N,): the feed-order place of each packed position, None if
-    they are the same; `writes`: bank by bank."""
+    they are the same; `begins` (F,): where the feeds of the work begin among packed positions.
+
+    `spans`: feeds that are computed together, of equal lengths and, if there are several, with
+    nothing cached. `writes`: bank by bank.
+    """
 
     feeds: tuple[PlannedFeed, ...]
     rectangle: Rectangle | None
-    spans: tuple[PlannedSpan, ...]
+    spans: tuple[tuple[PlannedFeed, ...], ...]
     order: np.ndarray | None
+    begins: np.ndarray
     writes: tuple[Writes, ...]
 
 
-def make_plan(feeds: Sequence[PlannedFeed], banks: Sequence[Bank], device: torch.device) -> Plan:
-    """The layout of a step; every row has its slot."""
-    short = sorted((feed for feed in feeds if not feed.alone and not _long(feed)), key=_slot)
-    long = [feed for feed in feeds if feed.alone or _long(feed)]
+def make_plan(rows: RowCache, work: Work) -> Plan:
+    """The layout of a work whose verbs were applied.
+
+    Afterwards every fed row has the length it will have when the step is over.
+    """
+    arrays = (work.rows, work.starts, work.counts, work.logits)
+    numbers = zip(*(array.tolist() for array in arrays), strict=True)
+    feeds = [_feed(rows, work, index, *four) for index, four in enumerate(numbers)]
+    rows.make_room([feed.row for feed in feeds])
+    short = sorted([f for f in feeds if not f.in_span], key=attrgetter("row.line"))
+    long = [feed for feed in feeds if feed.in_span]
     packed = [*short, *long]
+    indices, counts = [f.index for f in packed], [f.count for f in packed]
+    begins = np.zeros_like(work.counts)
+    begins[indices] = np.cumsum(counts) - counts
+    for feed in packed:
+        feed.offset = int(begins[feed.index])
+    rows.mark([feed.row for feed in packed], counts, work.logits[indices].tolist())
+    in_order = indices == list(range(len(feeds)))
+    banks = range(len(rows.banks))
     return Plan(
         feeds=tuple(packed),
-        rectangle=_rectangle(short, len(banks), device) if short else None,
-        spans=_spans(long, sum(feed.count for feed in short)),
-        order=_order(feeds, packed),
-        writes=tuple(_writes(packed, bank, device) for bank in range(len(banks))),
+        rectangle=_rectangle(short, len(banks), rows.device) if short else None,
+        spans=tuple(tuple(span) for _, span in groupby(long, _alike)),
+        order=None if in_order else runs(work.offsets[indices], work.counts[indices]),
+        begins=begins,
+        writes=tuple(_writes(packed, bank, rows.device) for bank in banks),
     )
 
 
-def is_long(count: int) -> bool:
-    """Whether so many positions are too many for a rectangle."""
-    return count > LONGEST_IN_RECTANGLE
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`counts` whole numbers from each of `starts` on, one run after another."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
-def _long(feed: PlannedFeed) -> bool:
-    return is_long(feed.count)
+def _feed(
+    rows: RowCache, work: Work, index: int, number: int, start: int, count: int, wanted: int
+) -> PlannedFeed:
+    """The row holds `count` more positions, whose keys, values and states follow."""
+    row, extra = rows[number], work.extras.get(index, _PLAIN)
+    if row.length != start:
+        what = f"row {number} is fed at the wrong place"
+        refuse(what, wanted=row.length, got=start, kind=InvariantError)
+    mask, weights = extra.mask, extra.attentions
+    alone = rows.coded or weights or mask is not None
+    before = rows.extend(row, count, wanted, alone=alone or count > LONGEST_IN_RECTANGLE)
+    return PlannedFeed(index, row, start, count, before, row.parts, mask, weights, alone)
 
 
-def _slot(feed: PlannedFeed) -> int:
-    return feed.slot
+def _alike(feed: PlannedFeed) -> tuple[int, int]:
+    """Equal for neighbours that form one span."""
+    return feed.count, feed.index if feed.alone or feed.start else -1
 
 
 def _writes(packed: Sequence[PlannedFeed], bank: int, device: torch.device) -> Writes:
-    kept = [min(feed.count, feed.after[bank].tail) for feed in packed]
-    slots = np.repeat([feed.slot for feed in packed], kept)
-    tails = [feed.after[bank].tail for feed in packed]
-    places = np.concatenate([_run(tail - n, n) for tail, n in zip(tails, kept, strict=True)])
+    tails = np.array([feed.after[bank].tail for feed in packed])
+    counts = np.array([feed.count for feed in packed])
+    kept = np.minimum(counts, tails)
+    lines, places = np.repeat([feed.row.line for feed in packed], kept), runs(tails - kept, kept)
     chosen = None
-    if len(places) < sum(feed.count for feed in packed):
-        ends = np.cumsum([feed.count for feed in packed])
-        lasts = [_run(end - n, n) for end, n in zip(ends, kept, strict=True)]
-        chosen = torch.from_numpy(np.concatenate(lasts)).to(device)
-    return Writes(torch.from_numpy(slots).to(device), torch.from_numpy(places).to(device), chosen)
-
-
-def _run(start: int, count: int) -> np.ndarray:
-    return np.arange(start, start + count)
-
-
-def _order(feeds: Sequence[PlannedFeed], packed: Sequence[PlannedFeed]) -> np.ndarray | None:
-    if [feed.index for feed in packed] == list(range(len(packed))):
-        return None
-    ends = np.cumsum([feed.count for feed in feeds])
-    return np.concatenate([_run(ends[feed.index] - feed.count, feed.count) for feed in packed])
-
-
-def _spans(feeds: Sequence[PlannedFeed], offset: int) -> tuple[PlannedSpan, ...]:
-    spans: list[PlannedSpan] = []
-    for feed in feeds:
-        last = spans[-1] if spans else None
-        alike = last is not None and last.count == feed.count and last.fresh and feed.start == 0
-        if last is not None and alike and not feed.alone and not last.feeds[0].alone:
-            spans[-1] = PlannedSpan(last.offset, last.count, (*last.feeds, feed))
-        else:
-            spans.append(PlannedSpan(offset, feed.count, (feed,)))
-        offset += feed.count
-    return tuple(spans)
+    if len(places) < counts.sum():
+        chosen = _on(device, runs(np.cumsum(counts) - kept, kept))
+    return Writes(_on(device, lines), _on(device, places), chosen)
 
 
 def _rectangle(feeds: Sequence[PlannedFeed], banks: int, device: torch.device) -> Rectangle:
-    rows, length = feeds[-1].slot + 1, max(feed.count for feed in feeds)
-    by_slot: list[PlannedFeed | None] = [None] * rows
+    rows, length = feeds[-1].row.line + 1, max(feed.count for feed in feeds)
+    by_line: list[PlannedFeed | None] = [None] * rows
     for feed in feeds:
-        by_slot[feed.slot] = feed
+        by_line[feed.row.line] = feed
     gather, scatter = _filling(feeds, rows, length, device)
-    queries = _query_positions(by_slot, length)
-    across, across_held = _across_level(by_slot, device)
+    # Places that are filled up count on.
+    starts = np.array([feed.start if feed else 0 for feed in by_line])
+    queries = starts[:, None] + np.arange(length)
+    states = [feed.row.across if feed else None for feed in by_line]
+    across, held = None, np.empty((rows, 0), dtype=bool)
+    if any(states):
+        links = [Link(segment, segment.length) if segment else None for segment in states]
+        across, held = _level(links, device)
     return Rectangle(
         rows=rows,
         length=length,
         packed=sum(feed.count for feed in feeds),
         gather=gather,
         scatter=scatter,
-        boxes=tuple(_box(by_slot, queries, bank, device) for bank in range(banks)),
+        boxes=tuple(_box(by_line, queries, bank, device) for bank in range(banks)),
         across=across,
-        across_seen=Sight(queries, queries, across_held[:, None, None], causal=False),
+        across_seen=Sight(queries, queries, held[:, None, None], causal=False),
     )
 
 
 def _box(
-    by_slot: Sequence[PlannedFeed | None], queries: np.ndarray, bank: int, device: torch.device
+    by_line: Sequence[PlannedFeed | None], queries: np.ndarray, bank: int, device: torch.device
 ) -> Box:
-    parts = [feed.after[bank] if feed else BankPart() for feed in by_slot]
-    levels, keys, held = _chains(parts, device)
+    parts = [feed.after[bank] if feed else BankPart() for feed in by_line]
+    chains = [part.chain for part in parts]
+    starts, tails = (
+        np.array([part.first for part in parts]),
+        np.array([part.tail for part in parts]),
+    )
+    levels, keys, held = [], [], []
+    for depth in range(max(map(len, chains))):
+        links = [chain[depth] if depth < len(chain) else None for chain in chains]
+        level, level_held = _level(links, device)
+        levels.append(level)
+        keys.append(starts[:, None] + np.arange(level.length))
+        held.append(level_held)
+        starts = starts + np.array([link.length if link else 0 for link in links])
     # What a filled-up place or an idle row sees is nothing or wrong, and is never used.
-    tails = np.array([part.tail for part in parts])
-    bases = np.array([part.base for part in parts])
     run = np.arange(tails.max())
-    keys.append(bases[:, None] + run)
+    keys.append(starts[:, None] + run)
     held.append(run < tails[:, None])
     places, there = np.concatenate(keys, axis=1), np.concatenate(held, axis=1)
     # One query after all keys sees every one of them, but for windows.
@@ -271,71 +275,37 @@ def _box(
     return Box(tuple(levels), len(run), Sight(queries, places, exists, causal=causal))
 
 
-def _across_level(
-    by_slot: Sequence[PlannedFeed | None], device: torch.device
-) -> tuple[Level | None, np.ndarray]:
-    """The encoder states that rows look at, and (rows, S) which of them are theirs."""
-    states = [feed.across if feed else None for feed in by_slot]
-    if not any(states):
-        return None, np.empty((len(states), 0), dtype=bool)
-    links = [Link(segment, segment.length) if segment else None for segment in states]
-    level, held = _level(links, device)
-    return level, held
-
-
 def _filling(
     feeds: Sequence[PlannedFeed], rows: int, length: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """See `Rectangle.gather` and `Rectangle.scatter`."""
-    if len(feeds) == rows and all(feed.count == length for feed in feeds):
+    counts = np.array([feed.count for feed in feeds])
+    if len(feeds) == rows and counts.min() == length:
         return None, None
-    scatter = np.concatenate([_run(feed.slot * length, feed.count) for feed in feeds])
+    scatter = runs(np.array([feed.row.line for feed in feeds]) * length, counts)
     gather = np.zeros(rows * length, dtype=np.int64)
     gather[scatter] = np.arange(len(scatter))
-    return torch.from_numpy(gather).to(device), torch.from_numpy(scatter).to(device)
-
-
-def _query_positions(by_slot: Sequence[PlannedFeed | None], length: int) -> np.ndarray:
-    """(rows, length); places that are filled up count on."""
-    return np.array([feed.start if feed else 0 for feed in by_slot])[:, None] + np.arange(length)
-
-
-def _chains(
-    parts: Sequence[BankPart], device: torch.device
-) -> tuple[list[Level], list[np.ndarray], list[np.ndarray]]:
-    """Levels, key positions and which keys are held, from the first segment of chains on."""
-    levels, keys, held = [], [], []
-    starts = np.array([part.first for part in parts])
-    chains = [part.chain for part in parts]
-    for depth in range(max(map(len, chains))):
-        links = [chain[depth] if depth < len(chain) else None for chain in chains]
-        level, level_held = _level(links, device)
-        levels.append(level)
-        keys.append(starts[:, None] + np.arange(level.length))
-        held.append(level_held)
-        starts = starts + np.array([link.length if link else 0 for link in links])
-    return levels, keys, held
+    return _on(device, gather), _on(device, scatter)
 
 
 def _level(links: Sequence[Link | None], device: torch.device) -> tuple[Level, np.ndarray]:
     """The level of one link per row at most, and (rows, length) which keys are held."""
-    slots = [link.segment.slot for link in links if link is not None]
-    first, last = min(slots), max(slots) + 1
-    # A row without a link looks at the first slot too, with weights that its mask makes zero.
-    group = np.array([link.segment.slot - first if link else 0 for link in links])
+    lines = [link.segment.line for link in links if link is not None]
+    first, last = min(lines), max(lines) + 1
+    # A row without a link looks at the first line too, with weights that its mask makes zero.
+    group = np.array([link.segment.line - first if link else 0 for link in links])
     place = np.zeros(len(links), dtype=np.int64)
     counts = np.bincount(group, minlength=last - first)
     members = np.zeros((last - first, counts.max()), dtype=np.int64)
-    for slot in range(last - first):
-        rows = np.flatnonzero(group == slot)
+    for line in range(last - first):
+        rows = np.flatnonzero(group == line)
         place[rows] = np.arange(len(rows))
-        members[slot, : len(rows)] = rows
-    lengths = np.array([0 if link is None else link.length for link in links])
-    level = Level(
-        first,
-        last,
-        int(lengths.max()),
-        last - first == 1,
-        *(torch.from_numpy(array).to(device) for array in (members, group, place)),
-    )
+        members[line, : len(rows)] = rows
+    lengths = np.array([link.length if link else 0 for link in links])
+    arrays = (_on(device, array) for array in (members, group, place))
+    level = Level(first, last, int(lengths.max()), last - first == 1, *arrays)
     return level, np.arange(level.length) < lengths[:, None]
+
+
+def _on(device: torch.device, array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array).to(device)

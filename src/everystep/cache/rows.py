@@ -1,19 +1,20 @@
-"""Cache rows: what each holds in every bank, and in which slot of the banks its tails lie.
+"""Rows of an executor: what each holds in every bank, and on which line of the banks its tails lie.
 
-Verbs only note what happens; `settle` does the copying that is left. A fork shares the parent's
-segments and gets a copy of its tails; or, if the parent is freed in the same round, the parent's
-own slot and no copy at all.
+Row numbers are the engine's. Verbs only note what happens; `settle` does the copying that is left.
+A fork shares the parent's segments and gets a copy of its tails; or, if the parent is freed in the
+same round, the parent's own line and no copy at all.
 
-Tails fill the first slots of the pools without gaps; a row has the same slot in every bank. When a
-row is freed, a new one takes its slot, or the last row moves there: at most one move per freed row.
-What the positions mean is not known here.
+Tails fill the first lines of the pools without gaps; a row has the same line in every bank. When a
+row is freed, a new one takes its line, or the last row moves there: at most one move per freed row.
+A row of a model with windows, codes or recurrent states can be cut back to 0 and to what its last
+feed wanted logits of, the position before included; others to any length. What the positions mean
+is not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,89 +22,48 @@ from torch import Tensor
 from everystep.cache.bank import NOWHERE, Bank, BankPart
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.pasts import pair
-from everystep.cache.pool import CacheCounts, KvShape, Segment, Shelf
+from everystep.cache.pool import CacheCounts, Pool, Segment
 from everystep.cache.states import Mark, Recurrence, cut_marks, restored
-from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.errors import InvariantError, UnsupportedError, refuse
 from everystep.nn.network import Cross, Full, State, Store, Window
-from everystep.types import Past
+from everystep.types import Past, Work
 
 
 @dataclass(slots=True, eq=False)
 class CacheRow:
     """`parts`: what it holds, bank by bank; `marks`: its states, `across`: its encoder states.
 
-    It may be cut back to any length from `floor` on, or to 0. A row without a slot yet may have
-    `source`, the slot its tails are to be copied from. -1: none.
+    It may be cut back to any length from `floor` on, or to 0. A row without a line yet may have
+    `source`, the line its tails are to be copied from. -1: none.
     """
 
     parts: list[BankPart]
     length: int = 0
     floor: int = 0
-    slot: int = NOWHERE
+    line: int = NOWHERE
     source: int = NOWHERE
     across: Segment | None = None
     marks: tuple[Mark, ...] = ()
 
     @property
     def home(self) -> int:
-        """The slot in which the tails lie now."""
-        return self.source if self.slot == NOWHERE else self.slot
+        """The line on which the tails lie now."""
+        return self.source if self.line == NOWHERE else self.line
 
     @property
     def has_tails(self) -> bool:
-        """Whether anything of it lies in a slot."""
+        """Whether anything of it lies on a line."""
         return any(part.tail for part in self.parts)
 
 
-class Feeding(Protocol):
-    """What rows need to know of a feed."""
+class RowCache:
+    """All rows of an executor; `stores`: what each layer of its network keeps of a row.
 
-    @property
-    def row(self) -> CacheRow: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def wanted(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Which layers share a bank: per layer its bank, and its number among the bank's layers.
-
-    `crossed`, `states`: likewise the layers with encoder states and with recurrent ones.
-    """
-
-    banks: dict[Full | Window, list[int]] = field(default_factory=dict)
-    crossed: dict[int, Cross] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
-
-    @staticmethod
-    def of(stores: Sequence[Sequence[Store]]) -> Layout:
-        """What the layers of a network declare."""
-        made = Layout()
-        for layer, declared in enumerate(stores):
-            for store in declared:
-                if isinstance(store, State):
-                    made.states[layer] = store
-                elif isinstance(store, Cross):
-                    made.crossed[layer] = store
-                else:
-                    made.banks.setdefault(store, []).append(layer)
-        if len(set(made.crossed.values())) > 1:
-            raise UnsupportedError(
-                message(
-                    "layers look at encoder states in different ways",
-                    wanted="equal heads and sizes",
-                    got=sorted({str(store) for store in made.crossed.values()}),
-                )
-            )
-        return made
-
-
-class CacheRows:
-    """All rows of an executor and where what they hold lies.
-
-    `kept`: in which form; encoder states and recurrent states are kept as computed.
+    `project`: encoder states (S, E) -> keys and values (L, 2, K, S, D), for models with an encoder.
+    `kept`: in which form rows keep keys and values, None for `dtype` as it is; encoder states and
+    recurrent states are kept as computed. `place`: per layer its bank, and its number among the
+    bank's layers; `crossed`, `recurrent`: likewise the layers with encoder states and with
+    recurrent ones.
     """
 
     def __init__(
@@ -111,37 +71,47 @@ class CacheRows:
         stores: Sequence[Sequence[Store]],
         dtype: torch.dtype,
         device: torch.device,
+        project: Callable[[Tensor], Tensor] | None = None,
         kept: CacheDtype | Quantization | None = None,
     ) -> None:
+        self.device = device
         self.counts = CacheCounts()
-        layout = Layout.of(stores)
-        self.layers = len(stores)
+        self.coded = isinstance(kept, Quantization)
+        self._depth = len(stores)
+        self._project = project
+        declared = [(layer, store) for layer, own in enumerate(stores) for store in own]
+        crossed = {layer: one for layer, one in declared if isinstance(one, Cross)}
+        states = {layer: one for layer, one in declared if isinstance(one, State)}
+        sharing: dict[Full | Window, list[int]] = {}
+        for layer, store in declared:
+            if isinstance(store, Full | Window):
+                sharing.setdefault(store, []).append(layer)
         self.banks = [
             Bank(store, len(layers), dtype, device, kept, self.counts)
-            for store, layers in layout.banks.items()
+            for store, layers in sharing.items()
         ]
-        self.place: dict[int, tuple[int, int]] = {
+        self.place = {
             layer: (bank, index)
-            for bank, layers in enumerate(layout.banks.values())
+            for bank, layers in enumerate(sharing.values())
             for index, layer in enumerate(layers)
         }
-        self.crossed = {layer: index for index, layer in enumerate(layout.crossed)}
-        self.recurrent = {layer: index for index, layer in enumerate(layout.states)}
-        self.recurrence = Recurrence([*layout.states.values()], dtype, device)
-        self.across = Shelf(_shape(layout.crossed), dtype, device, self.counts)
-        self.forgets = bool(layout.states) or any(bank.forgets for bank in self.banks)
+        self.crossed = {layer: index for index, layer in enumerate(crossed)}
+        self.recurrent = {layer: index for index, layer in enumerate(states)}
+        self.recurrence = Recurrence([*states.values()], dtype, device)
+        self.across = Pool(_shape(crossed), dtype, device, self.counts)
+        self.forgets = bool(states) or any(bank.forgets for bank in self.banks)
         self._rows: dict[int, CacheRow] = {}
         self._owners: list[CacheRow | None] = []
         self._encoders: dict[int, tuple[Tensor, Segment]] = {}
 
     def __getitem__(self, row: int) -> CacheRow:
         if row not in self._rows:
-            raise InvariantError(message(f"row {row} is not allocated"))
+            refuse(f"row {row} is not allocated", kind=InvariantError)
         return self._rows[row]
 
-    def items(self) -> Iterable[tuple[int, CacheRow]]:
-        """Row numbers and rows."""
-        return self._rows.items()
+    def lengths(self) -> dict[int, int]:
+        """Row -> cached positions."""
+        return {number: row.length for number, row in self._rows.items()}
 
     @property
     def shared(self) -> int:
@@ -150,50 +120,51 @@ class CacheRows:
 
     # --- verbs ------------------------------------------------------------------------------------
 
-    def allocate(self, row: int) -> None:
-        """The row exists and is empty."""
-        self._add(row, CacheRow([BankPart()] * len(self.banks)))
+    def apply(self, work: Work) -> None:
+        """Does what happened since the last step, in order, and copies what has to be."""
+        for verb in work.verbs:
+            if verb.kind == "allocate":
+                self.allocate(verb.row, work.encoders.get(verb.row), work.pasts.get(verb.row))
+            elif verb.kind == "fork":
+                self.fork(verb.row, verb.value)
+            elif verb.kind == "truncate":
+                self.truncate(verb.row, verb.value)
+            else:
+                self.free(verb.row)
+        self._settle()
 
-    def attach(self, row: int, encoder: Tensor, project: Callable[[Tensor], Tensor]) -> None:
-        """The row looks at encoder states (S, E), projected once per tensor to (L, 2, K, S, D)."""
-        if id(encoder) in self._encoders:
-            self[row].across = self.across.retain(self._encoders[id(encoder)][1])
-            return
-        segment = self.across.store(project(encoder))
-        self._encoders[id(encoder)] = (encoder, segment)
-        self[row].across = segment
+    def allocate(
+        self, number: int, encoder: Tensor | None = None, past: Past | None = None
+    ) -> None:
+        """The row exists and holds `past`; it looks at `encoder` (S, E) where the model has one."""
+        row = CacheRow([BankPart()] * len(self.banks))
+        self._add(number, row)
+        if past is not None:
+            self._restore(row, past)
+        if encoder is not None and self._project is not None:
+            row.across = self._projected(encoder, self._project)
 
-    def restore(self, row: int, past: Past) -> None:
-        """The empty row holds what was exported from another."""
-        held = self[row]
-        held.length = held.floor = past.length
-        for index, bank in enumerate(self.banks):
-            layers = [layer for layer, (at, _) in self.place.items() if at == index]
-            kv = torch.stack([pair(past.layers[layer]) for layer in layers])
-            held.parts[index] = bank.restore(kv, past.length)
-        if self.recurrent:
-            held.marks = (restored(past.length, [past.layers[n] for n in self.recurrent]),)
-
-    def export(self, row: int) -> Past:
+    def export(self, number: int) -> Past:
         """A copy of what a settled row holds."""
-        held = self[row]
-        found: list[tuple[Tensor, ...]] = [()] * self.layers
+        row = self[number]
+        found: list[tuple[Tensor, ...]] = [()] * self._depth
         exported = [
-            bank.export(part, held.home, held.length)
-            for bank, part in zip(self.banks, held.parts, strict=True)
+            bank.export(part, row.home, row.length)
+            for bank, part in zip(self.banks, row.parts, strict=True)
         ]
         for layer, (bank, index) in self.place.items():
             found[layer] = exported[bank][index]
-        for layer, index in self.crossed.items():
-            if held.across is not None:
-                seen = self.across.pool.read(held.across.slot, held.across.length)[index].clone()
-                found[layer] = (*found[layer], *seen)
-        for layer, index in self.recurrent.items():
-            if held.marks:
-                found[layer] = held.marks[-1].states[index]
-        return Past(held.length, tuple(found))
+        if row.across is not None:
+            seen = self.across.read(row.across.line, row.across.length)
+            for layer, index in self.crossed.items():
+                found[layer] = (*found[layer], *seen[index].clone())
+        if row.marks:
+            states = row.marks[-1].states
+            for layer, index in self.recurrent.items():
+                found[layer] = states[index]
+        return Past(row.length, tuple(found))
 
-    def fork(self, row: int, source: int) -> None:
+    def fork(self, number: int, source: int) -> None:
         """The row holds what `source` holds."""
         parent = self[source]
         for index, bank in enumerate(self.banks):
@@ -201,7 +172,7 @@ class CacheRows:
         if not parent.has_tails:
             parent.source = NOWHERE
         if parent.across is not None:
-            self.across.retain(parent.across)
+            parent.across.references += 1
         child = CacheRow(
             [*parent.parts],
             parent.length,
@@ -210,34 +181,34 @@ class CacheRows:
             across=parent.across,
             marks=parent.marks,
         )
-        self._add(row, child)
+        self._add(number, child)
         self.counts.forks += 1
 
-    def truncate(self, row: int, length: int) -> None:
+    def truncate(self, number: int, length: int) -> None:
         """The row holds its first `length` positions: none, or as many as it can be cut back to."""
-        held = self[row]
-        if not (length == 0 or held.floor <= length <= held.length):
-            raise InvariantError(
-                message(
-                    f"row {row} cannot be cut",
-                    wanted=f"0, or {held.floor} to {held.length} positions",
-                    got=length,
-                    do="Cut it to 0 and feed it again",
-                )
+        row = self[number]
+        if not (length == 0 or row.floor <= length <= row.length):
+            refuse(
+                f"row {number} cannot be cut",
+                wanted=f"0, or {row.floor} to {row.length} positions",
+                got=length,
+                do="Cut it to 0 and feed it again",
+                kind=InvariantError,
             )
-        self._cut(held, length)
+        self._cut(row, length)
 
-    def free(self, row: int) -> None:
+    def free(self, number: int) -> None:
         """The row is gone, and with the last one everything."""
-        gone = self[row]
-        del self._rows[row]
+        gone = self[number]
+        del self._rows[number]
         self._cut(gone, 0)
-        if gone.slot != NOWHERE:
-            self._owners[gone.slot] = None
+        if gone.line != NOWHERE:
+            self._owners[gone.line] = None
         if gone.across is not None:
             self.across.release(gone.across)
             if gone.across.references == 0:
-                self._forget_encoder(gone.across)
+                held = self._encoders.items()
+                self._encoders = {key: one for key, one in held if one[1] is not gone.across}
         if not self._rows:
             # An interrupt may have cut a verb short: its leftovers are removed now.
             self._owners.clear()
@@ -245,69 +216,76 @@ class CacheRows:
             for shelf in (self.across, *(bank.shelf for bank in self.banks)):
                 shelf.clear()
 
-    def settle(self) -> None:
-        """Every row has a slot, its tails lie there, and the slots in use are the first ones."""
-        homeless = [row for row in self._rows.values() if row.slot == NOWHERE]
-        if not homeless and None not in self._owners:
-            return
-        homeless = self._inherit(homeless)
-        self._place(homeless)
-        self._close_gaps()
-
     # --- feeds ------------------------------------------------------------------------------------
 
-    def prepare(self, row: CacheRow) -> list[BankPart]:
-        """What a settled row holds before a feed, without what no query sees any more."""
-        if self.forgets:
-            row.parts = [
-                bank.settle(part, row.slot, row.length)
-                for bank, part in zip(self.banks, row.parts, strict=True)
-            ]
-        return [*row.parts]
-
-    def extend(self, row: CacheRow, count: int, wanted: int, *, alone: bool) -> None:
-        """The row holds `count` more positions, of which the last `wanted` may be taken back.
+    def extend(self, row: CacheRow, count: int, wanted: int, *, alone: bool) -> list[BankPart]:
+        """The settled row holds `count` more positions, of which the last `wanted` may be taken
+        back; returns what it held before, without what no query sees any more.
 
         `alone` as in `Bank.extended`. Their keys, values and states follow.
         """
-        row.length += count
+        floor = row.length + count - wanted
         if self.forgets:
-            row.floor = row.length - wanted
+            row.parts = [
+                bank.settle(part, row.line, row.length)
+                for bank, part in zip(self.banks, row.parts, strict=True)
+            ]
+            row.floor = floor
+        before = row.parts
+        row.length += count
         row.parts = [
-            bank.extended(part, count, row.length - wanted, alone=alone)
-            for bank, part in zip(self.banks, row.parts, strict=True)
+            bank.extended(part, count, floor, alone=alone)
+            for bank, part in zip(self.banks, before, strict=True)
         ]
+        return before
 
     def make_room(self, fed: Sequence[CacheRow]) -> None:
-        """The tails of the given rows, settled before, may be written up to their length."""
+        """The tails of the given rows may be written up to their length; rows with states that are
+        not fed keep only what is their own."""
         for index, bank in enumerate(self.banks):
             tails = [row.parts[index].tail for row in fed]
             bank.tails.reserve(len(self._owners), max(tails))
             for row, tail in zip(fed, tails, strict=True):
-                bank.tails.touch(row.slot, tail)
-
-    def mark(self, feeds: Sequence[Feeding]) -> None:
-        """The fed rows, in packed order, have the marks that their recurrent layers will fill."""
-        if self.recurrent:
-            marks = [feed.row.marks for feed in feeds]
-            counts, wanted = [feed.count for feed in feeds], [feed.wanted for feed in feeds]
-            for feed, made in zip(feeds, self.recurrence.begin(marks, counts, wanted), strict=True):
-                feed.row.marks = made
-
-    def rest(self, fed: Sequence[CacheRow]) -> None:
-        """Rows with states that are not fed keep only what is their own."""
+                bank.tails.touch(row.line, tail)
         if self.recurrent:
             busy = set(map(id, fed))
             for row in self._rows.values():
                 if id(row) not in busy:
                     row.marks = tuple(mark.apart() for mark in row.marks)
 
-    # --- inside -----------------------------------------------------------------------------------
+    def mark(self, fed: Sequence[CacheRow], counts: Sequence[int], wanted: Sequence[int]) -> None:
+        """The fed rows, in packed order, have the marks that their recurrent layers will fill."""
+        if self.recurrent:
+            marks = self.recurrence.begin([row.marks for row in fed], counts, wanted)
+            for row, made in zip(fed, marks, strict=True):
+                row.marks = made
 
-    def _add(self, row: int, made: CacheRow) -> None:
-        if row in self._rows:
-            raise InvariantError(message(f"row {row} is allocated twice"))
-        self._rows[row] = made
+    # --- what verbs do ----------------------------------------------------------------------------
+
+    def _add(self, number: int, made: CacheRow) -> None:
+        if number in self._rows:
+            refuse(f"row {number} is allocated twice", kind=InvariantError)
+        self._rows[number] = made
+
+    def _restore(self, row: CacheRow, past: Past) -> None:
+        """The empty row holds what was exported from another."""
+        row.length = row.floor = past.length
+        for index, bank in enumerate(self.banks):
+            layers = [layer for layer, (at, _) in self.place.items() if at == index]
+            kv = torch.stack([pair(past.layers[layer]) for layer in layers])
+            row.parts[index] = bank.restore(kv, past.length)
+        if self.recurrent:
+            row.marks = (restored(past.length, [past.layers[n] for n in self.recurrent]),)
+
+    def _projected(self, encoder: Tensor, project: Callable[[Tensor], Tensor]) -> Segment:
+        """Keys and values of encoder states, made once per tensor and shared by its rows."""
+        if id(encoder) in self._encoders:
+            segment = self._encoders[id(encoder)][1]
+            segment.references += 1
+            return segment
+        segment = self.across.store(project(encoder))
+        self._encoders[id(encoder)] = (encoder, segment)
+        return segment
 
     def _cut(self, row: CacheRow, length: int) -> None:
         row.marks = cut_marks(row.marks, length) if self.recurrent else ()
@@ -318,24 +296,26 @@ class CacheRows:
         if not row.has_tails:
             row.source = NOWHERE
 
-    def _forget_encoder(self, segment: Segment) -> None:
-        for key, (_, stored) in list(self._encoders.items()):
-            if stored is segment:
-                del self._encoders[key]
+    # --- lines ------------------------------------------------------------------------------------
 
-    def _inherit(self, homeless: list[CacheRow]) -> list[CacheRow]:
-        """Forks of freed rows take over their slots; returns the rows that still need one."""
-        left = []
-        for row in homeless:
-            if row.source != NOWHERE and self._owners[row.source] is None:
-                self._own(row, row.source)
-            else:
-                left.append(row)
-        return left
+    def _settle(self) -> None:
+        """Every row has a line, its tails lie there, and the lines in use are the first ones."""
+        homeless = [row for row in self._rows.values() if row.line == NOWHERE]
+        if homeless or None in self._owners:
+            self._place([row for row in homeless if not self._inherits(row)])
+            self._close_gaps()
+
+    def _inherits(self, row: CacheRow) -> bool:
+        """Whether the row, a fork of a freed one, has taken over its line."""
+        if row.source == NOWHERE or self._owners[row.source] is not None:
+            return False
+        self._owners[row.source] = row
+        row.line, row.source = row.source, NOWHERE
+        return True
 
     def _place(self, homeless: list[CacheRow]) -> None:
-        """New rows take gaps first, then slots at the end; tails are copied in one operation."""
-        gaps = [slot for slot, owner in enumerate(self._owners) if owner is None]
+        """New rows take gaps first, then lines at the end; tails are copied in one operation."""
+        gaps = [line for line, owner in enumerate(self._owners) if owner is None]
         more = len(homeless) - len(gaps)
         if more > 0:
             gaps += range(len(self._owners), len(self._owners) + more)
@@ -343,17 +323,15 @@ class CacheRows:
             for bank in self.banks:
                 bank.tails.reserve(len(self._owners), 0)
         moved = []
-        for row, slot in zip(homeless, gaps, strict=False):
-            for bank in self.banks:
-                bank.tails.wipe(slot)
+        for row, line in zip(homeless, gaps, strict=False):
             if row.source != NOWHERE:
-                moved.append((row, row.source, slot))
-            self._own(row, slot)
+                moved.append((row, row.source, line))
+            self._own(row, line)
         self._copy(moved)
         self.counts.tail_copies += len(moved)
 
     def _copy(self, moved: Sequence[tuple[CacheRow, int, int]]) -> None:
-        """The tails of rows lie in the second of two slots too."""
+        """The tails of rows lie on the second of two lines too."""
         if moved:
             rows, sources, targets = zip(*moved, strict=True)
             for index, bank in enumerate(self.banks):
@@ -362,30 +340,42 @@ class CacheRows:
 
     def _close_gaps(self) -> None:
         """The last rows move into the gaps that are left."""
-        for slot, owner in enumerate(self._owners):
+        for line, owner in enumerate(self._owners):
             if owner is None:
                 last = self._last()
-                if last is not None and last.slot > slot:
-                    for bank in self.banks:
-                        bank.tails.wipe(slot)
-                    self._copy([(last, last.slot, slot)])
-                    self._owners[last.slot] = None
-                    self._own(last, slot)
+                if last is not None and last.line > line:
+                    source = last.line
+                    self._own(last, line)
+                    self._copy([(last, source, line)])
+                    self._owners[source] = None
                     self.counts.moves += 1
         self._last()
 
     def _last(self) -> CacheRow | None:
-        """The row in the last slot, after unused slots are dropped from the end."""
+        """The row on the last line, after unused lines are dropped from the end."""
         while self._owners and self._owners[-1] is None:
             self._owners.pop()
         return self._owners[-1] if self._owners else None
 
-    def _own(self, row: CacheRow, slot: int) -> None:
-        row.slot, row.source = slot, NOWHERE
-        self._owners[slot] = row
+    def _own(self, row: CacheRow, line: int) -> None:
+        """The row has this line, which is wiped."""
+        for bank in self.banks:
+            bank.tails.wipe(line)
+        row.line, row.source = line, NOWHERE
+        self._owners[line] = row
 
 
-def _shape(crossed: dict[int, Cross]) -> KvShape:
-    for store in crossed.values():
-        return KvShape(len(crossed), store.heads, max(store.key_dim, store.value_dim))
-    return KvShape(0, 0, 0)
+def _shape(crossed: dict[int, Cross]) -> tuple[int, int, int]:
+    """(L, K, D) of encoder states."""
+    kinds = set(crossed.values())
+    if len(kinds) > 1:
+        refuse(
+            "layers look at encoder states in different ways",
+            wanted="equal heads and sizes",
+            got=sorted(map(str, kinds)),
+            kind=UnsupportedError,
+        )
+    if not kinds:
+        return 0, 0, 0
+    (store,) = kinds
+    return len(crossed), store.heads, max(store.key_dim, store.value_dim)

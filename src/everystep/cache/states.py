@@ -2,31 +2,25 @@
 
 A state cannot be cut to a shorter length, so a row keeps one for every length that it may be cut
 back to: a feed that wants the logits of n positions leaves n + 1 of them, or one where it wants
-none. The states of all rows of a step are one record, immutable, so that forks share it. A row that
-sits a step out takes what is its own out of the record, or one idle row would keep the states of a
-whole batch in memory.
+none. The states of all rows of a step are one record, immutable, so that forks share it. The states
+of a row that is not fed are copied out of the record, or one idle row would keep those of a whole
+batch in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError, refuse
 from everystep.nn.network import State
 from everystep.nn.ragged import Ragged
 
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """States of `count` places: per recurrent layer (count, *shape) of each shape."""
-
-    count: int
-    layers: list[tuple[Tensor, ...]] = field(default_factory=list)
+Record = list[tuple[Tensor, ...]]
+"""States of M places: per recurrent layer (M, *shape) of each shape."""
 
 
 class Mark(NamedTuple):
@@ -39,31 +33,29 @@ class Mark(NamedTuple):
     @property
     def states(self) -> tuple[tuple[Tensor, ...], ...]:
         """Per recurrent layer one tensor of each shape, as copies."""
-        return tuple(tuple(x[self.entry].clone() for x in one) for one in self.record.layers)
+        return tuple(tuple(x[self.entry].clone() for x in one) for one in self.record)
 
     def apart(self) -> Mark:
         """The same states in a record of their own."""
-        if self.record.count == 1:
-            return self
-        return restored(self.position, self.states)
+        alone = all(len(x) == 1 for one in self.record for x in one)
+        return self if alone else restored(self.position, self.states)
 
 
 def restored(position: int, states: Sequence[Sequence[Tensor]]) -> Mark:
     """A mark with these states, per recurrent layer one tensor of each shape."""
-    return Mark(position, Record(1, [tuple(x[None] for x in one) for one in states]), 0)
+    return Mark(position, [tuple(x[None] for x in one) for one in states], 0)
 
 
 def cut_marks(marks: tuple[Mark, ...], length: int) -> tuple[Mark, ...]:
     """The marks up to `length`, where one must be; none for 0."""
     kept = tuple(mark for mark in marks if mark.position <= length)
     if length and (not kept or kept[-1].position != length):
-        raise InvariantError(
-            message(
-                "a recurrent state cannot be cut back to where none was kept",
-                wanted=f"one of {[mark.position for mark in marks]}",
-                got=length,
-                do="Free the row, or cut it to 0, and feed it again",
-            )
+        refuse(
+            "a recurrent state cannot be cut back to where none was kept",
+            wanted=f"one of {[mark.position for mark in marks]}",
+            got=length,
+            do="Free the row, or cut it to 0, and feed it again",
+            kind=InvariantError,
         )
     return kept if length else ()
 
@@ -76,7 +68,7 @@ class Recurrence:
         self._dtype = torch.promote_types(dtype, torch.float32)
         self._device = device
         self.feeds = Ragged.of([], [], device)
-        self._record = Record(0)
+        self._record: Record = []
         self._begins: list[tuple[Record, Tensor, Tensor]] = []
 
     def begin(
@@ -85,7 +77,7 @@ class Recurrence:
         """A step of feeds for rows with these marks; returns the marks that they will have."""
         kept = [range(max(n - w, 1), n + 1) for n, w in zip(counts, wanted, strict=True)]
         self.feeds = Ragged.of(counts, kept, self._device)
-        self._record = Record(sum(map(len, kept)))
+        self._record = []
         self._begins = self._gathered([held[-1] if held else None for held in marks])
         made, index = [], 0
         for held, steps, count, want in zip(marks, kept, counts, wanted, strict=True):
@@ -113,16 +105,16 @@ class Recurrence:
         rows = len(self.feeds.lengths)
         if len(self._begins) == 1 and len(self._begins[0][2]) == rows:
             record, entries, _ = self._begins[0]
-            return tuple(x.index_select(0, entries) for x in record.layers[layer])
+            return tuple(x.index_select(0, entries) for x in record[layer])
         made = [
             torch.zeros(rows, *shape, dtype=self._dtype, device=self._device)
             for shape in self._stores[layer].shapes
         ]
         for record, entries, places in self._begins:
-            for x, held in zip(made, record.layers[layer], strict=True):
+            for x, held in zip(made, record[layer], strict=True):
                 x[places] = held.index_select(0, entries).to(x.dtype)
         return tuple(made)
 
     def remember(self, states: tuple[Tensor, ...]) -> None:
         """Keeps (M, *shape) of each shape; layers come one after another."""
-        self._record.layers.append(states)
+        self._record.append(states)

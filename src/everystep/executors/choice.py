@@ -7,7 +7,7 @@ from typing import Literal
 
 from everystep.adapters import LoRA
 from everystep.cache.formats import CacheDtype, Quantization
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status
 from everystep.executors.torch_executor import TorchExecutor
@@ -33,41 +33,36 @@ def open_executor(
     RequestError where rows are to be kept in two ways.
     """
     if quantization is not None and cache_dtype is not None:
-        raise RequestError(
-            message(
-                "cache_dtype and a quantised cache both say how rows keep what they hold",
-                wanted="one of the two",
-                got=f"cache_dtype={cache_dtype!r} and a quantised cache",
-                do="Load the model without cache_dtype, or leave the quantised cache out",
-            )
+        refuse(
+            "cache_dtype and a quantised cache both say how rows keep what they hold",
+            wanted="one of the two",
+            got=f"cache_dtype={cache_dtype!r} and a quantised cache",
+            do="Load the model without cache_dtype, or leave the quantised cache out",
         )
-    if name == "torch":
-        return TorchExecutor(model, quantization, cache_dtype, adapters)
-    reasons = [*obstacles(model), *_missing(needs)]
+    missing = sorted(needs - NativeExecutor.abilities)
+    reasons = [*obstacles(model), *(f"it has no {need}" for need in missing)]
     if quantization is not None:
         reasons.append("its rows are in full precision")
-    if not reasons:
-        return NativeExecutor(model, cache_dtype)
-    if name == "auto":
+    if name == "torch" or (name == "auto" and reasons):
         return TorchExecutor(model, quantization, cache_dtype, adapters)
-    raise UnsupportedError(
-        message(
+    if reasons:
+        refuse(
             "the native executor cannot run this",
             got=reasons[0],
             do="Load the model with executor='auto' or 'torch'",
+            kind=UnsupportedError,
         )
-    )
+    return NativeExecutor(model, cache_dtype)
 
 
 def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:
     """Raises UnsupportedError if rows of this model cannot keep keys and values in this type."""
     if cache_dtype is not None and model.network.encodes:
-        raise UnsupportedError(
-            message(
-                "a model with an encoder keeps keys and values in the type that it computes in",
-                got=f"cache_dtype={cache_dtype!r}",
-                do="Leave cache_dtype out",
-            )
+        refuse(
+            "a model with an encoder keeps keys and values in the type that it computes in",
+            got=f"cache_dtype={cache_dtype!r}",
+            do="Leave cache_dtype out",
+            kind=UnsupportedError,
         )
 
 
@@ -85,7 +80,3 @@ def chosen(model: Model, name: ExecutorName = "auto") -> str:
         return "torch (asked for)"
     reasons = obstacles(model)
     return f"torch ({reasons[0]})" if reasons else f"native ({status().instructions})"
-
-
-def _missing(needs: Set[str]) -> list[str]:
-    return [f"it has no {need}" for need in sorted(needs - NativeExecutor.abilities)]

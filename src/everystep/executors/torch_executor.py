@@ -8,36 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.adapters import LoRA, adapted
-from everystep.cache import RowCache
 from everystep.cache.context import CacheContext
 from everystep.cache.formats import CacheDtype, Quantization
+from everystep.cache.plan import Plan, runs
+from everystep.cache.rows import RowCache
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
     position_ids,
     row_lengths,
-    wanted_places,
 )
 from everystep.executors.process import leave_if_ending, out_of_memory
-from everystep.models import refuse_copies
+from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Full, Network, Placed, StepInputs, Window
 from everystep.types import Answer, Extra, InputSpec, Past, StepOutput, Work, adapter_ability
-
-
-class Runnable(Protocol):
-    """Whatever has a network."""
-
-    @property
-    def network(self) -> Network: ...
 
 
 class TorchExecutor:
@@ -52,7 +44,7 @@ class TorchExecutor:
 
     def __init__(
         self,
-        model: Runnable,
+        model: Model,
         quantization: Quantization | None = None,
         cache_dtype: CacheDtype | None = None,
         adapters: Mapping[str, LoRA] | None = None,
@@ -109,14 +101,13 @@ class TorchExecutor:
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())
-        context = self.cache.begin(work)
-        context.kept = [] if any(extra.layers for extra in work.extras.values()) else None
-        back = _inverse(context.order)
-        inputs = self._inputs(work, torch.from_numpy(places), context.order, back)
-        hidden = self._adapted(work, back).forward(inputs, context)
-        wanted = hidden if (rows := _wanted(work, back)) is None else hidden[rows.to(self.device)]
+        context = CacheContext(self.cache, work)
+        inputs = self._inputs(work, torch.from_numpy(places), context.plan)
+        hidden = self._adapted(work, context.plan).forward(inputs, context)
+        rows = _wanted(work, context.plan)
+        wanted = hidden if rows is None else hidden[rows.to(self.device)]
         logits = self._logits(wanted) if len(wanted) else self._no_logits()
-        return StepOutput(logits, self._answers(work, context, hidden, back))
+        return StepOutput(logits, self._answers(work, context, hidden))
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
@@ -127,39 +118,36 @@ class TorchExecutor:
         """Row -> cached positions, for every row that is allocated."""
         return {} if self._cut_short else self.cache.lengths()
 
-    def _inputs(
-        self, work: Work, places: Tensor, order: np.ndarray | None, back: Tensor | None
-    ) -> StepInputs:
+    def _inputs(self, work: Work, places: Tensor, plan: Plan) -> StepInputs:
         """What the network reads, in packed order."""
         lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
-        chosen = slice(None) if order is None else torch.from_numpy(order)
+        chosen = slice(None) if plan.order is None else torch.from_numpy(plan.order)
         return StepInputs(
             self._embedded(work)[chosen],
             places[..., chosen].to(self.device),
             lengths[chosen],
-            {one.name: self._placed(work, one, back) for one in self._network.inputs},
+            {one.name: self._placed(work, one, plan) for one in self._network.inputs},
         )
 
-    def _adapted(self, work: Work, back: Tensor | None) -> Network:
+    def _adapted(self, work: Work, plan: Plan) -> Network:
         """The network, with the adapters that feeds ask for."""
-        asking = {feed: extra.adapters for feed, extra in work.extras.items() if extra.adapters}
-        if not asking or not isinstance(self._network, Decoder):
+        if not isinstance(self._network, Decoder):
             return self._network
-        starts = {feed: int(work.offsets[feed]) for feed in asking}
-        fed = {feed: torch.arange(at, at + int(work.counts[feed])) for feed, at in starts.items()}
-        places = fed if back is None else {feed: back[at] for feed, at in fed.items()}
-        asked = [(pairs, places[feed]) for feed, pairs in asking.items()]
-        return adapted(self._network, self._adapters, asked)
+        asked = [
+            (extra.adapters, torch.arange(int(work.counts[feed])) + int(plan.begins[feed]))
+            for feed, extra in work.extras.items()
+            if extra.adapters
+        ]
+        return adapted(self._network, self._adapters, asked) if asked else self._network
 
-    def _placed(self, work: Work, declared: InputSpec, back: Tensor | None) -> Placed:
+    def _placed(self, work: Work, declared: InputSpec, plan: Plan) -> Placed:
         """All that feeds give of a declared input, in packed order."""
         places, parts = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, *declared.shape)]
-        for start, values in given_inputs(work, declared.name):
+        for start, values in given_inputs(work, declared.name, plan.begins):
             places.append(torch.arange(start, start + len(values)))
             parts.append(values)
-        at = torch.cat(places)
         given = [part.to(self.device, declared.dtype) for part in parts]
-        return Placed((at if back is None else back[at]).to(self.device), torch.cat(given))
+        return Placed(torch.cat(places).to(self.device), torch.cat(given))
 
     def _embedded(self, work: Work) -> Tensor:
         """(N, E) embeddings in feed order."""
@@ -171,26 +159,18 @@ class TorchExecutor:
             hidden[start : start + len(values)] = values.to(hidden)
         return hidden
 
-    def _answers(
-        self, work: Work, context: CacheContext, hidden: Tensor, back: Tensor | None
-    ) -> dict[int, Answer]:
+    def _answers(self, work: Work, context: CacheContext, hidden: Tensor) -> dict[int, Answer]:
         """What feeds want beyond logits; each from its own positions alone."""
-        answers, offsets = {}, work.offsets
+        answers = {}
         for f, extra in work.extras.items():
             if extra.hidden or extra.layers or extra.attentions:
-                # A feed is packed as one piece.
-                first = int(offsets[f] if back is None else back[offsets[f]])
+                first = int(context.plan.begins[f])
                 span = slice(first, first + int(work.counts[f]))
                 answers[f] = self._answer(f, extra, span, context, hidden)
         return answers
 
     def _answer(
-        self,
-        feed: int,
-        extra: Extra,
-        span: slice,
-        context: CacheContext,
-        hidden: Tensor,
+        self, feed: int, extra: Extra, span: slice, context: CacheContext, hidden: Tensor
     ) -> Answer:
         last = self._network.finish(hidden[span]) if extra.hidden or extra.layers else None
         layers = own = across = None
@@ -213,18 +193,8 @@ class TorchExecutor:
         return torch.empty(0, self.vocab_size, dtype=dtype, device=self.device)
 
 
-def _wanted(work: Work, back: Tensor | None) -> Tensor | None:
+def _wanted(work: Work, plan: Plan) -> Tensor | None:
     """Packed places whose logits are wanted, in feed order; None where that is all of them."""
-    if back is None and np.array_equal(work.counts, work.logits):
+    if plan.order is None and np.array_equal(work.counts, work.logits):
         return None
-    places = torch.from_numpy(wanted_places(work))
-    return places if back is None else back[places]
-
-
-def _inverse(order: np.ndarray | None) -> Tensor | None:
-    """Feed-order place -> packed place."""
-    if order is None:
-        return None
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
-    return torch.from_numpy(back)
+    return torch.from_numpy(runs(plan.begins + work.counts - work.logits, work.logits))

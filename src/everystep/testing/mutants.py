@@ -187,9 +187,9 @@ _true_settle = Bank.settle
 
 
 @mutant("window evicts too early", (Bank, "settle"), kind=STORE_MUTANTS)
-def _settle_sees_less(bank: Bank, part: BankPart, slot: int, start: int) -> BankPart:
+def _settle_sees_less(bank: Bank, part: BankPart, line: int, start: int) -> BankPart:
     # As if the feed began two positions later.
-    return _true_settle(bank, part, slot, start + 2)
+    return _true_settle(bank, part, line, start + 2)
 
 
 _true_extended = Bank.extended

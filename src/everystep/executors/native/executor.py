@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from ctypes import c_int64
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,17 +19,12 @@ from torch import Tensor
 
 from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of, past_of
-from everystep.errors import InvariantError, RequestError, UnsupportedError, message
+from everystep.errors import UnsupportedError, refuse
 from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
-from everystep.executors.native.program import (
-    described_obstacles,
-    model_obstacles,
-    open_runner,
-    program_of,
-)
-from everystep.executors.native.rope import RopeTable, Turned
+from everystep.executors.native.program import obstacles, open_runner, program_of
+from everystep.executors.native.rope import RopeTable
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
@@ -41,17 +36,6 @@ from everystep.models import Model, refuse_copies
 from everystep.types import Answer, InputSpec, Past, Scores, StepOutput, Work
 
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
-
-
-def obstacles(model: Model) -> list[str]:
-    """Why the native executor cannot run this model on this machine; empty if it can."""
-    return spec_obstacles(model.spec) or model_obstacles(model)
-
-
-def spec_obstacles(spec: object) -> list[str]:
-    """Why no model of this specification can be run on this machine; empty if some can."""
-    reason = library.status().reason
-    return [reason] if reason else described_obstacles(spec)
 
 
 class NativeExecutor:
@@ -72,7 +56,8 @@ class NativeExecutor:
     ) -> None:
         reasons = obstacles(model)
         if reasons:
-            raise UnsupportedError(message("the native executor cannot run this", got=reasons[0]))
+            what = "the native executor cannot run this"
+            refuse(what, got=reasons[0], kind=UnsupportedError)
         self.vocab_size: int = model.vocab_size
         self.rows = PagedRows()
         self._program = program_of(model)
@@ -82,10 +67,13 @@ class NativeExecutor:
         self._runner = open_runner(self._library, self._program, kv_type)
         self._threads = torch.get_num_threads()
         self._tables = [RopeTable(rope) for rope in self._program.ropes]
-        self._asked = _StepNumbers(len(self._tables))
+        ropes = (RopeRows * len(self._tables))()
+        self._asked = StepWork(ropes=len(self._tables), rope=ropes)
+        self._numbers = np.empty(0, np.int64)
+        self._reserved = 0
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
-        self._turned: list[Turned] = []
+        self._turned: list[RopeRows] = []
         self._turns: list[weakref.ref[_Turn]] = []
         self._cut_short = False
 
@@ -113,11 +101,9 @@ class NativeExecutor:
         turn = _Turn()
         self._turns.append(weakref.ref(turn, self._turns.remove))
         if self._turns[0]() is not turn:
-            raise RequestError(
-                message(
-                    "a step was asked for inside another step of the same executor",
-                    do="Let one thread at a time read a stream",
-                )
+            refuse(
+                "a step was asked for inside another step of the same executor",
+                do="Let one thread at a time read a stream",
             )
         return turn
 
@@ -133,19 +119,23 @@ class NativeExecutor:
         return output
 
     def _output(self, work: Work) -> StepOutput:
-        axes = self._program.decoder.axes
-        places = position_ids(work, axes) if own_positions(work) else None
+        given = own_positions(work)
+        places = position_ids(work, self._program.decoder.axes) if given else None
         self._apply(work)
-        room = self._room(work)
-        hidden = self._hidden_room(work)
-        if len(work.rows):
-            self._step(work, room, places, hidden)
-        else:
+        if not len(work.rows):
             self._library.es_rest(self._runner)
+            return StepOutput(self._nothing)
+        room, listed = self._room(work)
+        wanted = [f for f, extra in work.extras.items() if extra.hidden]
+        hidden = torch.empty(len(work.tokens), self._program.structure.width) if wanted else None
+        self._step(work, room, listed, places, hidden)
         best = room.best
-        if best is not None and room.hidden is not None:
-            best = _ended(best, work, partial(self._read_out, room.hidden))
-        return StepOutput(room.logits, _answers(work, hidden), best, room.totals)
+        if best is not None and min(work.best.tolist()) < best.values.shape[1]:  # type: ignore[union-attr]
+            room = replace(room, best=_ended(best, work))
+        if hidden is None:
+            return room
+        parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
+        return replace(room, answers={f: Answer(hidden=parts[f]) for f in wanted})
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -182,29 +172,16 @@ class NativeExecutor:
         self.rows.allocate(row)
         past = work.pasts.get(row)
         if past is not None and past.length:
-            self.rows.extend(row, past.length)
-            check(self._library.es_reserve(self._runner, self.rows.total))
+            self.rows.extend([row], [0], [past.length])
+            self._reserve()
             kv, pages = kv_of(past).float().contiguous(), self.rows.pages(row)
             self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
 
-    def _grow(self, work: Work) -> np.ndarray | None:
-        """Every fed row has its pages; returns the pages to copy, (2, n) int32, if any."""
-        copied = []
-        feeds = zip(work.rows.tolist(), work.starts.tolist(), work.counts.tolist(), strict=True)
-        for row, start, count in feeds:
-            if self.rows.length(row) != start:
-                raise InvariantError(message(f"row {row} is fed at {start}", got=self.audit()))
-            pair = self.rows.extend(row, count)
-            if pair is not None:
-                copied.append(pair)
-        check(self._library.es_reserve(self._runner, self.rows.total))
-        return np.array(copied, np.int32).T.copy() if copied else None
-
-    def _hidden_room(self, work: Work) -> Tensor | None:
-        """Where last hidden states go, if a feed wants them."""
-        if not any(extra.hidden for extra in work.extras.values()):
-            return None
-        return torch.empty(len(work.tokens), self._program.structure.width)
+    def _reserve(self) -> None:
+        """The library has memory for every page."""
+        if self._reserved < self.rows.total:
+            check(self._library.es_reserve(self._runner, self.rows.total))
+            self._reserved = self.rows.total
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -216,87 +193,87 @@ class NativeExecutor:
         check(self._library.es_read_out(self._runner, *given))
         return logits
 
-    def _room(self, work: Work) -> _Room:
-        """Room for what is reported of the work's wanted positions."""
+    def _room(self, work: Work) -> tuple[StepOutput, Tensor | None]:
+        """Room for what is reported of the wanted positions, and for the last hidden states (R, E)
+        of those whose best are listed."""
         wanted = work.logits.tolist()
         most = [0] * len(wanted) if work.best is None else work.best.tolist()
-        whole = sum(count for count, best in zip(wanted, most, strict=True) if not best)
+        whole = sum([count for count, best in zip(wanted, most, strict=True) if not best])
         logits = torch.empty(whole, self.vocab_size) if whole else self._nothing
         totals = torch.empty(whole) if whole and work.totals else None
-        if whole == sum(wanted):
-            return _Room(logits, totals)
-        rows, most_best = sum(wanted) - whole, min(max(most), self.vocab_size)
+        rows, listed = sum(wanted) - whole, min(max(most), self.vocab_size)
+        if not rows:
+            return StepOutput(logits, totals=totals), None
+        hidden, values = torch.empty(rows, self._program.structure.width), torch.empty(rows, listed)
         best = Scores(
-            torch.empty(rows, most_best),
-            torch.empty(rows, most_best, dtype=torch.int64),
+            values,
+            torch.empty(rows, listed, dtype=torch.int64),
             self.vocab_size,
+            rest=values[:, -1:],
             totals=torch.empty(rows) if work.totals else None,
+            read=partial(self._read_out, hidden),
         )
-        return _Room(logits, totals, best, torch.empty(rows, self._program.structure.width))
+        return StepOutput(logits, best=best, totals=totals), hidden
 
     def _step(
-        self, work: Work, room: _Room, places: np.ndarray | None, hidden: Tensor | None
+        self,
+        work: Work,
+        room: StepOutput,
+        listed: Tensor | None,
+        places: np.ndarray | None,
+        hidden: Tensor | None,
     ) -> None:
-        copied = self._grow(work)
-        turned = [table.rows(work, places) for table in self._tables]
+        feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
+        copies, longest, spare = self.rows.extend(*feeds)
+        self._reserve()
+        copied = torch.tensor(copies, dtype=torch.int32).T.contiguous() if copies else (None, None)
+        turned = [table.rows(work, places, longest) for table in self._tables]
         embeds = [
             (start, values.float().contiguous()) for start, values in given_inputs(work, "embeds")
         ]
-        step = self._asked.step(work, self.vocab_size)
+        step, best = self._asked, room.best
+        self._write_feeds(step, work)
         for place, rows in enumerate(turned):
-            step.rope[place] = rows.structure
+            step.rope[place] = rows
         step.embeds = len(embeds)
-        step.embed = (GivenEmbeds * len(embeds))(
-            *(GivenEmbeds(start, len(x), x.data_ptr()) for start, x in embeds)
-        )
-        self._asked.pages(self.rows.table)
-        step.logits, step.totals = room.logits.data_ptr(), _address(room.totals)
-        best = room.best
+        if embeds:
+            given = [GivenEmbeds(start, len(x), x.data_ptr()) for start, x in embeds]
+            step.embed = (GivenEmbeds * len(embeds))(*given)
+        results = (room.logits, room.totals, listed, hidden)
+        step.logits, step.totals, step.best_hidden, step.hidden = map(_address, results)
+        lists = (None, None, None) if best is None else (best.values, best.tokens, best.totals)
         step.most = 0 if best is None else best.values.shape[1]
-        step.best_values = None if best is None else best.values.data_ptr()
-        step.best_tokens = None if best is None else _address(best.tokens)
-        step.best_totals = None if best is None else _address(best.totals)
-        step.best_hidden = _address(room.hidden)
-        step.hidden = _address(hidden)
-        step.copies = 0 if copied is None else copied.shape[1]
-        step.copy_from, step.copy_to = (None, None) if copied is None else map(_address, copied)
-        step.ahead = self._ahead and all(map(self.rows.has_room, work.rows.tolist()))
+        step.best_values, step.best_tokens, step.best_totals = map(_address, lists)
+        step.copies = len(copies)
+        step.copy_from, step.copy_to = map(_address, copied)
+        step.ahead = self._ahead and spare
         # What was begun ahead reads the tables of the step before, what it begins reads these.
         self._turned = [*self._turned, *turned]
         check(self._library.es_run(self._runner, step, self._threads))
         self._turned = turned
 
-
-def _answers(work: Work, hidden: Tensor | None) -> dict[int, Answer]:
-    """The hidden states (N, E) of the feeds that want them."""
-    if hidden is None:
-        return {}
-    parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
-    return {f: Answer(hidden=parts[f]) for f, extra in work.extras.items() if extra.hidden}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Room:
-    """Room for what is reported of a work's wanted positions: rows, their totals, and lists of the
-    best with the last hidden states of their rows."""
-
-    logits: Tensor
-    totals: Tensor | None
-    best: Scores | None = None
-    hidden: Tensor | None = None
+    def _write_feeds(self, step: StepWork, work: Work) -> None:
+        """The structure has the pages of all rows and the numbers of all feeds, which lie one after
+        another in one array."""
+        best = work.best
+        best = np.zeros_like(work.rows) if best is None else np.minimum(best, self.vocab_size)
+        fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
+        self._numbers = numbers = np.concatenate(fields, dtype=np.int64)
+        tokens, feeds, first = len(work.tokens), len(work.rows), _array_address(numbers)
+        after = range(first + 8 * tokens, first + 8 * len(numbers), 8 * feeds)
+        step.tokens, step.feeds, step.ids = tokens, feeds, first
+        step.rows, step.starts, step.counts, step.wanted, step.best = after
+        step.stride, step.pages = self.rows.table.shape[1], _array_address(self.rows.table)
 
 
-def _ended(best: Scores, work: Work, read: Callable[[Tensor], Tensor]) -> Scores:
+def _ended(best: Scores, work: Work) -> Scores:
     """Lists that were filled, each as long as its feed wants, with what the rest is below."""
     own = np.repeat(work.best, work.logits)  # type: ignore[arg-type]
-    most, rest = best.values.shape[1], best.values[:, -1:]
-    count = np.minimum(own[own > 0], most)
-    if count.min() < most:
-        last = torch.from_numpy(count)[:, None]
-        rest, beyond = best.values.gather(1, last - 1), torch.arange(most) >= last
-        best.values.masked_fill_(beyond, -math.inf)
-        best.tokens.masked_fill_(beyond, 0)  # type: ignore[union-attr]
-    return replace(best, rest=rest, read=read)
+    last = torch.from_numpy(np.minimum(own[own > 0], best.values.shape[1]))[:, None]
+    rest, beyond = best.values.gather(1, last - 1), torch.arange(best.values.shape[1]) >= last
+    best.values.masked_fill_(beyond, -math.inf)
+    best.tokens.masked_fill_(beyond, 0)  # type: ignore[union-attr]
+    return replace(best, rest=rest)
 
 
 class _Turn:
@@ -305,49 +282,10 @@ class _Turn:
     __slots__ = ("__weakref__",)
 
 
-class _StepNumbers:
-    """The structure that the library reads, made once; every step writes all of it.
-
-    The numbers of all feeds lie one after another in one piece of memory. An array and its address
-    are replaced together, so that no interrupt can part them.
-    """
-
-    def __init__(self, ropes: int) -> None:
-        self._structure = StepWork(ropes=ropes, rope=(RopeRows * ropes)())
-        self._numbers = _addressed(np.empty(256, np.int64))
-        self._table = _addressed(np.empty((0, 0), np.int32))
-
-    def step(self, work: Work, vocab_size: int) -> StepWork:
-        """The structure with the numbers of the work's feeds."""
-        step, best = self._structure, work.best
-        best = np.zeros_like(work.rows) if best is None else np.minimum(best, vocab_size)
-        fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
-        tokens, feeds = len(work.tokens), len(work.rows)
-        count = tokens + 5 * feeds
-        if count > len(self._numbers[0]):
-            self._numbers = _addressed(np.empty(2 * count, np.int64))
-        numbers, first = self._numbers
-        np.concatenate(fields, out=numbers[:count])
-        step.tokens, step.feeds, step.ids = tokens, feeds, first
-        after = range(first + 8 * tokens, first + 8 * count, 8 * feeds)
-        step.rows, step.starts, step.counts, step.wanted, step.best = after
-        return step
-
-    def pages(self, table: np.ndarray) -> None:
-        """The structure points to the pages of all rows."""
-        if table is not self._table[0]:
-            self._table = _addressed(table)
-        self._structure.stride, self._structure.pages = table.shape[1], self._table[1]
-
-
-def _addressed(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """An array, and where it lies."""
-    return array, array.__array_interface__["data"][0]
-
-
-def _address(array: np.ndarray | Tensor | None) -> int | None:
-    """Where an array lies."""
-    if array is None or isinstance(array, Tensor):
-        return None if array is None else array.data_ptr()
+def _array_address(array: np.ndarray) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

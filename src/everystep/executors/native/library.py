@@ -19,6 +19,7 @@ from everystep.errors import (
     InvariantError,
     UnsupportedError,
     message,
+    refuse,
 )
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
@@ -86,8 +87,9 @@ class DecoderWeights(Structure):
 
 
 class RopeRows(Structure):
-    """The rotations of tokens."""
+    """The rotations of tokens; `held` keeps alive what it points to."""
 
+    held: object = None
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("row", c_void_p), ("dim", c_int64))
 
 
@@ -118,6 +120,20 @@ class StepWork(Structure):
 
 
 _MIRRORED = (Matrix, LinearMapC, LayerWeights, DecoderWeights, RopeRows, GivenEmbeds, StepWork)
+
+
+_FUNCTIONS = {
+    "es_open": (c_int32, POINTER(DecoderWeights), c_int32, POINTER(c_void_p)),
+    "es_close": (None, c_void_p),
+    "es_reserve": (c_int32, c_void_p, c_int64),
+    "es_export": (None, c_void_p, c_void_p, c_int64, c_void_p),
+    "es_import": (None, c_void_p, c_void_p, c_int64, c_void_p),
+    "es_rest": (None, c_void_p),
+    "es_guesses": (None, c_void_p, POINTER(c_int64)),
+    "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p),
+    "es_run": (c_int32, c_void_p, POINTER(StepWork), c_int32),
+}
+"""What each function of the library returns, and what it is given."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +169,7 @@ def load() -> ctypes.CDLL:
     """The library; UnsupportedError where there is none."""
     found = status()
     if found.instructions is None:
-        text = message("there is no native executor here", got=found.reason)
-        raise UnsupportedError(text)
+        refuse("there is no native executor here", got=found.reason, kind=UnsupportedError)
     return open_library(library_path(found.instructions))
 
 
@@ -164,30 +179,15 @@ def open_library(path: Path) -> ctypes.CDLL:
     sizes = (c_int64 * len(_MIRRORED))()
     library.es_sizes(sizes)
     if library.es_interface() != INTERFACE or list(sizes) != [*map(ctypes.sizeof, _MIRRORED)]:
-        raise UnsupportedError(
-            message(
-                "the native library belongs to another version",
-                got=str(path),
-                do="Run python -m everystep.executors.native.build",
-            )
+        refuse(
+            "the native library belongs to another version",
+            got=str(path),
+            do="Run python -m everystep.executors.native.build",
+            kind=UnsupportedError,
         )
-    library.es_open.restype = c_int32
-    library.es_open.argtypes = (POINTER(DecoderWeights), c_int32, POINTER(c_void_p))
-    library.es_close.restype = None
-    library.es_close.argtypes = (c_void_p,)
-    library.es_reserve.restype = c_int32
-    library.es_reserve.argtypes = (c_void_p, c_int64)
-    for name in ("es_export", "es_import"):
-        getattr(library, name).restype = None
-        getattr(library, name).argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
-    library.es_rest.restype = None
-    library.es_rest.argtypes = (c_void_p,)
-    library.es_guesses.restype = None
-    library.es_guesses.argtypes = (c_void_p, POINTER(c_int64))
-    library.es_read_out.restype = c_int32
-    library.es_read_out.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
-    library.es_run.restype = c_int32
-    library.es_run.argtypes = (c_void_p, POINTER(StepWork), c_int32)
+    for name, (result, *given) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, given
     return library
 
 

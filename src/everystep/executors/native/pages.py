@@ -7,11 +7,12 @@ continue it, and nothing ever moves. The pages themselves are memory of the libr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError, refuse
 
 PAGE = 16
 
@@ -26,14 +27,6 @@ class PageCounts:
 
 
 @dataclass(slots=True)
-class _Row:
-    """How many of the row's page numbers count, and the positions held."""
-
-    used: int = 0
-    length: int = 0
-
-
-@dataclass(slots=True)
 class PagedRows:
     """All rows of an executor.
 
@@ -43,7 +36,7 @@ class PagedRows:
 
     counts: PageCounts = field(default_factory=PageCounts)
     table: np.ndarray = field(default_factory=lambda: np.zeros((8, 8), np.int32))
-    _rows: dict[int, _Row] = field(default_factory=dict)
+    _lengths: dict[int, int] = field(default_factory=dict)
     _shares: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _free: list[int] = field(default_factory=list)
 
@@ -59,63 +52,74 @@ class PagedRows:
 
     def lengths(self) -> dict[int, int]:
         """Row -> positions held."""
-        return {number: row.length for number, row in self._rows.items()}
+        return self._lengths.copy()
 
     def length(self, row: int) -> int:
         """Positions held by a row; InvariantError if it is not allocated."""
-        return self._row(row).length
+        if row not in self._lengths:
+            refuse(f"row {row} is not allocated", kind=InvariantError)
+        return self._lengths[row]
 
     def allocate(self, row: int) -> None:
         """The row exists and is empty."""
-        self._make_line(row, 0)
-        self._rows[row] = _Row()
+        if row in self._lengths:
+            refuse(f"row {row} is allocated twice", kind=InvariantError)
+        self._make_room(row, 0)
+        self._lengths[row] = 0
 
     def fork(self, row: int, source: int) -> None:
         """The row holds what `source` holds."""
-        parent = self._row(source)
-        self._make_line(row, parent.used)
-        shared = self.table[source, : parent.used]
-        self.table[row, : parent.used] = shared
-        self._rows[row] = _Row(parent.used, parent.length)
+        shared = self.pages(source)
+        self.allocate(row)
+        self.table[row, : len(shared)] = shared
+        self._lengths[row] = self._lengths[source]
         self._shares[shared] += 1
         self.counts.forks += 1
 
     def truncate(self, row: int, length: int) -> None:
         """The row holds its first `length` positions."""
-        held = self._row(row)
-        if not 0 <= length <= held.length:
-            raise InvariantError(message(f"row {row} cannot be cut", got=length))
-        kept = -(-length // PAGE)
-        if kept < held.used:
-            self._release(self.table[row, kept : held.used])
-        held.used, held.length = kept, length
+        held, pages = self.length(row), self.pages(row)
+        if not 0 <= length <= held:
+            refuse(f"row {row} cannot be cut", got=length, kind=InvariantError)
+        gone = pages[_pages_of(length) :]
+        self._shares[gone] -= 1
+        self._free += gone[self._shares[gone] == 0].tolist()
+        self._lengths[row] = length
 
     def free(self, row: int) -> None:
         """The row is gone."""
         self.truncate(row, 0)
-        del self._rows[row]
+        del self._lengths[row]
 
-    def extend(self, row: int, count: int) -> tuple[int, int] | None:
-        """The row has pages of its own for `count` more positions, and holds them from now on.
+    def extend(
+        self, rows: Iterable[int], starts: Iterable[int], counts: Iterable[int]
+    ) -> tuple[list[tuple[int, int]], int, bool]:
+        """Rows of `starts` positions have pages of their own for `counts` more, and hold them.
 
-        Returns a page to be copied and where to, if its last page was shared.
+        Returns which pages are to be copied, and where to; the most positions that a row holds; and
+        whether every row has place for one more without another page.
         """
-        held = self._row(row)
-        copied = self._own_last_page(row, held) if held.length % PAGE else None
-        held.length += count
-        while held.used * PAGE < held.length:
-            self._make_room(row, held.used)
-            self.table[row, held.used] = self._take()
-            held.used += 1
-        return copied
-
-    def has_room(self, row: int) -> bool:
-        """Whether a row that was extended has place for one more position without another page."""
-        return self._row(row).length % PAGE > 0
+        copied, longest, spare = [], 0, True
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            if self._lengths.get(row) != start:
+                held = self.length(row)
+                refuse(f"row {row} is fed at {start}", wanted=held, kind=InvariantError)
+            end, pages = start + count, _pages_of(start)
+            if start % PAGE and self._shares[self.table[row, pages - 1]] > 1:
+                copied.append(self._own_page(row, pages - 1))
+            while pages * PAGE < end:
+                self._make_room(row, pages)
+                self.table[row, pages] = self._take()
+                pages += 1
+            # Last, so that after an interrupt no page is counted that was not taken.
+            self._lengths[row] = end
+            longest = max(longest, end)
+            spare = spare and end % PAGE > 0
+        return copied, longest, spare
 
     def pages(self, row: int) -> np.ndarray:
         """(n,) int32 page numbers of a row."""
-        return self.table[row, : self._row(row).used]
+        return self.table[row, : _pages_of(self.length(row))]
 
     def recount(self) -> None:
         """Every page is free or counted again, whatever was cut short by an interrupt.
@@ -123,31 +127,18 @@ class PagedRows:
         What rows hold is as it was left, and is only good for being freed.
         """
         shares = np.zeros_like(self._shares)
-        for row, held in self._rows.items():
-            shares += np.bincount(self.table[row, : held.used], minlength=len(shares))
+        for row in self._lengths:
+            shares += np.bincount(self.pages(row), minlength=len(shares))
         self._shares = shares
         self._free = np.flatnonzero(shares == 0)[::-1].tolist()
 
-    def _own_last_page(self, row: int, held: _Row) -> tuple[int, int] | None:
-        """The last page is the row's alone; returns what to copy and where to, if it was shared."""
-        shared = int(self.table[row, held.used - 1])
-        if self._shares[shared] == 1:
-            return None
+    def _own_page(self, row: int, page: int) -> tuple[int, int]:
+        """A shared page is the row's alone; returns what to copy, and where to."""
+        shared = int(self.table[row, page])
         self._shares[shared] -= 1
-        self.table[row, held.used - 1] = own = self._take()
+        self.table[row, page] = own = self._take()
         self.counts.copies += 1
         return shared, own
-
-    def _row(self, row: int) -> _Row:
-        if row not in self._rows:
-            raise InvariantError(message(f"row {row} is not allocated"))
-        return self._rows[row]
-
-    def _make_line(self, row: int, pages: int) -> None:
-        """There is a line for a new row, with places for so many pages."""
-        if row in self._rows:
-            raise InvariantError(message(f"row {row} is allocated twice"))
-        self._make_room(row, pages)
 
     def _make_room(self, row: int, page: int) -> None:
         """The table has a place for page number `page` of the row."""
@@ -171,6 +162,7 @@ class PagedRows:
         self.counts.most_pages = max(self.counts.most_pages, self.in_use)
         return page
 
-    def _release(self, pages: np.ndarray) -> None:
-        self._shares[pages] -= 1
-        self._free += pages[self._shares[pages] == 0].tolist()
+
+def _pages_of(length: int) -> int:
+    """How many pages so many positions take."""
+    return -(-length // PAGE)

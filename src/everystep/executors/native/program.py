@@ -24,6 +24,7 @@ from everystep.executors.native.library import (
     Matrix,
     NormWeights,
     check,
+    status,
 )
 from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder, Layer
@@ -32,7 +33,6 @@ from everystep.nn.linear import JoinedLinear, QuantizedLinear, Weight, rows_of, 
 from everystep.nn.linear import LinearMap as TorchLinear
 from everystep.nn.norm import Norm
 from everystep.nn.panels import Arena, Panels
-from everystep.nn.rotary import Rope
 
 _ACTIVATIONS = {
     "silu": 0,
@@ -48,17 +48,21 @@ _MOST_TURNING = 1024
 _OTHER = "there are no kernels for this family of models"
 
 
-def described_obstacles(spec: object) -> list[str]:
-    """What the library cannot do of this specification; empty if it can do all."""
-    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_OTHER]
-
-
-def model_obstacles(model: Model) -> list[str]:
-    """Why the library cannot run a model whose specification it can; empty if it can."""
+def obstacles(model: Model) -> list[str]:
+    """Why the native executor cannot run this model on this machine; empty if it can."""
     network = model.network
+    if found := spec_obstacles(model.spec):
+        return found
     if model.learns:
         return ["its weights may change, and the kernels read packed copies"]
     return list(_obstacles(network)) if isinstance(network, Decoder) else [_OTHER]
+
+
+def spec_obstacles(spec: object) -> list[str]:
+    """Why no model of this specification can be run on this machine; empty if some can."""
+    if reason := status().reason:
+        return [reason]
+    return list(_kernels_missing(spec)) if isinstance(spec, DecoderSpec) else [_OTHER]
 
 
 def _kernels_missing(spec: DecoderSpec) -> Iterator[str]:
@@ -93,7 +97,7 @@ class Program:
         self.structure = self._decoder(decoder)
 
     def _decoder(self, decoder: Decoder) -> DecoderWeights:
-        spec = decoder.spec
+        spec, head = decoder.spec, decoder.head
         layers = (LayerWeights * len(spec.layers))(
             *(self._layer(index, layer) for index, layer in enumerate(decoder.layers))
         )
@@ -117,45 +121,40 @@ class Program:
             layer=layers,
             norm=self._norm(decoder.norm),
             embedding=table,
-            head=self._head(decoder, table),
+            head=self._joined([table], head.bias) if spec.tied else self._linear(head),
         )
 
-    def _head(self, decoder: Decoder, table: Matrix) -> LinearMapC:
-        if not decoder.spec.tied:
-            return self._linear(weights_of(decoder.head.matrix()), decoder.head.bias)
-        shared = LinearMapC(count=1, bias=self._floats(decoder.head.bias))
-        shared.parts[0] = table
-        return shared
-
     def _layer(self, index: int, layer: Layer) -> LayerWeights:
-        spec = self.decoder.spec
-        size, gated = spec.mlp.size, spec.mlp.gated
+        spec, rope = self.decoder.spec, self.decoder.spec.layers[index].rope
         up, bias = weights_of(layer.up.matrix()), layer.up.bias
-        gate = _rows(up, 0, size) if gated else []
+        gate: tuple[Weight, ...] = ()
+        gate_bias: Tensor | None = None
+        if spec.mlp.gated:
+            size = spec.mlp.size
+            gate, up = _rows(up, 0, size), _rows(up, size, 2 * size)
+            if bias is not None:
+                gate_bias, bias = bias[:size], bias[size:]
         return LayerWeights(
-            qkv=self._linear(weights_of(layer.qkv.matrix()), layer.qkv.bias),
-            out=self._linear(weights_of(layer.out.matrix()), layer.out.bias),
-            gate=self._linear(gate, None if bias is None or not gated else bias[:size]),
-            up=self._linear(
-                _rows(up, size, 2 * size) if gated else up,
-                bias[size:] if gated and bias is not None else bias,
-            ),
-            down=self._linear(weights_of(layer.down.matrix()), layer.down.bias),
+            qkv=self._linear(layer.qkv),
+            out=self._linear(layer.out),
+            gate=self._joined([*map(self._matrix, gate)], gate_bias),
+            up=self._joined([*map(self._matrix, up)], bias),
+            down=self._linear(layer.down),
             attention=self._norm(layer.attention_norm),
             mlp=self._norm(layer.mlp_norm),
             attention_post=self._norm(layer.attention_post_norm),
             mlp_post=self._norm(layer.mlp_post_norm),
             q=self._norm(layer.q_norm),
             k=self._norm(layer.k_norm),
-            rope=_index(self.ropes, spec.layers[index].rope),
+            rope=-1 if rope is None else self.ropes.index(rope),
             window=spec.layers[index].window or 0,
         )
 
-    def _linear(self, weights: Sequence[Weight], bias: Tensor | None) -> LinearMapC:
-        made = LinearMapC(count=len(weights), bias=self._floats(bias))
-        for place, weight in enumerate(weights):
-            made.parts[place] = self._matrix(weight)
-        return made
+    def _linear(self, linear: TorchLinear) -> LinearMapC:
+        return self._joined([*map(self._matrix, weights_of(linear.matrix()))], linear.bias)
+
+    def _joined(self, parts: Sequence[Matrix], bias: Tensor | None) -> LinearMapC:
+        return LinearMapC(len(parts), (Matrix * 3)(*parts), self._floats(bias))
 
     def _matrix(self, weight: Weight) -> Matrix:
         panels = weight if isinstance(weight, Panels) else Panels.of(weight, self.arena)
@@ -237,16 +236,17 @@ def _exact(linear: TorchLinear) -> bool:
     return isinstance(linear, QuantizedLinear) and linear.exact_activations
 
 
-def _rows(weights: Sequence[Weight], start: int, stop: int) -> list[Weight]:
+def _rows(weights: Sequence[Weight], start: int, stop: int) -> tuple[Weight, ...]:
     """The given output rows of matrices that stand one after another."""
-    found, before = [], 0
+    found: list[Weight] = []
+    before = 0
     for weight in weights:
         first, last = max(start - before, 0), min(stop - before, weight.shape[0])
         if first < last:
             whole = weight.whole(first, last) if isinstance(weight, Panels) else None
             found.append(whole or rows_of(weight, first, last))
         before += weight.shape[0]
-    return found
+    return tuple(found)
 
 
 def _format(panels: Panels) -> int:
@@ -254,7 +254,3 @@ def _format(panels: Panels) -> int:
     if panels.format in (None, "int8", "q8_0"):
         return (None, "int8", "q8_0").index(panels.format)
     return 4 if panels.lifted else 3
-
-
-def _index(ropes: list[Rope], rope: Rope | None) -> int:
-    return -1 if rope is None else ropes.index(rope)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import add
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,53 +14,50 @@ from everystep.types import Work
 _LEAST_TABLE = 512
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turned:
-    """The rows of a table that rotate a work's tokens; keeps alive what `structure` points to."""
-
-    structure: RopeRows
-    tables: tuple[Tensor, Tensor]
-    rows: np.ndarray | None
-
-
 class RopeTable:
     """Cos and sin of one kind of rope, kept where they do not depend on a row's length."""
 
     def __init__(self, rope: Rope) -> None:
         self._rope = rope
-        self._kept: Turned | None = None
+        self._tables = (torch.empty(0), torch.empty(0))
+        self._kept = RopeRows()
 
-    def rows(self, work: Work, places: np.ndarray | None) -> Turned:
+    def rows(self, work: Work, places: np.ndarray | None, longest: int) -> RopeRows:
         """The rotation of each token of the work.
 
-        `places`: (N,) or (axes, N) position ids of all, where a feed gives some.
+        `places`: (N,) or (axes, N) position ids of all, where a feed gives some. `longest`: how
+        many positions a row holds at most.
         """
-        if places is None and not self._rope.scaling.by_length:
+        by_length = self._rope.scaling.by_length
+        if places is None and not by_length:
             # And the position after, should the library go on by itself.
-            return self._kept_for(1 + max(map(add, work.starts.tolist(), work.counts.tolist())))
+            return self._kept_for(longest + 1)
         places = position_ids(work) if places is None else places
         if places.ndim > 1 and not self._rope.axes:
             places = places[0]
-        if self._rope.scaling.by_length or places.ndim > 1:
+        if by_length or places.ndim > 1:
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
             tables = self._table(torch.from_numpy(places), lengths)
             return self._turned(tables, np.arange(len(work.tokens), dtype=np.int32))
-        return self._turned(self._kept_for(int(places.max()) + 1).tables, places.astype(np.int32))
+        self._kept_for(int(places.max()) + 1)
+        return self._turned(self._tables, places.astype(np.int32))
 
-    def _kept_for(self, length: int) -> Turned:
+    def _kept_for(self, length: int) -> RopeRows:
         """The table of at least so many positions, for tokens that are rotated by their own
         positions."""
-        kept = self._kept
-        if kept is None or len(kept.tables[0]) < length:
-            longer = torch.arange(max(_LEAST_TABLE, 2 * length))
-            self._kept = kept = self._turned(self._table(longer, None), None)
-        return kept
+        if len(self._tables[0]) < length:
+            longer = self._table(torch.arange(max(_LEAST_TABLE, 2 * length)), None)
+            self._kept = self._turned(longer, None)
+            self._tables = longer
+        return self._kept
 
-    def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> Turned:
+    def _turned(self, tables: tuple[Tensor, Tensor], rows: np.ndarray | None) -> RopeRows:
+        """The rows of a table that rotate tokens; None: those of their positions."""
         cos, sin = tables
         at = None if rows is None else rows.ctypes.data
-        structure = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim)
-        return Turned(structure, tables, rows)
+        made = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim)
+        made.held = tables, rows
+        return made
 
     def _table(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """(N, dim) each."""

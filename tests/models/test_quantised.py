@@ -178,9 +178,9 @@ def test_a_quantised_model_moves_as_it_is_and_widens_when_asked() -> None:
 
 def test_the_numpy_executor_reads_the_values_of_quantised_weights() -> None:
     model = made(references()[0], quantize="int8")
-    decoder = NumpyExecutor(model)._decoder
+    weights = NumpyExecutor(model)._weights
     value = dict(named_weights(model))["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(torch.from_numpy(decoder.weights["layers.1.down.weight"]), value.double())
+    assert torch.equal(torch.from_numpy(weights["layers.1.down.weight"]), value.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine import Engine, Lockstep
-from everystep.engine.records import StepRecord
+from everystep.engine.choices import StepRecord
 from everystep.executors.base import Executor
 from everystep.strategies import Beam, Greedy
 from everystep.testing.drive import Run, hash_executor, run_together

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from everystep import draws
 from everystep.draws import SeededDraws
-from everystep.engine import Engine, Lockstep
-from everystep.engine.readout import Guidance
-from everystep.engine.records import StepRecord
+from everystep.engine import Engine, Guidance, Lockstep
+from everystep.engine.choices import StepRecord
 from everystep.processors import best, edits
 from everystep.strategies import Beam, Greedy, Sample, single
 from everystep.testing.drive import Run, hash_executor

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from everystep.draws import SeededDraws
+from everystep.engine.batches import Guidance
 from everystep.engine.drafting import DraftModel, PromptLookup
-from everystep.engine.readout import Guidance
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,

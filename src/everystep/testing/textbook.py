@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.draws import fork_lineage
-from everystep.engine.readout import Guidance
+from everystep.engine.batches import Guidance
 from everystep.errors import UnsupportedError, message
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
@@ -81,7 +81,7 @@ class Prefix:
     def reason(self, tokens: list[int]) -> str | None:
         """Why the tokens end here, by the first stop that says so; None if they go on."""
         sequence, table = self._written(tokens[:-1])
-        candidate = Candidates(table, [sequence], np.array([tokens[-1:]]), np.array([1]))
+        candidate = Candidates(table, [sequence], np.array(tokens[-1:]))
         for stop in self.request.stops:
             if stop(candidate)[0]:
                 return stop.reason(candidate, 0).kind

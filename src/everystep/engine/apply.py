@@ -218,7 +218,8 @@ def _extend(
     table.write(sequence.line, start, child.tokens)
     agreed = _agreement(draft, child.tokens) if len(draft) else 0
     kept = sequence.length + agreed
-    rewind_memory(sequence, start + agreed)
+    if sequence.memo:
+        rewind_memory(sequence, start + agreed)
     sequence.length += len(child.tokens)
     excess = sequence.cached - min(kept, sequence.length - 1)
     if excess > 0:

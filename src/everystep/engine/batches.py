@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everystep.draws import fork_lineage
 from everystep.engine.apply import sprout
-from everystep.engine.feed import Feeds, columns_of
+from everystep.engine.feed import NO_IDS, Feeds, columns_of
 from everystep.processors.guidance import guided
 from everystep.processors.pipeline import apply, best_read
 from everystep.stops.check import check
@@ -135,20 +135,27 @@ def score(
     """
     request = groups[0].request
     sequences, group_of, sources = _members(groups)
-    drafts = [feeds.draft(source) for source in sources]
-    owner = [s for s, draft in enumerate(drafts) for _ in range(1 + len(draft))]
-    place = [i for draft in drafts for i in range(1 + len(draft))]
-    follow = [later(sequences[s], i) for s, i in zip(owner, place, strict=True)]
+    owner, place, follow = list(range(len(sequences))), [0] * len(sequences), sequences
+    drafts = [NO_IDS] * len(sequences)
+    if feeds.drafts:
+        drafts = [feeds.drafts.get(id(source), NO_IDS) for source in sources]
+        owner = [s for s, draft in enumerate(drafts) for _ in range(1 + len(draft))]
+        place = [i for draft in drafts for i in range(1 + len(draft))]
+        pairs = zip(owner, place, strict=True)
+        follow = [later(sequences[s], i) if i else sequences[s] for s, i in pairs]
+    drafted = len(owner) > len(sequences)
     rows = [
         [feeds.first_row[id(units[s])] + i for s, i in zip(owner, place, strict=True)]
         for units in _units(sources)
     ]
-    logits, scores = _read(groups, rows, output, follow, feeds.table)
-    drafted = len(owner) > len(sequences)
+    visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
+    seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
+    logits, scores = _read(groups, rows, output, seen)
     shown: History = ()
     if request.wants.history:
         new = scores.whole().values
         shown = (*history, *(new[:, None] if drafted else (new,)))
+    reached = np.array(place) + len(history) + 1 if shown else None
     width = max([group.request.strategy.width for group in groups])
     slot = [groups[g].rank * width + s.index for g, s in zip(group_of, sequences, strict=True)]
     batch = Batch(
@@ -161,7 +168,7 @@ def score(
         draws=request.draws,
         vocabulary=output.logits.shape[-1],
         columns=lambda s: columns_of(sources[s]),
-        stops=_stops(follow, feeds.table, shown, [1 + len(history) + i for i in place]),
+        stops=_stops(follow, feeds.table, shown or None, reached),
     )
     first = [row for row, i in enumerate(place) if i == 0]
     return Scored(batch, sequences, drafts, first, owner, logits, scores, shown)
@@ -199,8 +206,6 @@ def _seen(value: Any) -> Any:
 
 def later(sequence: Sequence, drafted: int) -> Sequence:
     """The sequence as it would be after so many of its draft."""
-    if not drafted:
-        return sequence
     after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
     after.length += drafted
     return after
@@ -208,16 +213,14 @@ def later(sequence: Sequence, drafted: int) -> Sequence:
 
 def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
     """The sequences, then the first companion of each, and so on."""
-    companions = range(len(sources[0].companions))
-    return [sources, *([source.companions[k] for source in sources] for k in companions)]
+    found: list[list[Sequence] | list[Companion]] = [sources]
+    for k in range(len(sources[0].companions)):
+        found.append([source.companions[k] for source in sources])
+    return found
 
 
 def _read(
-    groups: list[Group],
-    rows: list[list[int]],
-    output: StepOutput,
-    follow: list[Sequence],
-    table: TokenTable,
+    groups: list[Group], rows: list[list[int]], output: StepOutput, seen: Rows
 ) -> tuple[Tensor, Scores]:
     """(R, V) raw logits, and the scores that become of them; or none, and the best of the rows.
 
@@ -237,8 +240,7 @@ def _read(
     if request.strategy.reads.scores == "log_probs":
         mixed = mixed.log_probs()
     if any(group.request.processors for group in groups):
-        lengths = np.array([sequence.visible for sequence in follow], dtype=np.int64)
-        return logits, apply(Rows(table, follow, lengths), mixed, owned=mixed is not given)
+        return logits, apply(seen, mixed, owned=mixed is not given)
     return logits, mixed
 
 
@@ -260,13 +262,15 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _stops(
-    sequences: list[Sequence], table: TokenTable, shown: History, reached: list[int]
+    sequences: list[Sequence],
+    table: TokenTable,
+    shown: History | None,
+    reached: np.ndarray | None,
 ) -> Check:
     def stops(parents: np.ndarray, tokens: np.ndarray) -> list[FinishReason | None]:
         chosen = [sequences[p] for p in parents.tolist()]
-        if not shown:
-            return check(Candidates(table, chosen, tokens))
-        return check(Candidates(table, chosen, tokens, shown, np.array(reached)[parents]))
+        seen = None if reached is None else reached[parents]
+        return check(Candidates(table, chosen, tokens, shown, seen))
 
     return stops
 

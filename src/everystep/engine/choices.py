@@ -190,21 +190,19 @@ def failed(
 
 def _kinds(groups: list[Group]) -> list[list[Group]]:
     """Groups that choose together: equal in strategy, source of draws and readout."""
-    if not groups or all(_is_like(groups[0], group) for group in groups):
-        return [groups] if groups else []
-    kinds: dict[object, list[Group]] = {}
+    same: dict[object, list[Group]] = {}
     for group in groups:
         request = group.request
-        key = (request.strategy, type(request.draws), request.readout, group.best > 0)
-        kinds.setdefault(key, []).append(group)
-    return list(kinds.values())
-
-
-def _is_like(one: Group, other: Group) -> bool:
-    """Whether they choose together for sure; comparing strategies by value costs more."""
-    a, b = one.request, other.request
-    same = a.strategy is b.strategy and a.readout is b.readout
-    return same and type(a.draws) is type(b.draws) and (one.best > 0) == (other.best > 0)
+        key = (id(request.strategy), type(request.draws), id(request.readout), group.best > 0)
+        same.setdefault(key, []).append(group)
+    if len(same) < 2:  # comparing strategies by value costs more
+        return list(same.values())
+    equal: dict[object, list[Group]] = {}
+    for kind in same.values():
+        request = kind[0].request
+        value = (request.strategy, type(request.draws), request.readout, kind[0].best > 0)
+        equal.setdefault(value, []).extend(kind)
+    return list(equal.values())
 
 
 def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:

@@ -154,6 +154,7 @@ class DraftRows:
             self._row(sequence).rewind(sequence.visible - 1)
         for done in range(self.tokens if known else 0):
             self._choose(known, table, done)
+        for sequence in known:
             for value in sequence.memo.values():
                 # The row keeps the guesses; what processors remember of them goes.
                 if is_memory(value) and not isinstance(value, DraftRow):

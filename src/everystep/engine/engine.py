@@ -250,7 +250,7 @@ class Engine:
                 if hidden and columns_of(sequence).length < sequence.cached:
                     # It dropped hidden states of cached positions, which are fed again.
                     drop_rows(sequence, self.ledger)
-            if shares:
+            if shares and len(group.live) > 1:
                 regroup(group, self.table, self.ledger)
         return grants
 

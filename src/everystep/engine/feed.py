@@ -57,7 +57,7 @@ class Grant(NamedTuple):
 
     def owes(self, table: TokenTable) -> bool:
         """Whether this step feeds what sequences share, and nothing else of the group."""
-        return self.shares and owed(self.group, table) > 0
+        return self.shares and len(self.group.live) > 1 and owed(self.group, table) > 0
 
     def chooses(self, table: TokenTable) -> bool:
         """Whether the group feeds all that it has, and so makes its next choice."""
@@ -99,10 +99,6 @@ class Feeds:
     wanted_best: int = 0
     chunks: int = 0
     totals: bool = False
-
-    def draft(self, sequence: Sequence) -> np.ndarray:
-        """The ids that the sequence's feed holds beyond its own."""
-        return self.drafts.get(id(sequence), NO_IDS)
 
     def add(
         self,
@@ -240,22 +236,25 @@ def units_of(sequence: Sequence) -> list[tuple[Sequence | Companion, Prompt, int
     """A sequence and its companions, each with its prompt and its length."""
     prompt, length = sequence.request.prompt, sequence.length
     own = length - prompt.length
-    companions = [(one, one.prompt, one.prompt.length + own) for one in sequence.companions]
-    return [(sequence, prompt, length), *companions]
+    found: list[tuple[Sequence | Companion, Prompt, int]] = [(sequence, prompt, length)]
+    for one in sequence.companions:
+        found.append((one, one.prompt, one.prompt.length + own))
+    return found
 
 
 def _feed_whole(group: Group, feeds: Feeds) -> None:
-    best = group.best
-    feeds.totals |= group.request.strategy.reads.scores == "log_probs"
+    best, request = group.best, group.request
+    asks = request.wants.prompt_logprobs is not None
+    feeds.totals |= request.strategy.reads.scores == "log_probs"
     for sequence in group.live:
-        draft = feeds.draft(sequence)
+        draft = feeds.drafts.get(id(sequence), NO_IDS)
         if len(draft):
             end = sequence.visible + len(draft)
             feeds.table.reserve(end)
             feeds.table.data[sequence.line, sequence.visible : end] = draft
         for unit, prompt, length in units_of(sequence):
             count = length - unit.cached + len(draft)
-            before = feeds.ask_prompt(group, sequence, count) if unit is sequence else 0
+            before = feeds.ask_prompt(group, sequence, count) if asks and unit is sequence else 0
             feeds.first_row[id(unit)] = feeds.wanted_best if best else feeds.wanted + before
             feeds.feed_of[id(unit)] = len(feeds.rows)
             wanted = before + 1 + len(draft)

@@ -126,4 +126,4 @@ class Shown:
         self.widths: set[int] = set()
 
     def __call__(self, record: StepRecord) -> None:
-        self.widths.add(record.scores.shape[1])
+        self.widths.add(record.scored.scores.whole().values.shape[1])

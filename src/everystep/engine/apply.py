@@ -224,11 +224,11 @@ def _extend(
     excess = sequence.cached - min(kept, sequence.length - 1)
     if excess > 0:
         for unit in sequence.units:
-            _trim(unit, excess, ledger)
-    sequence.score = child.score
-    sequence.finish = child.finish
-    sequence.provisional = child.provisional
-    sequence.index = child.rank
+            if unit.row is not None:
+                unit.cached -= excess
+                ledger.truncate(unit.row, unit.cached)
+    sequence.score, sequence.finish = child.score, child.finish
+    sequence.provisional, sequence.index = child.provisional, child.rank
     if child.memo is not None:
         sequence.memo.update(child.memo)
     if not 0 <= sequence.cached < sequence.length:
@@ -247,12 +247,6 @@ def rewind_memory(sequence: Sequence, visible: int) -> None:
     for value in sequence.memo.values():
         if is_memory(value):
             value.rewind(visible)
-
-
-def _trim(unit: Sequence | Companion, excess: int, ledger: Ledger) -> None:
-    if unit.row is not None:
-        unit.cached -= excess
-        ledger.truncate(unit.row, unit.cached)
 
 
 def _agreement(draft: np.ndarray, tokens: list[int]) -> int:
@@ -307,9 +301,8 @@ def abandoned(group: Group, reason: FinishReason, table: TokenTable, ledger: Led
     for sequence in group.live:
         if sequence.finish is None:
             if strategy.streams and sequence.index < strategy.returns:
-                settled = sequence.generated - sequence.provisional
-                name = group.request.request_id
-                change.events += token_events(name, sequence.index, [], settled, reason)
+                name, count = group.request.request_id, sequence.generated - sequence.provisional
+                change.events += token_events(name, sequence.index, [], count, reason)
             change.after.done.append(_cut_short(sequence, reason, table))
         release(sequence, ledger)
         if sequence.line >= 0:
@@ -318,9 +311,7 @@ def abandoned(group: Group, reason: FinishReason, table: TokenTable, ledger: Led
 
 
 def _cut_short(sequence: Sequence, reason: FinishReason, table: TokenTable) -> Finished:
-    first = sequence.request.prompt_visible
-    tokens = np.empty(0, np.int64)
-    if sequence.line >= 0:
-        tokens = table.data[sequence.line, first : sequence.visible - sequence.provisional].copy()
-    memo = values_of(sequence.memo)
+    # Before it has a line, it has no tokens.
+    settled = slice(sequence.request.prompt_visible, sequence.visible - sequence.provisional)
+    tokens, memo = table.data[sequence.line, settled].copy(), values_of(sequence.memo)
     return Finished(tokens, sequence.score, reason, sequence.lineage, sequence.index, memo)

@@ -84,16 +84,17 @@ def best_needed(request: Request, vocabulary: int) -> int:
 class Scored:
     """Groups that choose together: raw logits (R, V) float32, and what processors left of them.
 
-    `sequences`: S of them; `owner` (R,): whose each row is; `first` (S,): the first row of each.
+    `sequences`: S of them; `group_of` (S,): the index of the group of each; `first` (S,): the first
+    row of each.
     `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
     reported. `shown`: the scores of all steps, for criteria.
     """
 
     batch: Batch
     sequences: list[Sequence]
+    group_of: list[int]
     drafts: list[np.ndarray]
     first: list[int]
-    owner: list[int]
     logits: Tensor
     scores: Scores
     shown: History
@@ -106,7 +107,7 @@ class Scored:
     @property
     def drafted(self) -> bool:
         """Whether any sequence has more than one row."""
-        return len(self.owner) > len(self.sequences)
+        return len(self.batch) > len(self.sequences)
 
     def pick(self, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """What the strategy reduces the scores to in its next round."""
@@ -121,7 +122,7 @@ class Scored:
         """The S sequences, one row each, whatever their drafts."""
         if not self.drafted:
             return self.batch
-        group_of, slot = self.batch.group_of[self.first], self.batch.slot[self.first]
+        group_of, slot = np.array(self.group_of), self.batch.slot[self.first]
         return replace(self.batch, sequences=self.sequences, group_of=group_of, slot=slot)
 
 
@@ -171,7 +172,7 @@ def score(
         stops=_stops(follow, feeds.table, shown or None, reached),
     )
     first = [row for row, i in enumerate(place) if i == 0]
-    return Scored(batch, sequences, drafts, first, owner, logits, scores, shown)
+    return Scored(batch, sequences, group_of, drafts, first, logits, scores, shown)
 
 
 def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:

@@ -25,7 +25,6 @@ from everystep.types import (
     Children,
     FinishReason,
     Group,
-    Sequence,
     StepOutput,
     TokenTable,
 )
@@ -54,17 +53,11 @@ class Counts:
 class StepRecord:
     """What one kind of strategy saw and chose in one step; made only for observers.
 
-    `sequences`: S entries; row r of `logits` and `scores` ((R, V)) belongs to
-    `sequences[row_sequence[r]]`. `group_of`: (S,) index into `groups`. `captures`: of a sequence
-    whose request wants its layers or attentions, the first position fed and what was answered.
+    `captures`: of a sequence whose request wants its layers or attentions, by its index, the first
+    position fed and what was answered.
     """
 
-    groups: list[Group]
-    sequences: list[Sequence]
-    group_of: np.ndarray
-    row_sequence: np.ndarray
-    logits: Tensor
-    scores: Tensor
+    scored: Scored
     children: Children
     captures: Mapping[int, tuple[int, Answer]]
 
@@ -138,7 +131,7 @@ class Choices:
         if scored.shown:
             self.history = scored.shown[: len(before) + int(children.counts.max())]
         if self.observed:
-            self.records.append(self._record(scored, children))
+            self.records.append(StepRecord(scored, children, dict(self._captures(scored))))
         if any(group.request.wants.logprobs is not None for group in scored.groups):
             children, noted = note_choices(scored.sequences, scored.first, children, scored.logits)
             self.counts.syncs += noted
@@ -158,18 +151,6 @@ class Choices:
 
     def _fail(self, groups: list[Group], error: Exception) -> None:
         self.changes += failed(groups, error, self.feeds.table, self.feeds.ledger)
-
-    def _record(self, scored: Scored, children: Children) -> StepRecord:
-        return StepRecord(
-            scored.groups,
-            scored.sequences,
-            scored.of_sequences().group_of,
-            np.array(scored.owner),
-            scored.logits,
-            scored.scores.whole().values,
-            children,
-            dict(self._captures(scored)),
-        )
 
     def _captures(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Answer]]]:
         """What the feeds of sequences returned beside logits, for requests that want it."""

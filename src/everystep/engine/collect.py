@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.engine.batches import Scored
 from everystep.engine.choices import StepRecord
-from everystep.types import Answer
+from everystep.types import Answer, Children
 from everystep.types.protocols import Strategy
 
 
@@ -50,18 +51,22 @@ class Collector:
 
     def __call__(self, record: StepRecord) -> None:
         """Rows of drafts that were not accepted are left out."""
-        bounds = np.searchsorted(record.row_sequence, np.arange(len(record.sequences) + 1))
-        accepted, kept = _accepted(record), _kept_rows(record)
+        scored, children = record.scored, record.children
+        scores = scored.scores.whole().values if self.scores else None
+        # One row led to a token, or more where drafts stood.
+        accepted = np.ones(len(scored.sequences), dtype=np.int64)
+        np.maximum.at(accepted, children.parent, children.counts)
+        kept = _kept_rows(scored, children)
         for s in np.flatnonzero(kept >= 0).tolist():
-            slot = record.groups[record.group_of[s]].rank * self.width + int(kept[s])
-            first, read = int(bounds[s]), int(bounds[s + 1] - bounds[s])
-            rows = range(first, first + accepted[s])
-            if self.scores:
-                self.kept_scores[slot] += [record.scores[row].clone() for row in rows]
+            slot = scored.groups[scored.group_of[s]].rank * self.width + int(kept[s])
+            rows = range(scored.first[s], scored.first[s] + accepted[s])
+            if scores is not None:
+                self.kept_scores[slot] += [scores[row].clone() for row in rows]
             if self.logits:
-                self.kept_logits[slot] += [record.logits[row].clone() for row in rows]
+                self.kept_logits[slot] += [scored.logits[row].clone() for row in rows]
             if self.captures and s in record.captures:
                 start, answer = record.captures[s]
+                read = 1 + len(scored.drafts[s])
                 self.kept_captures[slot] += _per_token(start == 0, answer, read, accepted[s])
 
     def score_steps(self) -> tuple[Tensor, ...]:
@@ -128,23 +133,16 @@ def kept_rows(strategy: Strategy) -> int:
     return strategy.returns if strategy.streams else strategy.width
 
 
-def _kept_rows(record: StepRecord) -> np.ndarray:
+def _kept_rows(scored: Scored, children: Children) -> np.ndarray:
     """(S,) which of its request's rows each sequence is kept in, -1 for none."""
-    strategy = record.groups[0].request.strategy
+    strategy = scored.groups[0].request.strategy
     if kept_rows(strategy) == strategy.width:
-        return np.array([sequence.index for sequence in record.sequences], dtype=np.int64)
-    chosen_from = np.unique(record.children.parent[record.children.counts > 0])
-    group = record.group_of[chosen_from]
-    kept = np.full(len(record.sequences), -1, dtype=np.int64)
+        return np.array([sequence.index for sequence in scored.sequences], dtype=np.int64)
+    chosen_from = np.unique(children.parent[children.counts > 0])
+    group = np.array(scored.group_of)[chosen_from]
+    kept = np.full(len(scored.sequences), -1, dtype=np.int64)
     kept[chosen_from] = np.arange(len(group)) - np.searchsorted(group, group)
     return kept
-
-
-def _accepted(record: StepRecord) -> np.ndarray:
-    """(S,) how many rows of each sequence led to a token: one, or more where drafts stood."""
-    accepted = np.ones(len(record.sequences), dtype=np.int64)
-    np.maximum.at(accepted, record.children.parent, record.children.counts)
-    return accepted
 
 
 def _steps(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:

@@ -146,9 +146,7 @@ class DraftRows:
     def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
         """Per sequence `tokens` guesses."""
         known = [s for s in sequences if s.request.prompt.ids is not None and not s.request.shift]
-        if known:
-            longest = max(s.visible for s in known)
-            table.reserve(longest + self.tokens)
+        table.reserve(self.tokens + max((s.visible for s in known), default=0))
         for sequence in known:
             # A step that was broken off may have left guesses in the row.
             self._row(sequence).rewind(sequence.visible - 1)
@@ -200,7 +198,6 @@ class DraftRows:
         return Work(verbs, np.array(rows), np.array(starts), counts, one, np.concatenate(tokens))
 
     def _row(self, sequence: Sequence) -> DraftRow:
-        """The sequence's row; at least its last position is still to be fed."""
         key = f"draft row {id(self)}"
         if key not in sequence.memo:
             row = self.ledger.allocate(Prompt(sequence.request.prompt.ids))
@@ -252,7 +249,11 @@ class Drafters:
         whose drafter fails. `groups`: all that are not over."""
         if not self.at_work:
             return {}, []
-        asking: deque[tuple[Drafter, list[Group]]] = deque(_by_drafter(choosing).items())
+        using: dict[Drafter, list[Group]] = {}
+        for group in choosing:
+            if group.request.drafter is not None:
+                using.setdefault(group.request.drafter, []).append(group)
+        asking = deque(using.items())
         drafts: dict[int, np.ndarray] = {}
         failed: list[tuple[Group, Exception]] = []
         while asking:
@@ -295,14 +296,6 @@ class Drafters:
                 for sequence in group.live:
                     sequence.forget()
         self.at_work[drafter].restart()
-
-
-def _by_drafter(groups: list[Group]) -> dict[Drafter, list[Group]]:
-    found: dict[Drafter, list[Group]] = {}
-    for group in groups:
-        if group.request.drafter is not None:
-            found.setdefault(group.request.drafter, []).append(group)
-    return found
 
 
 def _room(sequence: Sequence) -> int:

@@ -64,13 +64,12 @@ def settled_events(after: Group, table: TokenTable) -> list[Event]:
 
 def last_events(after: Group) -> list[Event]:
     """The part of the result of a group that is over that was not reported yet."""
-    strategy, shown = after.request.strategy, after.reported
-    if strategy.streams:
+    request, shown = after.request, after.reported
+    if request.strategy.streams:
         return []
     events: list[Event] = []
-    for index, done in enumerate(strategy.finish(after)):
+    for index, done in enumerate(request.strategy.finish(after)):
         tokens = done.tokens.tolist()
         known = last_choices(done.memo, len(tokens))[shown:]
-        name = after.request.request_id
-        events += token_events(name, index, tokens[shown:], shown, done.reason, known)
+        events += token_events(request.request_id, index, tokens[shown:], shown, done.reason, known)
     return events

@@ -107,10 +107,8 @@ def last_choices(memo: Mapping[str, Any], length: int) -> list[Likelihood]:
 
 def choice_logprobs(memo: Mapping[str, Any], length: int) -> TokenLogprobs:
     """What is known of the first `length` tokens; provisional ones beyond them are left out."""
-    chain, depth = memo.get(_CHOICES), 0
-    while chain is not None:
-        chain, depth = chain.earlier, depth + 1
-    return _table(last_choices(memo, depth)[:length])
+    chain: Chain | None = memo.get(_CHOICES)
+    return _table(chain.values()[:length] if chain else [])
 
 
 def prompt_logprobs(group: Group) -> TokenLogprobs:

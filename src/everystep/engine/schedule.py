@@ -58,9 +58,12 @@ class Lockstep:
     def plan(self, preempt: Preempt) -> list[Grant]:
         if self.chunk is None:
             return [Grant(group, _UNLIMITED, self.shares) for group in self.groups]
-        limits = {id(group): self.chunk * _units(group) for group in self.groups}
-        behind = [group for group in self.groups if group.pending > limits[id(group)]]
-        return [Grant(group, limits[id(group)], self.shares) for group in behind or self.groups]
+        units = [len(group.live) * (1 + len(group.request.companions)) for group in self.groups]
+        grants = [
+            Grant(group, self.chunk * count, self.shares)
+            for group, count in zip(self.groups, units, strict=True)
+        ]
+        return [grant for grant in grants if grant.group.pending > grant.tokens] or grants
 
 
 @dataclass
@@ -149,10 +152,6 @@ class Continuous:
                 return
             self.running = [*self.running, first]
             self.waiting.popleft()
-
-
-def _units(group: Group) -> int:
-    return max(1, len(group.live)) * (1 + len(group.request.companions))
 
 
 def _usable(group: Group, left: int) -> int:

@@ -12,6 +12,7 @@ import hashlib
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from everystep.errors import FormatError, RequestError, message
 from everystep.types import Companion, Group, Request, Sequence, values_of
@@ -49,6 +50,8 @@ def read(data: bytes, request: Request) -> dict[str, Any]:
                 do="Make the request again as it was made when it was saved",
             )
         )
+    if not saved.keys() >= {"rank", "tokens", "live", *_OF_GROUP}:
+        raise FormatError(message("a saved generation is damaged", got=sorted(saved)))
     return saved
 
 
@@ -82,7 +85,7 @@ def fingerprint(request: Request) -> str:
     for prompt in (request.prompt, *request.companions):
         parts = (prompt.ids, prompt.embeds, prompt.positions, prompt.encoder, prompt.mask)
         for part in (*parts, *prompt.inputs.values()):
-            plain = part if isinstance(part, np.ndarray) or part is None else _array(part)
+            plain = part.detach().float().cpu().numpy() if isinstance(part, Tensor) else part
             digest.update(b"-" if plain is None else np.ascontiguousarray(plain).tobytes())
     choices = (
         request.strategy,
@@ -105,8 +108,3 @@ def _described(processor: Any) -> str:
     values = [getattr(processor, field.name) for field in named]
     plain = [value for value in values if isinstance(value, (bool, int, float, str, tuple))]
     return f"{type(processor).__qualname__} {plain!r}"
-
-
-def _array(tensor: Any) -> np.ndarray:
-    array: np.ndarray = tensor.detach().float().cpu().numpy()
-    return array

@@ -148,7 +148,7 @@ class StoppingCriteriaList(list[Any]):
     """A list of criteria that can be called like one: rows end where any of them says so."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ends = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        ends = _all_or_none(False, input_ids)
         for criterion in self:
             ends = ends | criterion(input_ids, scores, **kwargs)
         return ends
@@ -192,7 +192,7 @@ def merge(made: Sequence[Stop], criteria: Any) -> tuple[Stop, ...]:
     replaced: set[type] = set()
     custom: dict[Stop, None] = {}
     for criterion in _checked(criteria):
-        stop = _stop_of(criterion)
+        stop = criterion.stop() if type(criterion) in _OWN else UserStop(criterion)
         custom[stop] = None
         if type(stop) in kinds:
             replaced.add(type(stop))
@@ -227,9 +227,10 @@ def _criterion_of(stop: Stop) -> Any:
 
 
 def _checked(criteria: Any) -> Iterable[Any]:
-    listed = criteria if isinstance(criteria, (list, tuple)) else None
-    if criteria is None or (listed is not None and all(map(callable, listed))):
-        return listed or ()
+    if criteria is None:
+        return ()
+    if isinstance(criteria, (list, tuple)) and all(map(callable, criteria)):
+        return criteria
     raise RequestError(
         message(
             "stopping_criteria is not a list of criteria",
@@ -238,10 +239,6 @@ def _checked(criteria: Any) -> Iterable[Any]:
             do="Put the criterion in a list",
         )
     )
-
-
-def _stop_of(criterion: Any) -> Stop:
-    return criterion.stop() if type(criterion) in _OWN else UserStop(criterion)
 
 
 def _all_or_none(ends: bool, input_ids: Tensor) -> Tensor:

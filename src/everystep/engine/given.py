@@ -94,18 +94,18 @@ def _misfits(
             yield f"the input {name!r}", spec.dtype, values.dtype
     length, positions, mask = prompt.length, prompt.positions, prompt.mask
     if positions is not None:
-        given, spec = tuple(positions.shape), declared.get("positions")
+        given, axes = tuple(positions.shape), declared.get("positions")
         if given[-1] != length:
             yield "position_ids", f"(..., {length})", given
-        elif spec is not None and given[:-1] not in ((), (1,), spec.shape):
-            yield "position_ids", (*spec.shape, length), given
+        elif axes is not None and given[:-1] not in ((), (1,), axes.shape):
+            yield "position_ids", (*axes.shape, length), given
         if positions.numel() and int(positions.min()) < 0:
             yield "position_ids", "numbers from 0 on", int(positions.min())
     if mask is not None:
-        given, spec = tuple(mask.shape), declared.get("mask")
+        given, heads = tuple(mask.shape), declared.get("mask")
         if mask.dtype != torch.bool:
             yield "the mask", torch.bool, mask.dtype
-        if given[-2:] != (length, length) or (spec and given[:-2] not in ((), (1,), spec.shape)):
+        if given[-2:] != (length, length) or (heads and given[:-2] not in ((), (1,), heads.shape)):
             yield "the mask", f"(length, length) or (heads, length, length), {length}", given
         elif bool(mask.triu(1).any()):
             yield "the mask", "positions that see none after them", "one that does"

@@ -17,7 +17,7 @@ from everystep.engine.choices import Choices
 from everystep.strategies import single
 from everystep.testing.mutants import Mutant
 from everystep.testing.mutants import mutant as registering
-from everystep.types import Children, Extra, Sequence
+from everystep.types import Children, Extra, Group, Sequence
 from everystep.types import batch as batches
 from everystep.types.batch import Batch, Places
 
@@ -67,26 +67,24 @@ def _release_keeps_the_drafters_row(row: drafting.DraftRow) -> None:
     pass
 
 
-_true_extra = feed.WorkBuilder._extra
+_true_extra = feed.Feeds._extra
 
 
-@mutant("want that switches a neighbour", (feed.WorkBuilder, "_extra"))
-def _everybody_wants_what_one_does(
-    builder: feed.WorkBuilder, *given: Any, **named: Any
-) -> Extra | None:
-    extra = _true_extra(builder, *given, **named)
-    return next(iter(builder.extras.values()), None) if extra is None else extra
+@mutant("want that switches a neighbour", (feed.Feeds, "_extra"))
+def _everybody_wants_what_one_does(feeds: feed.Feeds, *given: Any, **named: Any) -> Extra | None:
+    extra = _true_extra(feeds, *given, **named)
+    return next(iter(feeds.extras.values()), None) if extra is None else extra
 
 
-_true_sequences = snapshot.sequences
+_true_resume = snapshot.resume
 
 
-@mutant("restored draw out of step", (engine, "sequences"))
-def _restored_siblings_draw_alike(*given: Any) -> list[Sequence]:
-    restored = _true_sequences(*given)
-    for sequence in restored:
+@mutant("restored draw out of step", (engine, "resume"))
+def _restored_siblings_draw_alike(group: Group, saved: dict[str, Any]) -> list[np.ndarray]:
+    tokens = _true_resume(group, saved)
+    for sequence in group.live:
         sequence.lineage = 0
-    return restored
+    return tokens
 
 
 _true_places = batches.places_of

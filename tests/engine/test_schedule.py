@@ -125,6 +125,7 @@ def test_groups_that_were_dumped_elsewhere_take_turns_too() -> None:
         other.step()
         data = other.engine.dump(other.groups[one.request_id])
         run.groups[one.request_id] = run.engine.restore(one, data)
+    assert len({group.rank for group in run.groups.values()}) == 2
     for _ in range(40):
         run.step()
     assert min(choices(run).values()) >= 12
@@ -152,6 +153,21 @@ def test_only_those_are_granted_positions_who_can_use_them() -> None:
             assert fewer or choices(run)[name] > done[name], name
         # What is left over was of no use to anybody: no group chooses with it, or begins.
         assert 8 <= counts["tokens"] - tokens <= 10
+
+
+def test_after_a_preemption_only_what_is_shared_is_reserved() -> None:
+    asked = [request("wide", Sample(4), 100), request("next", Greedy(), 20)]
+    run = running(Continuous(token_budget=130), asked)
+    for _ in range(3):
+        run.step()
+    wide, other = (run.groups[one.request_id] for one in asked)
+    run.engine.preempt(wide)
+    run.engine.preempt(other)
+    fed = run.engine.counts.fed
+    run.step()
+    assert run.engine.counts.fed - fed == 100 + other.live[0].length - 1
+    run.step()
+    assert choices(run) == {"wide": 4, "next": 5}
 
 
 def test_what_needs_more_than_there_is_is_refused() -> None:

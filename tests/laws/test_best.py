@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.engine import Engine, Lockstep
-from everystep.engine.records import StepRecord
+from everystep.engine.choices import StepRecord
 from everystep.executors.base import Executor
 from everystep.strategies import Beam, Greedy
 from everystep.testing.drive import Run, hash_executor, run_together
@@ -128,4 +128,4 @@ class Shown:
         self.widths: set[int] = set()
 
     def __call__(self, record: StepRecord) -> None:
-        self.widths.add(record.scores.shape[1])
+        self.widths.add(record.scored.scores.whole().values.shape[1])

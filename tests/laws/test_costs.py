@@ -13,9 +13,8 @@ from torch import Tensor
 
 from everystep import draws
 from everystep.draws import SeededDraws
-from everystep.engine import Engine, Lockstep
-from everystep.engine.readout import Guidance
-from everystep.engine.records import StepRecord
+from everystep.engine import Engine, Guidance, Lockstep
+from everystep.engine.choices import StepRecord
 from everystep.processors import best, edits
 from everystep.strategies import Beam, Greedy, Sample, single
 from everystep.testing.drive import Run, hash_executor
@@ -114,8 +113,9 @@ def needed_forks(record: StepRecord) -> int:
     All siblings of an opening group come from one row.
     """
     going = [p for p, reason in _children(record) if reason is None]
-    groups = [record.groups[record.group_of[parent]] for parent in going]
-    lines = [record.sequences[parent].line for parent in going]
+    scored = record.scored
+    groups = [scored.groups[scored.group_of[parent]] for parent in going]
+    lines = [scored.sequences[parent].line for parent in going]
     sources = dict(zip(lines, groups, strict=True))
     prompts = [1 + len(group.request.companions) for group in groups]
     return sum(prompts) - sum(1 + len(group.request.companions) for group in sources.values())

@@ -27,6 +27,15 @@ def a_sequence(table: TokenTable, ids: Several[int], stops: tuple[Stop, ...] = (
     return Sequence(request, table.open(np.array(ids, dtype=np.int64)), len(ids))
 
 
+def after(table: TokenTable, parent: Sequence, tokens: Several[int]) -> Sequence:
+    """The sequence with further tokens in place of its provisional ones."""
+    if not tokens:
+        return parent
+    settled = table.data[parent.line, : parent.visible - parent.provisional].tolist()
+    length = parent.length - parent.provisional + len(tokens)
+    return Sequence(parent.request, table.open(np.array([*settled, *tokens])), length)
+
+
 def ask(
     stops: tuple[Stop, ...], prefix: Several[int], *children: Several[int], provisional: int = 0
 ) -> list[tuple[int, FinishReason | None]]:
@@ -41,13 +50,9 @@ def ask_all(
     table: TokenTable, parents: list[Sequence], children: Several[Several[int]]
 ) -> list[tuple[int, FinishReason | None]]:
     """Every beginning of a child is a candidate; it stands up to the first that ends."""
-    longest = max(map(len, children))
     begun = [(c, n) for c, child in enumerate(children) for n in range(1, len(child) + 1)]
-    tokens = np.zeros((len(begun), longest), dtype=np.int64)
-    for b, (c, n) in enumerate(begun):
-        tokens[b, :n] = children[c][:n]
-    counts = np.array([n for _, n in begun])
-    reasons = check(Candidates(table, [parents[c] for c, _ in begun], tokens, counts))
+    grown = [after(table, parents[c], children[c][: n - 1]) for c, n in begun]
+    reasons = check(Candidates(table, grown, np.array([children[c][n - 1] for c, n in begun])))
     found: dict[int, tuple[int, FinishReason | None]] = {}
     for (c, n), reason in zip(begun, reasons, strict=True):
         if c not in found or found[c][1] is None:
@@ -131,7 +136,7 @@ def test_the_first_end_counts_whichever_stop_it_is() -> None:
     assert answers == [(2, LENGTH), (2, FinishReason(STOP, 9)), (1, FinishReason(STOP, 9))]
 
 
-def test_tokens_beyond_the_count_do_not_count() -> None:
+def test_children_of_different_lengths_are_kept_apart() -> None:
     table = TokenTable()
     parent = a_sequence(table, [1], (EosToken((0,)),))
     assert ask_all(table, [parent, parent], [[3], [4, 5, 6]]) == [(1, None), (3, None)]
@@ -325,6 +330,7 @@ def test_a_tail_is_the_end_of_all_ids() -> None:
     table = TokenTable()
     parent = a_sequence(table, [1, 2, 3, 4])
     parent.provisional = 1
-    candidates = Candidates(table, [parent], np.array([[5, 6, 0]]), np.array([2]))
-    for count in range(1, 8):
+    candidates = Candidates(table, [parent], np.array([5]))
+    assert candidates.ids(0).tolist() == [1, 2, 3, 5]
+    for count in range(1, 7):
         assert candidates.tail(0, count) == candidates.ids(0).tolist()[-count:]

@@ -151,6 +151,15 @@ def test_it_is_gone_where_it_is_not_installed() -> None:
         strategy_named(FOUND)
 
 
+def test_an_installed_one_takes_no_name_of_the_librarys_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(tmp_path, "everystep_taken", "greedy = everystep_taken:Nth")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RequestError, match=r"called 'greedy'.*Greedy and Nth"):
+        strategy_named("greedy")
+
+
 def expected(asked: Request, n: int) -> tuple[int, ...]:
     """The n-th best token after the other, by the book."""
     prefix = Prefix(asked, HashExecutor(40, 32).function)

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from everystep.draws import fork_lineage
-from everystep.engine.events import child_events, token_events
+from everystep.engine.events import token_events
 from everystep.engine.ledger import Ledger
+from everystep.engine.logprobs import last_choices
 from everystep.errors import InvariantError, message
 from everystep.strategies.base import Batch
 from everystep.types import (
@@ -46,11 +47,6 @@ class Change:
     events: list[Event] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, group: Group) -> Change:
-        """Nothing changes yet."""
-        return cls(group, group.without_live())
-
 
 class Child(NamedTuple):
     """One of `Children`: `parent` is an index into the batch; `goes_on`: it stays in the batch."""
@@ -71,41 +67,36 @@ def changes(
 ) -> list[Change]:
     """What the groups of the batch become with these children; `drafts`: (S,) what was fed beyond
     the sequences' own tokens. A group with a child that ends in an error fails as a whole."""
-    found = [Change.of(group) for group in batch.groups]
-    group_of = batch.group_of.tolist()
-    born = _children(batch, children)
+    found = [Change(group, group.without_live()) for group in batch.groups]
+    group_of, sequences = batch.group_of.tolist(), batch.sequences
+    born = _children(sequences, children)
     failed = {group_of[c.parent]: c.finish for c in born if c.finish and c.finish.kind == "error"}
     if failed:
         born = [child for child in born if group_of[child.parent] not in failed]
     heirs: dict[int, Child] = {}
     for child in born:
-        parent = batch.sequences[child.parent]
+        parent, change = sequences[child.parent], found[group_of[child.parent]]
         if child.goes_on:
             heirs.setdefault(parent.line, child)
-        change = found[group_of[child.parent]]
         if child.finish is not None and parent.finish is None:
             change.after.done.append(_finished(table, parent, child))
-        change.events += child_events(
-            table, parent, child.tokens, child.finish, child.provisional, child.memo, child.rank
-        )
+        change.events += _events(table, parent, child)
     # First of all, so that no group ever needs more rows than it declared.
-    for g, source in {
-        s.line: (g, s) for g, s in zip(group_of, batch.sequences, strict=True)
-    }.values():
-        if source.line not in heirs and g not in failed:
+    for g, source in zip(group_of, sequences, strict=True):
+        closed = found[g].closed
+        if source.line not in heirs and g not in failed and source.line not in closed:
             release(source, ledger)
-            found[g].closed.append(source.line)
+            closed.append(source.line)
     staying = [child for child in born if child.goes_on]
-    for child, sequence in zip(
-        staying, _fork_all(batch, staying, heirs, table, ledger), strict=True
-    ):
+    forks = _fork_all(sequences, staying, heirs, table, ledger)
+    for child, sequence in zip(staying, forks, strict=True):
         _extend(sequence, drafts[child.parent], child, table, ledger)
         found[group_of[child.parent]].after.live.append(sequence)
-    for g, change in enumerate(found):
+    for g, group in enumerate(batch.groups):
         if g in failed:
-            found[g] = abandoned(batch.groups[g], failed[g], table, ledger)
+            found[g] = abandoned(group, failed[g], table, ledger)
         else:
-            _conclude(change.after, children, g)
+            _conclude(found[g].after, children, g)
     return found
 
 
@@ -120,34 +111,48 @@ def _conclude(after: Group, children: Children, g: int) -> None:
         after.done = [done for done in after.done if done.serial < 0 or done.serial in held]
 
 
-def _children(batch: Batch, children: Children) -> list[Child]:
+def _children(sequences: list[Sequence], children: Children) -> list[Child]:
     """One by one, in plain numbers."""
-    parents = children.parent.tolist()
-    none = [0] * len(parents)
-    sequences = [batch.sequences[parent] for parent in parents]
-    rows = zip(children.tokens.tolist(), children.counts.tolist(), strict=True)
-    provisional, index, lingers = children.provisional, children.index, children.lingers
+    parents, counts = children.parent.tolist(), children.counts.tolist()
+    provisional, index, serial = children.provisional, children.index, children.serial
+    lingers = [children.lingers and sequences[parent].request.linger for parent in parents]
     return list(
         map(
             Child,
             parents,
-            [tokens[:count] for tokens, count in rows],
+            [row[:n] for row, n in zip(children.tokens.tolist(), counts, strict=True)],
             children.score.tolist(),
             children.finish,
-            none if provisional is None else provisional.tolist(),
+            [0] * len(parents) if provisional is None else provisional.tolist(),
             children.memo or [None] * len(parents),
-            [s.index for s in sequences] if index is None else index.tolist(),
-            [-1] * len(parents) if children.serial is None else children.serial.tolist(),
-            [
-                reason is None or (lingers and sequence.request.linger)
-                for reason, sequence in zip(children.finish, sequences, strict=True)
-            ],
+            [sequences[parent].index for parent in parents] if index is None else index.tolist(),
+            [-1] * len(parents) if serial is None else serial.tolist(),
+            [end is None or stays for end, stays in zip(children.finish, lingers, strict=True)],
         )
     )
 
 
+def _events(table: TokenTable, parent: Sequence, child: Child) -> list[Event]:
+    """The tokens of a streaming sequence that its child settles; the last ones of them may still be
+    taken back."""
+    request, strategy = parent.request, parent.request.strategy
+    if not strategy.streams or child.rank >= strategy.returns or parent.finish is not None:
+        return []
+    tokens, first = child.tokens, parent.generated - parent.provisional
+    if parent.provisional:
+        tail = table.data[parent.line, parent.visible - parent.provisional : parent.visible]
+        tokens = [*tail.tolist(), *tokens]
+    if child.provisional:
+        tokens = tokens[: len(tokens) - child.provisional]
+    known = None
+    if request.wants.logprobs is not None:
+        memo = {**parent.memo, **(child.memo or {})}
+        known = last_choices(memo, len(tokens) + child.provisional)
+    return token_events(request.request_id, child.rank, tokens, first, child.finish, known)
+
+
 def _fork_all(
-    batch: Batch,
+    sequences: list[Sequence],
     children: list[Child],
     heirs: dict[int, Child],
     table: TokenTable,
@@ -161,8 +166,8 @@ def _fork_all(
     found: list[Sequence] = []
     ranks: dict[int, int] = {}
     for child in children:
-        parent = batch.sequences[child.parent]
-        rank = ranks[id(parent)] = ranks.get(id(parent), -1) + 1
+        parent = sequences[child.parent]
+        rank = ranks[child.parent] = ranks.get(child.parent, -1) + 1
         if heirs[parent.line] is child:
             found.append(sprout(parent, parent.line, parent.lineage, dict(parent.memo)))
             continue
@@ -170,8 +175,11 @@ def _fork_all(
         if rank:
             lineage = fork_lineage(lineage, parent.length + 1, rank)
         fork = sprout(parent, table.fork(parent.line, parent.visible), lineage)
-        fork.row = None if parent.row is None else ledger.fork(parent.row)
-        fork.companions = tuple(_fork_companion(one, ledger) for one in parent.companions)
+        fork.companions = tuple(
+            Companion(one.prompt, one.cached, one.row) for one in parent.companions
+        )
+        for unit in fork.units:
+            unit.row = None if unit.row is None else ledger.fork(unit.row)
         found.append(fork)
     return found
 
@@ -201,30 +209,26 @@ def copied(memo: dict[str, Any]) -> dict[str, Any]:
     return {key: value.copy() if is_memory(value) else value for key, value in memo.items()}
 
 
-def _fork_companion(companion: Companion, ledger: Ledger) -> Companion:
-    row = None if companion.row is None else ledger.fork(companion.row)
-    return Companion(companion.prompt, companion.cached, row)
-
-
 def _extend(
     sequence: Sequence, draft: np.ndarray, child: Child, table: TokenTable, ledger: Ledger
 ) -> None:
     """Turns the sequence into the child: its rows keep those of the fed positions that still
     apply."""
-    start, count = sequence.visible, len(child.tokens)
+    start = sequence.visible
     table.write(sequence.line, start, child.tokens)
-    agreed = _agreement(draft, child.tokens)
+    agreed = _agreement(draft, child.tokens) if len(draft) else 0
     kept = sequence.length + agreed
-    rewind_memory(sequence, start + agreed)
-    sequence.length += count
+    if sequence.memo:
+        rewind_memory(sequence, start + agreed)
+    sequence.length += len(child.tokens)
     excess = sequence.cached - min(kept, sequence.length - 1)
     if excess > 0:
         for unit in sequence.units:
-            _trim(unit, excess, ledger)
-    sequence.score = child.score
-    sequence.finish = child.finish
-    sequence.provisional = child.provisional
-    sequence.index = child.rank
+            if unit.row is not None:
+                unit.cached -= excess
+                ledger.truncate(unit.row, unit.cached)
+    sequence.score, sequence.finish = child.score, child.finish
+    sequence.provisional, sequence.index = child.provisional, child.rank
     if child.memo is not None:
         sequence.memo.update(child.memo)
     if not 0 <= sequence.cached < sequence.length:
@@ -245,17 +249,9 @@ def rewind_memory(sequence: Sequence, visible: int) -> None:
             value.rewind(visible)
 
 
-def _trim(unit: Sequence | Companion, excess: int, ledger: Ledger) -> None:
-    if unit.row is not None:
-        unit.cached -= excess
-        ledger.truncate(unit.row, unit.cached)
-
-
 def _agreement(draft: np.ndarray, tokens: list[int]) -> int:
     """How many of the first tokens equal the draft."""
     shorter = min(len(draft), len(tokens))
-    if shorter == 0:
-        return 0
     wrong = np.flatnonzero(draft[:shorter] != tokens[:shorter])
     return int(wrong[0]) if len(wrong) else shorter
 
@@ -299,21 +295,14 @@ def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
         unit.lose_row()
 
 
-def abandoned(
-    group: Group, reason: FinishReason | None, table: TokenTable, ledger: Ledger
-) -> Change:
-    """Every live sequence ends here, with its settled tokens, and holds nothing any more.
-
-    `reason`: None where all of them have ended before, and only linger.
-    """
-    change = Change.of(group)
-    request, strategy = group.request, group.request.strategy
+def abandoned(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger) -> Change:
+    """Every live sequence ends here, with its settled tokens, and holds nothing any more."""
+    change, strategy = Change(group, group.without_live()), group.request.strategy
     for sequence in group.live:
-        if sequence.finish is None and reason is not None:
+        if sequence.finish is None:
             if strategy.streams and sequence.index < strategy.returns:
-                settled = sequence.generated - sequence.provisional
-                name = request.request_id
-                change.events += token_events(name, sequence.index, [], settled, reason)
+                name, count = group.request.request_id, sequence.generated - sequence.provisional
+                change.events += token_events(name, sequence.index, [], count, reason)
             change.after.done.append(_cut_short(sequence, reason, table))
         release(sequence, ledger)
         if sequence.line >= 0:
@@ -322,9 +311,7 @@ def abandoned(
 
 
 def _cut_short(sequence: Sequence, reason: FinishReason, table: TokenTable) -> Finished:
-    first = sequence.request.prompt_visible
-    tokens = np.empty(0, np.int64)
-    if sequence.line >= 0:
-        tokens = table.data[sequence.line, first : sequence.visible - sequence.provisional].copy()
-    memo = values_of(sequence.memo)
+    # Before it has a line, it has no tokens.
+    settled = slice(sequence.request.prompt_visible, sequence.visible - sequence.provisional)
+    tokens, memo = table.data[sequence.line, settled].copy(), values_of(sequence.memo)
     return Finished(tokens, sequence.score, reason, sequence.lineage, sequence.index, memo)

@@ -8,8 +8,7 @@ drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,19 @@ from torch import Tensor
 
 from everystep.draws import fork_lineage
 from everystep.engine.apply import sprout
-from everystep.engine.feed import Fed, columns_of
-from everystep.processors.pipeline import apply
+from everystep.engine.feed import NO_IDS, Feeds, columns_of
+from everystep.processors.guidance import guided
+from everystep.processors.pipeline import apply, best_read
 from everystep.stops.check import check
 from everystep.strategies.base import Batch
+from everystep.strategies.single import Picked
 from everystep.types import (
+    MOST_BEST,
     Children,
     Companion,
     FinishReason,
     Group,
+    Request,
     Rows,
     Scores,
     Sequence,
@@ -37,25 +40,61 @@ from everystep.types import (
 from everystep.types.batch import Check
 from everystep.types.candidates import Candidates
 
-Picked = tuple[tuple[np.ndarray, ...], ...]
 History = tuple[Tensor, ...]
 """The scores that a call chose from, (R, V) per step, for criteria that want to read them."""
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance: scale * (log p - log q) + log q, with the companion's q.
+
+    Source: Sanchez et al. 2023; the reference's UnbatchedClassifierFreeGuidanceLogitsProcessor.
+    """
+
+    scale: float
+
+    def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
+        """(R, V) logits of the sequences and of their one companion -> (R, V)."""
+        return guided(logits, companions[0], self.scale)
+
+
+def best_needed(request: Request, vocabulary: int) -> int:
+    """How many of the best logits of a row decide everything that the request asks of it; 0 where
+    the whole row is read."""
+    wants, reads = request.wants, request.strategy.reads
+    likelihoods = wants.logprobs is not None or wants.prompt_logprobs is not None
+    if request.readout is not None or wants.history or likelihoods:
+        return 0
+    if not request.processors:
+        count = reads.best
+    elif reads.shortlists and reads.scores == "logits" and not request.draws.whole_rows:
+        count = best_read(request.processors, vocabulary)
+    else:
+        count = 0
+    return count if count <= MOST_BEST else 0
+
+
+# --- scores and choices ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
     """Groups that choose together: raw logits (R, V) float32, and what processors left of them.
 
-    `sequences`: S of them; `owner` (R,): whose each row is; `first` (S,): the first row of each.
+    `sequences`: S of them; `group_of` (S,): the index of the group of each; `first` (S,): the first
+    row of each.
     `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
     reported. `shown`: the scores of all steps, for criteria.
     """
 
     batch: Batch
     sequences: list[Sequence]
+    group_of: list[int]
     drafts: list[np.ndarray]
-    first: np.ndarray
-    owner: np.ndarray
+    first: list[int]
     logits: Tensor
     scores: Scores
     shown: History
@@ -83,21 +122,12 @@ class Scored:
         """The S sequences, one row each, whatever their drafts."""
         if not self.drafted:
             return self.batch
-        one = self.batch
-        group_of, slot = one.group_of[self.first], one.slot[self.first]
-        return Batch(
-            one.groups, self.sequences, group_of, one.table, slot, one.slots, one.draws,
-            one.vocabulary, one.columns, one.stops,
-        )  # fmt: skip
+        group_of, slot = np.array(self.group_of), self.batch.slot[self.first]
+        return replace(self.batch, sequences=self.sequences, group_of=group_of, slot=slot)
 
 
 def score(
-    groups: list[Group],
-    fed: Fed,
-    output: StepOutput,
-    table: TokenTable,
-    submitted: int,
-    history: History,
+    groups: list[Group], feeds: Feeds, output: StepOutput, submitted: int, history: History
 ) -> Scored:
     """Groups with equal strategies -> the scores that these ask for.
 
@@ -106,59 +136,43 @@ def score(
     """
     request = groups[0].request
     sequences, group_of, sources = _members(groups)
-    drafts = [fed.draft(source) for source in sources]
-    counts = [1 + len(draft) for draft in drafts]
-    first = np.array([*accumulate(counts, initial=0)][:-1], dtype=np.int64)
-    owner = np.arange(len(sequences)).repeat(counts)
-    rows = _source_rows(sources, fed, first, owner)
-    lengths = [s.visible for s in sequences]
-    visible = np.array(lengths, dtype=np.int64)[owner] + np.arange(len(owner)) - first[owner]
-    seen = Rows(table, [sequences[s] for s in owner.tolist()], visible)
+    owner, place, follow = list(range(len(sequences))), [0] * len(sequences), sequences
+    drafts = [NO_IDS] * len(sequences)
+    if feeds.drafts:
+        drafts = [feeds.drafts.get(id(source), NO_IDS) for source in sources]
+        owner = [s for s, draft in enumerate(drafts) for _ in range(1 + len(draft))]
+        place = [i for draft in drafts for i in range(1 + len(draft))]
+        pairs = zip(owner, place, strict=True)
+        follow = [later(sequences[s], i) if i else sequences[s] for s, i in pairs]
+    drafted = len(owner) > len(sequences)
+    rows = [
+        [feeds.first_row[id(units[s])] + i for s, i in zip(owner, place, strict=True)]
+        for units in _units(sources)
+    ]
+    visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
+    seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
     logits, scores = _read(groups, rows, output, seen)
     shown: History = ()
     if request.wants.history:
         new = scores.whole().values
-        shown = (*history, *(new[:, None] if len(owner) > len(sequences) else (new,)))
-    reached = 1 + len(history) + np.arange(len(owner)) - first[owner]
-    follow = _after_drafts(sequences, drafts)
+        shown = (*history, *(new[:, None] if drafted else (new,)))
+    reached = np.array(place) + len(history) + 1 if shown else None
     width = max([group.request.strategy.width for group in groups])
-    drafted = len(follow) > len(sequences)
     slot = [groups[g].rank * width + s.index for g, s in zip(group_of, sequences, strict=True)]
     batch = Batch(
         groups=groups,
         sequences=follow,
-        group_of=np.array(group_of, dtype=np.int64)[owner],
-        table=table,
+        group_of=np.array([group_of[s] for s in owner], dtype=np.int64),
+        table=feeds.table,
         slot=np.arange(len(follow)) if drafted else np.array(slot, dtype=np.int64),
         slots=len(follow) if drafted else width * submitted,
         draws=request.draws,
         vocabulary=output.logits.shape[-1],
         columns=lambda s: columns_of(sources[s]),
-        stops=_stops(follow, table, shown or None, reached),
+        stops=_stops(follow, feeds.table, shown or None, reached),
     )
-    return Scored(batch, sequences, drafts, first, owner, logits, scores, shown)
-
-
-def _read(
-    groups: list[Group], rows: list[np.ndarray], output: StepOutput, seen: Rows
-) -> tuple[Tensor, Scores]:
-    """(R, V) raw logits, and the scores that become of them; or none, and the best of the rows."""
-    request = groups[0].request
-    if groups[0].best and output.best is not None:
-        logits = output.logits[:0]
-        most = max([group.best for group in groups])
-        given = mixed = output.best.select(torch.from_numpy(rows[0]), most)
-    else:
-        logits = _take(output.logits, rows[0])
-        given = mixed = Scores.of(logits, _totals(output, rows[0]))
-    if request.readout is not None:
-        companions = [_take(output.logits, one) for one in rows[1:]]
-        mixed = Scores.of(request.readout.mix(logits, companions))
-    if request.strategy.reads.scores == "log_probs":
-        mixed = mixed.log_probs()
-    if any(group.request.processors for group in groups):
-        return logits, apply(seen, mixed, owned=mixed is not given)
-    return logits, mixed
+    first = [row for row, i in enumerate(place) if i == 0]
+    return Scored(batch, sequences, group_of, drafts, first, logits, scores, shown)
 
 
 def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:
@@ -191,82 +205,98 @@ def _seen(value: Any) -> Any:
     return value.copy() if is_memory(value) and not hasattr(value, "release") else value
 
 
-def _after_drafts(sequences: list[Sequence], drafts: list[np.ndarray]) -> list[Sequence]:
-    """(R,) every sequence, followed by itself as it would be after each of its drafts."""
-    rows: list[Sequence] = []
-    for sequence, draft in zip(sequences, drafts, strict=True):
-        rows.append(sequence)
-        for more in range(1, len(draft) + 1):
-            later = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
-            later.length += more
-            rows.append(later)
-    return rows
+def later(sequence: Sequence, drafted: int) -> Sequence:
+    """The sequence as it would be after so many of its draft."""
+    after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
+    after.length += drafted
+    return after
+
+
+def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
+    """The sequences, then the first companion of each, and so on."""
+    found: list[list[Sequence] | list[Companion]] = [sources]
+    for k in range(len(sources[0].companions)):
+        found.append([source.companions[k] for source in sources])
+    return found
+
+
+def _read(
+    groups: list[Group], rows: list[list[int]], output: StepOutput, seen: Rows
+) -> tuple[Tensor, Scores]:
+    """(R, V) raw logits, and the scores that become of them; or none, and the best of the rows.
+
+    `rows`: of the sequences, then of their companions, (R,) rows of the output.
+    """
+    request = groups[0].request
+    if groups[0].best and output.best is not None:
+        logits = output.logits[:0]
+        given = mixed = _best(output.best, rows[0], max([group.best for group in groups]))
+    else:
+        logits = _take(output.logits, rows[0])
+        totals = None if output.totals is None else output.totals[torch.tensor(rows[0])]
+        given = mixed = Scores.of(logits, totals)
+    if request.readout is not None:
+        companions = [_take(output.logits, one) for one in rows[1:]]
+        mixed = Scores.of(request.readout.mix(logits, companions))
+    if request.strategy.reads.scores == "log_probs":
+        mixed = mixed.log_probs()
+    if any(group.request.processors for group in groups):
+        return logits, apply(seen, mixed, owned=mixed is not given)
+    return logits, mixed
+
+
+def _best(best: Scores, rows: list[int], most: int) -> Scores:
+    """The `most` best of the given rows."""
+    if rows == list(range(len(best))) and most >= best.values.shape[1]:
+        return best
+    return best.select(torch.tensor(rows), most)
+
+
+def _take(logits: Tensor, rows: list[int]) -> Tensor:
+    """(R, V) float32 rows; without a copy where they are a block of all logits."""
+    first, count = rows[0], len(rows)
+    if rows == list(range(first, first + count)):
+        chosen = logits if count == len(logits) else logits[first : first + count]
+    else:
+        chosen = logits[torch.tensor(rows, device=logits.device)]
+    return chosen.to(torch.float32)
+
+
+def _stops(
+    sequences: list[Sequence],
+    table: TokenTable,
+    shown: History | None,
+    reached: np.ndarray | None,
+) -> Check:
+    def stops(parents: np.ndarray, tokens: np.ndarray) -> list[FinishReason | None]:
+        chosen = [sequences[p] for p in parents.tolist()]
+        seen = None if reached is None else reached[parents]
+        return check(Candidates(table, chosen, tokens, shown, seen))
+
+    return stops
 
 
 def _accepted(scored: Scored, children: Children) -> Children:
     """One child per sequence: its choices for as long as they equal its drafts, and one more."""
-    tokens, counts = children.tokens[:, 0].tolist(), children.counts
-    last, taken = [], np.zeros(len(scored.sequences), dtype=np.int64)
-    table = np.zeros((len(taken), 1 + max(map(len, scored.drafts))), dtype=np.int64)
-    for s, draft in enumerate(scored.drafts):
-        first = row = int(scored.first[s])
+    tokens, counts = children.tokens[:, 0].tolist(), children.counts.tolist()
+    taken: list[range] = []
+    for first, draft in zip(scored.first, scored.drafts, strict=True):
+        row = first
         for guess in draft.tolist():
             if children.finish[row] is not None or tokens[row] != guess:
                 break
             row += 1
-        last.append(row)
-        taken[s] = counts[first : row + 1].sum()
-        table[s, : row + 1 - first] = tokens[first : row + 1]
+        taken.append(range(first, row + 1))
+    table = np.zeros((len(taken), max(map(len, taken))), dtype=np.int64)
+    for s, rows in enumerate(taken):
+        table[s, : len(rows)] = tokens[rows.start : rows.stop]
+    last = [rows[-1] for rows in taken]
     return Children(
         np.arange(len(taken)),
         table,
-        taken,
+        np.array([sum(counts[rows.start : rows.stop]) for rows in taken]),
         children.score[last],
         [children.finish[row] for row in last],
         memo=None if children.memo is None else [children.memo[row] for row in last],
         lingers=children.lingers,
     )
-
-
-def _source_rows(
-    sources: list[Sequence], fed: Fed, first: np.ndarray, owner: np.ndarray
-) -> list[np.ndarray]:
-    """For the sequences, then for the first companion of each and so on, the row of logits that
-    every row of scores is read from."""
-    found = []
-    for units in _units(sources):
-        start = np.array([fed.first_row[id(unit)] for unit in units], dtype=np.int64)
-        found.append((start - first)[owner] + np.arange(len(owner)))
-    return found
-
-
-def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
-    companions = range(len(sources[0].companions))
-    return [sources, *([source.companions[k] for source in sources] for k in companions)]
-
-
-def _take(logits: Tensor, rows: np.ndarray) -> Tensor:
-    """(R, V) float32 rows; without a copy where they are a block of all logits."""
-    first = int(rows[0])
-    if np.array_equal(rows, np.arange(first, first + len(rows))):
-        chosen = logits[first : first + len(rows)]
-    else:
-        chosen = logits[torch.from_numpy(rows).to(logits.device)]
-    return chosen.to(torch.float32)
-
-
-def _totals(output: StepOutput, rows: np.ndarray) -> Tensor | None:
-    """(R,) totals of the given rows of logits, where the executor reported them."""
-    return None if output.totals is None else output.totals[torch.from_numpy(rows)]
-
-
-def _stops(
-    sequences: list[Sequence], table: TokenTable, shown: History | None, reached: np.ndarray
-) -> Check:
-    def stops(parents: np.ndarray, tokens: np.ndarray) -> list[FinishReason | None]:
-        chosen = [sequences[p] for p in parents.tolist()]
-        counts = np.ones(len(chosen), dtype=np.int64)
-        steps = None if shown is None else reached[parents]
-        return check(Candidates(table, chosen, tokens[:, None], counts, shown, steps))
-
-    return stops

@@ -6,6 +6,7 @@ that error, and the others choose without it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,24 +14,52 @@ import torch
 from torch import Tensor
 
 from everystep.engine.apply import Change, abandoned, changes, forget
-from everystep.engine.batches import History, Picked, Scored, score
-from everystep.engine.feed import Fed
+from everystep.engine.batches import History, Scored, score
+from everystep.engine.feed import Feeds
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import note_choices, with_prompt
-from everystep.engine.records import Capture, Counts, StepRecord
 from everystep.errors import InvariantError
+from everystep.strategies.single import Picked
 from everystep.types import (
+    Answer,
     Children,
     FinishReason,
     Group,
-    Sequence,
     StepOutput,
     TokenTable,
-    Work,
 )
 
 # Whatever else a request's own code raises ends that request alone.
 NOBODYS = (MemoryError, InvariantError)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the engine has done so far; deterministic, so that tests can check it."""
+
+    steps: int = 0
+    forwards: int = 0
+    fed: int = 0
+    chunks: int = 0
+    syncs: int = 0
+    preemptions: int = 0
+    preemptions_in_decode: int = 0
+    long_children: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """What one kind of strategy saw and chose in one step; made only for observers.
+
+    `captures`: of a sequence whose request wants its layers or attentions, by its index, the first
+    position fed and what was answered.
+    """
+
+    scored: Scored
+    children: Children
+    captures: Mapping[int, tuple[int, Answer]]
 
 
 @dataclass(slots=True)
@@ -42,21 +71,18 @@ class Choices:
     read them.
     """
 
-    table: TokenTable
-    ledger: Ledger
+    feeds: Feeds
+    output: StepOutput
     counts: Counts
     submitted: int
     observed: bool
-    fed: Fed
-    work: Work
-    output: StepOutput
     history: History
     changes: list[Change] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
 
     def make(self) -> None:
         """Every group that chooses has its change; one transfer from the device serves them all."""
-        scored = [one for groups in _kinds(self.fed.ready) for one in self._scored(groups)]
+        scored = [one for groups in _kinds(self.feeds.ready) for one in self._scored(groups)]
         self.counts.syncs += bool(scored)
         before = self.history
         arrived = _together([picked for _, picked in scored])
@@ -68,7 +94,7 @@ class Choices:
         """The scores of groups with equal strategies, and what these pick of them in the first
         round; if that fails, of each for itself."""
         try:
-            scored = self._score(groups)
+            scored = score(groups, self.feeds, self.output, self.submitted, self.history)
             return [(scored, scored.pick())]
         except NOBODYS:
             raise
@@ -76,61 +102,64 @@ class Choices:
             for sequence in (s for group in groups for s in group.live):
                 forget(sequence)
             if len(groups) == 1:
-                self.changes += self._failed(groups, error)
+                self._fail(groups, error)
                 return []
             return [one for group in groups for one in self._scored([group])]
 
-    def _score(self, groups: list[Group]) -> Scored:
-        return score(groups, self.fed, self.output, self.table, self.submitted, self.history)
-
     def _selected(self, scored: Scored, first: tuple[np.ndarray, ...], before: History) -> None:
         """What becomes of groups that chose together; if that fails, of each for itself."""
+        picked: Picked = (first,)
         try:
-            children = scored.select(self._rounds(scored, first))
+            # Each round after the first sees those before it.
+            while len(picked) < scored.groups[0].request.strategy.rounds:
+                picked = (*picked, *_together([scored.pick(picked)]))
+            children = scored.select(picked)
         except NOBODYS:
             raise
         except Exception as error:
             if len(scored.groups) == 1:
-                self.changes += self._failed(scored.groups, error)
+                self._fail(scored.groups, error)
                 return
             apart = (pair for group in scored.groups for pair in self._scored([group]))
-            for one, picked in apart:
-                self._selected(one, _together([picked])[0], before)
+            for one, tensors in apart:
+                self._selected(one, _together([tensors])[0], before)
             return
-        longer = children.counts > 1
-        self.counts.long_children += int(longer.sum())
-        self.counts.accepted += int((children.counts[longer] - 1).sum())
+        if scored.drafted:
+            longer = children.counts > 1
+            self.counts.long_children += int(longer.sum())
+            self.counts.accepted += int((children.counts[longer] - 1).sum())
         if scored.shown:
             self.history = scored.shown[: len(before) + int(children.counts.max())]
         if self.observed:
-            self.records.append(_record(scored, children, self))
-        children, noted = note_choices(scored.sequences, scored.first, children, scored.logits)
-        self.counts.syncs += noted
-        self.changes += changes(
-            scored.of_sequences(), children, scored.drafts, self.table, self.ledger
-        )
-
-    def _rounds(self, scored: Scored, first: tuple[np.ndarray, ...]) -> Picked:
-        """What every round of the strategy picks; each after the first sees those before it."""
-        picked: Picked = (first,)
-        while len(picked) < scored.groups[0].request.strategy.rounds:
-            picked = (*picked, _together([scored.pick(picked)])[0])
-        return picked
+            self.records.append(StepRecord(scored, children, dict(self._captures(scored))))
+        if any(group.request.wants.logprobs is not None for group in scored.groups):
+            children, noted = note_choices(scored.sequences, scored.first, children, scored.logits)
+            self.counts.syncs += noted
+        table, ledger = self.feeds.table, self.feeds.ledger
+        self.changes += changes(scored.of_sequences(), children, scored.drafts, table, ledger)
 
     def _note_prompts(self) -> None:
         """How likely prompts are, where that was asked."""
-        for asked in self.fed.prompt_rows:
-            change = next((one for one in self.changes if one.group is asked.group), None)
+        for group, row, positions in self.feeds.prompt_rows:
+            change = next((one for one in self.changes if one.group is group), None)
             if change is None:
-                change = Change(asked.group, asked.group.without_live())
-                change.after.live = asked.group.live
+                change = Change(group, group.without_live())
+                change.after.live = group.live
                 self.changes.append(change)
-            change.after.prompt_known = with_prompt(
-                change.after.prompt_known, asked, self.output.logits
-            )
+            logits = self.output.logits[row : row + len(positions)]
+            change.after.prompt_known = with_prompt(group, positions, logits)
 
-    def _failed(self, groups: list[Group], error: Exception) -> list[Change]:
-        return failed(groups, error, self.table, self.ledger)
+    def _fail(self, groups: list[Group], error: Exception) -> None:
+        self.changes += failed(groups, error, self.feeds.table, self.feeds.ledger)
+
+    def _captures(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Answer]]]:
+        """What the feeds of sequences returned beside logits, for requests that want it."""
+        source_of = {s.line: s for group in scored.groups for s in group.live}
+        for s, sequence in enumerate(scored.sequences):
+            f = self.feeds.feed_of[id(source_of[sequence.line])]
+            answer = self.output.answers.get(f)
+            if answer is not None and (answer.layers or answer.attentions):
+                yield s, (self.feeds.starts[f], answer)
 
 
 def failed(
@@ -142,28 +171,26 @@ def failed(
 
 def _kinds(groups: list[Group]) -> list[list[Group]]:
     """Groups that choose together: equal in strategy, source of draws and readout."""
-    if not groups or all(_is_like(groups[0], group) for group in groups):
-        return [groups] if groups else []
-    kinds: dict[object, list[Group]] = {}
+    same: dict[object, list[Group]] = {}
     for group in groups:
         request = group.request
-        key = (request.strategy, type(request.draws), request.readout, group.best > 0)
-        kinds.setdefault(key, []).append(group)
-    return list(kinds.values())
-
-
-def _is_like(one: Group, other: Group) -> bool:
-    """Whether they choose together for sure; comparing strategies by value costs more."""
-    a, b = one.request, other.request
-    same = a.strategy is b.strategy and a.readout is b.readout
-    return same and type(a.draws) is type(b.draws) and (one.best > 0) == (other.best > 0)
+        key = (id(request.strategy), type(request.draws), id(request.readout), group.best > 0)
+        same.setdefault(key, []).append(group)
+    if len(same) < 2:  # comparing strategies by value costs more
+        return list(same.values())
+    equal: dict[object, list[Group]] = {}
+    for kind in same.values():
+        request = kind[0].request
+        value = (request.strategy, type(request.draws), request.readout, kind[0].best > 0)
+        equal.setdefault(value, []).extend(kind)
+    return list(equal.values())
 
 
 def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:
     """The same tensors on the host: from an accelerator they travel as one block of bytes."""
     flat = [tensor for tensors in picked for tensor in tensors]
     if not flat or flat[0].device.type == "cpu":
-        return [tuple(tensor.cpu().numpy() for tensor in tensors) for tensors in picked]
+        return [tuple([tensor.cpu().numpy() for tensor in tensors]) for tensors in picked]
     block = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in flat]).cpu()
     host, start = [], 0
     for tensor in flat:
@@ -173,32 +200,3 @@ def _together(picked: list[tuple[Tensor, ...]]) -> list[tuple[np.ndarray, ...]]:
         start = end
     arrived = iter(host)
     return [tuple(next(arrived) for _ in tensors) for tensors in picked]
-
-
-def _record(scored: Scored, children: Children, step: Choices) -> StepRecord:
-    batch = scored.of_sequences()
-    captures = _captures(scored.sequences, scored.groups, step.fed, step.output, step.work)
-    return StepRecord(
-        tuple(scored.groups),
-        tuple(scored.sequences),
-        batch.group_of,
-        scored.owner,
-        scored.logits,
-        scored.scores.whole().values,
-        children,
-        captures,
-    )
-
-
-def _captures(
-    sequences: list[Sequence], groups: list[Group], fed: Fed, output: StepOutput, work: Work
-) -> dict[int, Capture]:
-    """Batch index -> what the sequence's feed returned, for requests that want it."""
-    captures: dict[int, Capture] = {}
-    source_of = {s.line: s for group in groups for s in group.live}
-    for s, sequence in enumerate(sequences):
-        f = fed.feed_of[id(source_of[sequence.line])]
-        answer = output.answers.get(f)
-        if answer is not None and (answer.layers or answer.attentions):
-            captures[s] = Capture(int(work.starts[f]), int(work.counts[f]), answer)
-    return captures

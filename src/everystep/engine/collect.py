@@ -7,7 +7,7 @@ feeds more sequences than it keeps rows of, only those are kept that a token was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.engine.records import Capture, StepRecord
-from everystep.types import Answer
+from everystep.engine.batches import Scored
+from everystep.engine.choices import StepRecord
+from everystep.types import Answer, Children
 from everystep.types.protocols import Strategy
 
 
@@ -25,7 +26,8 @@ class Collector:
     """Keeps, per slot and in order, what each generated token was chosen from.
 
     `slots`: rows of the rectangle; `width`: rows per request; `windows`: per layer, how far
-    back it looks, None for all the way.
+    back it looks, None for all the way. `kept_captures`: what a token's positions showed, and
+    whether they are all since the first.
     """
 
     slots: int
@@ -36,7 +38,7 @@ class Collector:
     windows: Sequence[int | None] = ()
     kept_scores: list[list[Tensor]] = field(default_factory=list)
     kept_logits: list[list[Tensor]] = field(default_factory=list)
-    kept_captures: list[list[Capture]] = field(default_factory=list)
+    kept_captures: list[list[tuple[bool, Answer]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for kept in (self.kept_scores, self.kept_logits, self.kept_captures):
@@ -49,18 +51,23 @@ class Collector:
 
     def __call__(self, record: StepRecord) -> None:
         """Rows of drafts that were not accepted are left out."""
-        bounds = np.searchsorted(record.row_sequence, np.arange(len(record.sequences) + 1))
-        accepted, kept = _accepted(record), _kept_rows(record)
+        scored, children = record.scored, record.children
+        scores = scored.scores.whole().values if self.scores else None
+        # One row led to a token, or more where drafts stood.
+        accepted = np.ones(len(scored.sequences), dtype=np.int64)
+        np.maximum.at(accepted, children.parent, children.counts)
+        kept = _kept_rows(scored, children)
         for s in np.flatnonzero(kept >= 0).tolist():
-            slot = record.groups[record.group_of[s]].rank * self.width + int(kept[s])
-            first, read = int(bounds[s]), int(bounds[s + 1] - bounds[s])
-            rows = range(first, first + accepted[s])
-            if self.scores:
-                self.kept_scores[slot] += [record.scores[row].clone() for row in rows]
+            slot = scored.groups[scored.group_of[s]].rank * self.width + int(kept[s])
+            rows = range(scored.first[s], scored.first[s] + accepted[s])
+            if scores is not None:
+                self.kept_scores[slot] += [scores[row].clone() for row in rows]
             if self.logits:
-                self.kept_logits[slot] += [record.logits[row].clone() for row in rows]
+                self.kept_logits[slot] += [scored.logits[row].clone() for row in rows]
             if self.captures and s in record.captures:
-                self.kept_captures[slot] += record.captures[s].per_token(read, accepted[s])
+                start, answer = record.captures[s]
+                read = 1 + len(scored.drafts[s])
+                self.kept_captures[slot] += _per_token(start == 0, answer, read, accepted[s])
 
     def score_steps(self) -> tuple[Tensor, ...]:
         """One (slots, V) tensor per step."""
@@ -86,7 +93,10 @@ class Collector:
             return torch.nn.functional.pad(attention, (pad, 0, queries, 0))
 
         steps = self._capture_steps(lambda answer: answer.attentions, place, pads)
-        return tuple(tuple(map(_in_window, layers, self._windows(layers))) for layers in steps)
+        return tuple(
+            tuple(map(_in_window, layers, self.windows or (None,) * len(layers)))
+            for layers in steps
+        )
 
     def cross_steps(self, starts: np.ndarray, width: int) -> tuple[tuple[Tensor, ...], ...]:
         """Per step, per layer: (slots, H, T, S) attention over the encoder states of each slot,
@@ -97,9 +107,6 @@ class Collector:
 
         return self._capture_steps(lambda answer: answer.cross_attentions, place, starts)
 
-    def _windows(self, layers: Sequence[Tensor]) -> Sequence[int | None]:
-        return self.windows or (None,) * len(layers)
-
     def _capture_steps(
         self,
         part: Callable[[Answer], tuple[Tensor, ...] | None],
@@ -109,12 +116,14 @@ class Collector:
         steps = []
         for taken in zip_longest(*self.kept_captures):
             padded = [
-                None
-                if capture is None
-                else [pad(one, int(n), capture.start == 0) for one in part(capture.answer) or ()]
+                capture and [pad(one, int(n), capture[0]) for one in part(capture[1]) or ()]
                 for capture, n in zip(taken, pads, strict=True)
             ]
-            steps.append(tuple(map(torch.stack, zip(*_filled(padded), strict=True))))
+            # A slot that needed fewer steps than others is 0 from there on.
+            model = next(row for row in padded if row is not None)
+            nothing = [torch.zeros_like(one) for one in model]
+            rows = [nothing if row is None else row for row in padded]
+            steps.append(tuple(map(torch.stack, zip(*rows, strict=True))))
         return tuple(steps)
 
 
@@ -124,23 +133,16 @@ def kept_rows(strategy: Strategy) -> int:
     return strategy.returns if strategy.streams else strategy.width
 
 
-def _kept_rows(record: StepRecord) -> np.ndarray:
+def _kept_rows(scored: Scored, children: Children) -> np.ndarray:
     """(S,) which of its request's rows each sequence is kept in, -1 for none."""
-    strategy = record.groups[0].request.strategy
+    strategy = scored.groups[0].request.strategy
     if kept_rows(strategy) == strategy.width:
-        return np.array([sequence.index for sequence in record.sequences], dtype=np.int64)
-    chosen_from = np.unique(record.children.parent[record.children.counts > 0])
-    group = record.group_of[chosen_from]
-    kept = np.full(len(record.sequences), -1, dtype=np.int64)
+        return np.array([sequence.index for sequence in scored.sequences], dtype=np.int64)
+    chosen_from = np.unique(children.parent[children.counts > 0])
+    group = np.array(scored.group_of)[chosen_from]
+    kept = np.full(len(scored.sequences), -1, dtype=np.int64)
     kept[chosen_from] = np.arange(len(group)) - np.searchsorted(group, group)
     return kept
-
-
-def _accepted(record: StepRecord) -> np.ndarray:
-    """(S,) how many rows of each sequence led to a token: one, or more where drafts stood."""
-    accepted = np.ones(len(record.sequences), dtype=np.int64)
-    np.maximum.at(accepted, record.children.parent, record.children.counts)
-    return accepted
 
 
 def _steps(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -149,12 +151,6 @@ def _steps(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
     for rows in kept:
         rows += [torch.full_like(rows[0], -torch.inf)] * (longest - len(rows))
     return tuple(torch.stack(rows) for rows in zip(*kept, strict=True))
-
-
-def _filled(rows: list[list[Tensor] | None]) -> list[list[Tensor]]:
-    """A slot that needed fewer steps than others is 0 from there on."""
-    model = next(row for row in rows if row is not None)
-    return [[torch.zeros_like(one) for one in model] if row is None else row for row in rows]
 
 
 def _pad_layers(layer: Tensor, pad: int, whole: bool) -> Tensor:
@@ -167,3 +163,25 @@ def _in_window(attention: Tensor, window: int | None) -> Tensor:
     if window is None or queries == keys:
         return attention
     return attention[..., -(window - 1 + queries) :]
+
+
+def _per_token(
+    whole: bool, answer: Answer, rows: int, accepted: int
+) -> Iterator[tuple[bool, Answer]]:
+    """The answer for each accepted row: `rows` of the positions, the last ones, were read out."""
+    own = answer.layers or answer.attentions or ()
+    count = own[0].shape[-2]
+    for i in range(accepted):
+        last = count - rows + 1 + i
+        yield whole and i == 0, _cut(answer, last - 1 if i else 0, last, count - last)
+
+
+def _cut(answer: Answer, first: int, last: int, after: int) -> Answer:
+    """What a feed of [first, last) of these positions, which `after` more follow, would have
+    returned."""
+    layers, own, across = answer.layers, answer.attentions, answer.cross_attentions
+    return Answer(
+        layers=layers and tuple(one[first:last] for one in layers),
+        attentions=own and tuple(one[:, first:last, : one.shape[-1] - after] for one in own),
+        cross_attentions=across and tuple(one[:, first:last] for one in across),
+    )

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from everystep.engine.apply import sprout
+from everystep.engine.batches import later
 from everystep.engine.choices import NOBODYS
+from everystep.engine.feed import NO_IDS
 from everystep.engine.ledger import Ledger
 from everystep.errors import RequestError, message
 from everystep.executors.base import Executor
@@ -34,8 +35,6 @@ from everystep.types import (
 )
 from everystep.types.protocols import Drafter, Drafting
 
-_NONE = np.empty(0, dtype=np.int64)
-
 
 @dataclass(frozen=True)
 class PromptLookup:
@@ -50,11 +49,9 @@ class PromptLookup:
     stop_ids: tuple[int, ...] = ()
 
     def start(self, vocabulary: int) -> PromptLookup:
-        """Itself: it keeps nothing."""
         return self
 
     def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
-        """Per sequence what followed its last ids before."""
         return [self.draft(table.data[s.line, : s.visible]) for s in sequences]
 
     def draft(self, ids: np.ndarray) -> np.ndarray:
@@ -63,19 +60,16 @@ class PromptLookup:
             starts = _occurrences(ids, size)
             if len(starts):
                 first = int(starts[0]) + size
-                return self._cut(ids[first : first + self.tokens])
-        return _NONE
+                guess = ids[first : first + self.tokens].copy()
+                ends = np.flatnonzero(np.isin(guess, self.stop_ids))
+                return guess[: ends[0]] if len(ends) else guess
+        return NO_IDS
 
     def restart(self) -> None:
-        """Nothing to drop."""
+        """There is nothing to drop."""
 
     def held(self) -> int:
-        """No cache rows."""
         return 0
-
-    def _cut(self, guess: np.ndarray) -> np.ndarray:
-        ends = np.flatnonzero(np.isin(guess, self.stop_ids)) if self.stop_ids else _NONE
-        return (guess[: ends[0]] if len(ends) else guess).copy()
 
 
 def _occurrences(ids: np.ndarray, size: int) -> np.ndarray:
@@ -101,7 +95,6 @@ class DraftModel:
     tokens: int = 5
 
     def start(self, vocabulary: int) -> Drafting:
-        """One at work, on an executor of its own."""
         executor = self.open()
         if executor.vocab_size != vocabulary:
             raise RequestError(
@@ -128,7 +121,6 @@ class DraftRow:
     floor: int = 0
 
     def copy(self) -> DraftRow:
-        """A fork of the row."""
         return DraftRow(self.ledger, self.ledger.fork(self.row), self.cached, self.floor)
 
     def rewind(self, length: int) -> None:
@@ -140,7 +132,6 @@ class DraftRow:
             self.ledger.truncate(self.row, self.cached)
 
     def release(self) -> None:
-        """The row is free."""
         self.ledger.free(self.row)
 
 
@@ -155,17 +146,19 @@ class DraftRows:
     def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
         """Per sequence `tokens` guesses."""
         known = [s for s in sequences if s.request.prompt.ids is not None and not s.request.shift]
-        if known:
-            longest = max(s.visible for s in known)
-            table.reserve(longest + self.tokens)
+        table.reserve(self.tokens + max((s.visible for s in known), default=0))
         for sequence in known:
-            self._begin(sequence)
+            # A step that was broken off may have left guesses in the row.
+            self._row(sequence).rewind(sequence.visible - 1)
         for done in range(self.tokens if known else 0):
             self._choose(known, table, done)
         for sequence in known:
-            _forget_guesses(sequence)
+            for value in sequence.memo.values():
+                # The row keeps the guesses; what processors remember of them goes.
+                if is_memory(value) and not isinstance(value, DraftRow):
+                    value.rewind(sequence.visible)
         guesses = {id(s): table.data[s.line, s.visible : s.visible + self.tokens] for s in known}
-        return [guesses.get(id(s), _NONE).copy() for s in sequences]
+        return [guesses.get(id(s), NO_IDS).copy() for s in sequences]
 
     def _choose(self, sequences: list[Sequence], table: TokenTable, done: int) -> None:
         """Every sequence's line holds one guess more, after the `done` that stand there."""
@@ -200,14 +193,11 @@ class DraftRows:
             tokens.append(table.data[sequence.line, held.cached : length])
             held.cached = length
             held.floor = 0 if "cut" in self.executor.abilities else length - 1
-        news, none = self.ledger.drain(), np.ones(len(rows), dtype=np.int64)
-        counts = np.array([len(one) for one in tokens], dtype=np.int64)
-        return Work(
-            news.verbs, np.array(rows), np.array(starts), counts, none, np.concatenate(tokens)
-        )
+        verbs, _, _ = self.ledger.drain()
+        counts, one = np.array([len(ids) for ids in tokens]), np.ones(len(rows), dtype=np.int64)
+        return Work(verbs, np.array(rows), np.array(starts), counts, one, np.concatenate(tokens))
 
     def _row(self, sequence: Sequence) -> DraftRow:
-        """The sequence's row; at least its last position is still to be fed."""
         key = f"draft row {id(self)}"
         if key not in sequence.memo:
             row = self.ledger.allocate(Prompt(sequence.request.prompt.ids))
@@ -215,24 +205,11 @@ class DraftRows:
         held: DraftRow = sequence.memo[key]
         return held
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Cuts guesses of a step that was broken off from the sequence's row."""
-        self._row(sequence).rewind(sequence.visible - 1)
-
     def restart(self) -> None:
-        """Drops every row; those that the executor stores are freed first."""
         self.ledger.restart(self.executor.audit())
 
     def held(self) -> int:
-        """How many rows are held."""
         return len(self.ledger.held)
-
-
-def _forget_guesses(sequence: Sequence) -> None:
-    """Rewinds what processors remember to before the guesses, which the row still holds."""
-    for value in sequence.memo.values():
-        if is_memory(value) and not isinstance(value, DraftRow):
-            value.rewind(sequence.visible)
 
 
 def _alike(sequences: list[Sequence]) -> list[np.ndarray]:
@@ -246,15 +223,10 @@ def _alike(sequences: list[Sequence]) -> list[np.ndarray]:
 
 def _batch(rows: Rows, done: int, vocabulary: int) -> Batch:
     """The sequences as they are after `done` guesses, for a strategy that picks for each alone."""
-    later = []
-    for sequence in rows.sequences:
-        after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
-        after.length += done
-        later.append(after)
-    numbers = np.arange(len(later))
-    draws = later[0].request.draws
+    after = [later(sequence, done) for sequence in rows.sequences]
+    numbers, draws = np.arange(len(after)), after[0].request.draws
     return Batch(
-        [], later, numbers, rows.table, numbers, len(later), draws, vocabulary,
+        [], after, numbers, rows.table, numbers, len(after), draws, vocabulary,
         lambda _: Columns(), lambda parents, _: [None] * len(parents),
     )  # fmt: skip
 
@@ -275,7 +247,13 @@ class Drafters:
     ) -> tuple[dict[int, np.ndarray], list[tuple[Group, Exception]]]:
         """Sequence id -> the ids that may follow it, for groups that choose; and those among them
         whose drafter fails. `groups`: all that are not over."""
-        asking: deque[tuple[Drafter, list[Group]]] = deque(_by_drafter(choosing).items())
+        if not self.at_work:
+            return {}, []
+        using: dict[Drafter, list[Group]] = {}
+        for group in choosing:
+            if group.request.drafter is not None:
+                using.setdefault(group.request.drafter, []).append(group)
+        asking = deque(using.items())
         drafts: dict[int, np.ndarray] = {}
         failed: list[tuple[Group, Exception]] = []
         while asking:
@@ -293,7 +271,6 @@ class Drafters:
         return drafts, failed
 
     def restart(self) -> None:
-        """Makes each of them drop everything."""
         for drafting in self.at_work.values():
             drafting.restart()
 
@@ -319,14 +296,6 @@ class Drafters:
                 for sequence in group.live:
                     sequence.forget()
         self.at_work[drafter].restart()
-
-
-def _by_drafter(groups: list[Group]) -> dict[Drafter, list[Group]]:
-    found: dict[Drafter, list[Group]] = {}
-    for group in groups:
-        if group.request.drafter is not None:
-            found.setdefault(group.request.drafter, []).append(group)
-    return found
 
 
 def _room(sequence: Sequence) -> int:

@@ -25,19 +25,16 @@ import numpy as np
 import torch
 
 from everystep.engine.apply import Change, abandoned, drop_rows, release
-from everystep.engine.batches import History
-from everystep.engine.choices import NOBODYS, Choices, failed
+from everystep.engine.batches import History, best_needed
+from everystep.engine.choices import NOBODYS, Choices, Counts, StepRecord, failed
 from everystep.engine.drafting import Drafters
 from everystep.engine.events import last_events, settled_events
-from everystep.engine.feed import Fed, Grant, WorkBuilder, chooses, feed, lacks_columns, note_hidden
+from everystep.engine.feed import Feeds, Grant, columns_of, feed, note_hidden, regroup
 from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
-from everystep.engine.readout import best_needed
-from everystep.engine.records import Counts, StepRecord
-from everystep.engine.regroup import regroup
 from everystep.engine.schedule import Scheduler
-from everystep.engine.snapshot import read, sequences, written
-from everystep.errors import UnsupportedError, message
+from everystep.engine.snapshot import read, resume, written
+from everystep.errors import InvariantError, UnsupportedError, message
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
 from everystep.types import (
@@ -49,7 +46,6 @@ from everystep.types import (
     Sequence,
     StepOutput,
     TokenTable,
-    Work,
 )
 
 Observer = Callable[[StepRecord], None]
@@ -118,7 +114,16 @@ class Engine:
 
     def _checked(self, request: Request, rank: int) -> Group:
         """A group for a request that the executor and the drafter can serve."""
-        self._require_abilities(request)
+        missing = request.needs - self.executor.abilities
+        if missing:
+            raise UnsupportedError(
+                message(
+                    f"{type(self.executor).__name__} cannot do what the request needs",
+                    wanted=", ".join(sorted(missing)),
+                    got=", ".join(sorted(self.executor.abilities)) or "none",
+                    do="Choose another executor, or leave out the option that needs it",
+                )
+            )
         require_fitting(request, self.executor.inputs)
         self.drafters.open(request.drafter, self.executor.vocab_size)
         best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
@@ -147,7 +152,8 @@ class Engine:
         self.recover()
         if group in self.scheduler.groups:
             self._broken = True
-            self._end([abandoned(group, reason or FinishReason("cancelled"), *self._stores)])
+            ended = reason or FinishReason("cancelled")
+            self._end([abandoned(group, ended, self.table, self.ledger)])
             self._broken = False
         return self._taken()
 
@@ -170,19 +176,19 @@ class Engine:
     def restore(self, request: Request, data: bytes) -> Group:
         """A group that goes on where another one with such a request was dumped.
 
-        Its tokens, scores, draws and further events are those that the other one has. RequestError
-        if it was another request, FormatError if the bytes are damaged.
+        Its tokens, scores, draws and further events are those that the other one has. Its rank is
+        the same unless a group here has that. RequestError if it was another request, FormatError
+        if the bytes are damaged.
         """
         saved = read(data, request)
         self.recover()
-        group = self._checked(request, saved.rank)
-        group.live, group.done = sequences(saved, request), list(saved.done)
-        group.state, group.prompt_known = saved.state, saved.prompt_known
-        group.opened, group.settled, group.reported = saved.opened, saved.settled, saved.reported
+        taken = saved["rank"] in [group.rank for group in self.scheduler.groups]
+        group = self._checked(request, self._submitted if taken else saved["rank"])
+        tokens = resume(group, saved)
         self._broken = True  # until every line that is opened is held
-        for sequence, one in zip(group.live, saved.live, strict=True):
-            sequence.line = self.table.open(np.concatenate([_visible(request), one.tokens]))
-        self._submitted = max(self._submitted, saved.rank + 1)
+        for sequence, own in zip(group.live, tokens, strict=True):
+            sequence.line = self.table.open(np.concatenate([_visible(request), own]))
+        self._submitted = max(self._submitted, group.rank + 1)
         self.scheduler.submit(group)
         self._broken = False
         return group
@@ -190,7 +196,7 @@ class Engine:
     def flush(self) -> None:
         """Passes every outstanding fork, truncation and free to the executor."""
         if self.ledger.verbs:
-            self.executor.run(self._builder().work())
+            self.executor.run(self._feeds().work())
 
     def recover(self) -> None:
         """Restores the state before or after the last step, in which every row is known or
@@ -211,54 +217,50 @@ class Engine:
 
     def _step(self) -> None:
         grants = self._let_in(self.scheduler.plan(self.preempt))
-        ready = [grant.group for grant in grants if chooses(grant, self.table)]
-        drafts, broken = self.drafters.propose(ready, self.scheduler.groups, self.table)
+        feeds = self._feeds()
+        feeds.ready = [grant.group for grant in grants if grant.chooses(self.table)]
+        feeds.drafts, broken = self.drafters.propose(feeds.ready, self.scheduler.groups, self.table)
         if broken:
-            self._end([one for group, error in broken for one in self._failed([group], error)])
+            ended = [failed([group], error, self.table, self.ledger) for group, error in broken]
+            self._end([change for changes in ended for change in changes])
             return
-        fed = Fed(ready, drafts)
-        work = self._feed(grants, fed)
-        output = self._run(work, grants, fed.ready)
+        feed(grants, feeds)
+        output = self._run(feeds, [grant.group for grant in grants])
         if output is None:
             return
-        self._count(fed)
-        note_hidden(fed, output)
+        note_hidden(feeds, output)
+        for group in feeds.sharing:
+            regroup(group, self.table, self.ledger)
         choices = Choices(
-            self.table, self.ledger, self.counts, self._submitted, bool(self.observers),
-            fed, work, output, self._history,
-        )  # fmt: skip
+            feeds, output, self.counts, self._submitted, bool(self.observers), self._history
+        )
         choices.make()
         self._end(choices.changes, choices)
 
     def _let_in(self, grants: list[Grant]) -> list[Grant]:
         """The grants whose sequences have lines; only one while the group that broke a forward is
         sought."""
-        suspects = [grant for grant in grants if grant.group in self._suspects]
-        grants = suspects[:1] or grants
-        for grant in grants:
-            for sequence in grant.group.live:
+        if self._suspects:
+            grants = [one for one in grants if one.group in self._suspects][:1] or grants
+        for group, _, shares in grants:
+            hidden = group.request.strategy.reads.hidden
+            for sequence in group.live:
                 if sequence.line < 0:
-                    sequence.line = self.table.open(_visible(sequence.request))
-                if lacks_columns(sequence):
+                    sequence.line = self.table.open(_visible(group.request))
+                if hidden and columns_of(sequence).length < sequence.cached:
+                    # It dropped hidden states of cached positions, which are fed again.
                     drop_rows(sequence, self.ledger)
-            if grant.shares:
-                regroup(grant.group, self.table, self.ledger)
+            if shares and len(group.live) > 1:
+                regroup(group, self.table, self.ledger)
         return grants
 
-    def _feed(self, grants: list[Grant], fed: Fed) -> Work:
-        """All that the step feeds; `fed` says which groups choose, and their drafts."""
-        builder = self._builder()
-        feed(grants, fed, builder)
-        requests = [grant.group.request for grant in grants]
-        totals = any(request.strategy.reads.scores == "log_probs" for request in requests)
-        return builder.work(totals=totals)
+    def _feeds(self) -> Feeds:
+        return Feeds(self.table, self.ledger, self.executor.inputs)
 
-    def _builder(self) -> WorkBuilder:
-        return WorkBuilder(self.table, self.ledger, self.executor.inputs)
-
-    def _run(self, work: Work, grants: list[Grant], ready: list[Group]) -> StepOutput | None:
+    def _run(self, feeds: Feeds, groups: list[Group]) -> StepOutput | None:
         """What the executor answers. If it fails, the group that broke it is found by feeding one
         at a time, each until it has chosen."""
+        work = feeds.work()
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)
         try:
@@ -266,56 +268,45 @@ class Engine:
         except NOBODYS:
             raise
         except Exception as error:
-            groups = [grant.group for grant in grants]
             self.recover()
             self._broken = True
-            self._suspects = groups if len(groups) > 1 else self._without(groups)
-            if len(groups) == 1:
-                self._end(self._failed(groups, error))
+            if len(groups) > 1:
+                self._suspects = groups
+            else:
+                self._suspects = [one for one in self._suspects if one not in groups]
+                self._end(failed(groups, error, self.table, self.ledger))
             return None
         if self._suspects:
-            self._suspects = self._without(ready)
-        return output
-
-    def _without(self, groups: list[Group]) -> list[Group]:
-        return [group for group in self._suspects if group not in groups]
-
-    def _count(self, fed: Fed) -> None:
+            self._suspects = [one for one in self._suspects if one not in feeds.ready]
         self.counts.steps += 1
-        self.counts.chunks += fed.chunks
-        self.counts.drafted += sum(len(draft) for draft in fed.drafts.values())
-
-    def _failed(self, groups: list[Group], error: Exception) -> list[Change]:
-        """What becomes of groups that this error ends."""
-        return failed(groups, error, *self._stores)
-
-    @property
-    def _stores(self) -> tuple[TokenTable, Ledger]:
-        return self.table, self.ledger
+        self.counts.chunks += feeds.chunks
+        self.counts.drafted += sum(map(len, feeds.drafts.values()))
+        return output
 
     # --- the second half --------------------------------------------------------------------------
 
     def _end(self, found: list[Change], step: Choices | None = None) -> None:
         """Carries out the changes, and what follows from them."""
-        after = {id(change.group): change.after for change in found}
-        alive = any(not after.get(id(g), g).finished for g in self.scheduler.groups)
+        alive = False
+        if any(change.group.request.linger for change in found):
+            becoming = {id(change.group): change.after for change in found}
+            alive = any(not becoming.get(id(g), g).finished for g in self.scheduler.groups)
         over: list[Group] = []
         for change in found:
-            if not change.after.finished:
-                if self.early and not change.group.request.strategy.streams and change.after.opened:
-                    change.events += settled_events(change.after, self.table)
-            elif not (change.group.request.linger and change.after.live and alive):
+            after, request = change.after, change.group.request
+            if not after.finished:
+                if self.early and after.opened and not request.strategy.streams:
+                    change.events += settled_events(after, self.table)
+            elif not (request.linger and after.live and alive):
                 self._close(change)
                 over.append(change.group)
         events = [event for change in found for event in change.events]
-        history = self._history if step is None else step.history
-        records = () if step is None else step.records
         self._commit = Commit(
             found,
             over,
             deque([*self._outbox, *events]),
-            history,
-            deque([*self._records, *records]),
+            step.history if step else self._history,
+            deque([*self._records, *(step.records if step else ())]),
         )
         self._put_in_place()
         for change in found:
@@ -359,18 +350,6 @@ class Engine:
         """All events that wait to be reported; they count as reported from now on."""
         return list(map(deque.popleft, repeat(self._outbox, len(self._outbox))))
 
-    def _require_abilities(self, request: Request) -> None:
-        missing = request.needs - self.executor.abilities
-        if missing:
-            raise UnsupportedError(
-                message(
-                    f"{type(self.executor).__name__} cannot do what the request needs",
-                    wanted=", ".join(sorted(missing)),
-                    got=", ".join(sorted(self.executor.abilities)) or "none",
-                    do="Choose another executor, or leave out the option that needs it",
-                )
-            )
-
 
 def _visible(request: Request) -> np.ndarray:
     """The ids that stand before the first generated one."""
@@ -378,3 +357,31 @@ def _visible(request: Request) -> np.ndarray:
     token = request.pad_token if request.prefix_token is None else request.prefix_token
     pad = np.full(request.pad_prefix, token, dtype=np.int64)
     return pad if ids is None else np.concatenate([pad, ids])
+
+
+def audit(engine: Engine) -> None:
+    """Raises InvariantError if a row, line or cached position is leaked, shared or wrong.
+
+    Passes all outstanding verbs to the executor first.
+    """
+    engine.recover()
+    engine.flush()
+    live = [sequence for group in engine.scheduler.groups for sequence in group.live]
+    lines = [sequence.line for sequence in live if sequence.line >= 0]
+    held: dict[int, int] = {}
+    for unit in [unit for sequence in live for unit in sequence.units if unit.row is not None]:
+        _require(unit.row not in held, "a row is shared", unit.row)
+        held[cast(int, unit.row)] = unit.cached
+    _require(len(lines) == len(set(lines)), "a line of the token table is shared", lines)
+    _require(len(lines) == engine.table.open_lines, "a line of the token table is leaked", lines)
+    _require(set(held) == engine.ledger.held, "the ledger and the sequences differ", held)
+    memories = [value for s in live for value in s.memo.values() if hasattr(value, "release")]
+    drafted = engine.drafters.held()
+    _require(drafted == len(memories), "a drafter's row is leaked or shared", drafted)
+    stored = engine.executor.audit()
+    _require(stored == held, "the executor's rows and the sequences differ", stored)
+
+
+def _require(holds: bool, what: str, got: object) -> None:
+    if not holds:
+        raise InvariantError(message(what, got=got, do="Report this as a defect"))

@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
+from everystep.engine.feed import common_length
 from everystep.engine.logprobs import Likelihood, last_choices
-from everystep.engine.regroup import common_length
 from everystep.strategies.base import DecidesLate
-from everystep.types import Event, FinishReason, Group, Sequence, TokenTable
-
-
-def child_events(
-    table: TokenTable,
-    parent: Sequence,
-    tokens: list[int],
-    finish: FinishReason | None,
-    provisional: int,
-    memo: dict[str, Any] | None,
-    index: int,
-) -> list[Event]:
-    """The tokens of a streaming sequence that a child with these `tokens` settles.
-
-    Its last `provisional` ones may still be taken back; `memo` is added to the parent's.
-    """
-    request, strategy = parent.request, parent.request.strategy
-    if not strategy.streams or index >= strategy.returns or parent.finish is not None:
-        return []
-    first = parent.generated - parent.provisional
-    if parent.provisional:
-        tail = table.data[parent.line, parent.visible - parent.provisional : parent.visible]
-        tokens = [*tail.tolist(), *tokens]
-    if provisional:
-        tokens = tokens[: len(tokens) - provisional]
-    known = None
-    if request.wants.logprobs is not None:
-        known = last_choices({**parent.memo, **(memo or {})}, len(tokens) + provisional)
-    return token_events(request.request_id, index, tokens, first, finish, known)
+from everystep.types import Event, FinishReason, Group, TokenTable
 
 
 def token_events(
@@ -51,10 +23,8 @@ def token_events(
 
     `known`: how likely the tokens were; empty or None where that was not asked for.
     """
-    if not tokens:
-        return (
-            [] if finish is None else [Event(request_id, index, -1, position=first, finish=finish)]
-        )
+    if not tokens and finish is not None:
+        return [Event(request_id, index, -1, position=first, finish=finish)]
     last = len(tokens) - 1
     events = [
         Event(request_id, index, token, position=first + i, finish=finish if i == last else None)
@@ -94,13 +64,12 @@ def settled_events(after: Group, table: TokenTable) -> list[Event]:
 
 def last_events(after: Group) -> list[Event]:
     """The part of the result of a group that is over that was not reported yet."""
-    strategy, shown = after.request.strategy, after.reported
-    if strategy.streams:
+    request, shown = after.request, after.reported
+    if request.strategy.streams:
         return []
     events: list[Event] = []
-    for index, done in enumerate(strategy.finish(after)):
+    for index, done in enumerate(request.strategy.finish(after)):
         tokens = done.tokens.tolist()
         known = last_choices(done.memo, len(tokens))[shown:]
-        name = after.request.request_id
-        events += token_events(name, index, tokens[shown:], shown, done.reason, known)
+        events += token_events(request.request_id, index, tokens[shown:], shown, done.reason, known)
     return events

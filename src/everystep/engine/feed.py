@@ -3,12 +3,18 @@
 There is no other rule. A group whose pending positions fit its grant feeds them all, with its
 drafts, and wants the logits of its choices; otherwise each of its rows feeds a chunk that leaves
 at least the last position for later, and wants nothing of them but, where the request asks, how
-likely the prompt is. Sequences that lost their rows feed what they share once (`regroup`).
+likely the prompt is.
+
+What sequences share that lost their rows, to a preemption or a broken step, is fed once:
+
+    first     [ prompt | tokens that all share | own tokens ]   is fed up to the end of the shared
+    others    [ prompt | tokens that all share | own tokens ]   fork its row there, and go on
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -17,8 +23,7 @@ from torch import Tensor
 
 from everystep.engine.given import Span
 from everystep.engine.ledger import Ledger
-from everystep.engine.logprobs import PromptRows, prompt_rows
-from everystep.engine.regroup import debts, owed
+from everystep.engine.logprobs import prompt_rows
 from everystep.errors import InvariantError, message
 from everystep.types import (
     COLUMNS,
@@ -32,14 +37,14 @@ from everystep.types import (
     StepOutput,
     TokenTable,
     Work,
-    companion_length,
 )
 
-_NO_DRAFT = np.empty(0, dtype=np.int64)
+NO_IDS = np.empty(0, dtype=np.int64)
+Missing = list[tuple[Sequence | Companion, Prompt, Sequence, int]]
+"""Sequences and companions, their prompts, whose they are, and how many positions they lack."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A group that may feed up to `tokens` positions in this step.
 
     `shares`: whether sequences that lost their rows first feed what they share, in a step of its
@@ -52,60 +57,48 @@ class Grant:
 
     def owes(self, table: TokenTable) -> bool:
         """Whether this step feeds what sequences share, and nothing else of the group."""
-        return self.shares and owed(self.group, table) > 0
+        return self.shares and len(self.group.live) > 1 and owed(self.group, table) > 0
 
-
-class Reading(NamedTuple):
-    """A sequence that reads its hidden states, which come with `feed`, from position `start` on."""
-
-    sequence: Sequence
-    feed: int
-    start: int
+    def chooses(self, table: TokenTable) -> bool:
+        """Whether the group feeds all that it has, and so makes its next choice."""
+        return self.group.pending <= self.tokens and not self.owes(table)
 
 
 @dataclass(slots=True)
-class Fed:
-    """What a step feeds: the groups that will choose, their drafts, and where logits come out.
+class Feeds:
+    """All feeds of a step as parallel lists, and where what they ask for comes out.
 
-    `first_row[id(unit)]`: the first row of logits, or of the best of them, of a sequence or
-    companion. `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: further rows, which say
-    how likely prompts are.
-    """
-
-    ready: list[Group] = field(default_factory=list)
-    drafts: dict[int, np.ndarray] = field(default_factory=dict)
-    first_row: dict[int, int] = field(default_factory=dict)
-    feed_of: dict[int, int] = field(default_factory=dict)
-    prompt_rows: list[PromptRows] = field(default_factory=list)
-    hidden: list[Reading] = field(default_factory=list)
-    chunks: int = 0
-
-    def draft(self, sequence: Sequence) -> np.ndarray:
-        """The ids that the sequence's feed holds beyond its own."""
-        return self.drafts.get(id(sequence), _NO_DRAFT)
-
-
-@dataclass(slots=True)
-class WorkBuilder:
-    """Collects feeds as parallel lists.
-
-    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `wanted`,
-    `wanted_best`: rows of whole logits, and of the best of them, so far.
+    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `ready`: the
+    groups that will choose. `drafts[id(sequence)]`: the ids that its feed holds beyond its own.
+    `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
+    `first_row[id(unit)]`: the first of either that belongs to a choice of a sequence or companion;
+    `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: of a group, the first of the rows
+    that say how likely these prompt positions are. `hidden`: a sequence that reads its hidden
+    states, the feed that they come with, and the position of the first. `sharing`: groups that
+    feed what their sequences share.
     """
 
     table: TokenTable
     ledger: Ledger
     declared: Mapping[str, InputSpec]
+    ready: list[Group] = field(default_factory=list)
+    drafts: dict[int, np.ndarray] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     logits: list[int] = field(default_factory=list)
+    best: list[int] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
     extras: dict[int, Extra] = field(default_factory=dict)
-    hidden: list[Reading] = field(default_factory=list)
-    best: list[int] = field(default_factory=list)
+    first_row: dict[int, int] = field(default_factory=dict)
+    feed_of: dict[int, int] = field(default_factory=dict)
+    prompt_rows: list[tuple[Group, int, range]] = field(default_factory=list)
+    hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    sharing: list[Group] = field(default_factory=list)
     wanted: int = 0
     wanted_best: int = 0
+    chunks: int = 0
+    totals: bool = False
 
     def add(
         self,
@@ -124,18 +117,18 @@ class WorkBuilder:
         """
         if unit.row is None:
             unit.row = self.ledger.allocate(prompt)
-        start = unit.cached
+        start, feed = unit.cached, len(self.rows)
         extra = self._extra(prompt, source, start, count, own=unit is source, chooses=chooses)
         if extra is not None:
             if extra.hidden:
-                self.hidden.append(Reading(source, len(self.rows), start))
-            self.extras[len(self.rows)] = extra
+                self.hidden.append((source, feed, start))
+            self.extras[feed] = extra
         self.rows.append(unit.row)
         self.starts.append(start)
         self.counts.append(count)
         self.logits.append(logits)
-        self.tokens.append(self._ids(prompt, source, start, count))
         self.best.append(best)
+        self.tokens.append(self._ids(prompt, source, start, count))
         if best:
             self.wanted_best += logits
         else:
@@ -173,22 +166,32 @@ class WorkBuilder:
         inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
         return Extra(inputs, positions, mask, request.adapters, hidden, layers, attentions)
 
-    def work(self, *, totals: bool = False) -> Work:
+    def ask_prompt(self, group: Group, sequence: Sequence, count: int) -> int:
+        """How many rows before those of its choice say how likely the prompt is."""
+        positions = prompt_rows(group, sequence.cached, count)
+        if positions:
+            self.prompt_rows.append((group, self.wanted, positions))
+        return len(positions)
+
+    def work(self) -> Work:
         """The finished work, with the changes of rows that the ledger has noted."""
-        news = self.ledger.drain()
+        verbs, encoders, pasts = self.ledger.drain()
         return Work(
-            verbs=news.verbs,
+            verbs=verbs,
             rows=np.array(self.rows, dtype=np.int64),
             starts=np.array(self.starts, dtype=np.int64),
             counts=np.array(self.counts, dtype=np.int64),
             logits=np.array(self.logits, dtype=np.int64),
-            tokens=np.concatenate(self.tokens) if self.tokens else _NO_DRAFT,
+            tokens=np.concatenate(self.tokens) if self.tokens else NO_IDS,
             extras=self.extras,
-            encoders=news.encoders,
-            pasts=news.pasts,
+            encoders=encoders,
+            pasts=pasts,
             best=np.array(self.best, dtype=np.int64) if self.wanted_best else None,
-            totals=totals,
+            totals=self.totals,
         )
+
+
+# --- hidden states --------------------------------------------------------------------------------
 
 
 def columns_of(sequence: Sequence) -> Columns:
@@ -201,20 +204,12 @@ def columns_of(sequence: Sequence) -> Columns:
     return columns
 
 
-def lacks_columns(sequence: Sequence) -> bool:
-    """Whether its strategy reads hidden states of positions that are cached, and it dropped them:
-    then these positions are fed again."""
-    if not sequence.request.strategy.reads.hidden:
-        return False
-    return columns_of(sequence).length < sequence.cached
-
-
-def note_hidden(fed: Fed, output: StepOutput) -> None:
+def note_hidden(feeds: Feeds, output: StepOutput) -> None:
     """Sequences whose strategy reads hidden states remember those of this step.
 
     What was known before stays, so that a sequence that is fed again sees the same bits.
     """
-    for sequence, feed, start in fed.hidden:
+    for sequence, feed, start in feeds.hidden:
         columns = columns_of(sequence)
         if columns.length < start:
             raise InvariantError(
@@ -224,84 +219,122 @@ def note_hidden(fed: Fed, output: StepOutput) -> None:
         columns.append(hidden[columns.length - start :])
 
 
-def chooses(grant: Grant, table: TokenTable) -> bool:
-    """Whether the group feeds all that it has, and so makes its next choice."""
-    return grant.group.pending <= grant.tokens and not grant.owes(table)
+# --- what is fed ----------------------------------------------------------------------------------
 
 
-def feed(grants: list[Grant], fed: Fed, builder: WorkBuilder) -> Fed:
-    """Turns grants into feeds; afterwards every fed unit's `cached` says what it will hold.
-
-    `fed` says which groups choose, and their drafts.
-    """
-    choosing = set(fed.ready)
+def feed(grants: list[Grant], feeds: Feeds) -> None:
+    """Turns grants into feeds; afterwards every fed unit's `cached` says what it will hold."""
+    ready = set(feeds.ready)
     for grant in grants:
-        if grant.group in choosing:
-            _feed_whole(grant.group, fed, builder, grant.group.best)
-        elif grant.owes(builder.table):
-            _feed_shared(grant, fed, builder)
+        if grant.group in ready:
+            _feed_whole(grant.group, feeds)
         else:
-            _feed_chunk(grant, fed, builder)
-    fed.hidden = builder.hidden
-    return fed
+            _feed_chunk(grant, feeds)
 
 
-def _feed_whole(group: Group, fed: Fed, builder: WorkBuilder, best: int) -> None:
+def units_of(sequence: Sequence) -> list[tuple[Sequence | Companion, Prompt, int]]:
+    """A sequence and its companions, each with its prompt and its length."""
+    prompt, length = sequence.request.prompt, sequence.length
+    own = length - prompt.length
+    found: list[tuple[Sequence | Companion, Prompt, int]] = [(sequence, prompt, length)]
+    for one in sequence.companions:
+        found.append((one, one.prompt, one.prompt.length + own))
+    return found
+
+
+def _feed_whole(group: Group, feeds: Feeds) -> None:
+    best, request = group.best, group.request
+    asks = request.wants.prompt_logprobs is not None
+    feeds.totals |= request.strategy.reads.scores == "log_probs"
     for sequence in group.live:
-        draft = fed.draft(sequence)
-        wanted = 1 + len(draft)
-        visible = sequence.visible
+        draft = feeds.drafts.get(id(sequence), NO_IDS)
         if len(draft):
-            builder.table.reserve(visible + len(draft))
-            builder.table.data[sequence.line, visible : visible + len(draft)] = draft
-        count = sequence.length - sequence.cached + len(draft)
-        before = _rows_of_prompt(group, sequence, count, fed, builder)
-        fed.first_row[id(sequence)] = builder.wanted_best if best else builder.wanted + before
-        fed.feed_of[id(sequence)] = len(builder.rows)
-        prompt, rows = sequence.request.prompt, before + wanted
-        builder.add(sequence, prompt, sequence, count, rows, best, chooses=True)
-        for companion in sequence.companions:
-            behind = companion_length(sequence, companion) - companion.cached
-            fed.first_row[id(companion)] = builder.wanted
-            fed.feed_of[id(companion)] = len(builder.rows)
-            builder.add(companion, companion.prompt, sequence, behind + len(draft), wanted)
+            end = sequence.visible + len(draft)
+            feeds.table.reserve(end)
+            feeds.table.data[sequence.line, sequence.visible : end] = draft
+        for unit, prompt, length in units_of(sequence):
+            count = length - unit.cached + len(draft)
+            before = feeds.ask_prompt(group, sequence, count) if asks and unit is sequence else 0
+            feeds.first_row[id(unit)] = feeds.wanted_best if best else feeds.wanted + before
+            feeds.feed_of[id(unit)] = len(feeds.rows)
+            wanted = before + 1 + len(draft)
+            feeds.add(unit, prompt, sequence, count, wanted, best, chooses=unit is sequence)
 
 
-def _feed_chunk(grant: Grant, fed: Fed, builder: WorkBuilder) -> None:
-    left = grant.tokens
-    for sequence in grant.group.live:
-        count = min(left, sequence.length - sequence.cached - 1)
+def _feed_chunk(grant: Grant, feeds: Feeds) -> None:
+    left, group = grant.tokens, grant.group
+    if grant.owes(feeds.table):
+        feeds.sharing.append(group)
+        missing = debts(group, feeds.table)
+    else:
+        missing = [
+            (unit, prompt, sequence, length - unit.cached - 1)
+            for sequence in group.live
+            for unit, prompt, length in units_of(sequence)
+        ]
+    for unit, prompt, source, most in missing:
+        count = min(left, most)
         if count > 0:
-            fed.feed_of[id(sequence)] = len(builder.rows)
-            wanted = _rows_of_prompt(grant.group, sequence, count, fed, builder)
-            builder.add(sequence, sequence.request.prompt, sequence, count, wanted)
+            wanted = feeds.ask_prompt(group, source, count) if unit is source else 0
+            feeds.add(unit, prompt, source, count, wanted)
             left -= count
-            fed.chunks += 1
-        for companion in sequence.companions:
-            behind = companion_length(sequence, companion) - companion.cached
-            count = min(left, behind - 1)
-            if count > 0:
-                builder.add(companion, companion.prompt, sequence, count, 0)
-                left -= count
-                fed.chunks += 1
+            feeds.chunks += 1
 
 
-def _feed_shared(grant: Grant, fed: Fed, builder: WorkBuilder) -> None:
-    left, lead = grant.tokens, grant.group.live[0]
-    for unit, prompt, behind in debts(grant.group, builder.table):
-        count = min(left, behind)
-        if count > 0:
-            builder.add(unit, prompt, lead, count, 0)
-            left -= count
-            fed.chunks += 1
+# --- what sequences share -------------------------------------------------------------------------
 
 
-def _rows_of_prompt(
-    group: Group, sequence: Sequence, count: int, fed: Fed, builder: WorkBuilder
-) -> int:
-    """How many rows before those of the choice say how likely the prompt is."""
-    asked = prompt_rows(group, sequence.cached, count, builder.wanted)
-    if asked is None:
-        return 0
-    fed.prompt_rows.append(asked)
-    return asked.last - asked.first
+def scattered(group: Group) -> bool:
+    """Whether any of several sequences has lost its row."""
+    live = group.live
+    return len(live) > 1 and None in [sequence.row for sequence in live]
+
+
+def owed(group: Group, table: TokenTable) -> int:
+    """How many positions the first sequence feeds before the others can fork its rows.
+
+    0 where all have rows, and where there is nothing to share.
+    """
+    return sum(lacks for *_, lacks in debts(group, table)) if scattered(group) else 0
+
+
+def debts(group: Group, table: TokenTable) -> Missing:
+    """What the first sequence and its companions lack of what all sequences share."""
+    lead, request = group.live[0], group.request
+    # Each keeps at least one position of its own.
+    tails = [table.data[s.line, request.prompt_visible : s.visible - 1] for s in group.live]
+    own = lead.generated - common_length(tails)
+    return [
+        (unit, prompt, lead, length - own - unit.cached) for unit, prompt, length in units_of(lead)
+    ]
+
+
+def common_length(tails: Items[np.ndarray]) -> int:
+    """How many ids all tails begin with."""
+    length = min(map(len, tails), default=0)
+    for tail in tails[1:]:
+        differ = (tail[:length] != tails[0][:length]).nonzero()[0]
+        if len(differ):
+            length = int(differ[0])
+    return length
+
+
+def regroup(group: Group, table: TokenTable, ledger: Ledger) -> None:
+    """Sequences without rows are forks of the first, if it holds all that they share."""
+    if not scattered(group) or owed(group, table):
+        return
+    lead, *others = group.live
+    for other in others:
+        for unit, source in zip(other.units, lead.units, strict=True):
+            if unit.row is None and source.row is not None:
+                unit.row, unit.cached = ledger.fork(source.row), source.cached
+        _share_columns(lead, other)
+
+
+def _share_columns(lead: Sequence, other: Sequence) -> None:
+    """The other knows the hidden states of what both share, if the first knows them."""
+    known: Columns | None = lead.memo.get(COLUMNS)
+    own: Columns | None = other.memo.get(COLUMNS)
+    if known is not None and (own is None or own.length < other.cached):
+        other.memo[COLUMNS] = shared = known.copy()
+        shared.rewind(other.cached + other.request.shift)

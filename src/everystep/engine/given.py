@@ -25,7 +25,6 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
         return self.start + self.count
 
     @property
@@ -37,9 +36,8 @@ class Span:
         """Embeddings, and what the model declares."""
         prompt, found = self.prompt, []
         if prompt.embeds is not None and self.inside:
-            found.append(
-                Given("embeds", 0, prompt.embeds[self.start - prompt.before :][: self.inside])
-            )
+            part = prompt.embeds[self.start - prompt.before :][: self.inside]
+            found.append(Given("embeds", 0, part))
         for name, values in prompt.inputs.items():
             per = declared[name].per
             if per == "token":
@@ -94,37 +92,22 @@ def _misfits(
             yield f"the input {name!r}", shape, tuple(values.shape)
         if not torch.can_cast(values.dtype, spec.dtype):
             yield f"the input {name!r}", spec.dtype, values.dtype
-    if prompt.positions is not None:
-        yield from _misplaced(prompt.positions, prompt.length, declared.get("positions"))
-    if prompt.mask is not None:
-        yield from _mismasked(prompt.mask, prompt.length, declared.get("mask"))
-
-
-def _misplaced(
-    positions: Tensor, length: int, spec: InputSpec | None
-) -> Iterator[tuple[str, object, object]]:
-    flat = positions.dim() == 1 or tuple(positions.shape[:-1]) == (1,)
-    if positions.shape[-1] != length:
-        yield "position_ids", f"(..., {length})", tuple(positions.shape)
-    elif spec is not None and not flat and tuple(positions.shape[:-1]) != spec.shape:
-        yield "position_ids", (*spec.shape, length), tuple(positions.shape)
-    if positions.numel() and int(positions.min()) < 0:
-        yield "position_ids", "numbers from 0 on", int(positions.min())
-
-
-def _mismasked(
-    mask: Tensor, length: int, spec: InputSpec | None
-) -> Iterator[tuple[str, object, object]]:
-    if mask.dtype != torch.bool:
-        yield "the mask", torch.bool, mask.dtype
-    heads = tuple(mask.shape[:-2])
-    if tuple(mask.shape[-2:]) != (length, length) or (spec and heads not in ((), (1,), spec.shape)):
-        yield (
-            "the mask",
-            f"(length, length) or (heads, length, length), {length}",
-            tuple(mask.shape),
-        )
-    elif bool(mask.triu(1).any()):
-        yield "the mask", "positions that see none after them", "one that does"
-    elif not bool(mask.diagonal(dim1=-2, dim2=-1).all()):
-        yield "the mask", "positions that see themselves", "one that does not"
+    length, positions, mask = prompt.length, prompt.positions, prompt.mask
+    if positions is not None:
+        given, axes = tuple(positions.shape), declared.get("positions")
+        if given[-1] != length:
+            yield "position_ids", f"(..., {length})", given
+        elif axes is not None and given[:-1] not in ((), (1,), axes.shape):
+            yield "position_ids", (*axes.shape, length), given
+        if positions.numel() and int(positions.min()) < 0:
+            yield "position_ids", "numbers from 0 on", int(positions.min())
+    if mask is not None:
+        given, heads = tuple(mask.shape), declared.get("mask")
+        if mask.dtype != torch.bool:
+            yield "the mask", torch.bool, mask.dtype
+        if given[-2:] != (length, length) or (heads and given[:-2] not in ((), (1,), heads.shape)):
+            yield "the mask", f"(length, length) or (heads, length, length), {length}", given
+        elif bool(mask.triu(1).any()):
+            yield "the mask", "positions that see none after them", "one that does"
+        elif not bool(mask.diagonal(dim1=-2, dim2=-1).all()):
+            yield "the mask", "positions that see themselves", "one that does not"

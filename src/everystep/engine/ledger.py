@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
 from everystep.types import Past, Prompt, Verb
 
 
-class News(NamedTuple):
-    """Verbs in order, and of new rows: encoder states, and what they hold from the start."""
-
-    verbs: tuple[Verb, ...]
-    encoders: Mapping[int, Tensor]
-    pasts: Mapping[int, Past]
-
-
 @dataclass(slots=True)
 class Ledger:
-    """Hands out row numbers, those freed last first, and writes down every verb in order."""
+    """Hands out row numbers, those freed last first, and writes down every verb in order.
+
+    `encoders`, `pasts`: the encoder states of new rows, and what they hold from the start.
+    """
 
     verbs: list[Verb] = field(default_factory=list)
     encoders: dict[int, Tensor] = field(default_factory=dict)
@@ -63,9 +57,9 @@ class Ledger:
         self.held.clear()
         self._free.clear()
 
-    def drain(self) -> News:
-        """What happened since the last call."""
-        news = News(tuple(self.verbs), dict(self.encoders), dict(self.pasts))
+    def drain(self) -> tuple[tuple[Verb, ...], dict[int, Tensor], dict[int, Past]]:
+        """The verbs, encoder states and pasts since the last call."""
+        news = tuple(self.verbs), dict(self.encoders), dict(self.pasts)
         self.verbs.clear()
         self.encoders.clear()
         self.pasts.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,25 +39,6 @@ class Likelihood(NamedTuple):
         )
 
 
-@stored("prompt likelihoods")
-class PromptLikelihoods(NamedTuple):
-    """What is known of a prompt: `reached` positions have been read, each giving the logprob of the
-    next token."""
-
-    found: tuple[Likelihood, ...] = ()
-    reached: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptRows:
-    """Rows of logits from `row` on that say how likely prompt positions [first + 1, last] are."""
-
-    group: Group
-    row: int
-    first: int
-    last: int
-
-
 def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihood]:
     """(R, V) logits and the (R,) tokens that followed -> one likelihood per row."""
     logits = logits.to(torch.float32)
@@ -70,24 +51,23 @@ def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihoo
 
 
 def note_choices(
-    sequences: list[Sequence], first: np.ndarray, children: Children, logits: Tensor
+    sequences: list[Sequence], first: list[int], children: Children, logits: Tensor
 ) -> tuple[Children, bool]:
     """The children with values that hold how likely their tokens were, and whether any does.
 
     Token j of a child was chosen from row `first` + j of its parent; (R, V) `logits`.
     """
     asked = [None if s.finish is not None else s.request.wants.logprobs for s in sequences]
-    if all(best is None for best in asked):
-        return children, False
     best = [asked[parent] for parent in children.parent]
     counts = np.where([k is None for k in best], 0, children.counts)
     if not counts.any():
         return children, False
     owner = np.repeat(np.arange(len(counts)), counts)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = torch.from_numpy(first[children.parent[owner]] + place).to(logits.device)
+    rows = np.array(first)[children.parent[owner]] + place
     widest = max(k for k in best if k is not None)
-    found = likelihoods(logits[rows], children.tokens[owner, place], widest)
+    chosen = logits[torch.from_numpy(rows).to(logits.device)]
+    found = likelihoods(chosen, children.tokens[owner, place], widest)
     memo = list(children.memo or [None] * len(counts))
     for child, likelihood in zip(owner.tolist(), found, strict=True):
         own = memo[child] or {}
@@ -97,27 +77,22 @@ def note_choices(
     return replace(children, memo=memo), True
 
 
-def prompt_rows(group: Group, start: int, count: int, row: int) -> PromptRows | None:
-    """The logprobs of the prompt that a feed of [start, start + count) gives, in rows from `row`
-    on."""
-    if group.request.wants.prompt_logprobs is None:
-        return None
-    known: PromptLikelihoods = group.prompt_known or PromptLikelihoods()
-    first = max(start, known.reached)
-    last = min(start + count, group.request.prompt.length - 1)
-    return PromptRows(group, row, first, last) if last > first else None
+def prompt_rows(group: Group, start: int, count: int) -> range:
+    """The prompt positions of a feed of [start, start + count) that say how likely the next id is,
+    where that is wanted and not known yet."""
+    request = group.request
+    if request.wants.prompt_logprobs is None:
+        return range(0)
+    known = request.prompt.start + len(group.prompt_known or ())
+    return range(max(start, known), min(start + count, request.prompt.length - 1))
 
 
-def with_prompt(
-    known: PromptLikelihoods | None, asked: PromptRows, logits: Tensor
-) -> PromptLikelihoods:
-    """What is known of a prompt and how likely these positions of it are; (R, V) `logits`."""
-    ids = asked.group.request.prompt.ids
-    known = known or PromptLikelihoods()
-    rows = logits[asked.row : asked.row + asked.last - asked.first]
-    best = asked.group.request.wants.prompt_logprobs or 0
-    followed = ids[asked.first + 1 : asked.last + 1]  # type: ignore[index]
-    return PromptLikelihoods((*known.found, *likelihoods(rows, followed, best)), asked.last)
+def with_prompt(group: Group, positions: range, logits: Tensor) -> tuple[Likelihood, ...]:
+    """What is known of the group's prompt and how likely the ids after these positions are; (R, V)
+    `logits` of the positions."""
+    ids, best = group.request.prompt.ids, group.request.wants.prompt_logprobs or 0
+    followed = ids[positions.start + 1 : positions.stop + 1]  # type: ignore[index]
+    return (*(group.prompt_known or ()), *likelihoods(logits, followed, best))
 
 
 def last_choices(memo: Mapping[str, Any], length: int) -> list[Likelihood]:
@@ -132,16 +107,13 @@ def last_choices(memo: Mapping[str, Any], length: int) -> list[Likelihood]:
 
 def choice_logprobs(memo: Mapping[str, Any], length: int) -> TokenLogprobs:
     """What is known of the first `length` tokens; provisional ones beyond them are left out."""
-    chain, depth = memo.get(_CHOICES), 0
-    while chain is not None:
-        chain, depth = chain.earlier, depth + 1
-    return _table(last_choices(memo, depth)[:length])
+    chain: Chain | None = memo.get(_CHOICES)
+    return _table(chain.values()[:length] if chain else [])
 
 
 def prompt_logprobs(group: Group) -> TokenLogprobs:
     """What is known of a group's prompt."""
-    known: PromptLikelihoods = group.prompt_known or PromptLikelihoods()
-    return _table(known.found)
+    return _table(group.prompt_known or ())
 
 
 def _table(found: Items[Likelihood]) -> TokenLogprobs:

@@ -4,18 +4,16 @@ offline batch and a server."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from everystep.engine.feed import Grant
+from everystep.engine.feed import Grant, scattered
 from everystep.errors import CapacityError, message
 from everystep.types import Group
 
-
-class Preempt(Protocol):
-    """Takes a group's rows away; it will feed everything again."""
-
-    def __call__(self, group: Group) -> None: ...
+Preempt = Callable[[Group], None]
+"""Takes a group's rows away; it will feed everything again."""
 
 
 class Scheduler(Protocol):
@@ -23,20 +21,16 @@ class Scheduler(Protocol):
 
     def submit(self, group: Group) -> None:
         """The group waits for its turn, or is refused because it can never have one."""
-        ...
 
     def remove(self, group: Group) -> None:
         """The group is over."""
-        ...
 
     def plan(self, preempt: Preempt) -> list[Grant]:
         """Who feeds how much in the next step."""
-        ...
 
     @property
     def groups(self) -> list[Group]:
         """All groups that are not over, waiting ones last."""
-        ...
 
 
 _UNLIMITED = 2**62
@@ -64,9 +58,12 @@ class Lockstep:
     def plan(self, preempt: Preempt) -> list[Grant]:
         if self.chunk is None:
             return [Grant(group, _UNLIMITED, self.shares) for group in self.groups]
-        limits = {id(group): self.chunk * _units(group) for group in self.groups}
-        behind = [group for group in self.groups if group.pending > limits[id(group)]]
-        return [Grant(group, limits[id(group)], self.shares) for group in behind or self.groups]
+        units = [len(group.live) * (1 + len(group.request.companions)) for group in self.groups]
+        grants = [
+            Grant(group, self.chunk * count, self.shares)
+            for group, count in zip(self.groups, units, strict=True)
+        ]
+        return [grant for grant in grants if grant.group.pending > grant.tokens] or grants
 
 
 @dataclass
@@ -78,7 +75,7 @@ class Continuous:
     in use at once. `max_positions`: cached positions in use at once, or None; beyond it the
     youngest is preempted. A group that an interrupt left in both queues runs.
     `served[id(group)]`: the last step in which the group fed, or else the one in which it was
-    admitted; the ranks of restored groups may be equal.
+    admitted.
     """
 
     token_budget: int = 2048
@@ -157,13 +154,15 @@ class Continuous:
             self.waiting.popleft()
 
 
-def _units(group: Group) -> int:
-    return max(1, len(group.live)) * (1 + len(group.request.companions))
-
-
 def _usable(group: Group, left: int) -> int:
     """How many of `left` positions the group can feed: all that it has to, for its next choice, or
-    less of each row than its last position, which is of no use without the choice."""
+    less of each row than its last position, which is of no use without the choice.
+
+    Where sequences have lost their rows, the first alone feeds, what all of them share at most.
+    """
+    shared = group.live[0].pending - 1 - len(group.request.companions)
+    if scattered(group) and shared > 0:
+        return min(left, shared)
     pending = group.pending
     return pending if pending <= left else min(left, group.pending_chunks)
 

@@ -9,72 +9,40 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from everystep.errors import RequestError, message
-from everystep.types import Companion, Finished, Group, Request, Sequence, values_of
-from everystep.types.stored import from_bytes, stored, to_bytes
+from everystep.errors import FormatError, RequestError, message
+from everystep.types import Companion, Group, Request, Sequence, values_of
+from everystep.types.stored import from_bytes, to_bytes
 
-_VERSION = 1
-
-
-@stored("live")
-class Live(NamedTuple):
-    """A live sequence: its generated ids and all that cannot be made again from them."""
-
-    tokens: np.ndarray
-    score: float
-    lineage: int
-    rank: int
-    provisional: int
-    finish: Any
-    values: dict[str, Any]
-
-
-@stored("saved")
-class Saved(NamedTuple):
-    """A group between two steps."""
-
-    version: int
-    fingerprint: str
-    rank: int
-    live: tuple[Live, ...]
-    done: tuple[Finished, ...]
-    state: Any
-    prompt_known: Any
-    opened: bool
-    settled: bool
-    reported: int
+_VERSION = 2
+_OF_GROUP = ("done", "state", "prompt_known", "opened", "settled", "reported")
+_OF_SEQUENCE = ("score", "lineage", "index", "provisional", "finish")
 
 
 def written(group: Group, table: np.ndarray) -> bytes:
     """The group as bytes; (lines, n) visible ids of all sequences. RequestError where it holds what
     cannot be written, for instance what a caller's own strategy keeps."""
-    request, first = group.request, group.request.prompt_visible
-    live = tuple(
-        Live(
-            table[s.line, first : s.visible].copy() if s.line >= 0 else np.empty(0, np.int64),
-            s.score,
-            s.lineage,
-            s.index,
-            s.provisional,
-            s.finish,
-            values_of(s.memo),
-        )
+    first = group.request.prompt_visible
+    saved: dict[str, Any] = {name: getattr(group, name) for name in _OF_GROUP}
+    saved["version"], saved["fingerprint"] = _VERSION, fingerprint(group.request)
+    saved["rank"] = group.rank
+    saved["tokens"] = [table[s.line, first : s.visible] for s in group.live]
+    saved["live"] = [
+        {"memo": values_of(s.memo), **{name: getattr(s, name) for name in _OF_SEQUENCE}}
         for s in group.live
-    )
-    done = tuple(group.done)
-    after = group.state, group.prompt_known, group.opened, group.settled, group.reported
-    return to_bytes(Saved(_VERSION, fingerprint(request), group.rank, live, done, *after))
+    ]
+    return to_bytes(saved)
 
 
-def read(data: bytes, request: Request) -> Saved:
+def read(data: bytes, request: Request) -> dict[str, Any]:
     """What was written of a group with this request; RequestError if it was another request."""
     saved = from_bytes(data)
-    wanted = fingerprint(request)
-    if not isinstance(saved, Saved) or saved.version != _VERSION or saved.fingerprint != wanted:
+    same = isinstance(saved, dict) and saved.get("version") == _VERSION
+    if not same or saved.get("fingerprint") != fingerprint(request):
         raise RequestError(
             message(
                 "what was saved is of another request, or of another version",
@@ -82,28 +50,33 @@ def read(data: bytes, request: Request) -> Saved:
                 do="Make the request again as it was made when it was saved",
             )
         )
+    if not saved.keys() >= {"rank", "tokens", "live", *_OF_GROUP}:
+        raise FormatError(message("a saved generation is damaged", got=sorted(saved)))
     return saved
 
 
-def sequences(saved: Saved, request: Request) -> list[Sequence]:
-    """The live sequences, without lines and rows."""
-    return [
-        Sequence(
-            request,
-            -1,
-            request.prompt.length + len(one.tokens),
-            request.prompt.start,
-            None,
-            one.score,
-            one.lineage,
-            one.rank,
-            one.provisional,
-            one.finish,
-            dict(one.values),
-            tuple(Companion(prompt) for prompt in request.companions),
-        )
-        for one in saved.live
-    ]
+def resume(group: Group, saved: dict[str, Any]) -> list[np.ndarray]:
+    """The group knows what was saved; its sequences have neither lines nor rows yet. Returns the
+    generated ids of each."""
+    request, prompt = group.request, group.request.prompt
+    tokens: list[np.ndarray] = saved["tokens"]
+    try:
+        for name in _OF_GROUP:
+            setattr(group, name, saved[name])
+        group.live = [
+            Sequence(
+                request,
+                line=-1,
+                length=prompt.length + len(own),
+                cached=prompt.start,
+                companions=tuple(Companion(one) for one in request.companions),
+                **known,
+            )
+            for own, known in zip(tokens, saved["live"], strict=True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(message("a saved generation is damaged", got=error)) from error
+    return tokens
 
 
 def fingerprint(request: Request) -> str:
@@ -112,7 +85,7 @@ def fingerprint(request: Request) -> str:
     for prompt in (request.prompt, *request.companions):
         parts = (prompt.ids, prompt.embeds, prompt.positions, prompt.encoder, prompt.mask)
         for part in (*parts, *prompt.inputs.values()):
-            plain = part if isinstance(part, np.ndarray) or part is None else _array(part)
+            plain = part.detach().float().cpu().numpy() if isinstance(part, Tensor) else part
             digest.update(b"-" if plain is None else np.ascontiguousarray(plain).tobytes())
     choices = (
         request.strategy,
@@ -135,8 +108,3 @@ def _described(processor: Any) -> str:
     values = [getattr(processor, field.name) for field in named]
     plain = [value for value in values if isinstance(value, (bool, int, float, str, tuple))]
     return f"{type(processor).__qualname__} {plain!r}"
-
-
-def _array(tensor: Any) -> np.ndarray:
-    array: np.ndarray = tensor.detach().float().cpu().numpy()
-    return array

@@ -1,83 +1,66 @@
 """Asks all stops about all candidates of a step: which of them end, and why.
 
 Equal stops are asked once, whichever requests have them, and different ones of a class with `stack`
-as one. Where several say yes, the first of `ORDER` gives the reason: what
-was said (an end token, a string) before limits.
+as one. Where several say yes, what was said (an end token, a string) goes before limits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
-from everystep.types import FinishReason
+from everystep.types import FinishReason, Sequence
 from everystep.types.candidates import Candidates
 from everystep.types.protocols import Stop
 
-ORDER: tuple[type, ...] = (EosToken, StopStrings, MaxLength, MaxTime, UserStop)
-_RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(ORDER)}
-
-Reasons = list[FinishReason | None]
-Asked = list[tuple[Any, list[int]]]
+_ORDER = (EosToken, StopStrings, MaxLength, MaxTime, UserStop)
+_RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(_ORDER)}
 
 
-def check(candidates: Candidates) -> Reasons:
+def check(candidates: Candidates) -> list[FinishReason | None]:
     """Why each candidate ends, or None where it goes on."""
-    reasons: Reasons = [None] * len(candidates)
-    _explain(candidates, reasons)
+    reasons: list[FinishReason | None] = [None] * len(candidates)
+    parents = candidates.parents
+    shared = parents[0].request.stops if parents else ()
+    if not [one for one in parents if one.request.stops is not shared]:
+        for stop in sorted(shared, key=_rank):
+            _ask(stop, candidates, range(len(candidates)), reasons)
+        return reasons
+    for stop, members in _of_strangers(parents):
+        everyone = members == list(range(len(candidates)))
+        asked = candidates if everyone else candidates.select(np.array(members))
+        _ask(stop, asked, members, reasons)
     return reasons
 
 
-def _explain(candidates: Candidates, reasons: Reasons) -> None:
-    """Writes why each candidate ends, for those that do."""
-    shared = candidates.parents[0].request.stops if candidates.parents else ()
-    if all(parent.request.stops is shared for parent in candidates.parents):
-        for stop in sorted(shared, key=_rank):
-            _ask(stop, candidates, None, reasons)
-        return
-    kinds = _by_kind(candidates)
-    for kind in sorted(kinds, key=lambda one: _RANK.get(one, len(ORDER))):
-        for stop, members in _together(kinds[kind]):
-            everyone = members == list(range(len(candidates)))
-            _ask(stop, candidates, None if everyone else members, reasons)
-
-
 def _rank(stop: Stop) -> int:
-    return _RANK.get(type(stop), len(ORDER))
+    return _RANK.get(type(stop), len(_ORDER))
 
 
-def _by_kind(candidates: Candidates) -> dict[type, Asked]:
-    """Of each kind the stops, and which candidates' requests have them."""
-    tuples: dict[int, tuple[tuple[Stop, ...], list[int]]] = {}
-    for c, parent in enumerate(candidates.parents):
-        stops = parent.request.stops
-        tuples.setdefault(id(stops), (stops, []))[1].append(c)
-    kinds: dict[type, Asked] = {}
-    for stops, members in tuples.values():
-        for stop in stops:
-            kinds.setdefault(type(stop), []).append((stop, members))
-    return kinds
+def _of_strangers(parents: list[Sequence]) -> Iterator[tuple[Stop, list[int]]]:
+    """The stops of different requests in order, each with the candidates that have it."""
+    kinds: dict[type, list[tuple[Any, int]]] = {}
+    for c, parent in enumerate(parents):
+        for stop in parent.request.stops:
+            kinds.setdefault(type(stop), []).append((stop, c))
+    for kind, owned in sorted(kinds.items(), key=lambda entry: _rank(entry[1][0][0])):
+        if hasattr(kind, "stack"):
+            yield kind.stack([stop for stop, _ in owned]), [c for _, c in owned]
+            continue
+        distinct: dict[Stop, list[int]] = {}
+        for stop, c in owned:
+            distinct.setdefault(stop, []).append(c)
+        yield from distinct.items()
 
 
-def _together(entries: Asked) -> Asked:
-    """Stops of one kind, each distinct one once, or as one stop where they can be stacked."""
-    stack = getattr(type(entries[0][0]), "stack", None)
-    if len(entries) > 1 and stack is not None:
-        owned = [(stop, c) for stop, members in entries for c in members]
-        return [(stack([stop for stop, _ in owned]), [c for _, c in owned])]
-    distinct: dict[Any, dict[int, None]] = {}
-    for stop, members in entries:
-        distinct.setdefault(stop, {}).update(dict.fromkeys(members))
-    return [(stop, list(members)) for stop, members in distinct.items()]
-
-
-def _ask(stop: Stop, candidates: Candidates, members: list[int] | None, reasons: Reasons) -> None:
-    """Asks about the given candidates, or about all."""
-    asked = candidates if members is None else candidates.select(np.array(members))
+def _ask(
+    stop: Stop, asked: Candidates, members: list[int] | range, reasons: list[FinishReason | None]
+) -> None:
+    """Writes why candidates end; `members`: their places among all."""
     for a in stop(asked).nonzero()[0].tolist():
-        c = a if members is None else members[a]
-        if reasons[c] is None:
-            reasons[c] = stop.reason(asked, a)
+        if reasons[members[a]] is None:
+            reasons[members[a]] = stop.reason(asked, a)

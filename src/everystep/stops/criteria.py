@@ -1,8 +1,7 @@
 """Stopping criteria under the reference's names: called by hand, or passed to `generate()`.
 
-Each of them keeps its arguments and knows the stop it stands for; the rule itself is the stop's.
-Called by hand, the rows of the rectangle become candidates of that stop; passed to a call, the stop
-takes the place of the one that the configuration would have made. This file knows no engine.
+Each of them keeps its arguments and makes the `stop()` it stands for, which takes the place of the
+one that the configuration of a call would have made. This file knows no engine.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class MaxLengthCriteria(StoppingCriteria):
         self.max_position_embeddings = max_position_embeddings
 
     def stop(self) -> Stop:
-        """What the engine asks."""
         return MaxLength(self.max_length)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -63,7 +61,7 @@ class MaxLengthCriteria(StoppingCriteria):
                 "max_length, or expect its output to get worse.",
                 stacklevel=2,
             )
-        return _ask(self.stop(), input_ids)
+        return _all_or_none(length >= self.max_length, input_ids)
 
 
 class MaxTimeCriteria(StoppingCriteria):
@@ -77,11 +75,10 @@ class MaxTimeCriteria(StoppingCriteria):
         self.initial_timestamp = MaxTime.now() if initial_timestamp is None else initial_timestamp
 
     def stop(self) -> Stop:
-        """What the engine asks."""
-        return MaxTime.at(self.initial_timestamp + self.max_time)
+        return MaxTime.after(self.initial_timestamp + self.max_time - MaxTime.now())
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return _ask(self.stop(), input_ids)
+        return _all_or_none(MaxTime.now() - self.initial_timestamp > self.max_time, input_ids)
 
 
 class EosTokenCriteria(StoppingCriteria):
@@ -95,16 +92,13 @@ class EosTokenCriteria(StoppingCriteria):
         self.eos_token_id = torch.as_tensor(ids)
 
     def stop(self) -> Stop:
-        """What the engine asks."""
         return EosToken(tuple(self.eos_token_id.reshape(-1).tolist()))
 
     def __call__(
         self, input_ids: Tensor, scores: Any, new_token_length: int = 1, **kwargs: Any
     ) -> Tensor:
-        width = input_ids.shape[1]
-        newest = range(min(new_token_length, width) if new_token_length else width)
-        ends = [_ask(self.stop(), input_ids[:, : width - n]) for n in newest]
-        return torch.stack(ends).any(dim=0)
+        newest = input_ids[:, -new_token_length:]
+        return torch.isin(newest, self.eos_token_id.to(input_ids.device)).any(dim=1)
 
 
 class StopStringCriteria(StoppingCriteria):
@@ -121,7 +115,6 @@ class StopStringCriteria(StoppingCriteria):
         self._stop = StopStrings(given, Spelling.of(tokenizer))
 
     def stop(self) -> Stop:
-        """What the engine asks."""
         return self._stop
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -155,7 +148,7 @@ class StoppingCriteriaList(list[Any]):
     """A list of criteria that can be called like one: rows end where any of them says so."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ends = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        ends = _all_or_none(False, input_ids)
         for criterion in self:
             ends = ends | criterion(input_ids, scores, **kwargs)
         return ends
@@ -199,7 +192,7 @@ def merge(made: Sequence[Stop], criteria: Any) -> tuple[Stop, ...]:
     replaced: set[type] = set()
     custom: dict[Stop, None] = {}
     for criterion in _checked(criteria):
-        stop = _stop_of(criterion)
+        stop = criterion.stop() if type(criterion) in _OWN else UserStop(criterion)
         custom[stop] = None
         if type(stop) in kinds:
             replaced.add(type(stop))
@@ -234,9 +227,10 @@ def _criterion_of(stop: Stop) -> Any:
 
 
 def _checked(criteria: Any) -> Iterable[Any]:
-    listed = criteria if isinstance(criteria, (list, tuple)) else None
-    if criteria is None or (listed is not None and all(map(callable, listed))):
-        return listed or ()
+    if criteria is None:
+        return ()
+    if isinstance(criteria, (list, tuple)) and all(map(callable, criteria)):
+        return criteria
     raise RequestError(
         message(
             "stopping_criteria is not a list of criteria",
@@ -247,8 +241,9 @@ def _checked(criteria: Any) -> Iterable[Any]:
     )
 
 
-def _stop_of(criterion: Any) -> Stop:
-    return criterion.stop() if type(criterion) in _OWN else UserStop(criterion)
+def _all_or_none(ends: bool, input_ids: Tensor) -> Tensor:
+    """(R,) the same for all rows."""
+    return torch.full(input_ids.shape[:1], ends, dtype=torch.bool, device=input_ids.device)
 
 
 def _ask(stop: Stop, input_ids: Tensor) -> Tensor:

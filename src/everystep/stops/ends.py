@@ -26,8 +26,7 @@ class EosToken:
     ids: tuple[int, ...]
 
     def __call__(self, candidates: Candidates) -> np.ndarray:
-        ids = set(self.ids)
-        return np.array([token in ids for token in candidates.last.tolist()], dtype=bool)
+        return np.array([token in self.ids for token in candidates.last.tolist()], dtype=bool)
 
     def reason(self, candidates: Candidates, index: int) -> FinishReason:
         return FinishReason("stop", int(candidates.last[index]))
@@ -61,11 +60,6 @@ class MaxTime:
     def after(cls, seconds: float) -> MaxTime:
         """The stop for a request that is made now."""
         return cls(time.monotonic() + seconds)
-
-    @classmethod
-    def at(cls, moment: float) -> MaxTime:
-        """The stop for a moment of the wall clock, in seconds since the epoch."""
-        return cls.after(moment - cls.now())
 
     @staticmethod
     def now() -> float:

@@ -38,14 +38,7 @@ def strategy(name: str) -> Callable[[S], S]:
     """The decorated class is found under this name; RequestError if the name is taken."""
 
     def register(kind: S) -> S:
-        if _REGISTERED.setdefault(name, kind) is not kind:
-            raise RequestError(
-                message(
-                    f"two strategies are called {name!r}",
-                    got=f"{_REGISTERED[name].__qualname__} and {kind.__qualname__}",
-                    do="Give one of them another name",
-                )
-            )
+        _require_one(name, [_REGISTERED.setdefault(name, kind), kind])
         return kind
 
     return register
@@ -57,12 +50,13 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def strategy_named(name: str) -> type:
-    """The class of this name; UnknownArgumentError if there is none."""
-    if name in _REGISTERED:
-        return _REGISTERED[name]
-    for found in entry_points(group=ENTRY_POINTS, name=name):
-        kind: type = found.load()
-        return kind
+    """The class of this name; UnknownArgumentError if there is none, RequestError if there are
+    two."""
+    installed = [found.load() for found in entry_points(group=ENTRY_POINTS, name=name)]
+    kinds = [_REGISTERED[name], *installed] if name in _REGISTERED else installed
+    if kinds:
+        _require_one(name, kinds)
+        return kinds[0]
     known = strategy_names()
     near = nearest(name, known)
     raise UnknownArgumentError(
@@ -72,6 +66,19 @@ def strategy_named(name: str) -> type:
             do=f"Perhaps you meant {near}" if near else "Install the package that has it",
         )
     )
+
+
+def _require_one(name: str, kinds: list[type]) -> None:
+    """RequestError if these classes, which have the same name, are not one."""
+    first, *others = dict.fromkeys(kinds)
+    for other in others:
+        raise RequestError(
+            message(
+                f"two strategies are called {name!r}",
+                got=f"{first.__qualname__} and {other.__qualname__}",
+                do="Give one of them another name",
+            )
+        )
 
 
 def undrawable() -> FinishReason:

@@ -11,6 +11,7 @@ result can no longer change.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ class Beam:
     def rounds(self) -> int:
         return self.searches
 
-    @property
+    @cached_property
     def reads(self) -> Reads:
         """All ranked candidates may come from one beam; draws and penalties look at all tokens."""
         whole = self.sampled or self.searches > 1
@@ -122,9 +123,8 @@ class Beam:
         """(G, V) what each token loses for the earlier searches that chose it."""
         counts = np.zeros((len(batch.groups), batch.vocabulary), np.float32)
         for search, picked in enumerate(earlier):
-            found = self._candidates(batch, (picked,), [search])
-            chosen = found.token[np.arange(len(counts))[:, None], found.ranks]
-            np.add.at(counts, (np.arange(len(counts))[:, None], chosen), 1.0)
+            found, groups = self._candidates(batch, (picked,), [search]), np.arange(len(counts))
+            np.add.at(counts, (groups[:, None], found.token[groups[:, None], found.ranks]), 1.0)
         return torch.from_numpy(counts * np.float32(self.diversity)).to(scores)
 
     def _candidates(self, batch: Batch, picked: Picked, searches: list[int]) -> RankedBeams:
@@ -145,44 +145,39 @@ class Beam:
     def select(self, batch: Batch, picked: Picked) -> Children:
         """Candidates that end are banked, the best others go on; all searches at once."""
         found = self._candidates(batch, picked, [*range(self.searches)])
-        banks = Banks.of(batch, self)
-        entries = banks.enter(found.scores, found.ended)
+        lengths = [s.generated + 1 for s in batch.sequences[:: self.beams]]
+        power = _divisors([length**self.length_penalty for length in lengths])
+        horizon = _divisors([self.horizon(n) ** self.length_penalty for n in lengths])
+        final = found.scores / power
+        empty = BeamBank.empty(self.searches, self.beams)
+        bank = BeamBank.joined([group.state or empty for group in batch.groups])
+        bank, search, rank, serial = bank.enter(final, found.ended, self)
+        bank, settled = bank.settle(found.going[:, :1] / horizon, found.ended, self)
         lost = np.logical_or.reduce((~found.drawn).reshape(-1, self.searches), axis=1)
-        settled = banks.settle(found.going[:, :1], found.ended).reshape(-1, self.searches)
-        over = np.logical_and.reduce(settled, axis=1) & ~lost
-        live = [
-            g * self.searches + search
-            for g, group in enumerate(batch.groups)
-            if not over[g] or group.request.linger
-            for search in range(self.searches)
-        ]
-        search = [*(one.search for one in entries), *(n for n in live for _ in range(self.beams))]
-        rank = [*(one.rank for one in entries), *found.ranks[live].ravel().tolist()]
-        score = [*(one.score for one in entries), *found.going[live].ravel().tolist()]
-        finish: list[FinishReason | None] = [
-            found.reasons[one.search * self.ranked + one.rank] for one in entries
-        ]
+        over = np.logical_and.reduce(settled.reshape(-1, self.searches), axis=1) & ~lost
+        stays = ~over | [group.request.linger for group in batch.groups]
+        live = stays.repeat(self.searches).nonzero()[0]  # searches that go on
+        finish = [found.reasons[place] for place in (search * self.ranked + rank).tolist()]
         finish += [
-            undrawable() if lost[n // self.searches] else None
-            for n in live
-            for _ in range(self.beams)
+            undrawable() if gone else None
+            for gone in lost.repeat(self.width).reshape(-1, self.beams)[live].ravel().tolist()
         ]
-        parents = found.parent[search, rank]
-        none = [-1] * (len(live) * self.beams)
-        places = [n % self.searches * self.beams + i for n in live for i in range(self.beams)]
-        states = banks.states()
+        places = live[:, None] % self.searches * self.beams + np.arange(self.beams)
+        owner = np.concatenate([search, live.repeat(self.beams)])
+        ranks = np.concatenate([rank, found.ranks[live].ravel()])
+        parents, states = found.parent[owner, ranks], bank.of_requests(self.searches)
         return Children(
             parents,
-            found.token[search, rank].reshape(-1, 1),
-            np.array([1] * len(search), dtype=np.int64),
-            np.array(score, dtype=np.float64),
+            found.token[owner, ranks].reshape(-1, 1),
+            np.ones(len(owner), dtype=np.int64),
+            np.concatenate([final[search, rank], found.going[live].ravel()]).astype(np.float64),
             finish,
             memo=self._paths(batch, parents),
-            index=np.array([0] * len(entries) + places, dtype=np.int64),
-            serial=np.array([one.serial for one in entries] + none, dtype=np.int64),
-            settled=tuple(np.flatnonzero(over).tolist()),
+            index=np.concatenate([np.zeros_like(search), places.ravel()]),
+            serial=np.concatenate([serial, np.full(places.size, -1)]),
+            settled=tuple(over.nonzero()[0].tolist()),
             states=states,
-            held=[frozenset(n for one in banks for n in one.serials.tolist()) for banks in states],
+            held=[frozenset(own.serials.ravel().tolist()) for own in states],
         )
 
     def _paths(self, batch: Batch, parents: np.ndarray) -> list[dict[str, object] | None]:
@@ -195,7 +190,7 @@ class Beam:
 
     def best(self, group: Group) -> list[Finished]:
         """The `width` best of what the banks hold, in their order, and of what was cut short."""
-        slots: list[int] = [n for bank in group.state or () for n in bank.serials.tolist()]
+        slots: list[int] = group.state.serials.ravel().tolist() if group.state else []
 
         def place(done: Finished) -> tuple[float, int]:
             # Only what was cut short was never offered to the bank.
@@ -244,98 +239,77 @@ class RankedBeams(NamedTuple):
 @stored("bank")
 @dataclass(frozen=True, eq=False)
 class BeamBank:
-    """The best finished scores of a search, (W,) float32, which are taken, whose they are, and
-    whether more can come. `serials`: (W,) int64; `born`: how many were given out."""
+    """The best finished scores of N searches, (N, W) float32, which of them are taken, and the
+    numbers of their hypotheses; (N, 1) whether more can come, and how many numbers were given."""
 
-    scores: np.ndarray
-    filled: np.ndarray
-    serials: np.ndarray
-    open: bool = True
-    born: int = 0
-
-    @classmethod
-    def empty(cls, beams: int) -> BeamBank:
-        """Before anything has ended."""
-        return cls(np.full(beams, _NEVER, np.float32), np.zeros(beams, bool), np.full(beams, -1))
-
-
-class Entry(NamedTuple):
-    """A candidate that a bank takes: whose, its rank, its final score and its serial number."""
-
-    search: int
-    rank: int
-    score: float
-    serial: int
-
-
-@dataclass(slots=True)
-class Banks:
-    """The banks of N searches as one: `scores`, `filled`, `serials` (N, W); all else (N, 1).
-
-    `power`, `horizon`: what the scores of this step, and the best score still possible, are
-    divided by. `eager`: whether a full bank ends the search. `searches`: of each request.
-    """
-
-    banks: list[BeamBank]
     scores: np.ndarray
     filled: np.ndarray
     serials: np.ndarray
     open: np.ndarray
-    power: np.ndarray
-    horizon: np.ndarray
-    eager: bool
-    searches: int
-    ranked: int
+    born: np.ndarray
 
     @classmethod
-    def of(cls, batch: Batch, beam: Beam) -> Banks:
-        """The banks of a batch; a group that opens has empty ones."""
-        none = (BeamBank.empty(beam.beams),) * beam.searches
-        banks = [bank for group in batch.groups for bank in group.state or none]
-        lengths = [s.generated + 1 for s in batch.sequences[:: beam.beams]]
+    def empty(cls, searches: int, beams: int) -> BeamBank:
+        """Before anything has ended."""
+        places, each = (searches, beams), (searches, 1)
         return cls(
-            banks,
-            np.concatenate([bank.scores for bank in banks]).reshape(-1, beam.beams),
-            np.concatenate([bank.filled for bank in banks]).reshape(-1, beam.beams),
-            np.concatenate([bank.serials for bank in banks]).reshape(-1, beam.beams),
-            np.array([bank.open for bank in banks])[:, None],
-            _divisors([length**beam.length_penalty for length in lengths]),
-            _divisors([beam.horizon(length) ** beam.length_penalty for length in lengths]),
-            beam.early_stopping is True,
-            beam.searches,
-            beam.ranked,
+            np.full(places, _NEVER, np.float32),
+            np.zeros(places, bool),
+            np.full(places, -1),
+            np.ones(each, bool),
+            np.zeros(each, np.int64),
         )
 
-    @property
-    def full(self) -> np.ndarray:
-        """(N, 1) whether a search ends because all places are taken."""
-        return np.logical_and.reduce(self.filled, axis=1, keepdims=True) & self.eager
+    @classmethod
+    def joined(cls, banks: list[BeamBank]) -> BeamBank:
+        """The banks of several requests as one."""
+        return cls(*map(np.concatenate, zip(*(bank._arrays for bank in banks), strict=True)))
 
-    def enter(self, scores: np.ndarray, ended: np.ndarray) -> list[Entry]:
-        """(N, ranked) candidates, and which ended -> those that the banks take."""
-        width = self.scores.shape[1]
-        just = ended & (np.arange(scores.shape[1]) < width) & self.open & ~self.full
-        final = scores / self.power
-        moved = self._moved(final, just)
+    def of_requests(self, searches: int) -> list[BeamBank]:
+        """The bank of each request."""
+        firsts = range(0, len(self.scores), searches)
+        return [BeamBank(*(one[n : n + searches] for one in self._arrays)) for n in firsts]
+
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.scores, self.filled, self.serials, self.open, self.born
+
+    def _full(self, beam: Beam) -> np.ndarray:
+        """(N, 1) whether a search ends because all places are taken."""
+        eager = beam.early_stopping is True
+        return np.logical_and.reduce(self.filled, axis=1, keepdims=True) & eager
+
+    def enter(
+        self, final: np.ndarray, ended: np.ndarray, beam: Beam
+    ) -> tuple[BeamBank, np.ndarray, np.ndarray, np.ndarray]:
+        """(N, ranked) candidates and which ended -> the bank with those that it takes, and of these
+        the search, rank and number."""
+        width, place = self.scores.shape[1], np.arange(beam.ranked)
+        born = replace(self, born=self.born + beam.ranked)
+        just = ended & (place < width) & self.open & ~self._full(beam)
+        moved = self._moved(final, just, beam)
         if not moved.any():
-            return []
-        born = np.array([bank.born for bank in self.banks])[:, None] + np.arange(final.shape[1])
+            none = np.empty(0, np.int64)
+            return born, none, none, none
+        groups = np.arange(len(final))[:, None]
         # No two searches of a request give out the same number.
-        serials = born * self.searches + np.arange(len(born))[:, None] % self.searches
+        serials = (self.born + place) * beam.searches + groups % beam.searches
         merged = np.concatenate([self.scores, np.where(just, final, final + _NEVER)], axis=1)
         best_scores, best = _top(merged, width)
-        groups = np.arange(len(best))[:, None]
         filled = np.concatenate([self.filled, just], axis=1)[groups, best]
         numbered = np.concatenate([self.serials, serials], axis=1)[groups, best]
-        self.scores = np.where(moved, best_scores, self.scores)
-        self.filled = np.where(moved, filled, self.filled)
-        self.serials = np.where(moved, numbered, self.serials)
         taken = np.zeros(merged.shape, dtype=bool)
         taken[groups, best] = True
-        entered = np.argwhere(taken[:, width:] & just).tolist()
-        return [Entry(g, r, float(final[g, r]), int(serials[g, r])) for g, r in entered]
+        search, rank = (taken[:, width:] & just).nonzero()
+        after = replace(
+            born,
+            scores=np.where(moved, best_scores, self.scores),
+            filled=np.where(moved, filled, self.filled),
+            serials=np.where(moved, numbered, self.serials),
+        )
+        return after, search, rank, serials[search, rank]
 
-    def _moved(self, final: np.ndarray, just: np.ndarray) -> np.ndarray:
+    def _moved(self, final: np.ndarray, just: np.ndarray, beam: Beam) -> np.ndarray:
         """(N, 1) which banks change when all candidates are ranked with what the banks hold.
 
         A candidate that did not end ranks far below. It takes an empty place where its score is
@@ -343,36 +317,21 @@ class Banks:
         """
         equal = (self.scores[:, 1:] == self.scores[:, :-1]) & self.filled[:, 1:]
         moved: np.ndarray = just.any(axis=1) | (final > 0).any(axis=1) | equal.any(axis=1)
-        return moved[:, None] & self.open & ~self.full
+        return moved[:, None] & self.open & ~self._full(beam)
 
-    def settle(self, best: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """(N, 1) best running scores -> (N,) whether no later hypothesis can change the result.
+    def settle(
+        self, best: np.ndarray, ended: np.ndarray, beam: Beam
+    ) -> tuple[BeamBank, np.ndarray]:
+        """(N, 1) best final scores still possible -> (N,) whether no later hypothesis can change
+        the result, which closes the bank.
 
         Source: the reference's `_check_early_stop_heuristic`, with its assumption that the best
         running beam keeps its score at the current length (at the longest under "never").
         """
         worst = np.where(self.filled, self.scores.min(axis=1, keepdims=True), _NEVER)
-        self.open = self.open & (best / self.horizon > worst).any(axis=1, keepdims=True)
-        over: np.ndarray = ~self.open | self.full | ended.all(axis=1, keepdims=True)
-        self.open = self.open & ~over
-        return over[:, 0]
-
-    def states(self) -> list[tuple[BeamBank, ...]]:
-        """The banks of every request after this step."""
-        rows = zip(
-            self.banks,
-            self.scores,
-            self.filled,
-            self.serials,
-            self.open[:, 0].tolist(),
-            strict=True,
-        )
-        after = [
-            replace(bank, scores=s, filled=f, serials=n, open=o, born=bank.born + self.ranked)
-            for bank, s, f, n, o in rows
-        ]
-        step = self.searches
-        return [tuple(after[n : n + step]) for n in range(0, len(after), step)]
+        going = self.open & (best > worst).any(axis=1, keepdims=True)
+        over: np.ndarray = ~going | self._full(beam) | ended.all(axis=1, keepdims=True)
+        return replace(self, open=~over), over[:, 0]
 
 
 def _divisors(values: list[float]) -> np.ndarray:

@@ -22,20 +22,15 @@ def continue_each(batch: Batch, tokens: np.ndarray) -> Children:
     A sequence that has already ended, and lingers, goes on with the pad token. One that has no
     token, -1, ends with an error.
     """
-    ended = [s.finish is not None for s in batch.sequences]
-    if True in ended:
-        pad = np.array([s.request.pad_token for s in batch.sequences])
-        tokens = np.where(np.array(ended), pad, tokens)
+    ended, parents = [s.finish for s in batch.sequences], np.arange(len(batch))
     counts = np.ones(len(batch), dtype=np.int64)
-    parents = np.arange(len(batch))
-    finish = [
-        s.finish or reason
-        for s, reason in zip(batch.sequences, batch.stops(parents, tokens), strict=True)
-    ]
-    if len(tokens) and tokens.min() < 0:
-        counts[tokens < 0] = 0
-        for s in np.flatnonzero(tokens < 0).tolist():
-            finish[s] = undrawable()
+    if any(ended):
+        pad = np.array([s.request.pad_token for s in batch.sequences])
+        tokens = np.where([reason is not None for reason in ended], pad, tokens)
+    reasons = batch.stops(parents, tokens)
+    finish = [before or now for before, now in zip(ended, reasons, strict=True)]
+    for s in (tokens < 0).nonzero()[0].tolist():
+        counts[s], finish[s] = 0, undrawable()
     score = np.array([s.score for s in batch.sequences])
     return Children(parents, tokens[:, None], counts, score, finish, lingers=True)
 
@@ -57,14 +52,16 @@ class Greedy:
     rounds: ClassVar[int] = 1
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(S,) the choice of every row."""
-        values = scores.values
-        if on_host(values):  # there numpy is ten times as fast
-            best = torch.from_numpy(values.numpy().argmax(axis=-1))
-        else:
+        """(S,) the choice of every row; in either order of a list the first of equals is the lowest
+        id."""
+        values, tokens = scores.values, scores.tokens
+        if not on_host(values):
             best = values.argmax(dim=-1)
-        # In either order of a list the first of equals is the lowest id.
-        return (best if scores.tokens is None else scores.tokens.gather(1, best[:, None])[:, 0],)
+            return (best if tokens is None else tokens.gather(1, best[:, None])[:, 0],)
+        chosen = values.numpy().argmax(axis=-1)  # ten times as fast as torch
+        if tokens is not None:
+            chosen = tokens.numpy()[np.arange(len(chosen)), chosen]
+        return (torch.from_numpy(chosen),)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
         """One child each."""

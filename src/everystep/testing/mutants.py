@@ -21,11 +21,11 @@ from everystep import draws
 from everystep.cache import rows as cache_rows
 from everystep.cache.bank import Bank, BankPart
 from everystep.cache.states import Mark
-from everystep.engine import apply, batches, engine, feed, given, regroup
+from everystep.engine import apply, batches, engine, feed, given
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.strict import Row
-from everystep.types import Companion, Prompt, Rows, Scores, Sequence, companion_length
+from everystep.types import Companion, Rows, Scores, Sequence
 from everystep.types.batch import Places
 
 Place = tuple[ModuleType | type, str]
@@ -96,7 +96,7 @@ def _drop_keeps_the_count(sequence: Sequence, ledger: Ledger) -> None:
         unit.row = None
 
 
-@mutant("siblings share what differs", (regroup, "common_length"))
+@mutant("siblings share what differs", (feed, "common_length"))
 def _shorter_tail_is_shared(tails: list[np.ndarray]) -> int:
     return min(map(len, tails))
 
@@ -110,18 +110,13 @@ def _all_drafts_agree(draft: np.ndarray, tokens: np.ndarray) -> int:
 
 
 @mutant("chunk that swallows the last token", (feed, "_feed_chunk"))
-def _chunk_leaves_nothing(grant: feed.Grant, fed: feed.Fed, builder: feed.WorkBuilder) -> None:
+def _chunk_leaves_nothing(grant: feed.Grant, feeds: feed.Feeds) -> None:
     left = grant.tokens
     for sequence in grant.group.live:
-        units: list[tuple[Sequence | Companion, Prompt, int]] = [
-            (sequence, sequence.request.prompt, sequence.length)
-        ]
-        for one in sequence.companions:
-            units.append((one, one.prompt, companion_length(sequence, one)))
-        for unit, prompt, length in units:
+        for unit, prompt, length in feed.units_of(sequence):
             count = min(left, length - unit.cached)
             if count > 0:
-                builder.add(unit, prompt, sequence, count, 0)
+                feeds.add(unit, prompt, sequence, count, 0)
                 left -= count
 
 

@@ -82,7 +82,7 @@ class Prefix:
     def reason(self, tokens: list[int]) -> str | None:
         """Why the tokens end here, by the first stop that says so; None if they go on."""
         sequence, table = self._written(tokens[:-1])
-        candidate = Candidates(table, [sequence], np.array([tokens[-1:]]), np.array([1]))
+        candidate = Candidates(table, [sequence], np.array(tokens[-1:]))
         for stop in self.request.stops:
             if stop(candidate)[0]:
                 return stop.reason(candidate, 0).kind

@@ -16,16 +16,15 @@ from everystep.types import Prompt, Sequence, TokenTable, nobodys
 class Candidates:
     """C sequences as they would be after a choice.
 
-    Candidate c is the visible ids of `parents[c]`, less its provisional ones, followed by `new[c]`
-    ((C, n), the first `counts[c]` of them count). `steps`: scores (R, V) that the call chose from
-    in every step so far, this one included; None if they were not asked for. A drafted token is a
-    step of its own, and candidate c was chosen from the last of the first `reached[c]`.
+    Candidate c is the visible ids of `parents[c]`, less its provisional ones, followed by the id
+    `last[c]`. `steps`: scores (R, V) that the call chose from in every step so far, this one
+    included; None if they were not asked for. A drafted token is a step of its own, and candidate c
+    was chosen from the last of the first `reached[c]`.
     """
 
     table: TokenTable
     parents: list[Sequence]
-    new: np.ndarray
-    counts: np.ndarray
+    last: np.ndarray
     steps: Steps[Tensor] | None = None
     reached: np.ndarray | None = None
 
@@ -39,40 +38,30 @@ class Candidates:
             Sequence(request, table.open(head), len(head))
             for request, head in zip(requests, heads, strict=True)
         ]
-        newest = ids[:, -1:]
-        return cls(table, parents, newest, np.full(len(ids), newest.shape[1]))
+        return cls(table, parents, ids[:, -1])
 
     def __len__(self) -> int:
         return len(self.parents)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """(C,) visible ids of each candidate, pad prefix and new tokens included."""
-        settled = [parent.visible - parent.provisional for parent in self.parents]
-        return np.array(settled, np.int64) + self.counts
-
-    @cached_property
-    def last(self) -> np.ndarray:
-        """(C,) the newest id of each candidate."""
-        if self.new.shape[1] == 1:
-            return self.new[:, 0]
-        return self.new[np.arange(len(self.parents)), self.counts - 1]
+        """(C,) visible ids of each candidate, pad prefix and new token included."""
+        return np.array([parent.visible - parent.provisional + 1 for parent in self.parents])
 
     def ids(self, candidate: int) -> np.ndarray:
         """All visible ids of one candidate."""
         parent = self.parents[candidate]
         head = self.table.data[parent.line, : parent.visible - parent.provisional]
-        return np.concatenate([head, self.new[candidate, : self.counts[candidate]]])
+        return np.append(head, self.last[candidate])
 
     def tail(self, candidate: int, count: int) -> list[int]:
         """The last `count` visible ids of one candidate that are not padding before its prompt, or
         all if there are fewer."""
         parent = self.parents[candidate]
-        new = self.new[candidate, : self.counts[candidate]]
         end = parent.visible - parent.provisional
-        start = max(end + len(new) - count, parent.request.pad_prefix)
+        start = max(end + 1 - count, parent.request.pad_prefix)
         head = self.table.data[parent.line, min(start, end) : end]
-        return [*head.tolist(), *new.tolist()][-count:]
+        return [*head.tolist(), int(self.last[candidate])]
 
     def scores(self, candidate: int) -> tuple[Tensor, ...] | None:
         """Per step up to the last token of a candidate, (R, V); None if they were not asked for."""
@@ -83,5 +72,4 @@ class Candidates:
     def select(self, indices: np.ndarray) -> Candidates:
         chosen = [self.parents[i] for i in indices]
         reached = None if self.reached is None else self.reached[indices]
-        new, counts = self.new[indices], self.counts[indices]
-        return replace(self, parents=chosen, new=new, counts=counts, reached=reached)
+        return replace(self, parents=chosen, last=self.last[indices], reached=reached)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 
 class EverystepError(Exception):
@@ -22,8 +22,9 @@ class EverystepError(Exception):
     def __init__(
         self, what: object = "", *, wanted: object = None, got: object = None, do: str | None = None
     ) -> None:
-        plain = wanted is None and got is None and do is None
-        super().__init__(what if plain else message(str(what), wanted=wanted, got=got, do=do))
+        text = str(what)
+        finished = wanted is None and got is None and do is None and text[-1:] in (".", "")
+        super().__init__(text if finished else message(text, wanted=wanted, got=got, do=do))
 
 
 class RequestError(EverystepError, ValueError):
@@ -90,18 +91,6 @@ def message(what: str, *, wanted: object = None, got: object = None, do: str | N
     if got is not None:
         text += f"; got {got}"
     return f"{text}. {do}." if do else f"{text}."
-
-
-def refuse(
-    what: str,
-    *,
-    wanted: object = None,
-    got: object = None,
-    do: str | None = None,
-    kind: type[EverystepError] = RequestError,
-) -> NoReturn:
-    """Raises an error of the given kind with the text that `message` makes."""
-    raise kind(message(what, wanted=wanted, got=got, do=do))
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

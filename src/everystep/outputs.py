@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.errors import refuse
+from everystep.errors import RequestError
 from everystep.types import FinishReason
 
 Layers = tuple[Tensor, ...]
@@ -60,7 +60,7 @@ class Shown(Mapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in {one.name for one in fields(self)}:
             what = f"{type(self).__name__} has no field {key!r}"
-            refuse(what, do="Keep further values beside it")
+            raise RequestError(what, do="Keep further values beside it")
         setattr(self, key, value)
 
     def __iter__(self) -> Iterator[str]:
@@ -205,7 +205,7 @@ def compute_transition_scores(
     `GenerationMixin.compute_transition_scores`.
     """
     if not scores:
-        refuse(
+        raise RequestError(
             "there are no scores to read",
             wanted="the scores of each step",
             got=repr(scores),
@@ -233,7 +233,7 @@ def _chosen_from(
         own = torch.arange(held, device=sequences.device)
         beam_indices = own[:, None].expand(-1, len(scores))
     if len(beam_indices) != len(sequences):
-        refuse(
+        raise RequestError(
             "sequences do not fit the rows they were chosen from",
             wanted=f"{len(beam_indices)} sequences",
             got=len(sequences),

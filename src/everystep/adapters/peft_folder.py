@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from everystep.adapters.lora import Delta, LoRA
-from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest, refuse
+from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest
 from everystep.files.safetensors import Weights, open_weights
 from everystep.files.strict_json import read_json
 from everystep.models import Model
@@ -55,7 +55,7 @@ def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
     folder = Path(folder)
     values = read_json(folder / CONFIG)
     if values is None:
-        refuse(f"{folder} is not the folder of an adapter", wanted=CONFIG, kind=MissingFileError)
+        raise MissingFileError(f"{folder} is not the folder of an adapter", wanted=CONFIG)
     config = Fields(values, str(folder / CONFIG))
     _refuse_variants(config)
     weights = open_weights(folder, STEM)
@@ -76,12 +76,11 @@ def _refuse_variants(config: Fields) -> None:
     for key in _REFUSED:
         value = config.values.get(key)
         if value:
-            refuse(
+            raise UnsupportedError(
                 f"{config.where}: {key} is not supported",
                 wanted="a plain LoRA, without it",
                 got=repr(value)[:200],
                 do="Merge the adapter into the model's weights with PEFT and load those",
-                kind=UnsupportedError,
             )
 
 
@@ -96,19 +95,18 @@ def _pairs(weights: Weights) -> dict[str, dict[str, str]]:
     for name in weights.names():
         matched = _TENSOR.fullmatch(name)
         if matched is None:
-            refuse(
+            raise UnsupportedError(
                 "the adapter holds a tensor that is not part of a LoRA of linear layers",
                 wanted="base_model.model.MODULE.lora_A.weight and lora_B",
                 got=repr(name),
-                kind=UnsupportedError,
             )
         found.setdefault(matched[1], {})[matched[2]] = name
     for module, pair in found.items():
         if len(pair) < 2:
             what, wanted = f"the adapter has half of {module!r}", "lora_A and lora_B"
-            refuse(what, wanted=wanted, got=pair, kind=FormatError)
+            raise FormatError(what, wanted=wanted, got=pair)
     if not found:
-        refuse("the adapter holds no tensors", kind=FormatError)
+        raise FormatError("the adapter holds no tensors")
     return found
 
 
@@ -116,7 +114,7 @@ def _targets(model: Model) -> dict[str, tuple[Parameter, ParameterPart]]:
     """Every projection that can be adapted, by the name of its module in a checkpoint."""
     if not isinstance(model.network, Decoder):
         got = model.config.model_type
-        refuse("only decoders take adapters", got=got, kind=UnsupportedError)
+        raise UnsupportedError("only decoders take adapters", got=got)
     return {
         part.name.removesuffix(".weight"): (one, part)
         for one in find_family(model.config.model_type).parameters(model.spec)
@@ -130,12 +128,11 @@ def _find(
 ) -> tuple[Parameter, ParameterPart]:
     if module not in targets:
         close = nearest(module, targets)
-        refuse(
+        raise UnsupportedError(
             "the adapter changes something other than a projection of a layer of this model",
             wanted="attention and MLP projections",
             got=repr(module),
             do=f"The nearest is {close!r}" if close else None,
-            kind=UnsupportedError,
         )
     return targets[module]
 
@@ -146,9 +143,8 @@ def _check_shapes(
     rank = len(a) if config.values.get("rank_pattern") else config.integer("r", 8)
     wanted = (rank, shape[1]), (shape[0], rank)
     if (tuple(a.shape), tuple(b.shape)) != wanted:
-        refuse(
+        raise FormatError(
             f"the adapter's tensors for {module!r} do not fit the model and the rank",
             wanted=f"A {wanted[0]} and B {wanted[1]}",
             got=f"{tuple(a.shape)} and {tuple(b.shape)}",
-            kind=FormatError,
         )

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 from everystep.config import FIELDS, Effective
-from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedError, refuse
+from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedError
 
 _TOGETHER = {
     """
@@ -88,7 +88,7 @@ def refuse_name(name: str, asking: FrameType) -> NoReturn:
     # Of importlib: what looks up the names of an import statement.
     imported = asking.f_code.co_name == "_handle_fromlist"
     kind = AbsentNameError if imported else AbsentAttributeError
-    refuse(f"everystep has no {name}: {why}", do=do, kind=kind)
+    raise kind(f"everystep has no {name}: {why}", do=do)
 
 
 _BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
@@ -189,7 +189,7 @@ def refuse_argument(name: str, value: object) -> None:
     else:
         capability, do = ARGUMENTS_LATER[name]
         what = f"{name} asks for {capability}, which this version does not have"
-    refuse(what, got=type(value).__name__, do=do, kind=UnsupportedError)
+    raise UnsupportedError(what, got=type(value).__name__, do=do)
 
 
 def refuse_unbuilt(effective: Effective) -> None:
@@ -199,7 +199,7 @@ def refuse_unbuilt(effective: Effective) -> None:
         asked = passed or name in effective.caller
         if asked and effective[name] != FIELDS[name].default:
             what = f"{name} asks for {capability}, which this version does not have"
-            refuse(what, got=repr(effective[name]), do=do, kind=UnsupportedError)
+            raise UnsupportedError(what, got=repr(effective[name]), do=do)
 
 
 def refuse_rectangular(effective: Effective) -> None:
@@ -212,4 +212,4 @@ def refuse_rectangular(effective: Effective) -> None:
             continue
         if not (quantized and name in ("cache_implementation", "cache_config")):
             got = f"{name}={value!r}"
-            refuse(f"{name} {why}", got=got, do=do.format(name), kind=UnsupportedError)
+            raise UnsupportedError(f"{name} {why}", got=got, do=do.format(name))

@@ -21,9 +21,7 @@ from everystep.errors import (
     RequestError,
     UnknownArgumentError,
     UnsupportedError,
-    message,
     nearest,
-    refuse,
 )
 from everystep.files.folder import open_folder
 from everystep.files.gguf import read_gguf
@@ -76,32 +74,31 @@ def _check(
     for name, value in given.items():
         if name not in harmless:
             near = nearest(name, (*harmless, *named, *_HUB))
-            refuse(
+            raise UnknownArgumentError(
                 f"from_pretrained() knows no argument {name!r}",
                 wanted=f"perhaps {near!r}" if near else None,
                 do=f"Leave {name} out" if near is None else None,
-                kind=UnknownArgumentError,
             )
         if value not in harmless[name]:
             wanted = " or ".join(map(repr, harmless[name]))
             text = f"{name} asks for something else than is done"
             why = f"{text}: {_WHY[name]}" if name in _WHY else text
             do = f"Leave {name} out"
-            refuse(why, wanted=wanted, got=repr(value), do=do, kind=UnsupportedError)
+            raise UnsupportedError(why, wanted=wanted, got=repr(value), do=do)
 
 
 def _dtype_of(dtype: object, alias: object) -> torch.dtype | None:
     """The type that `dtype` or its older name `torch_dtype` asks for; None for the folder's own."""
     if dtype is not None and alias is not None and dtype != alias:
         what, do = "dtype and torch_dtype say different things", "Pass dtype alone"
-        refuse(what, got=f"{dtype} and {alias}", do=do)
+        raise RequestError(what, got=f"{dtype} and {alias}", do=do)
     asked = alias if dtype is None else dtype
     if asked is None or asked == "auto":
         return None
     found = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if not isinstance(found, torch.dtype):
         wanted = "'auto', 'bfloat16', torch.float32, ..."
-        refuse("dtype is no type of numbers", wanted=wanted, got=repr(asked))
+        raise RequestError("dtype is no type of numbers", wanted=wanted, got=repr(asked))
     return found
 
 
@@ -109,12 +106,11 @@ def _device_of(device_map: object) -> str | torch.device:
     """The one device that `device_map` names; "auto" is the accelerator if there is one."""
     if isinstance(device_map, Mapping):
         if list(device_map) != [""]:
-            refuse(
+            raise UnsupportedError(
                 "device_map spreads the model over several devices",
                 wanted="one device for the whole model",
                 got=dict(device_map),
                 do='Pass device_map="auto", "cpu" or "cuda"',
-                kind=UnsupportedError,
             )
         device_map = device_map[""]
     if device_map is None:
@@ -125,8 +121,9 @@ def _device_of(device_map: object) -> str | torch.device:
         return torch.device(device_map)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
         wanted = "'auto', 'cpu', 'cuda', 'cuda:1', a torch.device or a number"
-        text = message("device_map is no device", wanted=wanted, got=repr(device_map))
-        raise RequestError(text) from error
+        raise RequestError(
+            "device_map is no device", wanted=wanted, got=repr(device_map)
+        ) from error
 
 
 class _Auto:
@@ -135,7 +132,7 @@ class _Auto:
     def __init__(self) -> None:
         name = type(self).__name__
         do = f"Call {name}.from_pretrained(path)"
-        refuse(f"{name} has no instances", do=do, kind=ModelClassError)
+        raise ModelClassError(f"{name} has no instances", do=do)
 
 
 class _AutoModel(_Auto):
@@ -178,7 +175,7 @@ class _AutoModel(_Auto):
         config = complete_config(open_folder(local).config) if local.is_dir() else {}
         if bool(config.get("is_encoder_decoder", False)) != cls.encodes:
             other = AutoModelForCausalLM if cls.encodes else AutoModelForSeq2SeqLM
-            refuse(
+            raise RequestError(
                 f"{local} is not a model for {cls.__name__}",
                 wanted="an encoder with a decoder" if cls.encodes else "a decoder alone",
                 got=config.get("model_type", "a GGUF file"),
@@ -251,5 +248,5 @@ class AutoConfig(_Auto):
         if not local.is_dir():
             do = "Load the model and read model.config"
             what = f"{local} has no config.json"
-            refuse(what, wanted="a model folder", do=do, kind=UnsupportedError)
+            raise UnsupportedError(what, wanted="a model folder", do=do)
         return ModelConfig(complete_config(open_folder(local).config))

@@ -30,7 +30,7 @@ from everystep.cache.layers import CacheLayer, QuantizedLayer
 from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.network import State
 from everystep.types import Group, Prompt
 
@@ -164,7 +164,7 @@ def require_room(cache: Cache, needed: int) -> None:
 def _require_abilities(cache: Cache, positions: int, drafts: bool, name: str) -> None:
     """Raises if a call needs more than the cache, which the argument `name` chose, can do."""
     if drafts and not cache.is_croppable:
-        refuse(
+        raise RequestError(
             f"{name} cannot be truncated",
             wanted="a cache that can be: drafts may be rejected",
             got=type(cache).__name__,
@@ -204,7 +204,7 @@ def _require_shape(cache: Cache, model: LanguageModel) -> None:
     for layer, (store, *_) in zip(own.layers, stores, strict=True):
         keys, values = layer.keys, layer.values
         if keys is None or values is None or isinstance(store, State):
-            refuse("a layer of past_key_values is empty", do="Fill all or none")
+            raise RequestError("a layer of past_key_values is empty", do="Fill all or none")
         got = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device.type)
         sizes = (store.heads, store.key_dim, store.value_dim)
         wanted = (*sizes, model.dtype, model.device.type)
@@ -218,7 +218,7 @@ def _stored(layer: CacheLayer) -> tuple[Tensor, Tensor]:
     if isinstance(layer, QuantizedLayer):
         return layer.whole()
     if layer.keys is None or layer.values is None:
-        refuse("a layer of past_key_values is empty", do="Fill all or none")
+        raise RequestError("a layer of past_key_values is empty", do="Fill all or none")
     kept = min(int(layer.get_seq_length()), layer.keys.shape[2])
     return layer.keys[:, :, :kept], layer.values[:, :, :kept]
 
@@ -278,11 +278,10 @@ def row_quantization(
     if effective.use_cache is False or _kind(effective) != "quantized":
         return None
     if model.is_encoder_decoder:
-        refuse(
+        raise UnsupportedError(
             "a quantised cache is for models without an encoder",
             got="cache_implementation='quantized'",
             do="Use 'dynamic' or 'static'",
-            kind=UnsupportedError,
         )
     refuse_quantized_windows(model.windows)
     return read_quantization(effective.cache_config or {})
@@ -299,11 +298,10 @@ def new_cache(
     kind, windows = _kind(effective), list(model.windows)
     if is_recurrent(model):
         if kind != "dynamic":
-            refuse(
+            raise UnsupportedError(
                 "rows of a model with recurrent layers hold states, not keys and values",
                 got=f"cache_implementation={kind!r}",
                 do="Leave cache_implementation out",
-                kind=UnsupportedError,
             )
         return None
     how = row_quantization(effective, model)
@@ -332,7 +330,7 @@ def _kind(effective: Effective) -> str:
         return "static" if kind in OLD_CACHES else str(kind)
     if effective.source("cache_implementation") != "checkpoint":
         what = "cache_implementation asks for a cache that this version does not have"
-        refuse(what, got=repr(kind), do=_ABSENT[kind], kind=UnsupportedError)
+        raise UnsupportedError(what, got=repr(kind), do=_ABSENT[kind])
     # The tokens are the same, and the caller did not ask.
     return "dynamic"
 
@@ -383,4 +381,4 @@ def _fill(cache: Cache, kv: Tensor) -> None:
 
 
 def _refuse(what: str, wanted: object, got: object, do: str | None = None) -> NoReturn:
-    refuse(f"past_key_values {what}", wanted=wanted, got=got, do=do)
+    raise RequestError(f"past_key_values {what}", wanted=wanted, got=got, do=do)

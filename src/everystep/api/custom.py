@@ -27,7 +27,7 @@ from torch import Tensor
 from everystep.api.options import MODEL_INPUTS, OBJECTS, OF_RECTANGLES
 from everystep.api.prepare import Call
 from everystep.config import GenerationConfig
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import UnsupportedError
 from everystep.processors.pipeline import apply
 from everystep.stops.criteria import by_hand
 from everystep.types import Request, Rows, Scores, Sequence, TokenTable
@@ -40,14 +40,13 @@ def require_loop(value: Any) -> Loop | None:
     """The caller's loop, if any; UnsupportedError for the name of a repository."""
     if value is None or callable(value):
         return value
-    refuse(
+    raise UnsupportedError(
         "custom_generate names code to be fetched and run, which this library never does",
         wanted="a function of (model, input_ids, logits_processor, stopping_criteria, "
         "generation_config, **inputs)",
         got=repr(value),
         do="Import the function yourself and pass it; contrastive search is built in: set "
         "penalty_alpha and top_k",
-        kind=UnsupportedError,
     )
 
 
@@ -93,12 +92,11 @@ def refuse_unseen(call: Call) -> None:
         ("seed", call.options.seed is not None),
     ):
         if asked:
-            refuse(
+            raise UnsupportedError(
                 f"custom_generate does not go with {name}",
                 wanted="a loop over the model's own logits and draws",
                 got=name,
                 do="Leave one of the two out",
-                kind=UnsupportedError,
             )
 
 

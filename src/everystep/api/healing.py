@@ -17,7 +17,7 @@ import torch
 from everystep.api.inputs import Inputs
 from everystep.api.options import Options
 from everystep.config import GenerationConfig
-from everystep.errors import refuse
+from everystep.errors import RequestError
 from everystep.types import Prompt
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def require_healable(inputs: Inputs, options: Options) -> None:
     """RequestError unless these prompts are text of a tokenizer whose vocabulary can be read."""
     tokenizer = options.tokenizer
     if not callable(getattr(tokenizer, "get_vocab", None)):
-        refuse(
+        raise RequestError(
             "token_healing needs a tokenizer",
             wanted="tokenizer=...",
             got="none" if tokenizer is None else type(tokenizer).__name__,
@@ -57,7 +57,7 @@ def require_healable(inputs: Inputs, options: Options) -> None:
         ("position_ids", any(prompt.positions is not None for prompt in prompts)),
     ):
         if given:
-            refuse(
+            raise RequestError(
                 f"token_healing does not go with {name}",
                 wanted="a prompt given as input_ids alone",
                 got=name,

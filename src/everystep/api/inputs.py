@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.api.options import Options
-from everystep.errors import refuse
+from everystep.errors import RequestError
 from everystep.types import Prompt
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def read_inputs(model: LanguageModel, given: Given, options: Options) -> Inputs:
     for name in ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"):
         if given.get(name) is not None:
             what = f"{name} was given to a model without an encoder"
-            refuse(what, do="Pass the prompt as input_ids or inputs_embeds")
+            raise RequestError(what, do="Pass the prompt as input_ids or inputs_embeds")
     return _read_rectangle(model, given, options)
 
 
@@ -120,12 +120,14 @@ def with_negative(model: LanguageModel, given: Given, inputs: Inputs, options: O
     if ids is None:
         if mask is not None:
             what = "negative_prompt_attention_mask was given without negative_prompt_ids"
-            refuse(what, do="Pass both or neither")
+            raise RequestError(what, do="Pass both or neither")
         return inputs
     if options.effective.guidance_scale in (None, 1):
         what, got = "negative_prompt_ids has no effect", options.effective.guidance_scale
         do = "Set guidance_scale, or leave negative_prompt_ids out"
-        refuse(f"{what} without guidance_scale", wanted="guidance_scale > 1", got=got, do=do)
+        raise RequestError(
+            f"{what} without guidance_scale", wanted="guidance_scale > 1", got=got, do=do
+        )
     passed = {"input_ids": ids, "attention_mask": mask}
     negative = _read_rectangle(model, passed, options, "negative_prompt_ids")
     _require_rows("negative_prompt_ids", negative.batch, inputs.batch)
@@ -179,7 +181,7 @@ def _fill(row: np.ndarray, first: int, last: int) -> int | None:
 def _start(bos: int | None, mask: Any) -> Tensor:
     """(B, 1) the begin token, for as many rows as a mask has, or for one."""
     if bos is None:
-        refuse(
+        raise RequestError(
             "there is nothing to start from",
             wanted="input_ids, inputs_embeds, or a bos_token_id in the generation config",
             got="none of them",
@@ -192,25 +194,25 @@ def _start(bos: int | None, mask: Any) -> Tensor:
 def _checked_ids(given: Any, vocabulary: int, name: str) -> np.ndarray:
     try:
         ids = torch.as_tensor(given)
-    except (ValueError, TypeError, RuntimeError):
-        refuse(
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise RequestError(
             f"{name} is not a rectangle of ids",
             wanted="a (batch, length) integer tensor",
             got=type(given).__name__,
             do="Pad the rows to one length, with an attention_mask, or use es.generate",
-        )
+        ) from error
     shape = tuple(ids.shape)
     if ids.dim() != 2 or 0 in shape:
         what, wanted = f"{name} has the wrong shape", "(batch, length), neither of them 0"
         do = "Add the missing dimension, for example with [None]"
-        refuse(what, wanted=wanted, got=shape, do=do)
+        raise RequestError(what, wanted=wanted, got=shape, do=do)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         what = f"{name} has the wrong type"
-        refuse(what, wanted="integers", got=ids.dtype, do="Pass a tensor of ids")
+        raise RequestError(what, wanted="integers", got=ids.dtype, do="Pass a tensor of ids")
     array = np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64)
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= vocabulary:
-        refuse(
+        raise RequestError(
             f"{name} holds an id outside the vocabulary",
             wanted=f"0 to {vocabulary - 1}",
             got=low if low < 0 else high,
@@ -222,7 +224,7 @@ def _checked_ids(given: Any, vocabulary: int, name: str) -> np.ndarray:
 def _checked_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
     name = "inputs_embeds"
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
-        refuse(
+        raise RequestError(
             f"{name} has the wrong shape or type",
             wanted="a (batch, length, hidden) floating point tensor",
             got=tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__,
@@ -232,14 +234,16 @@ def _checked_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
     if shape[2] != width:
         do = "Pass what model.get_input_embeddings() or an encoder made for this model gives"
         what = f"{name} has another width than the model"
-        refuse(what, wanted=f"{width} values per position", got=shape[2], do=do)
+        raise RequestError(what, wanted=f"{width} values per position", got=shape[2], do=do)
     if 0 in shape:
         do = "Pass embeddings, or leave inputs_embeds out"
-        refuse(f"{name} is empty", wanted="at least one row and one position", got=shape, do=do)
+        raise RequestError(
+            f"{name} is empty", wanted="at least one row and one position", got=shape, do=do
+        )
     if ids is not None and shape[:2] != ids.shape:
         do = "Pass one of them, or one embedding per id"
         what = f"{name} and input_ids differ in shape"
-        refuse(what, wanted=f"{ids.shape} positions", got=shape[:2], do=do)
+        raise RequestError(what, wanted=f"{ids.shape} positions", got=shape[:2], do=do)
     return embeds.detach()
 
 
@@ -249,14 +253,14 @@ def read_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
         return np.ones(shape, dtype=bool)
     array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
     if array.shape != shape:
-        refuse(
+        raise RequestError(
             "attention_mask has the wrong shape",
             wanted=f"{shape}, one entry per prompt position",
             got=array.shape,
             do="Pass the mask that the tokenizer returned with the ids",
         )
     if not np.isin(array, (0, 1)).all():
-        refuse(
+        raise RequestError(
             "attention_mask holds other values than 0 and 1",
             wanted="0 or 1",
             got=array[~np.isin(array, (0, 1))][0],
@@ -269,7 +273,7 @@ def _span(row: np.ndarray, index: int, guessed: bool) -> tuple[int, int]:
     """[first, last) of the real positions of a row; `guessed` from pad ids, not from a mask."""
     real = np.flatnonzero(row)
     if len(real) == 0:
-        refuse(
+        raise RequestError(
             f"row {index} of the prompt is empty",
             wanted="one id that is not the pad id" if guessed else "one position with mask 1",
             got="none",
@@ -282,7 +286,9 @@ def _span(row: np.ndarray, index: int, guessed: bool) -> tuple[int, int]:
         if guessed:
             what = f"row {index} has the pad id in its middle, and no attention_mask counts it in"
             do = "Pass an attention_mask"
-        refuse(what, wanted="padding at the ends only", got=row.astype(int).tolist(), do=do)
+        raise RequestError(
+            what, wanted="padding at the ends only", got=row.astype(int).tolist(), do=do
+        )
     return first, last
 
 
@@ -295,12 +301,14 @@ def _row_positions(
     do = "Pass one position per prompt position"
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() == 0:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        refuse("position_ids has the wrong type", wanted="a tensor of integers", got=got, do=do)
+        raise RequestError(
+            "position_ids has the wrong type", wanted="a tensor of integers", got=got, do=do
+        )
     of_rows = positions.shape[-2] if positions.dim() > 1 else 1
     if positions.shape[-1] != shape[1] or of_rows not in (1, shape[0]):
         wanted = f"(..., {shape[0]}, {shape[1]})"
         what = "position_ids has the wrong shape"
-        refuse(what, wanted=wanted, got=tuple(positions.shape), do=do)
+        raise RequestError(what, wanted=wanted, got=tuple(positions.shape), do=do)
     row = positions if positions.dim() == 1 else positions[..., b if of_rows > 1 else 0, :]
     return row[..., first:last].detach().cpu()
 
@@ -309,10 +317,10 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
     """The encoder's side and how many rows it has."""
     if given.get("position_ids") is not None:
         what = "position_ids has no meaning for a model with an encoder"
-        refuse(f"{what}, which knows distances alone", do="Leave position_ids out")
+        raise RequestError(f"{what}, which knows distances alone", do="Leave position_ids out")
     if given.get("input_ids") is not None and given.get("inputs_embeds") is not None:
         what = "inputs_embeds and input_ids both say what the encoder reads"
-        refuse(what, wanted="one of them", got="both", do="Leave one of them out")
+        raise RequestError(what, wanted="one of them", got="both", do="Leave one of them out")
     if given.get("encoder_outputs") is not None:
         states, places = _read_states(given)
         return EncoderSource(states=states, places=places), len(states)
@@ -331,7 +339,7 @@ def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ..
     if states is None and isinstance(outputs, tuple | list) and outputs:
         states = outputs[0]
     if not isinstance(states, Tensor) or states.dim() != 3 or not states.is_floating_point():
-        refuse(
+        raise RequestError(
             "encoder_outputs holds no encoder states",
             wanted="an object with last_hidden_state, a (batch, length, hidden) tensor",
             got=type(outputs).__name__,
@@ -339,7 +347,9 @@ def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ..
         )
     if given.get("input_ids") is not None or given.get("inputs_embeds") is not None:
         what = "encoder_outputs and a prompt for the encoder were both given"
-        refuse(what, wanted="one of them", got="both", do="Leave input_ids and inputs_embeds out")
+        raise RequestError(
+            what, wanted="one of them", got="both", do="Leave input_ids and inputs_embeds out"
+        )
     mask = read_mask(given.get("attention_mask"), tuple(states.shape[:2]))
     places = tuple(np.flatnonzero(row) for row in mask)
     found = tuple(row[torch.from_numpy(own)] for row, own in zip(states, places, strict=True))
@@ -363,7 +373,7 @@ def _starts(options: Options, batch: int) -> Tensor:
     """(B, 1) the first id of each row of the decoder."""
     starts = options.starts
     if not starts:
-        refuse(
+        raise RequestError(
             "the decoder has nothing to start from",
             wanted="decoder_start_token_id, bos_token_id or decoder_input_ids",
             got="none of them",
@@ -372,7 +382,7 @@ def _starts(options: Options, batch: int) -> Tensor:
     if len(starts) not in (1, batch):
         do = "Pass one id, or one per row of the prompt"
         what = "decoder_start_token_id does not fit the rows"
-        refuse(what, wanted=f"one id, or {batch}", got=len(starts), do=do)
+        raise RequestError(what, wanted=f"one id, or {batch}", got=len(starts), do=do)
     return torch.tensor(starts * (batch if len(starts) == 1 else 1))[:, None]
 
 
@@ -392,4 +402,4 @@ def _begun(read: Inputs, options: Options) -> Inputs:
 def _require_rows(name: str, found: int, batch: int) -> None:
     if found != batch:
         do = f"Pass one row of {name} per row of the prompt"
-        refuse(f"{name} and the prompt differ in rows", wanted=batch, got=found, do=do)
+        raise RequestError(f"{name} and the prompt differ in rows", wanted=batch, got=found, do=do)

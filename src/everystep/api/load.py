@@ -18,7 +18,7 @@ from torch import Tensor
 from everystep.api.model import LanguageModel
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
-from everystep.errors import FileError, MissingFileError, refuse
+from everystep.errors import FileError, MissingFileError, RequestError
 from everystep.executors.choice import ExecutorName, holds_panels
 from everystep.files.atomic import atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
@@ -69,7 +69,7 @@ def load(
         found = open_folder(local)
         if found.tokenizer is None:
             do = "Load the model alone with everystep.load_model(path)"
-            refuse(f"{local} has no tokenizer.json", do=do, kind=MissingFileError)
+            raise MissingFileError(f"{local} has no tokenizer.json", do=do)
         return _from_folder(local, choices), Tokenizer.from_folder(local)
     file = read_gguf(local)
     return _from_gguf(file, local.stem, choices), Tokenizer.from_gguf(file.metadata)
@@ -155,7 +155,7 @@ class _Choices:
             if value not in known:
                 *most, last = map(repr, known)
                 wanted = f"{', '.join(most)} or {last}"
-                refuse(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
+                raise RequestError(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
 
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
@@ -211,10 +211,10 @@ def write_quantized(
     what `load` raises; then nothing is left behind.
     """
     if format not in ("int8", "int4"):
-        refuse("there is no such format", wanted="int8 or int4", got=repr(format))
+        raise RequestError("there is no such format", wanted="int8 or int4", got=repr(format))
     if is_there(target):
         do = "Give the name of a new folder"
-        refuse(f"{target} is there already", do=do, kind=FileError)
+        raise FileError(f"{target} is there already", do=do)
     model, tokenizer = load(source, quantize=format, offline=offline, progress=progress)
     config, tensors = quantised_contents(model.core, format)
     with atomic_folder(target) as folder:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from everystep.api.model import LanguageModel
 from everystep.api.session import Generated, Messages, OptionsLike, PromptLike, Session, listed
-from everystep.errors import refuse
+from everystep.errors import RequestError
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.text import Tokenizer
 from everystep.types import Event, FinishReason, Group
@@ -42,10 +42,14 @@ def generate(
     all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
     """
     if on_error not in ("raise", "return"):
-        refuse("on_error is impossible", wanted="'raise' or 'return'", got=repr(on_error))
+        raise RequestError(
+            "on_error is impossible", wanted="'raise' or 'return'", got=repr(on_error)
+        )
     if prompts is None:
         if options is not None or on_error == "return":
-            refuse("options and on_error are for prompts", got="none", do="Pass prompts")
+            raise RequestError(
+                "options and on_error are for prompts", got="none", do="Pass prompts"
+            )
         return model.generate(seed=seed, tokenizer=tokenizer, **common)
     many, single = listed(prompts)
     session = Session(model, tokenizer, many, options, seed, common)
@@ -85,7 +89,7 @@ def stream(
     """
     many = list(listed(prompts)[0])
     if not many:
-        refuse("there is no prompt to stream", do="Pass at least one")
+        raise RequestError("there is no prompt to stream", do="Pass at least one")
     session = Session(model, tokenizer, many, options, seed, common, gives_events=True)
     return Stream(session, many, beam_events=beam_events)
 

@@ -19,7 +19,7 @@ from everystep.cache.containers import Cache, DynamicCache
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
 from everystep.config.kinds import is_integer
-from everystep.errors import ModelClassError, UnsupportedError, refuse
+from everystep.errors import ModelClassError, RequestError, UnsupportedError
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -50,12 +50,11 @@ class LanguageModel:
         cache_dtype: CacheDtype | None = None,
     ) -> None:
         if not isinstance(core, Model):
-            refuse(
+            raise ModelClassError(
                 "this object is not a model that can generate",
                 wanted="a models.Model",
                 got=type(core).__name__,
                 do="Use everystep.load_model",
-                kind=ModelClassError,
             )
         refuse_cache_dtype(core, cache_dtype)
         self._core = core
@@ -141,7 +140,7 @@ class LanguageModel:
         A call that is running goes on without it. See `read_lora` for what is refused.
         """
         if not isinstance(name, str) or not name or name in self._adapters:
-            refuse(
+            raise RequestError(
                 "an adapter cannot have this name",
                 wanted="a string, not the name of an adapter that is loaded",
                 got=repr(name),
@@ -152,7 +151,9 @@ class LanguageModel:
     def delete_adapter(self, name: str) -> None:
         """No new call can ask for the adapter."""
         if name not in self._adapters:
-            refuse("there is no such adapter", wanted=list(self._adapters), got=repr(name))
+            raise RequestError(
+                "there is no such adapter", wanted=list(self._adapters), got=repr(name)
+            )
         self._adapters = {key: one for key, one in self._adapters.items() if key != name}
 
     @property
@@ -291,7 +292,7 @@ class LanguageModel:
         refuse_argument("assistant_model", assistant_model)
         if inputs is not None and kwargs.get("input_ids") is not None:
             what = "the prompt was given twice: as the first argument and as input_ids"
-            refuse(what, do="Pass it once, as input_ids")
+            raise RequestError(what, do="Pass it once, as input_ids")
         given = {
             **kwargs,
             "input_ids": kwargs.get("input_ids") if inputs is None else inputs,
@@ -321,7 +322,7 @@ def _kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
         inside = (wanted >= -length) & (wanted < length)
         if wanted.dim() == 1 and bool(inside.all()):
             return wanted
-    refuse(
+    raise RequestError(
         "logits_to_keep names no positions of the inputs",
         wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",
         got=repr(wanted),
@@ -344,19 +345,17 @@ def _cache_of_forward(
     if passed is None and not use_cache:
         return None
     if model.is_encoder_decoder:
-        refuse(
+        raise UnsupportedError(
             "a model with an encoder keeps no cache when it is called",
             got="use_cache=True" if passed is None else "past_key_values",
             do="Leave it out and pass all decoder_input_ids, or call generate",
-            kind=UnsupportedError,
         )
     if passed is None:
         if recurrent:
-            refuse(
+            raise UnsupportedError(
                 "a model with recurrent layers keeps no cache object",
                 got="use_cache=True",
                 do="Leave it out and pass all input_ids each time, or call generate",
-                kind=UnsupportedError,
             )
         return DynamicCache(config=list(model.windows))
     cache = require_cache(passed, model)
@@ -364,7 +363,9 @@ def _cache_of_forward(
         batch, length = inputs.shape[:2]
         if cache.batch_size not in (-1, batch):
             what, do = "past_key_values differs from the inputs in rows", "batch_select_indices"
-            refuse(what, wanted=batch, got=cache.batch_size, do=f"Choose rows with {do}")
+            raise RequestError(
+                what, wanted=batch, got=cache.batch_size, do=f"Choose rows with {do}"
+            )
         if "grow" not in cache.abilities:
             require_room(cache, int(cache.get_seq_length()) + length)
     return cache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
-from everystep.errors import UnknownArgumentError, nearest, refuse
+from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.types.protocols import Draws
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def require_output_object(options: Options) -> None:
     """Log-probabilities have their place in the output object, so there must be one."""
     asked = options.logprobs is not None or options.prompt_logprobs is not None
     if asked and not options.effective.return_dict_in_generate:
-        refuse(
+        raise RequestError(
             "logprobs and prompt_logprobs are part of the output object",
             wanted="return_dict_in_generate=True with them",
             do="Set it, or leave them out",
@@ -150,7 +150,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
         do = f"Perhaps you meant {', '.join(hints)}" if hints else "See help(model.generate)"
         noun = "argument" if len(unknown) == 1 else "arguments"
         listed = ", ".join(map(repr, unknown))
-        refuse(f"generate() knows no {noun} {listed}", do=do, kind=UnknownArgumentError)
+        raise UnknownArgumentError(f"generate() knows no {noun} {listed}", do=do)
 
 
 def require(name: str, value: Any, *methods: str) -> Any:
@@ -159,7 +159,7 @@ def require(name: str, value: Any, *methods: str) -> Any:
     if value is None or not missing:
         return value
     wanted = "a function" if methods == ("__call__",) else f"an object with {', '.join(methods)}"
-    refuse(
+    raise RequestError(
         f"{name} is of another kind",
         wanted=wanted,
         got=repr(value),
@@ -173,7 +173,7 @@ def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     seeds = tuple(seed) if several else (seed,) * rows
     if len(seeds) == rows and all(type(one) is int for one in seeds):
         return seeds
-    refuse(
+    raise RequestError(
         "seed does not fit the call",
         wanted=f"an integer, or {rows} of them",
         got=repr(seed),
@@ -189,7 +189,7 @@ def _functions(name: str, value: Any) -> tuple[Any, ...]:
     if listed and all(callable(one) for one in value):
         return tuple(value)
     strangers = [one for one in value if not callable(one)] if listed else [value]
-    refuse(
+    raise RequestError(
         f"{name} is not a list of functions",
         wanted="a list of callables of (input_ids, scores)",
         got=repr(strangers[0]),
@@ -202,7 +202,7 @@ def _require_count(name: str, value: object, vocabulary: int) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= vocabulary:
-        refuse(
+        raise RequestError(
             f"{name} is impossible",
             wanted=f"how many of the best tokens to keep, from 0 to {vocabulary}",
             got=repr(value),
@@ -220,7 +220,7 @@ def _special_ids(
     for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
         outside = [token for token in _listed(effective[name]) if token >= vocabulary]
         if outside and name in effective.caller:
-            refuse(
+            raise RequestError(
                 f"{name} is outside the vocabulary",
                 wanted=f"0 to {vocabulary - 1}",
                 got=outside[0],

@@ -21,7 +21,7 @@ from everystep.config import Effective
 from everystep.config.effective import for_rows
 from everystep.engine import Guidance, PromptLookup
 from everystep.engine.collect import kept_rows
-from everystep.errors import refuse
+from everystep.errors import RequestError
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
 from everystep.processors.guidance import (
@@ -163,7 +163,7 @@ def _most_new(e: Effective, prompt: int, context: int | None) -> int:
         return int(e.max_new_tokens)
     if e.source("max_length") != "default" and e.max_length is not None:
         if prompt >= int(e.max_length):
-            refuse(
+            raise RequestError(
                 "the prompt leaves no room for new tokens",
                 wanted=f"a prompt shorter than max_length={e.max_length}",
                 got=f"{prompt} positions",
@@ -171,7 +171,7 @@ def _most_new(e: Effective, prompt: int, context: int | None) -> int:
             )
         return int(e.max_length) - prompt
     if context is not None and prompt >= context:
-        refuse(
+        raise RequestError(
             "the prompt fills the model's context",
             wanted=f"fewer than {context} positions, or max_new_tokens",
             got=f"{prompt} positions",
@@ -210,7 +210,7 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
     what = f"{name}={e[name]} cannot be reached after a prompt of {prompt} positions"
     wanted, got = f"at most {new + before}", f"{most}={e[most]} ({e.source(most)})"
     if most in e.caller:
-        refuse(what, wanted=wanted, got=got, do=f"Lower {name} or raise {most}")
+        raise RequestError(what, wanted=wanted, got=got, do=f"Lower {name} or raise {most}")
     text = f"{what}; wanted {wanted}; got {got}. Lower {name} or raise {most}."
     warn(text, UserWarning, stacklevel=6)
 
@@ -224,7 +224,7 @@ def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
     contrastive = not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1
     if e.prompt_lookup_num_tokens is not None and (width > 1 or contrastive):
-        refuse(
+        raise RequestError(
             "prompt_lookup_num_tokens cannot be combined with "
             f"{'num_beams > 1' if width > 1 else 'penalty_alpha'}",
             wanted="greedy decoding or sampling",
@@ -260,7 +260,9 @@ def _stops(options: Options, visible: int) -> tuple[Stop, ...]:
     if e.stop_strings is not None:
         if options.tokenizer is None:
             do = "Pass tokenizer=tokenizer to generate"
-            refuse("stop_strings needs a tokenizer", wanted="tokenizer=...", got="none", do=do)
+            raise RequestError(
+                "stop_strings needs a tokenizer", wanted="tokenizer=...", got="none", do=do
+            )
         one = isinstance(e.stop_strings, str)
         strings = (e.stop_strings,) if one else tuple(e.stop_strings)
         stops.append(StopStrings(strings, Spelling.of(options.tokenizer)))
@@ -277,7 +279,7 @@ def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> 
     from.
     """
     if options.prompt_logprobs is not None and any(one.ids is None for one in inputs.prompts):
-        refuse(
+        raise RequestError(
             "prompt_logprobs needs to know what the prompt says",
             wanted="a prompt given as ids",
             got="inputs_embeds only",
@@ -366,7 +368,7 @@ def _companion(inputs: Inputs, row: int) -> Prompt:
         return inputs.negative[row]
     ids = inputs.prompts[row].ids
     if ids is None:
-        refuse(
+        raise RequestError(
             "guidance_scale needs something to guide away from",
             wanted="negative_prompt_ids, or a prompt given as ids",
             got="inputs_embeds only",

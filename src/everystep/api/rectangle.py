@@ -28,7 +28,7 @@ from everystep.cache.containers import Cache
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import UnsupportedError
 from everystep.nn.modes import inference_mode, ordinary_mode
 from everystep.outputs import (
     GenerateBeamDecoderOnlyOutput,
@@ -103,12 +103,11 @@ def _padding_notices(given: dict[str, Any], inputs: Inputs, options: Options) ->
 def _delivery(call: Call, streamer: Any) -> Delivery:
     rows, strategy, tokenizer = call.inputs.batch, call.strategy, call.options.tokenizer
     if not strategy.streams and rows * strategy.returns > 1 and not hasattr(streamer, "on_event"):
-        refuse(
+        raise UnsupportedError(
             "streamer cannot follow the beams of several results, which settle one by one",
             wanted="one prompt and num_return_sequences=1, or a streamer with on_event",
             got=f"{rows} prompts and num_return_sequences={strategy.returns}",
             do="Use es.stream, or leave the streamer out",
-            kind=UnsupportedError,
         )
     wording = Wording(tokenizer if isinstance(tokenizer, Tokenizer) else None)
     return Delivery(streamer, rows, strategy.returns, call.options.fill, wording)

@@ -21,7 +21,7 @@ from everystep.api.prepare import completed, prepare
 from everystep.config import META, GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
-from everystep.errors import CapacityError, EverystepError, refuse
+from everystep.errors import CapacityError, EverystepError, RequestError
 from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
@@ -119,7 +119,7 @@ class Session:
         if not several or len(options) != count:
             wanted = f"a list of {count}, one per prompt"
             got = len(options) if several else type(options).__name__
-            refuse("options do not fit the prompts", wanted=wanted, got=got)
+            raise RequestError("options do not fit the prompts", wanted=wanted, got=got)
         read: list[Options] = []
         for index, own in enumerate(options):
             try:
@@ -228,7 +228,7 @@ class Session:
             whole = isinstance(prompt, Tensor | np.ndarray)
             ids = torch.as_tensor(prompt if whole else list(prompt))
         elif self.tokenizer is None:
-            refuse(
+            raise RequestError(
                 "text needs a tokenizer",
                 wanted="a tokenizer, or prompts given as ids",
                 got="no tokenizer",
@@ -246,7 +246,9 @@ class Session:
             ids = torch.as_tensor(rendered)
         if ids.dim() != 1 or not len(ids):
             do = "Pass a text, messages, or a list with at least one id"
-            refuse("a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do)
+            raise RequestError(
+                "a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do
+            )
         found: np.ndarray = ids.detach().cpu().numpy()
         return found
 
@@ -262,7 +264,7 @@ def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
         return ([prompts], True) if of_ids else (prompts, False)
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
         do = "Pass a text, a list of ids or of messages, or several of them in a list"
-        refuse("prompts are of no known kind", got=type(prompts).__name__, do=do)
+        raise RequestError("prompts are of no known kind", got=type(prompts).__name__, do=do)
     return prompts, False
 
 
@@ -277,7 +279,7 @@ def _said(own: Any) -> Mapping[str, Any]:
         return {name: value for name, value in own.to_diff_dict().items() if name not in META}
     if not isinstance(own, Mapping):
         wanted = "a mapping or a GenerationConfig"
-        refuse("these are not options", wanted=wanted, got=type(own).__name__)
+        raise RequestError("these are not options", wanted=wanted, got=type(own).__name__)
     return own
 
 
@@ -286,7 +288,7 @@ def _require_alike(model: LanguageModel, first: Options, other: Options) -> None
     kinds = [row_quantization(one.effective, model) for one in (first, other)]
     if kinds[0] != kinds[1]:
         names = "cache_implementation and cache_config"
-        refuse(f"{names} differ from those of prompt 0", do="Give all prompts the same")
+        raise RequestError(f"{names} differ from those of prompt 0", do="Give all prompts the same")
 
 
 def _rows_of(options: Options) -> int:
@@ -298,12 +300,11 @@ def _rows_of(options: Options) -> int:
 
 def _require_room(length: int, context: int | None) -> None:
     if context is not None and length >= context:
-        refuse(
+        raise CapacityError(
             "the prompt fills the model's context",
             wanted=f"fewer than {context} tokens",
             got=length,
             do="Shorten the prompt, or take a model with a longer context",
-            kind=CapacityError,
         )
 
 
@@ -312,4 +313,6 @@ def _count(prompts: Any, what: str) -> int:
     if isinstance(prompts, Sized):
         return len(prompts)
     do = "Pass list(prompts), or what holds for all of them"
-    refuse(f"prompts that come one by one cannot have {what}", wanted="a list of prompts", do=do)
+    raise RequestError(
+        f"prompts that come one by one cannot have {what}", wanted="a list of prompts", do=do
+    )

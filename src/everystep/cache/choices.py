@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everystep.cache.formats import Quantization
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -40,7 +40,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
         del given["backend"]
     for name, value in given.items():
         if name not in names:
-            refuse(
+            raise RequestError(
                 f"a quantised cache cannot have {name}",
                 wanted=fixed.get(name, ", ".join(names)),
                 got=repr(value),
@@ -52,9 +52,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
 def refuse_quantized_windows(windows: Sequence[int | None]) -> None:
     """Raises where a layer has a window: what it drops need not be quantised."""
     if any(window is not None for window in windows):
-        refuse(
+        raise UnsupportedError(
             "a quantised cache is for models without sliding windows",
             got=f"windows {sorted({w for w in windows if w is not None})}",
             do="Use a DynamicCache",
-            kind=UnsupportedError,
         )

@@ -28,7 +28,7 @@ from everystep.cache.layers import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 
 Pair = tuple[Tensor, Tensor]
 
@@ -48,14 +48,13 @@ class Cache:
         offload_only_non_sliding: bool = True,
     ) -> None:
         if offloading:
-            refuse(
+            raise UnsupportedError(
                 "offloaded caches are not in this version",
                 wanted="a cache on the model's device",
                 do="Use a DynamicCache, or a QuantizedCache to save memory",
-                kind=UnsupportedError,
             )
         if (layers is None) == (layer_class_to_replicate is None):
-            refuse(
+            raise RequestError(
                 "a cache is made from layers, or from a class of them",
                 wanted="layers or layer_class_to_replicate",
                 got="both" if layers is not None else "neither",
@@ -225,7 +224,9 @@ class StaticCache(Cache):
             or not isinstance(max_cache_len, int)
             or max_cache_len < 1
         ):
-            refuse("max_cache_len is impossible", wanted="at least 1", got=repr(max_cache_len))
+            raise RequestError(
+                "max_cache_len is impossible", wanted="at least 1", got=repr(max_cache_len)
+            )
         layers = [
             StaticLayer(max_cache_len)
             if window is None
@@ -342,7 +343,7 @@ def _halves(caches: tuple[Any, ...]) -> tuple[Cache, Cache]:
     if len(caches) == 2 and all(isinstance(one, Cache) for one in caches):
         return caches[0], caches[1]
     if len(caches) != 1:
-        refuse(
+        raise RequestError(
             "an EncoderDecoderCache has two halves",
             wanted="two caches, or one sequence of tuples",
             got=[type(one).__name__ for one in caches],
@@ -350,7 +351,9 @@ def _halves(caches: tuple[Any, ...]) -> tuple[Cache, Cache]:
     data = [tuple(one) for one in caches[0]]
     wrong = [len(one) for one in data if len(one) not in (4, 6)]
     if wrong:
-        refuse("a layer's tuple has the wrong length", wanted="4 or 6 tensors", got=wrong[0])
+        raise RequestError(
+            "a layer's tuple has the wrong length", wanted="4 or 6 tensors", got=wrong[0]
+        )
     half = [len(one) // 2 for one in data]
     own = DynamicCache(one[:n] for one, n in zip(data, half, strict=True))
     return own, DynamicCache(one[n:] for one, n in zip(data, half, strict=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 from everystep.cache.bank import Bank
 from everystep.cache.plan import Box, PlannedFeed, Rectangle, make_plan
 from everystep.cache.rows import RowCache
-from everystep.errors import InvariantError, refuse
+from everystep.errors import InvariantError
 from everystep.nn.attention import (
     RelativeBias,
     Rule,
@@ -178,7 +178,7 @@ def _rectangle_across(across: Tensor, q: Tensor, shape: Rectangle, rule: Rule) -
 
 
 def _refuse_no_states() -> NoReturn:
-    refuse("a row of a model with an encoder has no encoder states", kind=InvariantError)
+    raise InvariantError("a row of a model with an encoder has no encoder states")
 
 
 def _seen(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import refuse
+from everystep.errors import RequestError
 
 CacheDtype = Literal["float32", "float16", "int8"]
 
@@ -98,13 +98,17 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            refuse("a cache is quantised to 8 or 4 bits", wanted="nbits=8 or 4", got=self.bits)
+            raise RequestError(
+                "a cache is quantised to 8 or 4 bits", wanted="nbits=8 or 4", got=self.bits
+            )
         for name, value, least in (
             ("q_group_size", self.group, 2),
             ("residual_length", self.residual, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                refuse(f"{name} is impossible", wanted=f"at least {least}", got=repr(value))
+                raise RequestError(
+                    f"{name} is impossible", wanted=f"at least {least}", got=repr(value)
+                )
 
     def packed(self, length: int) -> int:
         """How many of `length` positions are stored as integers: whole groups, the oldest first.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.cache.formats import Codes, Quantization
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 
 ALL_ABILITIES = frozenset({"grow", "fork", "truncate"})
 Change = Callable[[Tensor], Tensor]
@@ -49,7 +49,7 @@ class CacheLayer(ABC):
     def whole(self) -> tuple[Tensor, Tensor]:
         """(B, K, S, D) keys and values as they are stored; RequestError where nothing is."""
         if self.keys is None or self.values is None:
-            refuse("a layer of the cache is empty", do="Update it first")
+            raise RequestError("a layer of the cache is empty", do="Update it first")
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -139,12 +139,11 @@ class DynamicSlidingWindowLayer(DynamicLayer):
         """The last positions are gone, and what the window no longer sees."""
         full = self._length >= self.sliding_window
         if full and not self._keeps_past:
-            refuse(
+            raise UnsupportedError(
                 "a sliding layer cannot go back: what its window had left behind is gone",
                 wanted=f"fewer than {self.sliding_window} positions, or a recorded past",
                 got=f"{self._length} positions",
                 do="Call activate_past_recording before the positions are stored",
-                kind=UnsupportedError,
             )
         super().crop(tokens_to_remove)
         if full:
@@ -172,7 +171,7 @@ class StaticLayer(CacheLayer):
         """Stores (B, K, T, D) after what there is; returns the whole room."""
         end = self._length + key_states.shape[-2]
         if end > self.max_cache_len:
-            refuse(
+            raise RequestError(
                 "the static cache is too small",
                 wanted=f"room for {end} positions",
                 got=f"max_cache_len={self.max_cache_len}",
@@ -197,11 +196,8 @@ class StaticLayer(CacheLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: positions of a static cache are never taken back."""
         _removed(tokens_to_remove, self._length)
-        refuse(
-            "a static cache cannot be cropped",
-            wanted="a DynamicCache",
-            do="Use a DynamicCache",
-            kind=UnsupportedError,
+        raise UnsupportedError(
+            "a static cache cannot be cropped", wanted="a DynamicCache", do="Use a DynamicCache"
         )
 
     def reset(self) -> None:
@@ -310,7 +306,7 @@ class QuantizedLayer(CacheLayer):
 def _removed(tokens_to_remove: int, length: int) -> int:
     """How many positions a crop takes away."""
     if tokens_to_remove > 0:
-        refuse(
+        raise RequestError(
             "crop takes the number of positions to remove, as a negative number",
             wanted="0 or less",
             got=tokens_to_remove,

@@ -23,7 +23,7 @@ from torch import Tensor
 from everystep.cache.bank import BankPart
 from everystep.cache.pool import Link
 from everystep.cache.rows import CacheRow, RowCache
-from everystep.errors import InvariantError, refuse
+from everystep.errors import InvariantError
 from everystep.nn.attention import Sight
 from everystep.types import Extra, Work
 
@@ -198,7 +198,7 @@ def _feed(
     row, extra = rows[number], work.extras.get(index, _PLAIN)
     if row.length != start:
         what = f"row {number} is fed at the wrong place"
-        refuse(what, wanted=row.length, got=start, kind=InvariantError)
+        raise InvariantError(what, wanted=row.length, got=start)
     mask, weights = extra.mask, extra.attentions
     alone = rows.coded or weights or mask is not None
     before = rows.extend(row, count, wanted, alone=alone or count > LONGEST_IN_RECTANGLE)

@@ -24,7 +24,7 @@ from everystep.cache.formats import CacheDtype, Quantization
 from everystep.cache.pasts import pair
 from everystep.cache.pool import CacheCounts, Pool, Segment
 from everystep.cache.states import Mark, Recurrence, cut_marks, restored
-from everystep.errors import InvariantError, UnsupportedError, refuse
+from everystep.errors import InvariantError, UnsupportedError
 from everystep.nn.network import Cross, Full, State, Store, Window
 from everystep.types import Past, Work
 
@@ -106,7 +106,7 @@ class RowCache:
 
     def __getitem__(self, row: int) -> CacheRow:
         if row not in self._rows:
-            refuse(f"row {row} is not allocated", kind=InvariantError)
+            raise InvariantError(f"row {row} is not allocated")
         return self._rows[row]
 
     def lengths(self) -> dict[int, int]:
@@ -188,12 +188,11 @@ class RowCache:
         """The row holds its first `length` positions: none, or as many as it can be cut back to."""
         row = self[number]
         if not (length == 0 or row.floor <= length <= row.length):
-            refuse(
+            raise InvariantError(
                 f"row {number} cannot be cut",
                 wanted=f"0, or {row.floor} to {row.length} positions",
                 got=length,
                 do="Cut it to 0 and feed it again",
-                kind=InvariantError,
             )
         self._cut(row, length)
 
@@ -264,7 +263,7 @@ class RowCache:
 
     def _add(self, number: int, made: CacheRow) -> None:
         if number in self._rows:
-            refuse(f"row {number} is allocated twice", kind=InvariantError)
+            raise InvariantError(f"row {number} is allocated twice")
         self._rows[number] = made
 
     def _restore(self, row: CacheRow, past: Past) -> None:
@@ -369,11 +368,10 @@ def _shape(crossed: dict[int, Cross]) -> tuple[int, int, int]:
     """(L, K, D) of encoder states."""
     kinds = set(crossed.values())
     if len(kinds) > 1:
-        refuse(
+        raise UnsupportedError(
             "layers look at encoder states in different ways",
             wanted="equal heads and sizes",
             got=sorted(map(str, kinds)),
-            kind=UnsupportedError,
         )
     if not kinds:
         return 0, 0, 0

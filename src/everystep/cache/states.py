@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, refuse
+from everystep.errors import InvariantError
 from everystep.nn.network import State
 from everystep.nn.ragged import Ragged
 
@@ -50,12 +50,11 @@ def cut_marks(marks: tuple[Mark, ...], length: int) -> tuple[Mark, ...]:
     """The marks up to `length`, where one must be; none for 0."""
     kept = tuple(mark for mark in marks if mark.position <= length)
     if length and (not kept or kept[-1].position != length):
-        refuse(
+        raise InvariantError(
             "a recurrent state cannot be cut back to where none was kept",
             wanted=f"one of {[mark.position for mark in marks]}",
             got=length,
             do="Free the row, or cut it to 0, and feed it again",
-            kind=InvariantError,
         )
     return kept if length else ()
 

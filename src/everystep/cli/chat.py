@@ -20,7 +20,7 @@ from everystep.cli import options as o
 from everystep.cli.loading import load
 from everystep.cli.reading import Interrupts, piped_lines, typed_lines
 from everystep.cli.terminal import is_terminal, note, write, write_line
-from everystep.errors import CapacityError, EverystepError, nearest, refuse
+from everystep.errors import CapacityError, EverystepError, RequestError, nearest
 from everystep.files.atomic import write_atomic
 from everystep.files.sources import DEFAULT_MODEL
 
@@ -64,7 +64,7 @@ def chat(
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
     if tokenizer.chat_template is None:
         do = "Take an instruct model, or use `everystep generate --raw`"
-        refuse(f"{model} cannot chat", wanted="a model with a chat template", do=do)
+        raise RequestError(f"{model} cannot chat", wanted="a model with a chat template", do=do)
     act = _talk if is_terminal(sys.stdin) and is_terminal(sys.stdout) else _recite
     act(Conversation(loaded, tokenizer, decoding, seed, system))
 
@@ -105,12 +105,11 @@ class Conversation:
         )
         room: int = self.model.context - len(ids)
         if room <= 0:
-            refuse(
+            raise CapacityError(
                 "the conversation has become longer than the model's context",
                 wanted=f"fewer than {self.model.context} tokens",
                 got=len(ids),
                 do="/clear starts anew, /save FILE keeps what was said",
-                kind=CapacityError,
             )
         return min(room, asked)
 
@@ -183,7 +182,7 @@ def _obey(conversation: Conversation, line: str) -> str:
     if name not in _COMMANDS:
         close = nearest(name, _COMMANDS)
         do = f"Perhaps /{close} is meant" if close else "/help shows the commands"
-        refuse(f"there is no command /{name}", do=do)
+        raise RequestError(f"there is no command /{name}", do=do)
     command, _ = _COMMANDS[name]
     return command(conversation, rest.strip())
 
@@ -201,10 +200,10 @@ def _clear(conversation: Conversation, rest: str) -> str:
 def _save(conversation: Conversation, rest: str) -> str:
     """The messages are in a file as JSON; RequestError if another's file is there."""
     if not rest:
-        refuse("/save needs the name of a file", do="For instance /save a.json")
+        raise RequestError("/save needs the name of a file", do="For instance /save a.json")
     place = Path(rest).expanduser().absolute()
     if place.exists() and place not in conversation.saved:
-        refuse(f"{Path(rest)} exists already", do="Give another name")
+        raise RequestError(f"{Path(rest)} exists already", do="Give another name")
     messages = conversation.messages()
     text = json.dumps(messages, indent=2, ensure_ascii=False)
     write_atomic(place, f"{text}\n".encode())

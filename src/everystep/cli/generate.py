@@ -23,7 +23,7 @@ from everystep.cli.terminal import (
     write_line,
     write_report,
 )
-from everystep.errors import refuse
+from everystep.errors import RequestError
 from everystep.files.sources import DEFAULT_MODEL
 
 
@@ -113,7 +113,7 @@ def _asked(text: str, system: str | None, raw: bool, tokenizer: Any) -> Any:
     templated = tokenizer.chat_template is not None
     if not templated and system is not None:
         do = "Leave --system out and put the instructions into the prompt"
-        refuse("--system needs a chat template", got="a model without one", do=do)
+        raise RequestError("--system needs a chat template", got="a model without one", do=do)
     if raw or not templated:
         return text
     start = [] if system is None else [{"role": "system", "content": system}]

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from everystep.cli.terminal import is_terminal, note, write_line
-from everystep.errors import FileError, MissingFileError, message, refuse
+from everystep.errors import FileError, MissingFileError
 
 _LONGEST = 16_000_000
 
@@ -45,16 +45,16 @@ def _read_file(file: Path) -> str:
         with file.open("rb") as opened:
             return _whole(opened.read(_LONGEST + 1), str(file))
     except FileNotFoundError as error:
-        raise MissingFileError(message(f"there is no file {str(file)!r}")) from error
+        raise MissingFileError(f"there is no file {str(file)!r}.") from error
     except IsADirectoryError as error:
         do = "Give a file that holds the prompt"
-        raise FileError(message(f"{str(file)!r} is a folder", do=do)) from error
+        raise FileError(f"{str(file)!r} is a folder", do=do) from error
 
 
 def _whole(data: bytes, where: str) -> str:
     """The text of all that a file holds, without its final line break."""
     if len(data) > _LONGEST:
-        refuse(f"{where} is too long", wanted=f"at most {_LONGEST} bytes", kind=FileError)
+        raise FileError(f"{where} is too long", wanted=f"at most {_LONGEST} bytes")
     return _decoded(data, where).removesuffix("\n").removesuffix("\r")
 
 
@@ -64,11 +64,9 @@ def _decoded(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileError(
-            message(
-                f"{where} is not UTF-8 text",
-                got=f"byte 0x{data[error.start]:02x} at offset {error.start}",
-                do="Convert it, for instance with iconv",
-            )
+            f"{where} is not UTF-8 text",
+            got=f"byte 0x{data[error.start]:02x} at offset {error.start}",
+            do="Convert it, for instance with iconv",
         ) from error
 
 

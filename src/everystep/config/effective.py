@@ -13,7 +13,7 @@ from typing import Any, Literal
 from everystep.config.fields import FIELDS, META
 from everystep.config.generation import GenerationConfig, unknown_name
 from everystep.config.rules import judge
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 
 Source = Literal["call", "config", "checkpoint", "default"]
 
@@ -78,13 +78,12 @@ def for_rows(effective: Effective, rows: int) -> list[Effective]:
     lists = {n: v for n, v in effective.items() if FIELDS[n].per_row and isinstance(v, list)}
     for name, values in lists.items():
         if len(values) != rows:
-            text = message(
+            raise RequestError(
                 f"{name} does not fit the rows of the call",
                 wanted=f"one value, or {rows} of them",
                 got=f"{len(values)} values",
                 do=f"Give {name} one value per row of the prompt",
             )
-            raise RequestError(text)
     if not lists:
         return [effective] * rows
     return [
@@ -105,14 +104,13 @@ def merge_configs(
     """
     given_config: object = passed
     if given_config is not None and not isinstance(given_config, GenerationConfig):
-        text = message(
+        raise RequestError(
             "generation_config is not a configuration",
             wanted="an everystep.GenerationConfig",
             got=type(passed).__name__,
             do="Build one with GenerationConfig(max_new_tokens=64, ...) or GenerationConfig."
             "from_dict(values)",
         )
-        raise RequestError(text)
     values = {name: field.default for name, field in FIELDS.items() if name not in META}
     sources: dict[str, Source] = dict.fromkeys(values, "default")
     layers: list[tuple[Source, GenerationConfig | None]]

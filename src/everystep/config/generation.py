@@ -22,7 +22,6 @@ from everystep.errors import (
     RequestError,
     UnknownArgumentError,
     UnsupportedError,
-    message,
     nearest,
 )
 from everystep.files.atomic import write_atomic
@@ -173,10 +172,9 @@ class GenerationConfig:
         self.validate(strict=True)
         folder = Path(save_directory)
         if folder.exists() and not folder.is_dir():
-            text = message(
+            raise RequestError(
                 "save_directory is a file", wanted="a folder", got=folder, do="Choose another place"
             )
-            raise RequestError(text)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_json_file(folder / (config_file_name or CONFIG_NAME))
 
@@ -237,8 +235,7 @@ class GenerationConfig:
             ("proxies", proxies, "Set the environment variable HTTPS_PROXY"),
         ):
             if given:
-                text = message(f"{option} has no effect here", got=repr(given), do=do)
-                raise UnsupportedError(text)
+                raise UnsupportedError(f"{option} has no effect here", got=repr(given), do=do)
         name = str(config_file_name or CONFIG_NAME)
         values, path = read_settings(
             pretrained_model_name,
@@ -291,11 +288,10 @@ class GenerationConfig:
         try:
             config = cls._inheriting(known)
         except RequestError as error:
-            text = message(
+            raise FormatError(
                 f"{name} holds a value that cannot be: {error}".rstrip("."),
                 do="Correct the file, or delete that line",
-            )
-            raise FormatError(text) from error
+            ) from error
         config.__dict__["extra"] = copy.deepcopy(extra)
         return config
 
@@ -331,7 +327,7 @@ def unknown_name(name: str, says: str) -> UnknownArgumentError:
     else:
         guess = nearest(name, [*(known for known in FIELDS if known not in META), *CALL_ONLY])
         do = f"The nearest is {guess}" if guess else "See everystep.config.FIELDS for all names"
-    return UnknownArgumentError(message(f"{says} {name!r}", do=do))
+    return UnknownArgumentError(f"{says} {name!r}", do=do)
 
 
 def _usable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,13 +345,12 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
         return config
     if hasattr(config, "to_dict"):
         return config.to_dict()
-    text = message(
+    raise RequestError(
         "not a model's config",
         wanted="a dict or an object with to_dict()",
         got=type(config).__name__,
         do="Pass model.config",
     )
-    raise RequestError(text)
 
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,10 +365,9 @@ def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_object(value: Any) -> Iterable[Any]:
-    text = message(
+    raise RequestError(
         "a value cannot be written as JSON",
         wanted="numbers, texts, lists and dicts",
         got=repr(value),
         do="Leave it out of what is saved and pass it in the call",
     )
-    raise RequestError(text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 
 
 def _same(value: Any) -> Any:
@@ -36,7 +36,7 @@ def require(holds: bool, name: str, wanted: str, got: object, do: str | None = N
     """RequestError unless it holds."""
     if not holds:
         do = do or f"Give {name} such a value"
-        raise RequestError(message(f"{name} is not valid", wanted=wanted, got=repr(got), do=do))
+        raise RequestError(f"{name} is not valid", wanted=wanted, got=repr(got), do=do)
 
 
 def plain(value: Any) -> Any:

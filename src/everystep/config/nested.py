@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from everystep.config.kinds import FRACTION, NUMBER, SIZE, Kind, integer, is_integer, list_of
-from everystep.errors import RequestError, UnknownArgumentError, message, nearest
+from everystep.errors import RequestError, UnknownArgumentError, nearest
 
 
 @dataclass
@@ -42,13 +42,12 @@ class _Nested:
             if name not in known:
                 guess = nearest(str(name), known)
                 do = f"The nearest is {guess}" if guess else "It knows " + ", ".join(sorted(known))
-                raise UnknownArgumentError(message(f"{cls.where} has no value {name!r}", do=do))
+                raise UnknownArgumentError(f"{cls.where} has no value {name!r}", do=do)
         try:
             return cls(**config_dict)
         except TypeError:
             what, got = f"{cls.where} is incomplete", ", ".join(config_dict)
-            text = message(what, wanted="ngram_len and keys", got=got, do="Add them")
-            raise RequestError(text) from None
+            raise RequestError(what, wanted="ngram_len and keys", got=got, do="Add them") from None
 
 
 @dataclass

@@ -21,7 +21,7 @@ from everystep.draws import fork_lineage
 from everystep.engine.events import token_events
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import last_choices
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 from everystep.strategies.base import Batch
 from everystep.types import (
     COLUMNS,
@@ -233,12 +233,10 @@ def _extend(
         sequence.memo.update(child.memo)
     if not 0 <= sequence.cached < sequence.length:
         raise InvariantError(
-            message(
-                "a sequence is cached beyond its tokens",
-                wanted="cached < length",
-                got=(sequence.cached, sequence.length),
-                do="Report this as a defect",
-            )
+            "a sequence is cached beyond its tokens",
+            wanted="cached < length",
+            got=(sequence.cached, sequence.length),
+            do="Report this as a defect",
         )
 
 

@@ -18,7 +18,7 @@ from everystep.engine.batches import later
 from everystep.engine.choices import NOBODYS
 from everystep.engine.feed import NO_IDS
 from everystep.engine.ledger import Ledger
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch
@@ -98,12 +98,10 @@ class DraftModel:
         executor = self.open()
         if executor.vocab_size != vocabulary:
             raise RequestError(
-                message(
-                    "the draft model has another vocabulary",
-                    wanted=f"{vocabulary} ids",
-                    got=executor.vocab_size,
-                    do="Choose a draft model with the tokenizer of the model itself",
-                )
+                "the draft model has another vocabulary",
+                wanted=f"{vocabulary} ids",
+                got=executor.vocab_size,
+                do="Choose a draft model with the tokenizer of the model itself",
             )
         return DraftRows(executor, self.tokens)
 

@@ -34,7 +34,7 @@ from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
 from everystep.engine.schedule import Scheduler
 from everystep.engine.snapshot import read, resume, written
-from everystep.errors import InvariantError, UnsupportedError, message
+from everystep.errors import InvariantError, UnsupportedError
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
 from everystep.types import (
@@ -117,12 +117,10 @@ class Engine:
         missing = request.needs - self.executor.abilities
         if missing:
             raise UnsupportedError(
-                message(
-                    f"{type(self.executor).__name__} cannot do what the request needs",
-                    wanted=", ".join(sorted(missing)),
-                    got=", ".join(sorted(self.executor.abilities)) or "none",
-                    do="Choose another executor, or leave out the option that needs it",
-                )
+                f"{type(self.executor).__name__} cannot do what the request needs",
+                wanted=", ".join(sorted(missing)),
+                got=", ".join(sorted(self.executor.abilities)) or "none",
+                do="Choose another executor, or leave out the option that needs it",
             )
         require_fitting(request, self.executor.inputs)
         self.drafters.open(request.drafter, self.executor.vocab_size)
@@ -384,4 +382,4 @@ def audit(engine: Engine) -> None:
 
 def _require(holds: bool, what: str, got: object) -> None:
     if not holds:
-        raise InvariantError(message(what, got=got, do="Report this as a defect"))
+        raise InvariantError(what, got=got, do="Report this as a defect")

@@ -24,7 +24,7 @@ from torch import Tensor
 from everystep.engine.given import Span
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import prompt_rows
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 from everystep.types import (
     COLUMNS,
     Columns,
@@ -213,7 +213,7 @@ def note_hidden(feeds: Feeds, output: StepOutput) -> None:
         columns = columns_of(sequence)
         if columns.length < start:
             raise InvariantError(
-                message("hidden states are missing", wanted=f"from {columns.length} on", got=start)
+                "hidden states are missing", wanted=f"from {columns.length} on", got=start
             )
         hidden = cast(Tensor, output.answers[feed].hidden)
         columns.append(hidden[columns.length - start :])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.types import Given, InputSpec, Prompt, Request
 
 
@@ -78,7 +78,7 @@ def require_fitting(request: Request, declared: Mapping[str, InputSpec]) -> None
     reads."""
     for prompt in (request.prompt, *request.companions):
         for what, wanted, got in _misfits(prompt, declared):
-            raise RequestError(message(f"{what} does not fit", wanted=wanted, got=got))
+            raise RequestError(f"{what} does not fit", wanted=wanted, got=got)
 
 
 def _misfits(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from everystep.engine.feed import Grant, scattered
-from everystep.errors import CapacityError, message
+from everystep.errors import CapacityError
 from everystep.types import Group
 
 Preempt = Callable[[Group], None]
@@ -177,10 +177,9 @@ def _positions(group: Group) -> int:
 
 def _require(what: str, needed: int, limit: int, name: str) -> None:
     if needed > limit:
-        text = message(
+        raise CapacityError(
             f"the request needs more {what} than there are",
             wanted=f"at most {limit}",
             got=needed,
             do=f"Raise {name} or lower num_beams / num_return_sequences",
         )
-        raise CapacityError(text)

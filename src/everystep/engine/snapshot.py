@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, message
+from everystep.errors import FormatError, RequestError
 from everystep.types import Companion, Group, Request, Sequence, values_of
 from everystep.types.stored import from_bytes, to_bytes
 
@@ -44,14 +44,12 @@ def read(data: bytes, request: Request) -> dict[str, Any]:
     same = isinstance(saved, dict) and saved.get("version") == _VERSION
     if not same or saved.get("fingerprint") != fingerprint(request):
         raise RequestError(
-            message(
-                "what was saved is of another request, or of another version",
-                wanted="the same prompt, strategy, draws, lengths and kinds of processors",
-                do="Make the request again as it was made when it was saved",
-            )
+            "what was saved is of another request, or of another version",
+            wanted="the same prompt, strategy, draws, lengths and kinds of processors",
+            do="Make the request again as it was made when it was saved",
         )
     if not saved.keys() >= {"rank", "tokens", "live", *_OF_GROUP}:
-        raise FormatError(message("a saved generation is damaged", got=sorted(saved)))
+        raise FormatError("a saved generation is damaged", got=sorted(saved))
     return saved
 
 
@@ -75,7 +73,7 @@ def resume(group: Group, saved: dict[str, Any]) -> list[np.ndarray]:
             for own, known in zip(tokens, saved["live"], strict=True)
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(message("a saved generation is damaged", got=error)) from error
+        raise FormatError("a saved generation is damaged", got=error) from error
     return tokens
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from everystep.adapters import LoRA
 from everystep.cache.formats import CacheDtype, Quantization
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status
 from everystep.executors.torch_executor import TorchExecutor
@@ -33,7 +33,7 @@ def open_executor(
     RequestError where rows are to be kept in two ways.
     """
     if quantization is not None and cache_dtype is not None:
-        refuse(
+        raise RequestError(
             "cache_dtype and a quantised cache both say how rows keep what they hold",
             wanted="one of the two",
             got=f"cache_dtype={cache_dtype!r} and a quantised cache",
@@ -46,11 +46,10 @@ def open_executor(
     if name == "torch" or (name == "auto" and reasons):
         return TorchExecutor(model, quantization, cache_dtype, adapters)
     if reasons:
-        refuse(
+        raise UnsupportedError(
             "the native executor cannot run this",
             got=reasons[0],
             do="Load the model with executor='auto' or 'torch'",
-            kind=UnsupportedError,
         )
     return NativeExecutor(model, cache_dtype)
 
@@ -58,11 +57,10 @@ def open_executor(
 def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:
     """Raises UnsupportedError if rows of this model cannot keep keys and values in this type."""
     if cache_dtype is not None and model.network.encodes:
-        refuse(
+        raise UnsupportedError(
             "a model with an encoder keeps keys and values in the type that it computes in",
             got=f"cache_dtype={cache_dtype!r}",
             do="Leave cache_dtype out",
-            kind=UnsupportedError,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everystep.cache.plan import runs
-from everystep.errors import refuse
+from everystep.errors import RequestError
 from everystep.nn.network import Network
 from everystep.types import InputSpec, Work
 
@@ -41,7 +41,7 @@ def position_ids(work: Work, axes: int = 1) -> np.ndarray:
     for f, given in own_positions(work):
         count = int(work.counts[f])
         if given.shape[-1] != count or given.numel() not in (count, axes * count):
-            refuse(
+            raise RequestError(
                 "position_ids do not fit the model",
                 wanted=f"{axes} x {count}" if axes > 1 else f"one position per token, {count}",
                 got=tuple(given.shape),

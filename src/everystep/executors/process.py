@@ -24,7 +24,7 @@ from types import FrameType
 
 import torch
 
-from everystep.errors import CapacityError, message
+from everystep.errors import CapacityError
 
 _PACKAGE = __name__.partition(".")[0]
 _PATIENCE = 5.0  # seconds
@@ -44,11 +44,9 @@ def out_of_memory(error: Exception) -> CapacityError | None:
     if not known and "allocate memory" not in str(error):
         return None
     return CapacityError(
-        message(
-            "memory ran out in a step",
-            got=str(error).partition("\n")[0] or None,
-            do="Run fewer or shorter sequences at once",
-        )
+        "memory ran out in a step",
+        got=str(error).partition("\n")[0] or None,
+        do="Run fewer or shorter sequences at once",
     )
 
 

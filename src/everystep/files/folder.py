@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from everystep.errors import FormatError, message
+from everystep.errors import FormatError
 from everystep.files.opening import impostor, is_there, open_regular
 from everystep.files.safetensors import Weights, missing_in, open_weights
 from everystep.files.strict_json import field, read_json
@@ -55,9 +55,7 @@ def _check_config(config: dict[str, object], name: str) -> None:
     field(config, "model_type", str, name)
     architectures = field(config, "architectures", list, name, [])
     if not all(isinstance(entry, str) for entry in architectures):
-        raise FormatError(
-            message(f"{name}: the field 'architectures' should hold names", got=architectures)
-        )
+        raise FormatError(f"{name}: the field 'architectures' should hold names", got=architectures)
     _check_token_ids(config, name)
 
 
@@ -67,7 +65,7 @@ def _check_token_ids(config: dict[str, object], name: str) -> None:
         ids = value if isinstance(value, list) else [value]
         if value is not None and not all(type(one) is int for one in ids):
             raise FormatError(
-                message(f"{name}: the field {key!r} is of the wrong kind", wanted="ids", got=value)
+                f"{name}: the field {key!r} is of the wrong kind", wanted="ids", got=value
             )
 
 
@@ -79,5 +77,5 @@ def find_tokenizer(file: Path) -> Path | None:
         start = opened.read(64)
     known = "empty" if not start.strip() else impostor(start)
     if known is not None:
-        raise FormatError(message(f"{file} is {known}"))
+        raise FormatError(f"{file} is {known}.")
     return file

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, UnsupportedError, message, nearest, refuse
+from everystep.errors import FormatError, UnsupportedError, nearest
 from everystep.files.gguf_blocks import SUPPORTED, decode_blocks
 from everystep.files.gguf_header import GgufTensor, read_header
 from everystep.files.opening import open_regular, size_of
@@ -41,11 +41,10 @@ class GgufFile:
         tensor = self._tensor(name)
         block = tensor.block
         if block.decode is None:
-            refuse(
+            raise UnsupportedError(
                 f"{self.path}: tensor {name!r} is stored as {block.name}",
                 wanted=", ".join(SUPPORTED),
                 do="Convert the model to one of these, for example Q8_0",
-                kind=UnsupportedError,
             )
         row = tensor.shape[-1] // block.elements * block.nbytes
         return self.data[tensor.offset : tensor.end].view(*tensor.shape[:-1], row)
@@ -73,7 +72,7 @@ class GgufFile:
         if name not in self.tensors:
             close = nearest(name, self.tensors)
             do = f"The nearest name is {close!r}" if close else None
-            raise FormatError(message(f"{self.path} holds no tensor {name!r}", do=do))
+            raise FormatError(f"{self.path} holds no tensor {name!r}", do=do)
         return self.tensors[name]
 
 
@@ -86,7 +85,7 @@ def read_gguf(path: str | PathLike[str]) -> GgufFile:
     path = Path(path)
     with open_regular(path) as file:
         if size_of(file) == 0:
-            raise FormatError(message(f"{path}: the file is empty"))
+            raise FormatError(f"{path}: the file is empty.")
         # Copy on write: torch has no read-only tensors, and the file must never change.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     metadata, tensors = read_header(memoryview(mapped), str(path))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 
 # Values decoded at a time. torch splits operations on 32,768 values or more among its threads;
 # where other programs use the cores as well, each of these thousands of operations would then wait
@@ -45,7 +45,7 @@ def decode_blocks(kind: BlockType, raw: Tensor, dtype: torch.dtype) -> Tensor:
     The result owns its memory.
     """
     if kind.decode is None:
-        raise InvariantError(message(f"blocks of {kind.name} were to be decoded"))
+        raise InvariantError(f"blocks of {kind.name} were to be decoded.")
     blocks = raw.view(-1, kind.nbytes)
     values = torch.empty(blocks.shape[0], kind.elements, dtype=dtype)
     step = max(1, _CHUNK_VALUES // kind.elements)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.errors import FormatError, UnsupportedError, message, refuse
+from everystep.errors import FormatError, UnsupportedError
 from everystep.files.gguf_blocks import BlockType, block_type
 from everystep.files.opening import impostor
 
@@ -115,7 +115,7 @@ class _Reader:
         return len(self.data) - self.position
 
     def error(self, what: str, wanted: object = None, got: object = None) -> FormatError:
-        return FormatError(message(f"{self.name}: {what}", wanted=wanted, got=got))
+        return FormatError(f"{self.name}: {what}", wanted=wanted, got=got)
 
     def take(self, nbytes: int, what: str) -> memoryview:
         if nbytes > self.left:
@@ -153,12 +153,11 @@ def _read_preamble(reader: _Reader) -> tuple[int, int]:
     version = reader.u32("the version")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-        refuse(
+        raise UnsupportedError(
             f"{reader.name}: this version of GGUF is not read",
             wanted="2 or 3, little-endian",
             got=f"{swapped} in big-endian order" if 0 < swapped < version else version,
             do="Convert the model again with a current tool",
-            kind=UnsupportedError,
         )
     tensors, keys = reader.u64("the tensor count"), reader.u64("the metadata count")
     for what, count, limit, least in (
@@ -245,11 +244,10 @@ def _read_numbers(reader: _Reader, what: str, code: int, count: int) -> list[obj
 def _refuse_split(reader: _Reader, metadata: dict[str, object]) -> None:
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
-        refuse(
+        raise UnsupportedError(
             f"{reader.name}: this is one of the {parts} parts of a split model",
             wanted="a whole model in one file",
             do="Merge the parts first, for example with llama-gguf-split --merge",
-            kind=UnsupportedError,
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from everystep.errors import DownloadError, EverystepError, MissingFileError, message, refuse
+from everystep.errors import DownloadError, EverystepError, MissingFileError
 
 ALLOWED = (
     "*.json",
@@ -83,11 +83,10 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
     }
     folder = _fetched(partial(snapshot_download, **patterns), hub_id, access, offline)
     if access.weights and not any(folder.glob("*.safetensors")):
-        refuse(
+        raise MissingFileError(
             f"the hub repository {hub_id} holds no safetensors weights",
             do=f"If it holds GGUF files name one as {hub_id}:FILE.gguf; pickled weights "
             "must be converted to safetensors by somebody who trusts them",
-            kind=MissingFileError,
         )
     return folder
 
@@ -120,17 +119,13 @@ def _fetched(
 def _hub_error(hub_id: HubId, offline: bool, error: Exception) -> EverystepError:
     if offline:
         return MissingFileError(
-            message(
-                f"{hub_id} is not in the hub's cache on this machine and the library is offline",
-                do="Fetch it once with a network, or give the path of a local copy",
-            )
+            f"{hub_id} is not in the hub's cache on this machine and the library is offline",
+            do="Fetch it once with a network, or give the path of a local copy",
         )
     # The first line says it; what follows is the client's own advice.
     lines = str(error).strip().splitlines() or ["no reason given"]
     return DownloadError(
-        message(
-            f"{hub_id} could not be fetched from the hub",
-            got=f"{type(error).__name__}: {lines[0]}",
-            do="Check the name, the network, and that you may read it (HF_TOKEN for gated models)",
-        )
+        f"{hub_id} could not be fetched from the hub",
+        got=f"{type(error).__name__}: {lines[0]}",
+        do="Check the name, the network, and that you may read it (HF_TOKEN for gated models)",
     )

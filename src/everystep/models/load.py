@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError, message, refuse
+from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.loader import (
@@ -134,11 +134,10 @@ def convert_model(
     weights = dict(stored_weights(model))
     quantised = any(isinstance(one, QuantizedWeight) for one in weights.values())
     if learns and dtype is None and quantised:
-        refuse(
+        raise UnsupportedError(
             "quantised weights are a frozen copy, which cannot learn",
             wanted="a model with float weights",
             do="Load it with quantize=None or with a dtype, or convert it with to(dtype=...)",
-            kind=UnsupportedError,
         )
     family = find_family(model.config.model_type)
     wanted = model.dtype if dtype is None else _supported(dtype)
@@ -164,10 +163,9 @@ def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
     are packed.
     """
     if not model.learns:
-        refuse(
+        raise UnsupportedError(
             "the model's weights are packed, and nothing can change them",
             do="Call model.requires_grad_() first",
-            kind=UnsupportedError,
         )
     held = network_weights(model.network)
     return [(key, weight) for key, weight in held if isinstance(weight, Tensor)]
@@ -202,11 +200,8 @@ def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     found = _DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
-        refuse(
-            "config.json: dtype is unknown",
-            wanted=", ".join(_DTYPES),
-            got=repr(name),
-            kind=FormatError,
+        raise FormatError(
+            "config.json: dtype is unknown", wanted=", ".join(_DTYPES), got=repr(name)
         )
     return found
 
@@ -214,7 +209,7 @@ def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
 def _beside_codes(given: torch.dtype | None) -> torch.dtype:
     """float32, in which everything beside quantised weights is computed."""
     if given not in (None, torch.float32):
-        refuse(
+        raise RequestError(
             "quantised weights are computed with in float32",
             wanted="no dtype, or torch.float32",
             got=given,
@@ -226,7 +221,7 @@ def _beside_codes(given: torch.dtype | None) -> torch.dtype:
 def _supported(dtype: torch.dtype) -> torch.dtype:
     if dtype not in _DTYPES.values():
         wanted = ", ".join(_DTYPES)
-        refuse("no model runs in this type", wanted=wanted, got=dtype, kind=UnsupportedError)
+        raise UnsupportedError("no model runs in this type", wanted=wanted, got=dtype)
     return dtype
 
 
@@ -243,18 +238,17 @@ def _check_names(family: Family, spec: Any, loader: WeightLoader) -> None:
     unexpected = [name for name in unknown if not family.leaves_over(spec, name)]
     if missing:
         near = f"; there are also unknown ones: {_some(unexpected)}" if unexpected else ""
-        refuse(f"weights are missing: {_some(missing)}{near}", kind=FormatError)
+        raise FormatError(f"weights are missing: {_some(missing)}{near}")
     if unexpected:
-        refuse(
+        raise FormatError(
             f"there are weights that this model has no place for: {_some(unexpected)}",
             do="Check that config.json and weights belong together",
-            kind=FormatError,
         )
     for name, shape in wanted.items():
         given = tuple(loader.source.shape(name))
         if given != shape:
             what = f"the weight {name!r} does not fit config.json"
-            refuse(what, wanted=shape, got=given, kind=FormatError)
+            raise FormatError(what, wanted=shape, got=given)
 
 
 def _some(names: list[str], count: int = 4) -> str:
@@ -267,20 +261,18 @@ def usable_device(device: str | int | torch.device) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        text = message(
+        raise RequestError(
             "device is no device",
             wanted="'cpu', 'cuda', 'cuda:1' or a torch.device",
             got=repr(device),
             do="Pass device='cpu', say",
-        )
-        raise RequestError(text) from error
+        ) from error
     count = torch.cuda.device_count() if found.type == "cuda" else 0
     if found.type == "cuda" and (found.index or 0) >= count:
-        refuse(
+        raise UnsupportedError(
             f"device {str(found)!r} is not on this machine",
             wanted="a device that torch.cuda sees",
             got=f"{count} of them" if count else "no CUDA device",
             do="Pass device='cpu', or install the driver and a build of torch with CUDA",
-            kind=UnsupportedError,
         )
     return found

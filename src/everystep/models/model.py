@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.cache.containers import Cache
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits
 from everystep.nn.modes import inference_mode
@@ -27,10 +27,9 @@ def refuse_copies(holder: object, protocol: object) -> NoReturn:
 
     That would take gigabytes, and twice as many on the way.
     """
-    refuse(
+    raise UnsupportedError(
         f"a {type(holder).__name__} holds the weights of a model, and is not copied or pickled",
         do="Let threads share one model; in another process load it again",
-        kind=UnsupportedError,
     )
 
 
@@ -89,18 +88,17 @@ class Model:
         UnsupportedError where a gradient would have to pass through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
-            refuse(
+            raise RequestError(
                 "decoder_input_ids belong to models with an encoder, and only to them",
                 wanted="decoder_input_ids" if self.network.encodes else "none",
             )
         if position_ids is not None and not self.has_positions:
             do = "Leave them out"
-            refuse("this model knows no position_ids", do=do, kind=UnsupportedError)
+            raise UnsupportedError("this model knows no position_ids", do=do)
         if self.network.encodes and cache is not None:
-            refuse(
+            raise UnsupportedError(
                 "a forward of a model with an encoder keeps no cache",
                 do="Pass all decoder_input_ids each time, or call generate",
-                kind=UnsupportedError,
             )
         return dense_logits(
             self.network,
@@ -116,12 +114,12 @@ class Model:
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
         if not self.network.encodes:
-            refuse("this model has no encoder", kind=UnsupportedError)
+            raise UnsupportedError("this model has no encoder")
         with inference_mode():
             if prompt.embeds is not None:
                 hidden = prompt.embeds.to(self.device, self.dtype)
             elif prompt.ids is not None:
                 hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
             else:
-                refuse("there is nothing to encode", wanted="ids or embeddings")
+                raise RequestError("there is nothing to encode", wanted="ids or embeddings")
             return self.network.encode(hidden[None], None, heard)[0]

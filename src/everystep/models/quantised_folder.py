@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, UnsupportedError, refuse
+from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.files.safetensors import Weights
 from everystep.models.load import InPanels, build_model, stored_weights
 from everystep.models.model import Model
@@ -36,24 +36,22 @@ def folder_format(config: Mapping[str, Any]) -> Rounding | None:
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        refuse(f"config.json: {CONFIG_KEY} should be an object", got=given, kind=FormatError)
+        raise FormatError(f"config.json: {CONFIG_KEY} should be an object", got=given)
     method, version = given.get("quant_method"), given.get("version")
     if (method, version) != (METHOD, VERSION):
-        refuse(
+        raise UnsupportedError(
             "these quantised weights have no reader here",
             wanted=f"quant_method {METHOD!r}, version {VERSION}",
             got=f"quant_method {method!r}, version {version!r}",
             do="Load the model that they were made from",
-            kind=UnsupportedError,
         )
     for format in _FORMATS:
         if given.get("format") == format:
             return format
-    refuse(
+    raise FormatError(
         f"config.json: format in {CONFIG_KEY}",
         wanted=" or ".join(_FORMATS),
         got=repr(given.get("format")),
-        kind=FormatError,
     )
 
 
@@ -75,7 +73,7 @@ def build_quantised_model(
     format = folder_format(config)
     source = _Joined(weights, format or "int8")
     if quantize not in ("auto", None, format):
-        refuse(
+        raise RequestError(
             "weights that were rounded before are not rounded again",
             wanted=f"'auto', {format!r} or None for quantize",
             got=repr(quantize),
@@ -118,7 +116,7 @@ class _Joined:
         for name in self._quantised_names():
             _check_parts(self.weights, name, self.format)
         if not self._quantised_names():
-            refuse(f"the folder is said to be {self.format}, but has no codes", kind=FormatError)
+            raise FormatError(f"the folder is said to be {self.format}, but has no codes")
 
     def names(self) -> Iterable[str]:
         plain = [name for name in self.weights.names() if name.rpartition(".")[2] not in _SUFFIXES]
@@ -150,16 +148,16 @@ class _Joined:
 def _check_whole(weights: Weights, base: str) -> None:
     for suffix in ("codes", "scales"):
         if f"{base}.{suffix}" not in weights:
-            refuse(f"the quantised weight {base!r} has no {suffix}", kind=FormatError)
+            raise FormatError(f"the quantised weight {base!r} has no {suffix}")
     if base in weights:
-        refuse(f"the weight {base!r} is there twice, as codes and as floats", kind=FormatError)
+        raise FormatError(f"the weight {base!r} is there twice, as codes and as floats")
 
 
 def _check_parts(weights: Weights, base: str, format: Rounding) -> None:
     shape = weights.shape(f"{base}.codes")
     if len(shape) != 2 or (format == "int4" and shape[1] % (BLOCK // 2)):
         wanted = "rows of whole blocks"
-        refuse(f"{base}.codes is misshaped", wanted=wanted, got=shape, kind=FormatError)
+        raise FormatError(f"{base}.codes is misshaped", wanted=wanted, got=shape)
     rows, width = shape
     halves = (torch.float16, (rows, width // (BLOCK // 2)))
     if format == "int8":
@@ -172,9 +170,8 @@ def _check_parts(weights: Weights, base: str, format: Rounding) -> None:
             continue
         found = (weights.dtype(name), weights.shape(name))
         if found != parts.get(suffix):
-            refuse(
+            raise FormatError(
                 f"{name} does not fit the format {format}",
                 wanted=parts.get(suffix, "no minimums"),
                 got=found,
-                kind=FormatError,
             )

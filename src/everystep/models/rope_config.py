@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
 from everystep.nn.rotary import (
     Dynamic,
@@ -63,12 +63,11 @@ def _check_keys(values: Mapping[str, Any], kind: str) -> None:
     # Keys of other kinds are often left over from an edit: they would be ignored in silence.
     unknown = {k for k, v in values.items() if v is not None} - _COMMON - _KINDS[kind][1]
     if unknown:
-        refuse(
+        raise UnsupportedError(
             f"config.json: the rope parameters of type {kind!r} have keys it does not know",
             wanted=", ".join(sorted(_COMMON | _KINDS[kind][1])),
             got=", ".join(sorted(unknown)),
             do="Remove them",
-            kind=UnsupportedError,
         )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import UnsupportedError
 from everystep.nn.panels import Panels
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 
@@ -168,11 +168,10 @@ def shared_linear(
 def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raises UnsupportedError if a gradient would have to pass from packed weights to a tensor."""
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
-        refuse(
+        raise UnsupportedError(
             "packed weights are a frozen copy, and no gradient passes through them",
             wanted="plain float weights, or inputs that require no gradient",
             do="Call model.requires_grad_(), or compute under torch.no_grad()",
-            kind=UnsupportedError,
         )
 
 

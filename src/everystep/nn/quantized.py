@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, refuse
+from everystep.errors import InvariantError
 
 Format = Literal["int8", "int4", "q8_0", "q4_0", "q4_1"]
 
@@ -110,7 +110,7 @@ class QuantizedWeight:
         if not all(first.alike(part) for part in parts):
             formats = ", ".join(f"{part.format} of {part.columns} columns" for part in parts)
             what = "rows of different formats were to be joined"
-            refuse(what, got=formats, kind=InvariantError)
+            raise InvariantError(what, got=formats)
         if len(parts) == 1:
             return first
         columns = zip(*(part._tensors() for part in parts), strict=True)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import UnsupportedError
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 
 Rounding = Literal["int8", "int4"]
@@ -29,12 +29,11 @@ def quantize(values: Tensor, format: Rounding) -> QuantizedWeight:
     if format == "int8":
         return _int8(values)
     if values.shape[1] % BLOCK:
-        refuse(
+        raise UnsupportedError(
             "int4 needs inputs in whole groups",
             wanted=f"a multiple of {BLOCK}",
             got=values.shape[1],
             do="Use int8",
-            kind=UnsupportedError,
         )
     step = max(1, _STRETCH_VALUES // values.shape[1])
     stretches = torch.split(values.float(), step)
@@ -74,12 +73,11 @@ def _storable(values: Tensor) -> Tensor:
     """float16; what is too large for it is an error, since codes could not make up for it."""
     stored = values.half()
     if not bool(stored.isfinite().all()):
-        refuse(
+        raise UnsupportedError(
             "a weight is too large for a float16 scale",
             wanted=f"scales and minimums up to {torch.finfo(torch.float16).max:.0f}",
             got=float(values.abs().amax()),
             do="Use int8",
-            kind=UnsupportedError,
         )
     return stored
 

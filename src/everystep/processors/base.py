@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.errors import RequestError, UnsupportedError
 from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit
 from everystep.processors.stacking import Numbers, Parameter, admit, require_rows
@@ -87,12 +87,11 @@ class LogitsProcessor:
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""
-        text = message(
+        raise UnsupportedError(
             f"{type(self).__name__} does not say what it does with scores",
             wanted="a method __call__(input_ids, scores)",
             do="Define it in the class",
         )
-        raise UnsupportedError(text)
 
 
 class Filter(LogitsProcessor):
@@ -162,13 +161,12 @@ class LogitsProcessorList(list[Any]):
             further = list(inspect.signature(processor.__call__).parameters)[2:]
             missing = [name for name in further if name not in kwargs]
             if missing:
-                text = message(
+                raise RequestError(
                     f"{type(processor).__name__} needs more than ids and scores",
                     wanted=", ".join(further),
                     got=", ".join(kwargs) or "neither of them",
                     do=f"Pass {', '.join(missing)} as keywords",
                 )
-                raise RequestError(text)
             scores = processor(input_ids, scores, **(kwargs if further else {}))
         return scores
 
@@ -224,10 +222,9 @@ class UserProcessor:
         if isinstance(result, Tensor) and result.shape == scores.shape:
             return result
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        text = message(
+        raise RequestError(
             f"logits processor {self.call!r} returned something else than scores",
             wanted=f"a tensor of shape {tuple(scores.shape)}",
             got=got,
             do="Let it return the scores, changed or not",
         )
-        raise RequestError(text)

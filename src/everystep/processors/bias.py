@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, is_number, require
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit, places
 from everystep.processors.stacking import Parameter
@@ -53,13 +53,12 @@ def check_width(ids: Iterable[int], size: int | None, name: str) -> None:
     """RequestError if there is an id that no score belongs to; nothing if the size is unknown."""
     beyond = [] if size is None else sorted({token for token in ids if token >= size})
     if beyond:
-        text = message(
+        raise RequestError(
             f"{name} names ids beyond the vocabulary",
             wanted=f"ids below {size}",
             got=beyond,
             do="Use ids of this model's tokenizer",
         )
-        raise RequestError(text)
 
 
 @dataclass(frozen=True)
@@ -168,13 +167,12 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     def _tokens(self, batch_id: int, ids: Tensor) -> list[int]:
         tokens = list(self.prefix_allowed_tokens_fn(batch_id, ids))
         if not tokens:
-            text = message(
+            raise RequestError(
                 f"prefix_allowed_tokens_fn allows nothing for batch id {batch_id}",
                 wanted="at least one token",
                 got="none",
                 do="Let it return the end token where a text is complete",
             )
-            raise RequestError(text)
         return tokens
 
     def _all_beams(self, rows: Rows, hopeless: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import NUMBER, POSITIVE, SIZE, integer, number, require
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.stacking import Parameter
 
@@ -120,13 +120,12 @@ class DiaClassifierFreeGuidanceLogitsProcessor(ClassifierFreeGuidanceLogitsProce
 def _halves(input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     rows = input_ids.shape[0]
     if scores.shape[0] != 2 * rows:
-        text = message(
+        raise RequestError(
             "guidance needs the scores of both prompts, the negative ones last",
             wanted=f"{2 * rows} rows of scores for {rows} of input_ids",
             got=f"{scores.shape[0]}",
             do="Run both halves through the model as one batch",
         )
-        raise RequestError(text)
     return scores[:rows], scores[rows:]
 
 

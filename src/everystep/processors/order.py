@@ -16,7 +16,7 @@ from torch import Tensor
 from everystep.config import kinds
 from everystep.config.fields import FIELDS
 from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingConfig
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.processors import bias, length, repetition, warpers
 from everystep.processors.base import UserProcessor, reads_rows
 from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -102,13 +102,12 @@ def _breaker(given: str | int, facts: Facts) -> int:
     if not isinstance(given, str):
         return given
     if facts.encode is None:
-        text = message(
+        raise RequestError(
             "dry_sequence_breakers holds a text, which needs a tokenizer",
             wanted="tokenizer=..., or token ids",
             got=repr(given),
             do="Pass tokenizer=tokenizer to generate",
         )
-        raise RequestError(text)
     return int(facts.encode("a" + given)[-1])
 
 
@@ -130,25 +129,23 @@ def _prefix(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
 
 def _forced_eos(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     if facts.max_length is None:
-        text = message(
+        raise RequestError(
             "forced_eos_token_id needs a last place",
             wanted="a max_length",
             got=None,
             do="Set max_length or max_new_tokens",
         )
-        raise RequestError(text)
     return kind(facts.max_length, value)
 
 
 def _decay(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     if not facts.eos:
-        text = message(
+        raise RequestError(
             "exponential_decay_length_penalty needs an end token",
             wanted="eos_token_id",
             got=None,
             do="Set eos_token_id, or leave the penalty out",
         )
-        raise RequestError(text)
     bias.check_width(facts.eos, facts.vocab_size, "eos_token_id")
     return kind(value, facts.eos, None)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.config.kinds import SIZE, Kind, plain, require
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 
 Numbers = float | tuple[float, ...]
 Counts = int | tuple[int, ...]
@@ -105,13 +105,12 @@ def require_rows(processor: object, rows: int) -> None:
     """RequestError unless every parameter is one number, or one for each of the rows."""
     for name, value in _several(processor).items():
         if len(value) != rows:
-            text = message(
+            raise RequestError(
                 f"{name} of {type(processor).__name__} does not fit the rows",
                 wanted=f"one number, or {rows} of them",
                 got=len(value),
                 do="Give one number per row of input_ids",
             )
-            raise RequestError(text)
 
 
 def _changed(processor: P, values: dict[str, Any]) -> P:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everystep.config.kinds import plain
 from everystep.config.nested import SynthIDTextWatermarkingConfig as Config
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.types import Rows
 
@@ -165,13 +165,12 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
 
 def _rectangle(input_ids: Tensor) -> np.ndarray:
     if input_ids.dim() != 2:
-        text = message(
+        raise RequestError(
             "input_ids is not a rectangle",
             wanted="a tensor of shape (rows, length)",
             got=tuple(input_ids.shape),
             do="Pass one row of ids per text",
         )
-        raise RequestError(text)
     return input_ids.detach().cpu().numpy()
 
 

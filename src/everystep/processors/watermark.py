@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, SIZE, integer, one_of
 from everystep.config.nested import WatermarkingConfig
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit, places
 from everystep.processors.stacking import Parameter
@@ -260,23 +260,21 @@ class WatermarkDetector:
         ids: np.ndarray = input_ids.detach().cpu().numpy()
         begins = ids[:, 0] == self.bos_token_id
         if begins.any() != begins.all():
-            text = message(
+            raise RequestError(
                 "some texts begin with the begin token and others do not",
                 wanted="all or none",
                 got=f"{int(begins.sum())} of {len(begins)}",
                 do="Tokenize all texts in the same way",
             )
-            raise RequestError(text)
         ids = ids[:, 1:] if begins.all() else ids
         width = self.processor.context_width
         if ids.shape[1] <= width:
-            text = message(
+            raise RequestError(
                 "the texts are too short to score",
                 wanted=f"more than context_width={width} ids",
                 got=ids.shape[1],
                 do="Pass longer texts",
             )
-            raise RequestError(text)
         return ids
 
     def _counts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

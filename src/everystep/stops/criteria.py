@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, UnsupportedError, message
+from everystep.errors import RequestError, UnsupportedError
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
@@ -31,12 +31,10 @@ class StoppingCriteria:
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            message(
-                "this criterion does not say when to stop",
-                wanted="a subclass with __call__(input_ids, scores, **kwargs)",
-                got=type(self).__name__,
-                do="Define __call__",
-            )
+            "this criterion does not say when to stop",
+            wanted="a subclass with __call__(input_ids, scores, **kwargs)",
+            got=type(self).__name__,
+            do="Define __call__",
         )
 
 
@@ -133,12 +131,10 @@ class ConfidenceCriteria(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
         if scores is None:
             raise RequestError(
-                message(
-                    "ConfidenceCriteria needs the scores of the newest id",
-                    wanted="one tensor of scores per step",
-                    got="None",
-                    do="Set return_dict_in_generate=True and output_scores=True",
-                )
+                "ConfidenceCriteria needs the scores of the newest id",
+                wanted="one tensor of scores per step",
+                got="None",
+                do="Set return_dict_in_generate=True and output_scores=True",
             )
         confidence = scores[-1].softmax(-1)[0, input_ids[0, -1]]
         return bool(confidence < self.assistant_confidence_threshold)
@@ -232,12 +228,10 @@ def _checked(criteria: Any) -> Iterable[Any]:
     if isinstance(criteria, (list, tuple)) and all(map(callable, criteria)):
         return criteria
     raise RequestError(
-        message(
-            "stopping_criteria is not a list of criteria",
-            wanted="a list or StoppingCriteriaList of functions of (input_ids, scores)",
-            got=repr(criteria),
-            do="Put the criterion in a list",
-        )
+        "stopping_criteria is not a list of criteria",
+        wanted="a list or StoppingCriteriaList of functions of (input_ids, scores)",
+        got=repr(criteria),
+        do="Put the criterion in a list",
     )
 
 

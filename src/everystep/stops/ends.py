@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.types import FinishReason
 from everystep.types.candidates import Candidates
 
@@ -110,11 +110,10 @@ class UserStop:
         answer = self.call(torch.from_numpy(ids), scores)
         ends = answer.cpu().numpy() if isinstance(answer, Tensor) else np.asarray(answer)
         if ends.shape not in ((), (len(ids),), (len(ids), 1)) or ends.dtype != np.bool_:
-            text = message(
+            raise RequestError(
                 f"stopping criterion {self.call!r} returned something else",
                 wanted=f"{len(ids)} bools or one",
                 got=repr(answer),
                 do="Let it return a bool tensor with one value per row",
             )
-            raise RequestError(text)
         return np.broadcast_to(ends.reshape(-1), (len(ids),))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError
 from everystep.types import FinishReason
 from everystep.types.candidates import Candidates
 
@@ -38,13 +38,12 @@ class StopStrings:
 
     def __post_init__(self) -> None:
         if not self.strings or not all(self.strings):
-            text = message(
+            raise RequestError(
                 "stop_strings is not valid",
                 wanted="strings that are not empty",
                 got=repr(self.strings),
                 do="Leave empty strings out",
             )
-            raise RequestError(text)
         spelled = tuple((string, string.encode()) for string in self.strings)
         object.__setattr__(self, "_spelled", spelled)
         object.__setattr__(self, "_last_bytes", frozenset(whole[-1] for _, whole in spelled))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
 
-from everystep.errors import RequestError, UnknownArgumentError, message, nearest
+from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.types import FinishReason
 from everystep.types.batch import Batch
 from everystep.types.protocols import DecidesLate, Reads, Strategy
@@ -60,11 +60,9 @@ def strategy_named(name: str) -> type:
     known = strategy_names()
     near = nearest(name, known)
     raise UnknownArgumentError(
-        message(
-            f"no strategy is called {name!r}",
-            wanted=", ".join(known),
-            do=f"Perhaps you meant {near}" if near else "Install the package that has it",
-        )
+        f"no strategy is called {name!r}",
+        wanted=", ".join(known),
+        do=f"Perhaps you meant {near}" if near else "Install the package that has it",
     )
 
 
@@ -73,11 +71,9 @@ def _require_one(name: str, kinds: list[type]) -> None:
     first, *others = dict.fromkeys(kinds)
     for other in others:
         raise RequestError(
-            message(
-                f"two strategies are called {name!r}",
-                got=f"{first.__qualname__} and {other.__qualname__}",
-                do="Give one of them another name",
-            )
+            f"two strategies are called {name!r}",
+            got=f"{first.__qualname__} and {other.__qualname__}",
+            do="Give one of them another name",
         )
 
 
@@ -86,10 +82,8 @@ def undrawable() -> FinishReason:
     return FinishReason(
         "error",
         RequestError(
-            message(
-                "no token can be drawn: the scores of a sequence hold nan, or nothing but -inf",
-                wanted="at least one finite score, and neither nan nor +inf",
-                do="Relax the processors, or set remove_invalid_values=True",
-            )
+            "no token can be drawn: the scores of a sequence hold nan, or nothing but -inf",
+            wanted="at least one finite score, and neither nan nor +inf",
+            do="Relax the processors, or set remove_invalid_values=True",
         ),
     )

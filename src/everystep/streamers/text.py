@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 from everystep.text import Detokenizer, Tokenizer
 
 # Unicode blocks of unified and compatibility ideographs, first and last code point.
@@ -49,12 +49,11 @@ class BaseStreamer:
         self.end()
 
     def _refuse_undefined(self, name: str) -> NoReturn:
-        refuse(
+        raise UnsupportedError(
             f"this streamer has no {name}",
             wanted="a subclass with put(value) and end()",
             got=type(self).__name__,
             do=f"Define {name}",
-            kind=UnsupportedError,
         )
 
 
@@ -78,7 +77,7 @@ class TextStreamer(BaseStreamer):
     def put(self, value: Tensor) -> None:
         """Takes further ids, (n,) or (1, n), and passes on the text that they complete."""
         if value.dim() > 1 and value.shape[0] > 1:
-            refuse(
+            raise RequestError(
                 "a text streamer follows one sequence",
                 wanted="batch size 1",
                 got=f"{value.shape[0]} rows",

@@ -25,7 +25,7 @@ from everystep.engine import apply, batches, engine, feed, given
 from everystep.engine.ledger import Ledger
 from everystep.processors import pipeline
 from everystep.testing.strict import Row
-from everystep.types import Companion, Rows, Scores, Sequence
+from everystep.types import Rows, Scores, Sequence
 from everystep.types.batch import Places
 
 Place = tuple[ModuleType | type, str]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import UnsupportedError
 from everystep.executors.positions import declared_inputs, position_ids
 from everystep.models import Model
 from everystep.models.decoder import Decoder
@@ -185,7 +185,7 @@ def _decoder_of(model: Model) -> tuple[DecoderSpec, Decoder]:
 
 def _refuse(what: str, wanted: str, got: object) -> NoReturn:
     what, do = f"{what} cannot be run in numpy", "Use the torch executor"
-    refuse(what, wanted=wanted, got=got, do=do, kind=UnsupportedError)
+    raise UnsupportedError(what, wanted=wanted, got=got, do=do)
 
 
 def _float64(tensor: Tensor) -> np.ndarray:

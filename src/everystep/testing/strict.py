@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import InvariantError, message
+from everystep.errors import InvariantError
 from everystep.types import Answer, Extra, InputSpec, StepOutput, Verb, Work
 
 _PLAIN = Extra()
@@ -186,4 +186,4 @@ def _feeds(work: Work) -> list[Feed]:
 def require(holds: bool, broken: str) -> None:
     """InvariantError with this text if it does not hold."""
     if not holds:
-        raise InvariantError(message(f"{broken}, which no executor has to survive"))
+        raise InvariantError(f"{broken}, which no executor has to survive.")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from everystep.errors import RequestError, UnsupportedError, message, refuse
+from everystep.errors import RequestError, UnsupportedError
 
 Side = Literal["left", "right"]
 Columns = dict[str, list[list[Any]]]
@@ -48,11 +48,10 @@ class BatchEncoding(UserDict[str, Any]):
         n_sequences: int | None = None,
     ) -> None:
         if encoding is not None:
-            refuse(
+            raise UnsupportedError(
                 "encoding is of the tokenizers library, whose maps are not kept here",
                 got=type(encoding).__name__,
                 do="Leave it out, and call the tokenizer with return_offsets_mapping=True",
-                kind=UnsupportedError,
             )
         super().__init__(data)
         self.n_sequences = n_sequences
@@ -126,7 +125,7 @@ class Truncation:
             return _shorten_longest(excess, first, second)
         length = first if self.strategy == "only_first" else second
         if excess > length:
-            refuse(
+            raise RequestError(
                 f"{self.strategy} truncation cannot reach max_length={self.length}",
                 wanted=f"at least {excess} tokens to drop from that text",
                 got=length,
@@ -143,7 +142,7 @@ def _shorten_longest(excess: int, first: int, second: int) -> tuple[int, int]:
     """
     total = first + second - excess
     if total < 0:
-        refuse(
+        raise RequestError(
             "max_length leaves no room for the special tokens",
             wanted=f"at least {-total} more",
             do="Raise max_length or pass add_special_tokens=False",
@@ -156,7 +155,7 @@ def _shorten_longest(excess: int, first: int, second: int) -> tuple[int, int]:
 
 def _require_kind(argument: str, kind: str) -> None:
     if kind not in ("pt", "np"):
-        refuse(f"{argument} is unknown", wanted="'pt' or 'np'", got=kind)
+        raise RequestError(f"{argument} is unknown", wanted="'pt' or 'np'", got=kind)
 
 
 def _as_tensor(name: str, value: Any, kind: str) -> Any:
@@ -171,11 +170,9 @@ def _as_tensor(name: str, value: Any, kind: str) -> Any:
         return torch.tensor(value, dtype=torch.int64 if empty else None)
     except (ValueError, TypeError) as error:
         raise RequestError(
-            message(
-                f"{name} does not fit into one tensor",
-                wanted="rows of equal lengths",
-                do="Call the tokenizer with padding=True",
-            )
+            f"{name} does not fit into one tensor",
+            wanted="rows of equal lengths",
+            do="Call the tokenizer with padding=True",
         ) from error
 
 
@@ -186,7 +183,7 @@ def shaped(columns: Columns, single: bool, return_tensors: str | None) -> BatchE
     _require_kind("return_tensors", return_tensors)
     lengths = {len(row) for row in columns["input_ids"]}
     if len(lengths) > 1:
-        refuse(
+        raise RequestError(
             "Rows of different lengths do not fit into one tensor",
             wanted="equal lengths",
             got=f"{min(lengths)} to {max(lengths)} tokens",

@@ -17,9 +17,7 @@ from everystep.errors import (
     TokenizerError,
     UnknownArgumentError,
     UnsupportedError,
-    message,
     nearest,
-    refuse,
 )
 from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
@@ -74,14 +72,13 @@ def refuse_unknown(call: Callable[..., Any], given: Mapping[str, object]) -> Non
         if name in UNSUPPORTED:
             if value != UNSUPPORTED[name]:
                 what = f"The tokenizer cannot honour {name}"
-                raise UnsupportedError(message(what, wanted=UNSUPPORTED[name], got=value))
+                raise UnsupportedError(what, wanted=UNSUPPORTED[name], got=value)
             continue
         known = [name for name in inspect.signature(call).parameters if name != "self"]
         near = nearest(name, known)
-        refuse(
+        raise UnknownArgumentError(
             f"The tokenizer has no argument {name!r}",
             wanted=f"perhaps {near!r}" if near else ", ".join(known),
-            kind=UnknownArgumentError,
         )
 
 
@@ -93,10 +90,12 @@ def as_texts(text: TextInput, pair: str | Sequence[str] | None) -> tuple[list[Te
     items: list[Any] = list(text)
     if pair is not None:
         if isinstance(pair, str) or len(pair) != len(items):
-            refuse("text_pair does not fit text", wanted=f"{len(items)} texts", got=pair)
+            raise RequestError(
+                "text_pair does not fit text", wanted=f"{len(items)} texts", got=pair
+            )
         items = list(zip(items, pair, strict=True))
     if not items:
-        refuse("There is no text to encode", got="an empty list")
+        raise RequestError("There is no text to encode", got="an empty list")
     return [_item(item, index) for index, item in enumerate(items)], False
 
 
@@ -109,13 +108,13 @@ def _item(item: object, index: int) -> TextItem:
 def as_chats(conversation: Sequence[Any]) -> tuple[list[Sequence[Any]], bool]:
     """The chats of an argument that is one chat (messages) or several, and whether it is one."""
     if isinstance(conversation, (str, Mapping)) or not isinstance(conversation, Sequence):
-        refuse(
+        raise RequestError(
             "A conversation is a list of messages",
             wanted='e.g. [{"role": "user", "content": "Hello"}]',
             got=type(conversation).__name__,
         )
     if not conversation:
-        refuse("The conversation has no message")
+        raise RequestError("The conversation has no message")
     if isinstance(conversation[0], (list, tuple)):
         return list(conversation), False
     return [conversation], True
@@ -134,7 +133,7 @@ def truncation_of(
     strategy = _choice("truncation", truncation, TRUNCATIONS)
     if strategy is None:
         if max_length is not None and padding != "max_length":
-            refuse(
+            raise RequestError(
                 "max_length would have no effect",
                 do="Pass truncation=True to cut, or padding='max_length' to pad to it",
             )
@@ -154,15 +153,17 @@ def padding_of(
     strategy = _choice("padding", padding, PADDINGS)
     if strategy is None:
         if multiple is not None:
-            refuse("pad_to_multiple_of would have no effect", do="Pass padding=True with it")
+            raise RequestError(
+                "pad_to_multiple_of would have no effect", do="Pass padding=True with it"
+            )
         return None
     if pad_id is None:
-        refuse(
+        raise RequestError(
             "Padding needs a pad token, and the tokenizer has none",
             do="Choose one, e.g. tokenizer.pad_token = tokenizer.eos_token",
         )
     if multiple is not None and multiple < 1:
-        raise RequestError(message("pad_to_multiple_of is wrong", wanted="1 or more", got=multiple))
+        raise RequestError("pad_to_multiple_of is wrong", wanted="1 or more", got=multiple)
     length = _length("padding", max_length, limit) if strategy == "max_length" else None
     return Padding(pad_id, side, length, multiple or 1)
 
@@ -171,12 +172,14 @@ def _choice(name: str, value: object, choices: Mapping[Any, str | None]) -> str 
     if isinstance(value, bool | str | None) and value in choices:
         return choices[value]
     strategies = dict.fromkeys(filter(None, choices.values()))
-    refuse(f"{name} is unknown", wanted=", ".join(["True", "False", *strategies]), got=repr(value))
+    raise RequestError(
+        f"{name} is unknown", wanted=", ".join(["True", "False", *strategies]), got=repr(value)
+    )
 
 
 def _length(what: str, max_length: int | None, limit: int) -> int:
     if max_length is None and limit >= NO_LIMIT:
-        refuse(
+        raise RequestError(
             f"There is no length for {what}",
             wanted="max_length",
             got="a model without a known limit",
@@ -184,7 +187,7 @@ def _length(what: str, max_length: int | None, limit: int) -> int:
         )
     length = limit if max_length is None else max_length
     if not isinstance(length, int) or length < 0:
-        raise RequestError(message("max_length is wrong", wanted="0 or more", got=max_length))
+        raise RequestError("max_length is wrong", wanted="0 or more", got=max_length)
     return length
 
 
@@ -210,7 +213,7 @@ def columns_of(
 def checked_id(id: Any) -> int:
     """The id itself, if it can be one; TokenizerError otherwise."""
     if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= int(id) < 2**32:
-        raise TokenizerError(message("This is not a token id", wanted="0 or more", got=repr(id)))
+        raise TokenizerError("This is not a token id", wanted="0 or more", got=repr(id))
     return int(id)
 
 

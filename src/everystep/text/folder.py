@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import FormatError, MissingFileError, message, refuse
+from everystep.errors import FormatError, MissingFileError
 from everystep.files.atomic import write_atomic
 from everystep.files.folder import TOKENIZER, find_tokenizer
 from everystep.files.opening import is_there, read_bounded
@@ -82,12 +82,11 @@ def _json_text(value: object) -> str:
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = find_tokenizer(folder / TOKENIZER)
     if path is None:
-        refuse(
+        raise MissingFileError(
             f"{folder} has no tokenizer",
             wanted="a file tokenizer.json",
             got=", ".join(sorted(p.name for p in folder.glob("token*"))) or "no such file",
             do="Save the tokenizer with tokenizers.Tokenizer.save, or load the model alone",
-            kind=MissingFileError,
         )
     with native_call(f"{path} is not a tokenizer", error=FormatError):
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -95,7 +94,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     if any(not token.content for token in backend.get_added_tokens_decoder().values()):
-        raise FormatError(message(f"{path} has an added token without text"))
+        raise FormatError(f"{path} has an added token without text.")
     return backend
 
 
@@ -109,18 +108,17 @@ def _add_missing_tokens(
     known = backend.get_added_tokens_decoder()
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, Mapping):
-        raise FormatError(message("added_tokens_decoder is wrong", wanted="an object"))
+        raise FormatError("added_tokens_decoder is wrong", wanted="an object")
     for id, token in sorted(listed.items(), key=lambda item: int(item[0])):
         if int(id) not in known:
             added = _added_token(token)
             backend.add_tokens([added])
             place = backend.token_to_id(added.content)
             if place != int(id):
-                refuse(
+                raise FormatError(
                     f"tokenizer_config.json gives the added token {added.content!r} the id {id}",
                     wanted=f"{place}, its place in tokenizer.json",
                     do="The two files belong to different tokenizers",
-                    kind=FormatError,
                 )
     names = [*special.values(), *_extra_tokens(tokens_map), *_extra_tokens(config)]
     flagged = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -131,7 +129,7 @@ def _added_token(token: Any) -> tokenizers.AddedToken:
     if isinstance(token, str):
         token = {"content": token, "special": True, "normalized": False}
     if not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
-        raise FormatError(message("An added token is wrong", wanted="content", got=repr(token)))
+        raise FormatError("An added token is wrong", wanted="content", got=repr(token))
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return tokenizers.AddedToken(
         token["content"], **{flag: bool(token[flag]) for flag in flags if flag in token}
@@ -165,12 +163,12 @@ def _named_templates(config: dict[str, object], name: str) -> dict[str, str]:
         return {"default": value}
     if not isinstance(value, list | None):
         what = f"{name}: the field 'chat_template' is of the wrong kind"
-        raise FormatError(message(what, got=type(value).__name__))
+        raise FormatError(what, got=type(value).__name__)
     where = f"{name}: 'chat_template'"
     found = {}
     for entry in value or ():
         if not isinstance(entry, dict):
-            raise FormatError(message(f"{where} should list objects", got=type(entry).__name__))
+            raise FormatError(f"{where} should list objects", got=type(entry).__name__)
         found[field(entry, "name", str, where)] = field(entry, "template", str, where)
     return found
 
@@ -179,4 +177,4 @@ def _read_template(file: Path) -> str:
     try:
         return read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(message(f"{file} is not UTF-8", got=error.reason)) from error
+        raise FormatError(f"{file} is not UTF-8", got=error.reason) from error

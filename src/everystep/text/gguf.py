@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
-from everystep.errors import FormatError, UnsupportedError, message, refuse
+from everystep.errors import FormatError, UnsupportedError
 from everystep.text.native import native_call
 from everystep.text.pretokenizers import splitting_rule
 from everystep.text.settings import NO_LIMIT, Settings
@@ -49,11 +49,10 @@ def read_gguf(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Set
     own = {key.removeprefix(PREFIX): metadata[key] for key in metadata if key.startswith(PREFIX)}
     model = _value(own, "model", str)
     if model not in BUILDERS:
-        refuse(
+        raise UnsupportedError(
             f"tokenizer.ggml.model is {model!r}",
             wanted=" or ".join(map(repr, BUILDERS)),
             do="Load the tokenizer from the model's original folder (Tokenizer.from_folder)",
-            kind=UnsupportedError,
         )
     vocabulary = Vocabulary.read(own)
     with native_call("The GGUF metadata do not make a tokenizer", error=FormatError):
@@ -80,15 +79,14 @@ class Vocabulary:
             types = _array(own, "token_type", int)
         _check_count("token_type", len(types), len(tokens))
         if wrong := {kind for kind in types if not NORMAL <= kind <= BYTE}:
-            raise FormatError(message("token_type is unknown", wanted="1 to 6", got=min(wrong)))
+            raise FormatError("token_type is unknown", wanted="1 to 6", got=min(wrong))
         ids = {token: id for id, token in enumerate(tokens)}
         if len(ids) < len(tokens):
             first = next(id for id, token in enumerate(tokens) if ids[token] != id)
-            refuse(
+            raise FormatError(
                 f"Token {tokens[first]!r} is in tokenizer.ggml.tokens twice",
                 wanted="distinct tokens",
                 got=f"ids {first} and {ids[tokens[first]]}",
-                kind=FormatError,
             )
         return cls(tokens, types, ids, _special_tokens(own, tokens))
 
@@ -119,9 +117,7 @@ def _byte_level(own: Metadata, vocabulary: Vocabulary) -> tuple[tokenizers.Token
 
 def _sentencepiece(own: Metadata, vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     if own.get("remove_extra_whitespaces"):
-        raise UnsupportedError(
-            message("A SentencePiece model that removes extra spaces is not supported")
-        )
+        raise UnsupportedError("A SentencePiece model that removes extra spaces is not supported.")
     prefix = _flag(own, "add_space_prefix", True)
     kinds = vocabulary.types
     unknown = vocabulary.tokens[kinds.index(UNKNOWN)] if UNKNOWN in kinds else None
@@ -165,11 +161,10 @@ def _merges(own: Metadata, base: Mapping[str, int]) -> list[tuple[str, str]]:
         left, right = merge[:cut], merge[cut + 1 :]
         missing = [text for text in (left, right, left + right) if text not in base]
         if cut < 1 or missing:
-            refuse(
+            raise FormatError(
                 f"Merge {rank} of tokenizer.ggml.merges is wrong",
                 wanted="two tokens separated by a space, whose union is a token",
                 got=f"{merge!r}" + (f", where {missing[0]!r} is no token" if missing else ""),
-                kind=FormatError,
             )
         pairs.append((left, right))
     return pairs
@@ -196,11 +191,10 @@ def _special_tokens(own: Metadata, tokens: list[str]) -> dict[str, str]:
     ids = {name: _value(own, key, int) for name, key in ID_KEYS.items() if key in own}
     for name, id in ids.items():
         if not 0 <= id < len(tokens):
-            refuse(
+            raise FormatError(
                 f"tokenizer.ggml.{ID_KEYS[name]} is not an id of the vocabulary",
                 wanted=f"0 to {len(tokens) - 1}",
                 got=id,
-                kind=FormatError,
             )
     return {name: tokens[id] for name, id in ids.items()}
 
@@ -215,7 +209,7 @@ def _add_ends(
         if not _flag(own, f"add_{name}_token", default and token is not None):
             return None
         if token is None:
-            raise FormatError(message(f"add_{name}_token is true, but no {name}_token_id is given"))
+            raise FormatError(f"add_{name}_token is true, but no {name}_token_id is given.")
         return token, vocabulary.ids[token]
 
     before, after = end("bos", bos), end("eos", False)
@@ -244,11 +238,11 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
         if kind in MATCHED_WHOLE:
             added[id] = tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
             if not token:
-                raise FormatError(message(f"The added token {id} has no text"))
+                raise FormatError(f"The added token {id} has no text.")
     backend.add_tokens(list(added.values()))
     for id, one in added.items():
         if backend.token_to_id(one.content) != id:
-            raise FormatError(message(f"The added token {id} cannot keep its id"))
+            raise FormatError(f"The added token {id} cannot keep its id.")
 
 
 def _settings(metadata: Mapping[str, object], special: dict[str, str]) -> Settings:
@@ -289,11 +283,10 @@ def _array(own: Metadata, key: str, kind: type[T]) -> list[T]:
         _refuse_value(own, key, f"an array of {kind.__name__}")
     items = list(value)
     if wrong := {type(item) for item in items} - {kind}:
-        refuse(
+        raise FormatError(
             f"tokenizer.ggml.{key} has elements of the wrong type",
             wanted=kind.__name__,
             got=", ".join(sorted(each.__name__ for each in wrong)),
-            kind=FormatError,
         )
     return items
 
@@ -301,11 +294,9 @@ def _array(own: Metadata, key: str, kind: type[T]) -> list[T]:
 def _refuse_value(own: Metadata, key: str, wanted: str) -> NoReturn:
     what = f"tokenizer.ggml.{key} is {'wrong' if key in own else 'missing'}"
     got = None if own.get(key) is None else type(own[key]).__name__
-    raise FormatError(message(what, wanted=wanted, got=got))
+    raise FormatError(what, wanted=wanted, got=got)
 
 
 def _check_count(key: str, got: int, wanted: int) -> None:
     if got != wanted:
-        raise FormatError(
-            message(f"tokenizer.ggml.{key} does not fit tokens", wanted=wanted, got=got)
-        )
+        raise FormatError(f"tokenizer.ggml.{key} does not fit tokens", wanted=wanted, got=got)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from everystep.errors import EverystepError, TokenizerError, message, refuse
+from everystep.errors import EverystepError, TokenizerError, message
 
 PASSED_ON = (
     EverystepError,
@@ -38,18 +38,16 @@ def native_call(what: str, *, error: type[EverystepError] = TokenizerError) -> I
 def checked_text(text: object, name: str = "text") -> str:
     """The text itself, once it is known to be a string that UTF-8 can express."""
     if not isinstance(text, str):
-        refuse(f"{name} is not text", wanted="a str", got=type(text).__name__, kind=TokenizerError)
+        raise TokenizerError(f"{name} is not text", wanted="a str", got=type(text).__name__)
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as failure:
             code = ord(text[failure.start])
             raise TokenizerError(
-                message(
-                    f"{name} holds a lone surrogate at character {failure.start}",
-                    wanted="text that UTF-8 can express",
-                    got=f"U+{code:04X}",
-                    do="Replace it, e.g. text.encode('utf-8', 'replace').decode()",
-                )
+                f"{name} holds a lone surrogate at character {failure.start}",
+                wanted="text that UTF-8 can express",
+                got=f"U+{code:04X}",
+                do="Replace it, e.g. text.encode('utf-8', 'replace').decode()",
             ) from None
     return text

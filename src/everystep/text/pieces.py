@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 
 Joining = Literal["bytes", "fallback", "mark", "words"]
 
@@ -76,12 +76,11 @@ class Decoding:
                 {"type": "Strip", "content": content, "start": start, "stop": 0},
             ]:
                 return cls("fallback", pairs, (content, start))
-        refuse(
+        raise UnsupportedError(
             "The tokenizer's decoder cannot be followed token by token",
             wanted="ByteLevel, Metaspace, or Replace > ByteFallback > Fuse > Strip",
             got=" > ".join(step["type"] for step in steps),
             do="Decode the finished sequence with tokenizer.decode instead",
-            kind=UnsupportedError,
         )
 
     def bytes_of(self, token: str) -> bytes:
@@ -136,7 +135,7 @@ class Spelling:
         for backend in (*named, tokenizer):
             if isinstance(backend, tokenizers.Tokenizer):
                 return cls(backend, Decoding.of(backend))
-        refuse(
+        raise RequestError(
             "stop strings need a tokenizer whose vocabulary can be read",
             wanted="the tokenizer that es.load returned, or a fast one of another library",
             got=type(tokenizer).__name__,

@@ -17,7 +17,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from everystep.errors import UnsupportedError, nearest, refuse
+from everystep.errors import UnsupportedError, nearest
 
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -136,10 +136,9 @@ def splitting_rule(name: str) -> SplittingRule:
     if name in BY_NAME:
         return BY_NAME[name]
     hint = nearest(name, BY_NAME)
-    refuse(
+    raise UnsupportedError(
         f"tokenizer.ggml.pre names the unknown splitting rule {name!r}",
         wanted=f"{hint!r} perhaps" if hint else ", ".join(sorted(BY_NAME)),
         do="Put the model's original tokenizer.json into a folder and load the tokenizer "
         "from there with Tokenizer.from_folder; guessing the rule would give wrong ids",
-        kind=UnsupportedError,
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everystep.errors import TokenizerError, message, refuse
+from everystep.errors import RequestError, TokenizerError
 from everystep.text.batch import Side
 
 # The reference's "no limit is known".
@@ -53,7 +53,7 @@ class NamedToken:
             not isinstance(token, str) or tokenizer.backend.token_to_id(token) is None
         ):
             raise TokenizerError(
-                message(f"{self._name} must be in the vocabulary", wanted="a token", got=value)
+                f"{self._name} must be in the vocabulary", wanted="a token", got=value
             )
         tokenizer.special = named_tokens(tokenizer.special, {self._name: token})
 
@@ -77,7 +77,7 @@ class Settings:
 def checked_side(value: Any, name: str) -> Side:
     """The side itself; RequestError if it is neither "left" nor "right"."""
     if value not in ("left", "right"):
-        refuse(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value))
+        raise RequestError(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value))
     return value
 
 
@@ -88,5 +88,5 @@ def token_text(value: object, name: str) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     raise TokenizerError(
-        message(f"{name} is not a token", wanted="text or an object with content", got=repr(value))
+        f"{name} is not a token", wanted="text or an object with content", got=repr(value)
     )

@@ -23,9 +23,7 @@ from everystep.errors import (
     TokenizerError,
     UnknownArgumentError,
     UnsupportedError,
-    message,
     nearest,
-    refuse,
 )
 from everystep.text.sandbox import (
     CURRENT,
@@ -81,7 +79,9 @@ class ChatTemplate:
         """
         for tool in tools or ():
             if not isinstance(tool, Mapping):
-                refuse("A tool is given by its JSON schema", wanted="a dict", got=repr(tool)[:200])
+                raise RequestError(
+                    "A tool is given by its JSON schema", wanted="a dict", got=repr(tool)[:200]
+                )
         chat = [_message(each) for each in messages]
         field = "content" if continue_final_message is True else continue_final_message
         expected = _mark_continuation(chat, field, self.source) if field else ""
@@ -108,9 +108,7 @@ class ChatTemplate:
                 pieces.append(piece)
             return "".join(pieces), budget.generations
         except RefusedByTemplate as refusal:
-            raise RequestError(
-                message("The chat template refuses these messages", got=refusal)
-            ) from None
+            raise RequestError("The chat template refuses these messages", got=refusal) from None
         except (Exception, RecursionError) as failure:
             raise _failure(failure) from failure
         finally:
@@ -126,7 +124,7 @@ def _environment() -> BoundedEnvironment:
 def _compiled(source: str, limit: int) -> tuple[jinja2.Template, frozenset[str]]:
     if len(source) > limit:
         raise TokenizerError(
-            message("The chat template is too long", wanted=f"{limit} characters", got=len(source))
+            "The chat template is too long", wanted=f"{limit} characters", got=len(source)
         )
     try:
         template = _environment().from_string(source)
@@ -134,11 +132,11 @@ def _compiled(source: str, limit: int) -> tuple[jinja2.Template, frozenset[str]]
         return template, frozenset(names)
     except jinja2.TemplateSyntaxError as failure:
         raise TokenizerError(
-            message(f"Line {failure.lineno} of the chat template is wrong", got=failure.message)
+            f"Line {failure.lineno} of the chat template is wrong", got=failure.message
         ) from None
     except (Exception, RecursionError) as failure:
         raise TokenizerError(
-            message("The chat template cannot be compiled", got=str(failure)[:500])
+            "The chat template cannot be compiled", got=str(failure)[:500]
         ) from None
 
 
@@ -152,7 +150,7 @@ def _failure(failure: BaseException) -> TokenizerError:
     if isinstance(failure, LimitReached):
         what, cause = f"{place} exceeds its limits", str(failure)
         do = "Shorten the chat, or raise the TemplateLimits if you trust the template"
-    return TokenizerError(message(what, got=cause, do=do))
+    return TokenizerError(what, got=cause, do=do)
 
 
 def plain(value: Any) -> Any:
@@ -184,7 +182,9 @@ def _message(given: Any) -> dict[str, Any]:
     """A copy of a message without the keys that hold None, its reasoning under every name."""
     value = plain(given)
     if not isinstance(value, dict):
-        refuse("A message is not an object", wanted="role and content", got=repr(given)[:200])
+        raise RequestError(
+            "A message is not an object", wanted="role and content", got=repr(given)[:200]
+        )
     found = {key: item for key, item in value.items() if item is not None}
     reasoning = next((found[name] for name in REASONING_FIELDS if name in found), None)
     if reasoning is not None:
@@ -195,13 +195,13 @@ def _message(given: Any) -> dict[str, Any]:
 def _mark_continuation(chat: list[dict[str, Any]], field: str, source: str) -> str:
     """Appends the mark to the last message's field and returns the text before it."""
     if not chat or not isinstance(chat[-1].get(field), (str, list)):
-        refuse("There is nothing to continue", wanted=f"a last message with {field!r}")
+        raise RequestError("There is nothing to continue", wanted=f"a last message with {field!r}")
     last = chat[-1]
     text = last[field]
     if isinstance(text, list):
         block = next((part for part in reversed(text) if "text" in part), None)
         if block is None:
-            refuse("The last message has no text to continue")
+            raise RequestError("The last message has no text to continue")
         text, block["text"] = block["text"], block["text"] + CONTINUATION
         return str(text)
     # Reasoning is stored under several names; whichever the template reads carries the mark.
@@ -210,14 +210,14 @@ def _mark_continuation(chat: list[dict[str, Any]], field: str, source: str) -> s
         if last.get(name) == text:
             last[name] = text + CONTINUATION
     if not any(name in source for name in fields):
-        refuse(f"The chat template does not read {field!r}")
+        raise RequestError(f"The chat template does not read {field!r}")
     return text
 
 
 def _cut_at_continuation(text: str, expected: str) -> str:
     mark = CONTINUATION.strip()
     if mark not in text or expected.strip() not in text:
-        refuse(
+        raise RequestError(
             "The last message cannot be continued",
             wanted="a template that prints it unchanged",
             do="Pass the text of the prompt yourself instead of messages",
@@ -236,7 +236,7 @@ def _without_marks(text: str, generations: int) -> RenderedChat:
     for part in parts:
         inside, end, after = part.partition(GENERATION_END)
         if not end or GENERATION_END in after:
-            refuse("A message holds U+FDD0 or U+FDD1, which are reserved")
+            raise RequestError("A message holds U+FDD0 or U+FDD1, which are reserved")
         spans.append((len(head), len(head) + len(inside)))
         head += inside + after
     return RenderedChat(head, tuple(spans))
@@ -255,12 +255,11 @@ def chosen_template(
     name = "tool_use" if tools is not None and "tool_use" in named else "default"
     if name in named:
         return ChatTemplate(named[name])
-    refuse(
+    raise TokenizerError(
         "There is no chat template to use",
         wanted="tokenizer.chat_template" if not named else "the name of one",
         got=", ".join(named) or "a tokenizer without any (a base model's, perhaps)",
         do="Pass chat_template=..., or give the prompt as text",
-        kind=TokenizerError,
     )
 
 
@@ -273,16 +272,15 @@ def refuse_unread(
     """Raises for what the template would ignore: a variable, or one of `given` that is not None."""
     for name, value in given.items():
         if value is not None and name not in template.reads:
-            raise UnsupportedError(message(f"The chat template does not read {name}"))
+            raise UnsupportedError(f"The chat template does not read {name}.")
     if "messages" in variables:
-        raise UnknownArgumentError(message("The messages are the first argument"))
+        raise UnknownArgumentError("The messages are the first argument.")
     for name in variables:
         if name not in template.reads:
             near = nearest(name, {*template.reads, *inspect.signature(call).parameters})
-            refuse(
+            raise UnknownArgumentError(
                 f"{name!r} is neither an argument nor a variable that the chat template reads",
                 wanted=f"perhaps {near!r}" if near else None,
-                kind=UnknownArgumentError,
             )
 
 

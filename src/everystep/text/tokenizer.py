@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation, shaped
 from everystep.text.calls import (
     TextInput,
@@ -200,7 +200,7 @@ class Tokenizer:
         """
         chats, single = as_chats(conversation)
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
-            refuse(
+            raise RequestError(
                 "continue_final_message leaves the last message open",
                 wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
             )
@@ -253,11 +253,10 @@ class Tokenizer:
         is never tidied up, since that would change what the ids say.
         """
         if clean_up_tokenization_spaces:
-            refuse(
+            raise UnsupportedError(
                 "clean_up_tokenization_spaces=True would change the decoded text",
                 wanted="False",
                 do="Post-process the text yourself if it is to lose spaces",
-                kind=UnsupportedError,
             )
         rows, single = id_rows(token_ids)
         with native_call("The ids cannot be decoded"):

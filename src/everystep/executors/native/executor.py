@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of, past_of
-from everystep.errors import UnsupportedError, refuse
+from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
@@ -57,7 +57,7 @@ class NativeExecutor:
         reasons = obstacles(model)
         if reasons:
             what = "the native executor cannot run this"
-            refuse(what, got=reasons[0], kind=UnsupportedError)
+            raise UnsupportedError(what, got=reasons[0])
         self.vocab_size: int = model.vocab_size
         self.rows = PagedRows()
         self._program = program_of(model)
@@ -101,7 +101,7 @@ class NativeExecutor:
         turn = _Turn()
         self._turns.append(weakref.ref(turn, self._turns.remove))
         if self._turns[0]() is not turn:
-            refuse(
+            raise RequestError(
                 "a step was asked for inside another step of the same executor",
                 do="Let one thread at a time read a stream",
             )

@@ -19,7 +19,6 @@ from everystep.errors import (
     InvariantError,
     UnsupportedError,
     message,
-    refuse,
 )
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
@@ -169,7 +168,7 @@ def load() -> ctypes.CDLL:
     """The library; UnsupportedError where there is none."""
     found = status()
     if found.instructions is None:
-        refuse("there is no native executor here", got=found.reason, kind=UnsupportedError)
+        raise UnsupportedError("there is no native executor here", got=found.reason)
     return open_library(library_path(found.instructions))
 
 
@@ -179,11 +178,10 @@ def open_library(path: Path) -> ctypes.CDLL:
     sizes = (c_int64 * len(_MIRRORED))()
     library.es_sizes(sizes)
     if library.es_interface() != INTERFACE or list(sizes) != [*map(ctypes.sizeof, _MIRRORED)]:
-        refuse(
+        raise UnsupportedError(
             "the native library belongs to another version",
             got=str(path),
             do="Run python -m everystep.executors.native.build",
-            kind=UnsupportedError,
         )
     for name, (result, *given) in _FUNCTIONS.items():
         function = getattr(library, name)

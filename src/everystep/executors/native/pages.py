@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everystep.errors import InvariantError, refuse
+from everystep.errors import InvariantError
 
 PAGE = 16
 
@@ -57,13 +57,13 @@ class PagedRows:
     def length(self, row: int) -> int:
         """Positions held by a row; InvariantError if it is not allocated."""
         if row not in self._lengths:
-            refuse(f"row {row} is not allocated", kind=InvariantError)
+            raise InvariantError(f"row {row} is not allocated")
         return self._lengths[row]
 
     def allocate(self, row: int) -> None:
         """The row exists and is empty."""
         if row in self._lengths:
-            refuse(f"row {row} is allocated twice", kind=InvariantError)
+            raise InvariantError(f"row {row} is allocated twice")
         self._make_room(row, 0)
         self._lengths[row] = 0
 
@@ -80,7 +80,7 @@ class PagedRows:
         """The row holds its first `length` positions."""
         held, pages = self.length(row), self.pages(row)
         if not 0 <= length <= held:
-            refuse(f"row {row} cannot be cut", got=length, kind=InvariantError)
+            raise InvariantError(f"row {row} cannot be cut", got=length)
         gone = pages[_pages_of(length) :]
         self._shares[gone] -= 1
         self._free += gone[self._shares[gone] == 0].tolist()
@@ -103,7 +103,7 @@ class PagedRows:
         for row, start, count in zip(rows, starts, counts, strict=True):
             if self._lengths.get(row) != start:
                 held = self.length(row)
-                refuse(f"row {row} is fed at {start}", wanted=held, kind=InvariantError)
+                raise InvariantError(f"row {row} is fed at {start}", wanted=held)
             end, pages = start + count, _pages_of(start)
             if start % PAGE and self._shares[self.table[row, pages - 1]] > 1:
                 copied.append(self._own_page(row, pages - 1))

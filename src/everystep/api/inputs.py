@@ -224,22 +224,17 @@ def _checked_ids(given: Any, vocabulary: int, name: str) -> np.ndarray:
 def _checked_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
     name = "inputs_embeds"
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
-        raise RequestError(
-            f"{name} has the wrong shape or type",
-            wanted="a (batch, length, hidden) floating point tensor",
-            got=tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__,
-            do="Pass embeddings",
-        )
+        what, wanted = f"{name} has the wrong shape or type", "(batch, length, hidden) floats"
+        got = tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
+        raise RequestError(what, wanted=wanted, got=got, do="Pass embeddings")
     shape = tuple(embeds.shape)
     if shape[2] != width:
         do = "Pass what model.get_input_embeddings() or an encoder made for this model gives"
         what = f"{name} has another width than the model"
         raise RequestError(what, wanted=f"{width} values per position", got=shape[2], do=do)
     if 0 in shape:
-        do = "Pass embeddings, or leave inputs_embeds out"
-        raise RequestError(
-            f"{name} is empty", wanted="at least one row and one position", got=shape, do=do
-        )
+        wanted, do = "at least one row and one position", "Pass embeddings, or leave them out"
+        raise RequestError(f"{name} is empty", wanted=wanted, got=shape, do=do)
     if ids is not None and shape[:2] != ids.shape:
         do = "Pass one of them, or one embedding per id"
         what = f"{name} and input_ids differ in shape"

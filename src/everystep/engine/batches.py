@@ -149,9 +149,11 @@ def score(
         [feeds.first_row[id(units[s])] + i for s, i in zip(owner, place, strict=True)]
         for units in _units(sources)
     ]
-    visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
-    seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
-    logits, scores = _read(groups, rows, output, seen)
+    logits, given, scores = _read(groups, rows, output, feeds)
+    if any(group.request.processors for group in groups):
+        visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
+        seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
+        scores = apply(seen, scores, owned=scores is not given)
     shown: History = ()
     if request.wants.history:
         new = scores.whole().values
@@ -221,15 +223,17 @@ def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
 
 
 def _read(
-    groups: list[Group], rows: list[list[int]], output: StepOutput, seen: Rows
-) -> tuple[Tensor, Scores]:
-    """(R, V) raw logits, and the scores that become of them; or none, and the best of the rows.
+    groups: list[Group], rows: list[list[int]], output: StepOutput, feeds: Feeds
+) -> tuple[Tensor, Scores, Scores]:
+    """(R, V) raw logits, the same as scores, and what is to be processed; or no logits and, of the
+    rows, the best.
 
     `rows`: of the sequences, then of their companions, (R,) rows of the output.
     """
     request = groups[0].request
     if groups[0].best and output.best is not None:
-        logits = output.logits[:0]
+        # Slicing a tensor is one of the dearest lines of a small step.
+        logits = output.logits[:0] if feeds.wanted else output.logits
         given = mixed = _best(output.best, rows[0], max([group.best for group in groups]))
     else:
         logits = _take(output.logits, rows[0])
@@ -240,9 +244,7 @@ def _read(
         mixed = Scores.of(request.readout.mix(logits, companions))
     if request.strategy.reads.scores == "log_probs":
         mixed = mixed.log_probs()
-    if any(group.request.processors for group in groups):
-        return logits, apply(seen, mixed, owned=mixed is not given)
-    return logits, mixed
+    return logits, given, mixed
 
 
 def _best(best: Scores, rows: list[int], most: int) -> Scores:

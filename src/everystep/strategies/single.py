@@ -55,6 +55,8 @@ class Greedy:
         """(S,) the choice of every row; in either order of a list the first of equals is the lowest
         id."""
         values, tokens = scores.values, scores.tokens
+        if tokens is not None and values.shape[1] == 1:
+            return (tokens.reshape(-1),)
         if not on_host(values):
             best = values.argmax(dim=-1)
             return (best if tokens is None else tokens.gather(1, best[:, None])[:, 0],)

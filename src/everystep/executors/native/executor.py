@@ -33,7 +33,7 @@ from everystep.executors.positions import (
 )
 from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
 from everystep.models import Model, refuse_copies
-from everystep.types import Answer, InputSpec, Past, Scores, StepOutput, Work
+from everystep.types import MOST_BEST, Answer, InputSpec, Past, Scores, StepOutput, Work
 
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
 
@@ -69,7 +69,8 @@ class NativeExecutor:
         self._tables = [RopeTable(rope) for rope in self._program.ropes]
         ropes = (RopeRows * len(self._tables))()
         self._asked = StepWork(ropes=len(self._tables), rope=ropes)
-        self._numbers = np.empty(0, np.int64)
+        self._numbers = _addressed(np.empty(256, np.int64))
+        self._table = _addressed(self.rows.table)
         self._reserved = 0
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
@@ -125,12 +126,13 @@ class NativeExecutor:
         if not len(work.rows):
             self._library.es_rest(self._runner)
             return StepOutput(self._nothing)
-        room, listed = self._room(work)
+        most = [0] * len(work.rows) if work.best is None else work.best.tolist()
+        room, listed = self._room(work, most)
         wanted = [f for f, extra in work.extras.items() if extra.hidden]
         hidden = torch.empty(len(work.tokens), self._program.structure.width) if wanted else None
         self._step(work, room, listed, places, hidden)
         best = room.best
-        if best is not None and min(work.best.tolist()) < best.values.shape[1]:  # type: ignore[union-attr]
+        if best is not None and min(most) < max(most):
             room = replace(room, best=_ended(best, work))
         if hidden is None:
             return room
@@ -193,11 +195,10 @@ class NativeExecutor:
         check(self._library.es_read_out(self._runner, *given))
         return logits
 
-    def _room(self, work: Work) -> tuple[StepOutput, Tensor | None]:
+    def _room(self, work: Work, most: list[int]) -> tuple[StepOutput, Tensor | None]:
         """Room for what is reported of the wanted positions, and for the last hidden states (R, E)
-        of those whose best are listed."""
+        of those whose best are listed; `most`: how many each feed wants of them."""
         wanted = work.logits.tolist()
-        most = [0] * len(wanted) if work.best is None else work.best.tolist()
         whole = sum([count for count, best in zip(wanted, most, strict=True) if not best])
         logits = torch.empty(whole, self.vocab_size) if whole else self._nothing
         totals = torch.empty(whole) if whole and work.totals else None
@@ -209,7 +210,7 @@ class NativeExecutor:
             values,
             torch.empty(rows, listed, dtype=torch.int64),
             self.vocab_size,
-            rest=values[:, -1:],
+            rest=values if listed == 1 else values[:, -1:],
             totals=torch.empty(rows) if work.totals else None,
             read=partial(self._read_out, hidden),
         )
@@ -256,14 +257,23 @@ class NativeExecutor:
         """The structure has the pages of all rows and the numbers of all feeds, which lie one after
         another in one array."""
         best = work.best
-        best = np.zeros_like(work.rows) if best is None else np.minimum(best, self.vocab_size)
+        if best is None:
+            best = np.zeros_like(work.rows)
+        elif self.vocab_size < MOST_BEST:
+            best = np.minimum(best, self.vocab_size)
+        tokens, feeds, table = len(work.tokens), len(work.rows), self.rows.table
+        count = tokens + 5 * feeds
+        if count > len(self._numbers[0]):
+            self._numbers = _addressed(np.empty(2 * count, np.int64))
+        if table is not self._table[0]:
+            self._table = _addressed(table)
+        numbers, first = self._numbers
         fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
-        self._numbers = numbers = np.concatenate(fields, dtype=np.int64)
-        tokens, feeds, first = len(work.tokens), len(work.rows), _array_address(numbers)
-        after = range(first + 8 * tokens, first + 8 * len(numbers), 8 * feeds)
+        np.concatenate(fields, out=numbers[:count])
+        after = range(first + 8 * tokens, first + 8 * count, 8 * feeds)
         step.tokens, step.feeds, step.ids = tokens, feeds, first
         step.rows, step.starts, step.counts, step.wanted, step.best = after
-        step.stride, step.pages = self.rows.table.shape[1], _array_address(self.rows.table)
+        step.stride, step.pages = table.shape[1], self._table[1]
 
 
 def _ended(best: Scores, work: Work) -> Scores:
@@ -282,9 +292,9 @@ class _Turn:
     __slots__ = ("__weakref__",)
 
 
-def _array_address(array: np.ndarray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+def _addressed(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """An array and its address, which are replaced together, so that no interrupt can part them."""
+    return array, array.__array_interface__["data"][0]
 
 
 def _address(tensor: Tensor | None) -> int | None:

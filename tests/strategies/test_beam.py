@@ -21,7 +21,6 @@ def test_a_hypothesis_that_the_bank_has_dropped_is_not_kept() -> None:
         np.array([[True, False, False]]),
         np.array([[4, 9, 8]]),
         np.array([[True]]),
-        np.array([[10]]),
     )
     group = Group(Request("", Prompt(ids=np.array([1])), beam, cast(Any, None)), 0, state=bank)
     held, dropped, cut = _finished(-1.0, 4), _finished(-1e9, 5), _finished(-2.0)

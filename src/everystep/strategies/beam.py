@@ -60,12 +60,12 @@ class Beam:
         whole = self.sampled or self.searches > 1
         return Reads("log_probs", best=0 if whole else self.ranked)
 
-    @property
+    @cached_property
     def beams(self) -> int:
         """How many beams a search has."""
         return self.width // self.searches
 
-    @property
+    @cached_property
     def ranked(self) -> int:
         """How many candidates of a search are looked at."""
         return max(2, 1 + self.eos_count) * self.beams
@@ -150,8 +150,8 @@ class Beam:
         horizon = _divisors([self.horizon(n) ** self.length_penalty for n in lengths])
         final = found.scores / power
         empty = BeamBank.empty(self.searches, self.beams)
-        bank = BeamBank.joined([group.state or empty for group in batch.groups])
-        bank, search, rank, serial = bank.enter(final, found.ended, self)
+        before = BeamBank.joined([group.state or empty for group in batch.groups])
+        bank, search, rank, serial = before.enter(final, found.ended, lengths, self)
         bank, settled = bank.settle(found.going[:, :1] / horizon, found.ended, self)
         lost = np.logical_or.reduce((~found.drawn).reshape(-1, self.searches), axis=1)
         over = np.logical_and.reduce(settled.reshape(-1, self.searches), axis=1) & ~lost
@@ -165,7 +165,11 @@ class Beam:
         places = live[:, None] % self.searches * self.beams + np.arange(self.beams)
         owner = np.concatenate([search, live.repeat(self.beams)])
         ranks = np.concatenate([rank, found.ranks[live].ravel()])
-        parents, states = found.parent[owner, ranks], bank.of_requests(self.searches)
+        parents = found.parent[owner, ranks]
+        states = held = None
+        if bank is not before:
+            states = bank.of_requests(self.searches)
+            held = [frozenset(own.serials.ravel().tolist()) for own in states]
         return Children(
             parents,
             found.token[owner, ranks].reshape(-1, 1),
@@ -177,7 +181,7 @@ class Beam:
             serial=np.concatenate([serial, np.full(places.size, -1)]),
             settled=tuple(over.nonzero()[0].tolist()),
             states=states,
-            held=[frozenset(own.serials.ravel().tolist()) for own in states],
+            held=held,
         )
 
     def _paths(self, batch: Batch, parents: np.ndarray) -> list[dict[str, object] | None]:
@@ -240,24 +244,22 @@ class RankedBeams(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class BeamBank:
     """The best finished scores of N searches, (N, W) float32, which of them are taken, and the
-    numbers of their hypotheses; (N, 1) whether more can come, and how many numbers were given."""
+    numbers of their hypotheses; (N, 1) whether more can come."""
 
     scores: np.ndarray
     filled: np.ndarray
     serials: np.ndarray
     open: np.ndarray
-    born: np.ndarray
 
     @classmethod
     def empty(cls, searches: int, beams: int) -> BeamBank:
         """Before anything has ended."""
-        places, each = (searches, beams), (searches, 1)
+        places = (searches, beams)
         return cls(
             np.full(places, _NEVER, np.float32),
             np.zeros(places, bool),
             np.full(places, -1),
-            np.ones(each, bool),
-            np.zeros(each, np.int64),
+            np.ones((searches, 1), bool),
         )
 
     @classmethod
@@ -272,28 +274,30 @@ class BeamBank:
 
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.scores, self.filled, self.serials, self.open, self.born
+        return self.scores, self.filled, self.serials, self.open
 
-    def _full(self, beam: Beam) -> np.ndarray:
-        """(N, 1) whether a search ends because all places are taken."""
-        eager = beam.early_stopping is True
-        return np.logical_and.reduce(self.filled, axis=1, keepdims=True) & eager
+    def _takes(self, beam: Beam) -> np.ndarray:
+        """(N, 1) whether more can come: with `early_stopping=True` only until all places are
+        taken."""
+        if beam.early_stopping is not True:
+            return self.open
+        return self.open & ~np.logical_and.reduce(self.filled, axis=1, keepdims=True)
 
     def enter(
-        self, final: np.ndarray, ended: np.ndarray, beam: Beam
+        self, final: np.ndarray, ended: np.ndarray, lengths: list[int], beam: Beam
     ) -> tuple[BeamBank, np.ndarray, np.ndarray, np.ndarray]:
-        """(N, ranked) candidates and which ended -> the bank with those that it takes, and of these
-        the search, rank and number."""
+        """(N, ranked) candidates of N lengths, and which ended -> the bank with those that it
+        takes, and of these the search, rank and number."""
         width, place = self.scores.shape[1], np.arange(beam.ranked)
-        born = replace(self, born=self.born + beam.ranked)
-        just = ended & (place < width) & self.open & ~self._full(beam)
+        just = ended & (place < width) & self._takes(beam)
         moved = self._moved(final, just, beam)
         if not moved.any():
             none = np.empty(0, np.int64)
-            return born, none, none, none
+            return self, none, none, none
         groups = np.arange(len(final))[:, None]
-        # No two searches of a request give out the same number.
-        serials = (self.born + place) * beam.searches + groups % beam.searches
+        # No two candidates of a request get the same number: every step has another length.
+        serials = np.array(lengths)[:, None] * beam.ranked + place
+        serials = serials * beam.searches + groups % beam.searches
         merged = np.concatenate([self.scores, np.where(just, final, final + _NEVER)], axis=1)
         best_scores, best = _top(merged, width)
         filled = np.concatenate([self.filled, just], axis=1)[groups, best]
@@ -302,7 +306,7 @@ class BeamBank:
         taken[groups, best] = True
         search, rank = (taken[:, width:] & just).nonzero()
         after = replace(
-            born,
+            self,
             scores=np.where(moved, best_scores, self.scores),
             filled=np.where(moved, filled, self.filled),
             serials=np.where(moved, numbered, self.serials),
@@ -317,7 +321,7 @@ class BeamBank:
         """
         equal = (self.scores[:, 1:] == self.scores[:, :-1]) & self.filled[:, 1:]
         moved: np.ndarray = just.any(axis=1) | (final > 0).any(axis=1) | equal.any(axis=1)
-        return moved[:, None] & self.open & ~self._full(beam)
+        return moved[:, None] & self._takes(beam)
 
     def settle(
         self, best: np.ndarray, ended: np.ndarray, beam: Beam
@@ -329,9 +333,10 @@ class BeamBank:
         running beam keeps its score at the current length (at the longest under "never").
         """
         worst = np.where(self.filled, self.scores.min(axis=1, keepdims=True), _NEVER)
-        going = self.open & (best > worst).any(axis=1, keepdims=True)
-        over: np.ndarray = ~going | self._full(beam) | ended.all(axis=1, keepdims=True)
-        return replace(self, open=~over), over[:, 0]
+        going = self._takes(beam) & (best > worst).any(axis=1, keepdims=True)
+        over: np.ndarray = ~going | ended.all(axis=1, keepdims=True)
+        same = np.array_equal(over, ~self.open)
+        return self if same else replace(self, open=~over), over[:, 0]
 
 
 def _divisors(values: list[float]) -> np.ndarray:

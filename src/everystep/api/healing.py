@@ -9,6 +9,7 @@ here the begin token and other special ids of a prompt stay where they are, and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def healed(model: LanguageModel, inputs: Inputs, options: Options) -> Inputs:
     width = max(len(row) for row in rows)
     pads = tuple(width - len(row) for row in rows)
     prompts = tuple(Prompt(ids=np.array(row)) for row in rows)
-    return Inputs(prompts, pads, pads, width, number=inputs.number)
+    return replace(inputs, prompts=prompts, margins=pads, firsts=pads, width=width, fills=())
 
 
 def require_healable(inputs: Inputs, options: Options) -> None:

@@ -195,12 +195,10 @@ def _checked_ids(given: Any, vocabulary: int, name: str) -> np.ndarray:
     try:
         ids = torch.as_tensor(given)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise RequestError(
-            f"{name} is not a rectangle of ids",
-            wanted="a (batch, length) integer tensor",
-            got=type(given).__name__,
-            do="Pad the rows to one length, with an attention_mask, or use es.generate",
-        ) from error
+        what, wanted = f"{name} is not a rectangle of ids", "a (batch, length) integer tensor"
+        do = "Pad the rows to one length, with an attention_mask, or use es.generate"
+        got = type(given).__name__
+        raise RequestError(what, wanted=wanted, got=got, do=do) from error
     shape = tuple(ids.shape)
     if ids.dim() != 2 or 0 in shape:
         what, wanted = f"{name} has the wrong shape", "(batch, length), neither of them 0"
@@ -224,7 +222,8 @@ def _checked_ids(given: Any, vocabulary: int, name: str) -> np.ndarray:
 def _checked_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
     name = "inputs_embeds"
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
-        what, wanted = f"{name} has the wrong shape or type", "(batch, length, hidden) floats"
+        what = f"{name} has the wrong shape or type"
+        wanted = "a (batch, length, hidden) floating point tensor"
         got = tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
         raise RequestError(what, wanted=wanted, got=got, do="Pass embeddings")
     shape = tuple(embeds.shape)

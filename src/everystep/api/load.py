@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import Model, build_gguf_model, build_model
 from everystep.models.load import usable_device
+from everystep.models.loader import HeldWeights
 from everystep.models.quantised_folder import (
     build_quantised_model,
     folder_format,
@@ -105,30 +106,13 @@ def from_weights(
     """A model from a configuration and named tensors in memory, such as a `state_dict()`."""
     core = build_model(
         config,
-        _Tensors(weights),
+        HeldWeights(weights),
         dtype=dtype,
         device=usable_device(device),
         in_panels=partial(holds_panels, "auto"),
     )
     settings = generation_config or GenerationConfig.from_model_config(dict(config))
     return LanguageModel(core, settings)
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """Tensors in memory as a source of weights."""
-
-    tensors: Mapping[str, Tensor]
-
-    def names(self) -> Iterable[str]:
-        return self.tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = self.tensors[name].detach()
-        return tensor if dtype is None else tensor.to(dtype)
 
 
 _KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {

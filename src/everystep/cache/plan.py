@@ -25,6 +25,7 @@ from everystep.cache.pool import Link
 from everystep.cache.rows import CacheRow, RowCache
 from everystep.errors import InvariantError
 from everystep.nn.attention import Sight
+from everystep.nn.ragged import on_device
 from everystep.types import Extra, Work
 
 LONGEST_IN_RECTANGLE = 8
@@ -217,8 +218,8 @@ def _writes(packed: Sequence[PlannedFeed], bank: int, device: torch.device) -> W
     lines, places = np.repeat([feed.row.line for feed in packed], kept), runs(tails - kept, kept)
     chosen = None
     if len(places) < counts.sum():
-        chosen = _on(device, runs(np.cumsum(counts) - kept, kept))
-    return Writes(_on(device, lines), _on(device, places), chosen)
+        chosen = on_device(device, runs(np.cumsum(counts) - kept, kept))
+    return Writes(on_device(device, lines), on_device(device, places), chosen)
 
 
 def _rectangle(feeds: Sequence[PlannedFeed], banks: int, device: torch.device) -> Rectangle:
@@ -285,7 +286,7 @@ def _filling(
     scatter = runs(np.array([feed.row.line for feed in feeds]) * length, counts)
     gather = np.zeros(rows * length, dtype=np.int64)
     gather[scatter] = np.arange(len(scatter))
-    return _on(device, gather), _on(device, scatter)
+    return on_device(device, gather), on_device(device, scatter)
 
 
 def _level(links: Sequence[Link | None], device: torch.device) -> tuple[Level, np.ndarray]:
@@ -302,10 +303,6 @@ def _level(links: Sequence[Link | None], device: torch.device) -> tuple[Level, n
         place[rows] = np.arange(len(rows))
         members[line, : len(rows)] = rows
     lengths = np.array([link.length if link else 0 for link in links])
-    arrays = (_on(device, array) for array in (members, group, place))
+    arrays = (on_device(device, array) for array in (members, group, place))
     level = Level(first, last, int(lengths.max()), last - first == 1, *arrays)
     return level, np.arange(level.length) < lengths[:, None]
-
-
-def _on(device: torch.device, array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array).to(device)

@@ -70,7 +70,7 @@ class HeldWeights:
         return tuple(self.weights[name].shape)
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return dense(self.weights[name]).to(dtype)
+        return dense(self.weights[name]).detach().to(dtype)
 
     def quantised(self, name: str) -> QuantizedWeight | None:
         """The weight of this name, None where it is floats."""

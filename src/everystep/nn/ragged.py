@@ -39,12 +39,14 @@ class Ragged:
         places = None
         if (lengths != longest).any():
             seen = np.arange(longest) < lengths[:, None]
-            places = _on(device, np.flatnonzero(seen))
+            places = on_device(device, np.flatnonzero(seen))
         ends = {}
         for step in np.unique(steps).tolist():
             entries = np.flatnonzero(steps == step)
-            ends[step] = (_on(device, entries), _on(device, rows[entries]))
-        return Ragged(lengths, longest, _on(device, rows), _on(device, steps), ends, places)
+            ends[step] = (on_device(device, entries), on_device(device, rows[entries]))
+        return Ragged(
+            lengths, longest, on_device(device, rows), on_device(device, steps), ends, places
+        )
 
     @staticmethod
     def of_rectangle(batch: int, length: int, seen: Tensor | None, device: torch.device) -> Ragged:
@@ -76,5 +78,6 @@ class Ragged:
         return room
 
 
-def _on(device: torch.device, array: np.ndarray) -> Tensor:
+def on_device(device: torch.device, array: np.ndarray) -> Tensor:
+    """The same numbers as a tensor there."""
     return torch.from_numpy(array).to(device)

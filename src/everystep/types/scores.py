@@ -121,14 +121,7 @@ class Scores:
         totals = self.totals
         if totals is None:
             return Scores.of(torch.log_softmax(self.whole().values, dim=-1))
-        read, column = self.read, totals.unsqueeze(1)
-        return replace(
-            self,
-            values=self.values - column,
-            rest=None if self.rest is None else self.rest - column,
-            totals=None,
-            read=None if read is None else lambda some: read(some) - column[some],
-        )
+        return self.changed(lambda values, rows: values - totals[rows, None])
 
     def rising(self) -> Scores:
         """Lists with their ids in rising order; whole rows as they are."""

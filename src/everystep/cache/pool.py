@@ -172,11 +172,6 @@ class Pool:
         if segment.references == 0 and segment.codes is None:
             heapq.heappush(self._free, segment.line)
 
-    def clear(self) -> None:
-        """Drops all segments."""
-        self._free.clear()
-        self._ever = 0
-
     def _empty(self, lines: int, capacity: int) -> Tensor:
         layers, heads, dim = self._shape
         size = (layers, 2, lines, heads, capacity, dim)

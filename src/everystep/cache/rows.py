@@ -197,7 +197,7 @@ class RowCache:
         self._cut(row, length)
 
     def free(self, number: int) -> None:
-        """The row is gone, and with the last one everything."""
+        """The row is gone."""
         gone = self[number]
         del self._rows[number]
         self._cut(gone, 0)
@@ -208,12 +208,6 @@ class RowCache:
             if gone.across.references == 0:
                 held = self._encoders.items()
                 self._encoders = {key: one for key, one in held if one[1] is not gone.across}
-        if not self._rows:
-            # An interrupt may have cut a verb short: its leftovers are removed now.
-            self._owners.clear()
-            self._encoders.clear()
-            for shelf in (self.across, *(bank.shelf for bank in self.banks)):
-                shelf.clear()
 
     # --- feeds ------------------------------------------------------------------------------------
 

@@ -114,22 +114,23 @@ def interrupted(run: Run, owner: Any, name: str, call: int) -> None:
     run.finish()  # whose events must spell the results
 
 
+def survives(owner: type, name: str, calls: tuple[int, ...]) -> None:
+    """Interrupts in these calls of a method change no result."""
+    expected = run_together(REQUESTS, fake()).results
+    for call in calls:
+        run = run_of(REQUESTS, fake())
+        interrupted(run, owner, name, call)
+        assert run.results == expected
+
+
 def interrupts_lose_no_event() -> None:
     """They fall between the moment at which a step happens and that at which it is reported."""
-    expected = run_together(REQUESTS, fake()).results
-    for call in (1, 3, 6):
-        run = run_of(REQUESTS, fake())
-        interrupted(run, TokenTable, "close", call)
-        assert run.results == expected
+    survives(TokenTable, "close", (1, 3, 6))
 
 
 def a_step_happens_for_all_or_for_none() -> None:
     """The interrupts fall between the choices of different strategies."""
-    expected = run_together(REQUESTS, fake()).results
-    for call in (2, 5, 11):
-        run = run_of(REQUESTS, fake())
-        interrupted(run, Scored, "select", call)
-        assert run.results == expected
+    survives(Scored, "select", (2, 5, 11))
 
 
 # --- drafters -------------------------------------------------------------------------------------

@@ -214,7 +214,8 @@ def test_an_accelerator_gives_the_same(name: str) -> None:
     for work in works:
         expected, found = (executor.run(work).logits for executor in executors)
         assert found.device.type == "cuda"
-        assert_near(found.cpu(), expected)
+        # Cosines and sines are float32 and differ between devices.
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 # --- encoders -------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
     from everystep.api.session import Generated as Generated
+    from everystep.api.wrapped import wrap as wrap
     from everystep.cache.containers import Cache as Cache
     from everystep.cache.containers import DynamicCache as DynamicCache
     from everystep.cache.containers import EncoderDecoderCache as EncoderDecoderCache
@@ -162,6 +163,7 @@ _NAMES = {
     "api.many": "Stream chat generate stream",
     "api.model": "LanguageModel",
     "api.session": "Generated",
+    "api.wrapped": "wrap",
     "cache.containers": """
         Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache
         QuantizedCache SlidingWindowCache StaticCache

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from torch import nn
+
 from everystep.api.model import LanguageModel
 from everystep.api.session import Generated, Messages, OptionsLike, PromptLike, Session, listed
+from everystep.api.wrapped import wrap
 from everystep.errors import RequestError
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.text import Tokenizer
@@ -17,7 +20,7 @@ from everystep.types import Event, FinishReason, Group
 
 
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | nn.Module,
     tokenizer: Tokenizer | None = None,
     prompts: PromptLike | Iterable[PromptLike] | None = None,
     *,
@@ -41,6 +44,7 @@ def generate(
     place whose reason is the error; "raise" raises the first error when all others have ended, with
     all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
     """
+    model = wrap(model)
     if on_error not in ("raise", "return"):
         raise RequestError(
             "on_error is impossible", wanted="'raise' or 'return'", got=repr(on_error)
@@ -72,7 +76,7 @@ def generate(
 
 
 def stream(
-    model: LanguageModel,
+    model: LanguageModel | nn.Module,
     tokenizer: Tokenizer | None,
     prompts: PromptLike | Sequence[PromptLike],
     *,
@@ -87,6 +91,7 @@ def stream(
     too, as `BeamEvent`. A prompt that fails while it runs has its error as the reason of its last
     event; the others go on.
     """
+    model = wrap(model)
     many = list(listed(prompts)[0])
     if not many:
         raise RequestError("there is no prompt to stream", do="Pass at least one")
@@ -95,7 +100,7 @@ def stream(
 
 
 def chat(
-    model: LanguageModel,
+    model: LanguageModel | nn.Module,
     tokenizer: Tokenizer,
     messages: Messages,
     *,

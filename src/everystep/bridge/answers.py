@@ -1,0 +1,39 @@
+"""What feeds want beyond logits, out of what a module returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.bridge.calls import Block
+from everystep.bridge.sheets import Sheet
+from everystep.types import Answer
+
+
+def answer_of(output: Any, block: Block, row: int, sheet: Sheet) -> Answer:
+    """What the feed in this row of the block wanted, from the forward that extended the sheet."""
+    extra, before = block.extras[row], "decoder_" if sheet.encoded is not None else ""
+    own = slice(int(block.empty[row]), None)
+    layers = attentions = across = hidden = None
+    if extra.hidden or extra.layers:
+        found = _shown(output, before + "hidden_states")
+        layers = tuple(layer[row, own] for layer in found) if extra.layers else None
+        hidden = found[-1][row, own] if extra.hidden else None
+    if extra.attentions:
+        weights = [layer[row, :, own] for layer in _shown(output, before + "attentions")]
+        # A window shows the last columns alone.
+        whole = [F.pad(one, (sheet.width - one.shape[-1], 0)) for one in weights]
+        attentions = tuple(one[..., int(sheet.leads[row]) :] for one in whole)
+        if sheet.encoded is not None:
+            read = int(sheet.encoded[1][row].sum())
+            crossed = _shown(output, "cross_attentions")
+            across = tuple(layer[row, :, own, :read] for layer in crossed)
+    return Answer(hidden, layers, attentions, across)
+
+
+def _shown(output: Any, name: str) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = getattr(output, name)
+    return found

@@ -1,0 +1,102 @@
+"""A module of another library as the core of a language model: what the api asks of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from everystep.bridge.executor import ForeignExecutor
+from everystep.bridge.findings import Findings
+from everystep.bridge.foreign import Foreign
+from everystep.bridge.trial import examine
+from everystep.errors import RequestError
+from everystep.nn.modes import ordinary_mode
+from everystep.nn.network import Heard, Store
+from everystep.types import Prompt
+
+_KNOWN: WeakKeyDictionary[nn.Module, Findings] = WeakKeyDictionary()
+"""What was found out of modules that still exist; their weights may change, their code not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`width`: the size of its embeddings. `vocab_size`: the width of its logits."""
+
+    width: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignNetwork:
+    """What the api asks of the network of a model."""
+
+    spec: Shape
+    stores: tuple[tuple[Store, ...], ...]
+    encodes: bool
+    foreign: Foreign = field(repr=False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...,) ids -> (..., E)."""
+        return self.foreign.embed(tokens)
+
+
+class ForeignModel:
+    """A module of transformers or PEFT, examined: it holds no weights of its own."""
+
+    learns = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.foreign = Foreign(module)
+        if module not in _KNOWN:
+            _KNOWN[module] = examine(self.foreign)
+        self.findings = _KNOWN[module]
+        width = int(self.foreign.embedding.weight.shape[1])  # type: ignore[arg-type, union-attr]
+        shape = Shape(width, self.findings.vocab_size)
+        stores = self.findings.stores
+        self.network = ForeignNetwork(shape, stores, self.foreign.encodes, self.foreign)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the module, of its text part where it has several."""
+        config = self.foreign.config
+        return config if self.foreign.encodes else config.get_text_config()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.foreign.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.foreign.device
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self.findings.vocab_size
+
+    def executor(self) -> ForeignExecutor:
+        """A fresh executor without rows."""
+        return ForeignExecutor(self.foreign, self.findings)
+
+    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
+        """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
+        if prompt.embeds is None and prompt.ids is None:
+            raise RequestError("there is nothing to encode", wanted="ids or embeddings")
+        with ordinary_mode(), self.foreign.at_rest():
+            ids = None if prompt.ids is None else torch.from_numpy(prompt.ids)[None]
+            embeds = None if prompt.embeds is None else prompt.embeds[None].to(self.dtype)
+            shows = {} if heard is None else {"output_hidden_states": True}
+            if heard is not None and self.foreign.weighs:
+                shows["output_attentions"] = True
+            output = self.foreign.encode(ids, embeds, **shows)
+        if heard is not None:
+            heard.layers.extend(output.hidden_states)
+            heard.attentions.extend(output.attentions or ())
+        states: Tensor = output[0][0]
+        return states

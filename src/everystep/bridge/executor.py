@@ -1,0 +1,237 @@
+"""Runs works on a module of another library, with rows in the cache objects that it makes.
+
+Feeds that fit one rectangle go through the module in one forward: rows that begin, and rows that go
+on by the same number of positions. Where the module cannot tell padding from positions, only rows
+of one length share a rectangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.bridge.answers import answer_of
+from everystep.bridge.calls import Block, arguments, kind_of, step_of
+from everystep.bridge.findings import Findings
+from everystep.bridge.foreign import Foreign
+from everystep.bridge.pasts import cache_of, past_of_row
+from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, keep_spare
+from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.nn.modes import ordinary_mode
+from everystep.types import Answer, InputSpec, Past, StepOutput, Work, adapter_ability
+
+_ROOM = 64
+
+
+class ForeignExecutor:
+    """One engine's executor on a module of another library."""
+
+    host_threads: int | None = None
+
+    def __init__(self, foreign: Foreign, findings: Findings) -> None:
+        self._foreign, self._findings = foreign, findings
+        self.vocab_size: int = findings.vocab_size
+        self.device: torch.device = foreign.device
+        self.inputs: Mapping[str, InputSpec] = {}
+        self._places: dict[int, Place] = {}
+        self._cut_short = False
+        self.abilities = self._able()
+
+    def _able(self) -> frozenset[str]:
+        foreign, findings = self._foreign, self._findings
+        able = {"hidden", "layers"} if findings.several else set()
+        able |= {"truncate"} if findings.cuts else set()
+        able |= {"cut"} if findings.cuts and not findings.forgets else set()
+        able |= {"mask"} if findings.masks else set()
+        able |= {"past"} if findings.exports else set()
+        able |= {"encoder"} if foreign.encodes else set()
+        able |= {"positions"} if foreign.positions else set()
+        if "inputs_embeds" in foreign.names and not foreign.encodes:
+            able.add("embeds")
+        if findings.several and foreign.weighs:
+            able.add("attentions")
+        if foreign.adapters:
+            able.update({"adapters", *map(adapter_ability, foreign.adapters)})
+        return frozenset(able)
+
+    def run(self, work: Work) -> StepOutput:
+        """Apply the verbs in order, run the feeds, return what they want.
+
+        `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
+        runs out. After any error or interrupt the executor can be used, but has no rows.
+        """
+        leave_if_ending()
+        try:
+            with ordinary_mode(), self._foreign.at_rest():
+                if self._cut_short:
+                    self._places = {}
+                self._cut_short = True
+                output = self._run(work)
+            self._cut_short = False
+            return output
+        except (MemoryError, RuntimeError) as error:
+            if (shortage := out_of_memory(error)) is None:
+                raise
+            raise shortage from error
+
+    def audit(self) -> dict[int, int]:
+        """Row -> cached positions, for every row that is allocated."""
+        if self._cut_short:
+            return {}
+        return {row: place.length for row, place in self._places.items()}
+
+    def export(self, row: int) -> Past:
+        """What the row holds, as a copy."""
+        with ordinary_mode(), torch.no_grad():
+            return past_of_row(self._places[row])
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _apply(self, work: Work) -> None:
+        places = self._places
+        for kind, row, value in work.verbs:
+            if kind == "allocate":
+                places[row] = self._begun(work, row)
+            elif kind == "fork":
+                places[row] = replace(places[value])
+            elif kind == "truncate":
+                places[row].length = value
+            else:
+                places.pop(row, None)
+
+    def _begun(self, work: Work, row: int) -> Place:
+        """The place of a new row, with what it holds from the start."""
+        states, past = work.encoders.get(row), work.pasts.get(row)
+        if past is None:
+            return Place(states=states)
+        cache = cache_of(past, self._findings.cache, self.device)
+        leads = np.zeros(1, dtype=np.int64)
+        sheet = Sheet(cache, leads, past.length, self._seen(leads, past.length))
+        if states is not None:
+            sheet.encoded = self._encoded([states], columns_across(cache))
+        return Place(sheet, 0, past.length, states)
+
+    def _sheet(self, places: list[Place]) -> Sheet:
+        """A sheet with these places, in this order, and nothing after them."""
+        first = places[0].sheet
+        assert first is not None
+        if len(places) == len(first.leads) and all(
+            place.sheet is first
+            and place.index == index
+            and place.length + first.leads[index] == first.width
+            for index, place in enumerate(places)
+        ):
+            own = {id(place) for place in places}
+            others = self._findings.forgets and any(
+                one.sheet is first and id(one) not in own for one in self._places.values()
+            )
+            if not others:
+                return first
+        cache, width = assembled([place.source for place in places])
+        leads = width - np.array([place.length for place in places], dtype=np.int64)
+        made = Sheet(cache, leads, width, self._seen(leads, width))
+        made.spare = max(place.sheet.spare for place in places if place.sheet is not None)
+        if first.encoded is not None:
+            if all(place.sheet is first for place in places):
+                index = torch.tensor([place.index for place in places], device=self.device)
+                made.encoded = (first.encoded[0][index], first.encoded[1][index])
+            else:
+                made.encoded = self._encoded([p.states for p in places], columns_across(cache))
+        return made
+
+    def _seen(self, leads: np.ndarray, width: int) -> Tensor:
+        """(R, width and more) int64, 0 in the empty columns of each row."""
+        seen = torch.ones(len(leads), width + _ROOM, dtype=torch.int64)
+        for row in leads.nonzero()[0].tolist():
+            seen[row, : leads[row]] = 0
+        return seen.to(self.device)
+
+    def _encoded(self, states: list[Tensor | None], width: int = 0) -> tuple[Tensor, Tensor]:
+        """(R, S, E) encoder states and (R, S) which are real; S is at least `width`."""
+        rows = [one for one in states if one is not None]
+        width = max(width, *map(len, rows))
+        real = torch.zeros(len(rows), width, dtype=torch.int64)
+        for row, own in enumerate(rows):
+            real[row, : len(own)] = 1
+        grown = [F.pad(own, (0, 0, 0, width - len(own))) for own in rows]
+        return torch.stack(grown).to(self.device), real.to(self.device)
+
+    # --- feeds ------------------------------------------------------------------------------------
+
+    def _run(self, work: Work) -> StepOutput:
+        self._apply(work)
+        if not len(work.rows):
+            return StepOutput(self._no_logits())
+        found: dict[int, Tensor] = {}
+        answers: dict[int, Answer] = {}
+        together = self._together(work)
+        for feeds in together:
+            logits = self._forward(work, feeds, answers)
+            wanted = work.logits[feeds]
+            if len(together) == 1 and (wanted == wanted[0]).all():
+                kept = logits[:, logits.shape[1] - wanted[0] :].flatten(0, 1)
+                return StepOutput(_wide(kept), answers)
+            for row, feed in enumerate(feeds):
+                found[feed] = logits[row, logits.shape[1] - wanted[row] :]
+        return StepOutput(_wide(torch.cat([found[feed] for feed in sorted(found)])), answers)
+
+    def _together(self, work: Work) -> list[list[int]]:
+        """The feeds, those together that share a forward."""
+        groups: dict[Any, list[int]] = {}
+        ragged, extras = self._findings.ragged, work.extras
+        for feed, (row, count) in enumerate(zip(work.rows, work.counts, strict=True)):
+            length = self._places[row].length
+            alike = (length == 0) if ragged else length
+            key = (alike, None if ragged and not length else count, kind_of(extras.get(feed)))
+            groups.setdefault(key, []).append(feed)
+        return list(groups.values())
+
+    def _forward(self, work: Work, feeds: list[int], answers: dict[int, Answer]) -> Tensor:
+        """(R, n, V) logits of the last n positions of the feeds, n as many as one of them wants."""
+        block = Block.of(work, feeds)
+        places = [self._places[row] for row in work.rows[feeds].tolist()]
+        if places[0].length and block.length > 1 and not self._findings.several:
+            steps = [step_of(work, feeds, step) for step in range(block.length)]
+            each = list(range(len(feeds)))
+            return torch.cat([self._forward(step, each, {}) for step in steps], dim=1)
+        sheet, given = self._prepared(block, places)
+        output = self._foreign.call(given)
+        if sheet.cache is None:
+            sheet.cache = getattr(output, self._foreign.cache_name)
+        sheet.width += block.length
+        for index, (place, feed) in enumerate(zip(places, feeds, strict=True)):
+            place.sheet, place.index = sheet, index
+            place.length += int(work.counts[feed])
+            if feed in work.extras:
+                answers[feed] = answer_of(output, block, index, sheet)
+        logits: Tensor = output.logits
+        return logits
+
+    def _prepared(self, block: Block, places: list[Place]) -> tuple[Sheet, dict[str, Any]]:
+        """The sheet that a forward extends, without a cache yet where rows begin, and what the
+        module is called with."""
+        foreign, findings = self._foreign, self._findings
+        if places[0].length:
+            sheet = self._sheet(places)
+            spare = int(block.work.logits[list(block.feeds)].max()) - 1
+            keep_spare(sheet, max(0, spare) if findings.cuts else 0)
+        else:
+            sheet = Sheet(None, block.empty, 0, self._seen(block.empty, block.length))
+            if foreign.encodes:
+                sheet.encoded = self._encoded([place.states for place in places])
+        return sheet, arguments(block, sheet, foreign, findings)
+
+    def _no_logits(self) -> Tensor:
+        wide = self._foreign.dtype == torch.float64
+        dtype = torch.float64 if wide else torch.float32
+        return torch.empty(0, self.vocab_size, dtype=dtype, device=self.device)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype.itemsize >= 4 else logits.float()

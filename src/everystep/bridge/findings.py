@@ -1,0 +1,57 @@
+"""What a module of another library can do, as far as the engine needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from everystep.bridge.sheets import across_of_cache, is_kept, is_linear, layers_of, window_of
+from everystep.nn.network import Cross, Full, State, Store, Window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Findings:
+    """`cache`: a cache object that the module has filled, of one row. `vocab_size`: the width of
+    its logits. `ragged`: rows of different lengths may share a rectangle, padded on the left.
+    `several`: a row goes on by several positions at once. `cuts`: a row can be cut back. `masks`: it
+    takes a mask of its own for every position."""
+
+    cache: Any
+    vocab_size: int
+    ragged: bool = False
+    several: bool = False
+    cuts: bool = False
+    masks: bool = False
+
+    @property
+    def linear(self) -> bool:
+        """Whether all layers hold states, so that nothing counts columns."""
+        return all(is_linear(one) and not is_kept(one) for one in layers_of(self.cache))
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a layer loses what a row held when it goes on."""
+        return any(is_linear(one) or window_of(one) for one in layers_of(self.cache))
+
+    @property
+    def exports(self) -> bool:
+        """Whether a row can be shown as keys and values, alike in all layers."""
+        layers = layers_of(self.cache)
+        shapes = {one.keys.shape[1::2] for one in layers if is_kept(one)}
+        kept = all(is_kept(one) and not is_linear(one) for one in layers)
+        return kept and len(shapes) == 1
+
+    @property
+    def stores(self) -> tuple[tuple[Store, ...], ...]:
+        """What each layer keeps of a row, in the words of a network; states where the cache object
+        cannot be shown as keys and values."""
+        if not self.exports:
+            return ((State(()),),)
+        across = across_of_cache(self.cache)
+        found: list[tuple[Store, ...]] = []
+        for layer in layers_of(self.cache):
+            sizes = (layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1])
+            size = window_of(layer)
+            own: Store = Full(*sizes) if size is None else Window(*sizes, size)
+            found.append((own, Cross(*sizes)) if across else (own,))
+        return tuple(found)

@@ -1,0 +1,156 @@
+"""A module of another library: what it is called with, and how it is left as it was found."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everystep.errors import ModelClassError, UnsupportedError
+
+_ADAPTERS = "peft"
+_LINEAR_CACHE = "cache_params"
+
+
+class Foreign:
+    """A module that turns ids into logits and keeps a cache object.
+
+    `module`: what is called, so that its hooks and adapters take part. `base`: the module inside
+    any PEFT wrapper, whose signature says what a forward takes. `watched`: modules whose attributes
+    change while it runs; they are put back after every step, so that no row sees another's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.base = unwrapped(module)
+        parameters = inspect.signature(self.base.forward).parameters
+        self.names = frozenset(n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
+        self.config: Any = self.base.config
+        self.encodes = bool(getattr(self.config, "is_encoder_decoder", False))
+        linear = _LINEAR_CACHE in self.names and "past_key_values" not in self.names
+        self.cache_name = _LINEAR_CACHE if linear else "past_key_values"
+        self.watched: tuple[nn.Module, ...] = tuple(_with_own_buffers(self.base))
+        first = next(iter(self.base.parameters()), torch.empty(0))
+        self.device, self.dtype = first.device, first.dtype
+
+    @property
+    def positions(self) -> str | None:
+        """What a forward calls position ids, if it takes them for every position."""
+        return "position_ids" if "position_ids" in self.names and not self.encodes else None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether its attention is of the kind that can show its weights."""
+        return getattr(self.config, "_attn_implementation", "") == "eager"
+
+    @property
+    def embedding(self) -> nn.Module:
+        """What turns ids into embeddings."""
+        return self.base.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters that a row can ask for by name."""
+        hooked = hasattr(self.module, "_enable_peft_forward_hooks")
+        known = getattr(self.module, "peft_config", {}) if hooked else {}
+        mixes = getattr(getattr(self.module, "base_model", None), "_check_forward_args", None)
+        return tuple(known) if mixes is not None else ()
+
+    def call(self, given: Mapping[str, Any]) -> Any:
+        """What the module returns for these arguments; with `at_rest` around it."""
+        return self.module(**given, use_cache=True, return_dict=True)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(...,) ids -> (..., E)."""
+        return self.embedding(ids)  # type: ignore[no-any-return]
+
+    def encode(self, ids: Tensor | None, embeds: Tensor | None = None, **shows: bool) -> Any:
+        """What the encoder returns for rows without padding, its states (B, S, E) first.
+
+        `shows`: `output_hidden_states`, `output_attentions`.
+        """
+        encoder = self.base.get_encoder()  # type: ignore[operator]
+        read = {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
+        read = {name: one.to(self.device) for name, one in read.items() if one is not None}
+        shape = next(iter(read.values())).shape[:2]
+        mask = torch.ones(shape, dtype=torch.int64, device=self.device)
+        return encoder(**read, attention_mask=mask, return_dict=True, **shows)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within, modules are in evaluation mode and no gradient is kept; afterwards their modes
+        and the attributes of the watched ones are what they were."""
+        trained = [one for one in self.module.modules() if one.training]
+        before = [(one, dict(vars(one)), dict(one._buffers)) for one in self.watched]
+        try:
+            for one in trained:
+                one.training = False
+            with torch.no_grad():
+                yield
+        finally:
+            for one, attributes, buffers in before:
+                _put_back(vars(one), attributes)
+                _put_back(one._buffers, buffers)
+            for one in trained:
+                one.training = True
+
+    def watch(self, act: Callable[[], None]) -> None:
+        """Watches, beside those that are watched, the modules whose attributes `act` changes, and
+        puts those back now."""
+        before = [(one, dict(vars(one))) for one in self.module.modules()]
+        act()
+        changed = [(one, old) for one, old in before if _differs(vars(one), old)]
+        for one, old in changed:
+            _put_back(vars(one), old)
+        self.watched = (*self.watched, *(one for one, _ in changed if one not in self.watched))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside PEFT's wrappers; ModelClassError if it is none that has a configuration,
+    UnsupportedError for adapters that are virtual tokens."""
+    while library(module) == _ADAPTERS:
+        active = getattr(module, "active_peft_config", None)
+        if getattr(active, "is_prompt_learning", False):
+            raise UnsupportedError(
+                "adapters that put virtual tokens before a prompt are not driven by the engine",
+                wanted="adapters that change layers, such as LoRA",
+                got=type(active).__name__,
+                do="Call the model's own generate",
+            )
+        inner = getattr(module, "base_model", None)
+        module = inner if isinstance(inner, nn.Module) else module.model  # type: ignore[assignment]
+    if not hasattr(module, "config") or not hasattr(module, "get_input_embeddings"):
+        raise ModelClassError(
+            "this object is not a model that can generate",
+            wanted="a model of transformers with a language head, or a PEFT model of one",
+            got=type(module).__name__,
+            do="Load it with an AutoModel class that has a head",
+        )
+    return module
+
+
+def library(module: object) -> str:
+    """The name of the library that the class of an object comes from."""
+    return type(module).__module__.partition(".")[0]
+
+
+def _with_own_buffers(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules with buffers that no checkpoint has: tables that some models make anew as they go."""
+    return (one for one in module.modules() if one._non_persistent_buffers_set)
+
+
+def _differs(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    same = len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
+    return not same
+
+
+def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+    if _differs(now, before):
+        for name in now.keys() - before.keys():
+            del now[name]
+        now.update(before)

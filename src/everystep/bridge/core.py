@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
+from everystep.bridge.own_inputs import prepares
 from everystep.bridge.trial import examine
 from everystep.errors import RequestError
 from everystep.nn.modes import ordinary_mode
@@ -82,7 +83,8 @@ class ForeignModel:
 
     def executor(self) -> ForeignExecutor:
         """A fresh executor without rows."""
-        return ForeignExecutor(self.foreign, self.findings)
+        own = prepares(self.foreign.base)
+        return ForeignExecutor(self.foreign, self.findings, own=own)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""

@@ -7,7 +7,7 @@ of one length share a rectangle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from everystep.bridge.answers import answer_of
 from everystep.bridge.calls import Block, arguments, kind_of, step_of
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
+from everystep.bridge.own_inputs import Carried, carries, require_new
 from everystep.bridge.pasts import cache_of, past_of_row
-from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, keep_spare
+from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, emptied, keep_spare
 from everystep.executors.process import leave_if_ending, out_of_memory
 from everystep.nn.modes import ordinary_mode
 from everystep.types import Answer, InputSpec, Past, StepOutput, Work, adapter_ability
@@ -30,12 +31,19 @@ _ROOM = 64
 
 
 class ForeignExecutor:
-    """One engine's executor on a module of another library."""
+    """One engine's executor on a module of another library.
+
+    `own`: the module prepares its inputs in a way of its own, which is called for each row.
+    """
 
     host_threads: int | None = None
 
-    def __init__(self, foreign: Foreign, findings: Findings) -> None:
-        self._foreign, self._findings = foreign, findings
+    def __init__(self, foreign: Foreign, findings: Findings, *, own: bool = False) -> None:
+        self._own = own
+        self._foreign = foreign
+        # What a module carries on cannot be taken back.
+        self._findings = replace(findings, cuts=False, ragged=False) if own else findings
+        self._freed: list[Carried] = []
         self.vocab_size: int = findings.vocab_size
         self.device: torch.device = foreign.device
         self.inputs: Mapping[str, InputSpec] = {}
@@ -70,6 +78,7 @@ class ForeignExecutor:
         try:
             with ordinary_mode(), self._foreign.at_rest():
                 if self._cut_short:
+                    self._drop(self._places.values())
                     self._places = {}
                 self._cut_short = True
                 output = self._run(work)
@@ -99,23 +108,29 @@ class ForeignExecutor:
             if kind == "allocate":
                 places[row] = self._begun(work, row)
             elif kind == "fork":
-                places[row] = replace(places[value])
+                places[row] = places[value].forked()
             elif kind == "truncate":
                 places[row].length = value
             else:
-                places.pop(row, None)
+                self._drop([places.pop(row)] if row in places else [])
+
+    def _drop(self, places: Iterable[Place]) -> None:
+        """Rows are gone; those from which tokens were chosen are remembered."""
+        rows = (place.carried for place in places if place.carried is not None)
+        self._freed += [row for row in rows if row.chosen]
 
     def _begun(self, work: Work, row: int) -> Place:
         """The place of a new row, with what it holds from the start."""
         states, past = work.encoders.get(row), work.pasts.get(row)
+        carried = Carried() if self._own else None
         if past is None:
-            return Place(states=states)
+            return Place(states=states, carried=carried)
         cache = cache_of(past, self._findings.cache, self.device)
         leads = np.zeros(1, dtype=np.int64)
         sheet = Sheet(cache, leads, past.length, self._seen(leads, past.length))
         if states is not None:
             sheet.encoded = self._encoded([states], columns_across(cache))
-        return Place(sheet, 0, past.length, states)
+        return Place(sheet, 0, past.length, states, carried)
 
     def _sheet(self, places: list[Place]) -> Sheet:
         """A sheet with these places, in this order, and nothing after them."""
@@ -188,7 +203,8 @@ class ForeignExecutor:
         for feed, (row, count) in enumerate(zip(work.rows, work.counts, strict=True)):
             length = self._places[row].length
             alike = (length == 0) if ragged else length
-            key = (alike, None if ragged and not length else count, kind_of(extras.get(feed)))
+            alone = feed if self._own else None
+            key = (alone, alike, None if ragged and not length else count, kind_of(extras.get(feed)))
             groups.setdefault(key, []).append(feed)
         return list(groups.values())
 
@@ -201,9 +217,11 @@ class ForeignExecutor:
             each = list(range(len(feeds)))
             return torch.cat([self._forward(step, each, {}) for step in steps], dim=1)
         sheet, given = self._prepared(block, places)
-        output = self._foreign.call(given)
-        if sheet.cache is None:
-            sheet.cache = getattr(output, self._foreign.cache_name)
+        if (carried := places[0].carried) is not None:
+            output = self._called_as_it_says(block, places[0], carried, sheet, given)
+        else:
+            output = self._foreign.call(given)
+        sheet.cache = getattr(output, self._foreign.cache_name)
         sheet.width += block.length
         for index, (place, feed) in enumerate(zip(places, feeds, strict=True)):
             place.sheet, place.index = sheet, index
@@ -226,6 +244,19 @@ class ForeignExecutor:
             if foreign.encodes:
                 sheet.encoded = self._encoded([place.states for place in places])
         return sheet, arguments(block, sheet, foreign, findings)
+
+    def _called_as_it_says(
+        self, block: Block, place: Place, carried: Carried, sheet: Sheet, given: dict[str, Any]
+    ) -> Any:
+        """What the module returns for a row whose inputs it prepares itself."""
+        foreign = self._foreign
+        cache = emptied(self._findings.cache) if sheet.cache is None else sheet.cache
+        prepared, told = carried.prepared(foreign, given, cache, place.length)
+        if not place.length and carries(foreign.base):
+            require_new(carried, self._freed)
+        output = foreign.module(**prepared, return_dict=True)
+        carried.update(foreign, output, told, chooses=bool(block.work.logits[block.feeds[0]]))
+        return output
 
     def _no_logits(self) -> Tensor:
         wide = self._foreign.dtype == torch.float64

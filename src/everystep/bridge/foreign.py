@@ -28,8 +28,7 @@ class Foreign:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.base = unwrapped(module)
-        parameters = inspect.signature(self.base.forward).parameters
-        self.names = frozenset(n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
+        self.names = frozenset(_names_of_forward(type(self.base)))
         self.config: Any = self.base.config
         self.encodes = bool(getattr(self.config, "is_encoder_decoder", False))
         linear = _LINEAR_CACHE in self.names and "past_key_values" not in self.names
@@ -137,6 +136,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def library(module: object) -> str:
     """The name of the library that the class of an object comes from."""
     return type(module).__module__.partition(".")[0]
+
+
+def _names_of_forward(kind: type) -> Iterator[str]:
+    """What a forward takes by name: also what it hands on to that of a class above."""
+    for one in kind.__mro__:
+        if "forward" not in vars(one):
+            continue
+        parameters = inspect.signature(one.forward).parameters  # type: ignore[attr-defined]
+        named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        yield from named[1:]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            break
 
 
 def _with_own_buffers(module: nn.Module) -> Iterator[nn.Module]:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from everystep.bridge.own_inputs import Carried
 
 _COLUMNS = ("keys", "values", "indexer_keys")
 _STATES = ("conv_states", "recurrent_states")
@@ -50,12 +52,18 @@ class Sheet:
 @dataclass(slots=True, eq=False)
 class Place:
     """Where a row lies: the row `index` of a sheet, of which `length` positions count; on no sheet
-    while it is empty. `states`: (S, E) what its encoder read."""
+    while it is empty. `states`: (S, E) what its encoder read. `carried`: what the module's own
+    preparation of inputs keeps of the row."""
 
     sheet: Sheet | None = None
     index: int = 0
     length: int = 0
     states: Tensor | None = None
+    carried: Carried | None = None
+
+    def forked(self) -> Place:
+        """The place of a fork."""
+        return replace(self, carried=None if self.carried is None else self.carried.copied())
 
     @property
     def source(self) -> Source:
@@ -214,6 +222,16 @@ def _grown(rows: list[Tensor], *, right: bool) -> list[Tensor]:
 
 def _padded(row: Tensor, count: int, *, right: bool) -> Tensor:
     return F.pad(row, (0, 0, 0, count) if right else (0, 0, count, 0)) if count else row
+
+
+def emptied(form: Any) -> Any:
+    """A cache object like `form` that holds nothing."""
+    made = own_layers_of(form)
+    for layer in (*layers_of(made), *across_of_cache(made)):
+        for name, key in [place for place, _ in _states(layer)]:
+            getattr(layer, name)[key] = getattr(layer, name)[key].clone()
+    made.reset()
+    return made
 
 
 def put_keys(layer: Any, keys: Tensor, values: Tensor, width: int) -> None:

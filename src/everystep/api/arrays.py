@@ -138,6 +138,13 @@ def span_of(row: np.ndarray, index: int, *, guessed: bool) -> tuple[int, int]:
     return int(real[0]), int(real[-1]) + 1
 
 
+def has_holes(mask: Tensor) -> bool:
+    """Whether a row (..., L) has something hidden between what it shows."""
+    seen = mask.bool()
+    inside = seen.cumsum(-1).bool() & seen.flip(-1).cumsum(-1).flip(-1).bool()
+    return bool((inside & ~seen).any())
+
+
 def holed(real: np.ndarray) -> tuple[Tensor, Tensor] | None:
     """Of a row with holes, as the reference reads it: (L, L) what each position sees, and the
     positions (L,), which count real ones alone; None for a row (L,) without holes."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.api.arrays import of_row, read_mask, read_positions, span_of
@@ -63,6 +64,7 @@ class Inputs:
     negative: tuple[Prompt, ...] = ()
     values: Rows = ()
     place: Callable[[Tensor], Any] | None = None
+    per_token: frozenset[str] = frozenset()
     number: int = 0
 
     @property
@@ -136,6 +138,22 @@ def placed(inputs: Inputs, new: int) -> Inputs:
     return replace(inputs, prompts=tuple(prompts))
 
 
+def behind(prompt: Prompt, count: int, per_token: frozenset[str]) -> Prompt:
+    """The prompt, of which what is said by position says it behind `count` cached positions, which
+    are seen by all that comes and not fed again."""
+    positions, mask = prompt.positions, prompt.mask
+    if positions is not None:
+        lead = torch.arange(count).expand(*positions.shape[:-1], count)
+        positions = torch.cat([lead, positions], dim=-1)
+    if mask is not None:
+        mask = F.pad(F.pad(mask, (count, 0), value=True), (0, 0, count, 0), value=True).tril()
+    inputs = {
+        name: F.pad(x, (*(0, 0) * (x.dim() - 1), count, 0)) if name in per_token else x
+        for name, x in prompt.inputs.items()
+    }
+    return replace(prompt, positions=positions, mask=mask, inputs=inputs)
+
+
 def with_negative(model: LanguageModel, given: Given, inputs: Inputs, options: Options) -> Inputs:
     """The inputs with what guidance leads away from, if it was given."""
     ids, mask = given.get("negative_prompt_ids"), given.get("negative_prompt_attention_mask")
@@ -180,6 +198,7 @@ def _read_rectangle(
         fills=fills,
         values=read_values(model.prompt_inputs, given, rows),
         place=place if callable(place) else None,
+        per_token=frozenset(n for n, one in model.inputs.items() if one.per == "token"),
     )
 
 

@@ -74,6 +74,7 @@ class Passed:
 
 
 def read_passed(model: LanguageModel, given: Given, options: Options, name: str) -> Passed:
+    """What these keywords say of the rows; errors call the ids by `name`."""
     ids, embeds, pad = _read_content(model, given, options, name)
     shape = ids.shape if embeds is None else embeds.shape[:2]  # type: ignore[union-attr]
     rows, length = (int(size) for size in shape)

@@ -204,7 +204,8 @@ def read_positions(positions: Any, rows: int, length: int) -> Tensor:
         raise RequestError(what, wanted=wanted, got=tuple(positions.shape), do=do)
     if positions.numel() and int(positions.min()) < 0:
         got = int(positions.min())
-        raise RequestError("position_ids holds a negative number", wanted="0 or more", got=got)
+        what = "position_ids holds a negative number"
+        raise RequestError(what, wanted="0 or more", got=got, do="Count from 0 on")
     return positions.cpu()[None] if positions.dim() == 1 else positions.cpu()
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from everystep.api.auto import AutoModelForCausalLM as AutoModelForCausalLM
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
     from everystep.api.auto import AutoTokenizer as AutoTokenizer
+    from everystep.api.features import PromptInput as PromptInput
     from everystep.api.load import load as load
     from everystep.api.load import load_model as load_model
     from everystep.api.many import Stream as Stream
@@ -162,6 +163,7 @@ _NAMES = {
     "api.load": "load load_model",
     "api.many": "Stream chat generate stream",
     "api.model": "LanguageModel",
+    "api.features": "PromptInput",
     "api.session": "Generated",
     "api.wrapped": "wrap",
     "cache.containers": """

@@ -140,7 +140,7 @@ ROWS: list[tuple[str, dict[str, Any], Said, Said]] = [
     ("S3-34 no cache for embeddings", {"input_ids": None, "inputs_embeds": EMBEDS,
                                        "use_cache": False}, NOTHING, NOTHING),
     ("S3-35 a mask of another rank", {"attention_mask": torch.ones(2, 1, 3, 3)},
-     ("error", "must be 2D"), ("error", "attention_mask has the wrong shape")),
+     ("error", "must be 2D"), ("error", "attention_mask lets positions see")),
     ("S3-40 no length at all", {"max_new_tokens": None},
      ("warning", "model-agnostic default"), NOTHING),
     ("S3-40 no room", {"max_new_tokens": None, "max_length": 3},

@@ -93,12 +93,13 @@ def refuse_name(name: str, asking: FrameType) -> NoReturn:
 
 _BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
 _SECOND_MODEL = ("drafting with a second model", _BY_LOOKUP)
+_ENCODED = "Declare what encodes them as a PromptInput of that name in model.prompt_inputs"
 ARGUMENTS_LATER = {
     **dict.fromkeys(("assistant_model", "assistant_tokenizer"), _SECOND_MODEL),
     "cache_params": ("a state of recurrent layers", "Pass the whole prompt as input_ids"),
-    "pixel_values": ("images", "Pass their embeddings among inputs_embeds"),
-    "pixel_values_videos": ("videos", "Pass their embeddings among inputs_embeds"),
-    "input_features": ("sounds", "Pass their embeddings as inputs_embeds"),
+    "pixel_values": ("images", f"{_ENCODED}, or pass their embeddings among inputs_embeds"),
+    "pixel_values_videos": ("videos", f"{_ENCODED}, or pass their embeddings among inputs_embeds"),
+    "input_features": ("sounds", f"{_ENCODED}, or pass their embeddings as inputs_embeds"),
     "mm_encoder_outputs": ("encoded images", "Pass their embeddings among inputs_embeds"),
     "synced_gpus": (
         "stepping together with other processes",

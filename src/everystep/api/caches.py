@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.inputs import Inputs
+from everystep.api.arrays import has_holes
+from everystep.api.inputs import Inputs, behind
 from everystep.api.options import Options
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
@@ -92,12 +93,15 @@ def hide_past(given: dict[str, Any], cache: Cache | None) -> tuple[dict[str, Any
     as they are, and only the new part if the mask is as wide as the cache and they together.
     """
     length = 0 if cache is None else int(cache.get_seq_length())
-    first = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    first = "input_ids" if given.get("inputs_embeds") is None else "inputs_embeds"
     if length == 0 or given.get(first) is None:
         return given, None
     width = torch.as_tensor(given[first]).shape[1]
     mask = given.get("attention_mask")
     seen = width if mask is None else torch.as_tensor(mask).shape[-1]
+    if seen != width and torch.as_tensor(mask).dim() > 2:
+        do = "Pass the whole sequence with it"
+        _refuse("does not go with a 4-D mask of new positions alone", "(batch, length)", seen, do)
     if seen == width > length:
         return given, None
     if seen != length + width:
@@ -108,7 +112,11 @@ def hide_past(given: dict[str, Any], cache: Cache | None) -> tuple[dict[str, Any
             "Pass the whole sequence, or only what is new with a mask over all of it",
         )
     mask = torch.as_tensor(mask).bool()
-    return {**given, "attention_mask": mask[:, length:].long()}, mask[:, :length]
+    new = {**given, "attention_mask": mask[:, length:].long()}
+    if given.get("position_ids") is None and has_holes(mask[:, length:]):
+        # Real positions count, those in the cache among them.
+        new["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, length:]
+    return new, mask[:, :length]
 
 
 def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
@@ -256,12 +264,8 @@ def _known(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
 def _after(inputs: Inputs, row: int, kv: Tensor) -> Prompt:
     """The prompt holds only what comes after the real positions of kv (L, 2, K, S, D)."""
     prompt, count = inputs.prompts[row], inputs.prompts[row].before
-    positions = prompt.positions
-    if positions is not None:
-        lead = torch.arange(count).expand(*positions.shape[:-1], count)
-        positions = torch.cat([lead, positions], dim=-1)
     past = past_of(kv[..., inputs.seen[row], :]) if count else None
-    return replace(prompt, positions=positions, past=past)
+    return replace(behind(prompt, count, inputs.per_token), past=past)
 
 
 # --- the one that is filled -----------------------------------------------------------------------

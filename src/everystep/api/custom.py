@@ -90,6 +90,9 @@ def refuse_unseen(call: Call) -> None:
         ("guidance_scale", call.options.effective.guidance_scale not in (None, 1)),
         ("an encoder", call.inputs.source is not None),
         ("seed", call.options.seed is not None),
+        ("a mask inside the prompt", any(one.mask is not None for one in call.inputs.prompts)),
+        ("named inputs", any(one.inputs for one in call.inputs.prompts)),
+        ("prompt inputs", bool(call.inputs.values)),
     ):
         if asked:
             raise UnsupportedError(
@@ -127,7 +130,7 @@ def _inputs(call: Call, width: int) -> dict[str, Tensor]:
         if p.embeds is not None
     ]
     places = [
-        F.pad(p.positions[..., p.before :], (gap, 0))
+        F.pad(p.positions[..., p.before : p.length], (gap, 0))
         for p, gap in zip(inputs.prompts, gaps, strict=True)
         if p.positions is not None
     ]

@@ -55,7 +55,9 @@ def require_healable(inputs: Inputs, options: Options) -> None:
     for name, given in (
         ("an encoder", inputs.source is not None),
         ("inputs_embeds", any(prompt.embeds is not None for prompt in prompts)),
-        ("position_ids", any(prompt.positions is not None for prompt in prompts)),
+        ("position_ids", inputs.place is not None or any(p.positions is not None for p in prompts)),
+        ("a mask inside the prompt", any(prompt.mask is not None for prompt in prompts)),
+        ("named inputs", bool(inputs.values) or any(prompt.inputs for prompt in prompts)),
     ):
         if given:
             raise RequestError(

@@ -6,22 +6,24 @@ and the first ids of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from everystep.api.arrays import of_row, read_mask, read_positions, span_of
+from everystep.api.features import Rows, read_values
 from everystep.api.options import Options
+from everystep.api.passed import Given, read_passed
 from everystep.errors import RequestError
 from everystep.types import Prompt
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
-
-Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +45,8 @@ class EncoderSource:
 class Inputs:
     """The prompts of a call. `margins`: (B,) padded positions of what was passed; `firsts`: (B,)
     where each prompt starts in it. `width`: ids per row of the rectangle that processors and
-    outputs see, 0 for embeddings only, which have `embeds_width`. `fills`: (B,) the id that a row
+    outputs see, 0 without any. `embeds_width`: positions per row where embeddings stand beside no
+    ids, or beside more or fewer, else 0. `fills`: (B,) the id that a row
     is padded with, if it is. `lead`: positions of a past that was passed without its ids; `seen`:
     (B,) which of those are real, in ascending order. `source`: the encoder's side, None without
     one. `negative`: (B,) what guidance leads away from, empty if it was not given. `number`: that
@@ -59,6 +62,9 @@ class Inputs:
     seen: tuple[np.ndarray, ...] = ()
     source: EncoderSource | None = None
     negative: tuple[Prompt, ...] = ()
+    values: Rows = ()
+    place: Callable[[Tensor], Any] | None = None
+    per_token: frozenset[str] = frozenset()
     number: int = 0
 
     @property
@@ -69,12 +75,17 @@ class Inputs:
     @property
     def pads(self) -> tuple[int, ...]:
         """(B,) how many pad ids stand before each prompt in the rectangle of ids."""
-        return self.margins if self.width else (0,) * self.batch
+        return (0,) * self.batch if self.embeds_width else self.margins
 
     @property
     def prompt_width(self) -> int:
         """Positions per row of the rectangle, whatever it is made of."""
-        return self.width or self.embeds_width
+        return self.embeds_width or self.width
+
+    @property
+    def counted_width(self) -> int:
+        """What lengths count: positions, and ids beside them that are not theirs."""
+        return self.embeds_width + self.width
 
     @property
     def total_width(self) -> int:
@@ -114,6 +125,35 @@ def read_inputs(model: LanguageModel, given: Given, options: Options) -> Inputs:
     return _read_rectangle(model, given, options)
 
 
+def placed(inputs: Inputs, new: int) -> Inputs:
+    """The inputs whose position ids, where a function gives them, are known for the prompts and for
+    all that may follow, `new` tokens at most. RequestError for what no position ids are."""
+    if inputs.place is None:
+        return inputs
+    prompts = []
+    for row, prompt in enumerate(inputs.prompts):
+        places = torch.arange(prompt.length + new)
+        found = read_positions(inputs.place(places), inputs.batch, len(places))
+        prompts.append(replace(prompt, positions=of_row(found, row)))
+    return replace(inputs, prompts=tuple(prompts))
+
+
+def behind(prompt: Prompt, count: int, per_token: frozenset[str]) -> Prompt:
+    """The prompt, of which what is said by position says it behind `count` cached positions, which
+    are seen by all that comes and not fed again."""
+    positions, mask = prompt.positions, prompt.mask
+    if positions is not None:
+        lead = torch.arange(count).expand(*positions.shape[:-1], count)
+        positions = torch.cat([lead, positions], dim=-1)
+    if mask is not None:
+        mask = F.pad(F.pad(mask, (count, 0), value=True), (0, 0, count, 0), value=True).tril()
+    inputs = {
+        name: F.pad(x, (*(0, 0) * (x.dim() - 1), count, 0)) if name in per_token else x
+        for name, x in prompt.inputs.items()
+    }
+    return replace(prompt, positions=positions, mask=mask, inputs=inputs)
+
+
 def with_negative(model: LanguageModel, given: Given, inputs: Inputs, options: Options) -> Inputs:
     """The inputs with what guidance leads away from, if it was given."""
     ids, mask = given.get("negative_prompt_ids"), given.get("negative_prompt_attention_mask")
@@ -141,34 +181,25 @@ def _read_rectangle(
 
     Without a mask, pad ids count as padding if the pad id is not an end id, as in the reference.
     """
-    input_ids, pad = given.get("input_ids"), options.pad
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if input_ids is None and given.get("inputs_embeds") is None:
-        # A begin token that is the pad token too was not passed as padding.
-        input_ids, name, pad = _start(options.effective.bos_token_id, mask), "bos_token_id", None
-    ids = None if input_ids is None else _checked_ids(input_ids, model.vocab_size, name)
-    embeds = given.get("inputs_embeds")
-    embeds = None if embeds is None else _checked_embeds(embeds, ids, model.core.network.spec.width)
-    shape = tuple(ids.shape) if ids is not None else tuple(embeds.shape[:2])  # type: ignore[union-attr]
-    real = read_mask(mask, shape)
-    if mask is None and ids is not None and pad is not None and pad not in options.eos:
-        real = np.not_equal(ids, pad)
-    spans = [_span(row, index, mask is None) for index, row in enumerate(real)]
-    prompts = tuple(
-        Prompt(
-            ids=None if ids is None else ids[b, first:last].copy(),
-            embeds=None if embeds is None else embeds[b, first:last],
-            positions=_row_positions(positions, b, first, last, shape),
-        )
-        for b, (first, last) in enumerate(spans)
+    passed = read_passed(model, given, options, name)
+    ids, (rows, width) = passed.ids, passed.shape
+    guessed = given.get("attention_mask") is None
+    spans = [span_of(real, row, guessed=guessed) for row, real in enumerate(passed.real)]
+    place = given.get("position_ids")
+    fills: tuple[int | None, ...] = ()
+    if ids is not None and passed.aligned:
+        fills = tuple(_fill(row, *span) for row, span in zip(ids, spans, strict=True))
+    return Inputs(
+        tuple(passed.prompt(row, *span) for row, span in enumerate(spans)),
+        margins=tuple(width - (last - first) for first, last in spans),
+        firsts=tuple(first for first, _ in spans),
+        width=0 if ids is None else ids.shape[1],
+        embeds_width=0 if passed.aligned else width,
+        fills=fills,
+        values=read_values(model.prompt_inputs, given, rows),
+        place=place if callable(place) else None,
+        per_token=frozenset(n for n, one in model.inputs.items() if one.per == "token"),
     )
-    width = shape[1]
-    margins = tuple(width - (last - first) for first, last in spans)
-    firsts = tuple(first for first, _ in spans)
-    if ids is None:
-        return Inputs(prompts, margins, firsts, width=0, embeds_width=width)
-    fills = tuple(_fill(row, *span) for row, span in zip(ids, spans, strict=True))
-    return Inputs(prompts, margins, firsts, width, fills=fills)
 
 
 def _fill(row: np.ndarray, first: int, last: int) -> int | None:
@@ -176,135 +207,6 @@ def _fill(row: np.ndarray, first: int, last: int) -> int | None:
     if first > 0:
         return int(row[0])
     return int(row[-1]) if last < len(row) else None
-
-
-def _start(bos: int | None, mask: Any) -> Tensor:
-    """(B, 1) the begin token, for as many rows as a mask has, or for one."""
-    if bos is None:
-        raise RequestError(
-            "there is nothing to start from",
-            wanted="input_ids, inputs_embeds, or a bos_token_id in the generation config",
-            got="none of them",
-            do="Pass input_ids",
-        )
-    rows = mask.shape[0] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
-    return torch.full((rows, 1), bos)
-
-
-def _checked_ids(given: Any, vocabulary: int, name: str) -> np.ndarray:
-    try:
-        ids = torch.as_tensor(given)
-    except (ValueError, TypeError, RuntimeError) as error:
-        what, wanted = f"{name} is not a rectangle of ids", "a (batch, length) integer tensor"
-        do = "Pad the rows to one length, with an attention_mask, or use es.generate"
-        got = type(given).__name__
-        raise RequestError(what, wanted=wanted, got=got, do=do) from error
-    shape = tuple(ids.shape)
-    if ids.dim() != 2 or 0 in shape:
-        what, wanted = f"{name} has the wrong shape", "(batch, length), neither of them 0"
-        do = "Add the missing dimension, for example with [None]"
-        raise RequestError(what, wanted=wanted, got=shape, do=do)
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        what = f"{name} has the wrong type"
-        raise RequestError(what, wanted="integers", got=ids.dtype, do="Pass a tensor of ids")
-    array = np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64)
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= vocabulary:
-        raise RequestError(
-            f"{name} holds an id outside the vocabulary",
-            wanted=f"0 to {vocabulary - 1}",
-            got=low if low < 0 else high,
-            do="Check that tokenizer and model belong together",
-        )
-    return array
-
-
-def _checked_embeds(embeds: Any, ids: np.ndarray | None, width: int) -> Tensor:
-    name = "inputs_embeds"
-    if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.dim() != 3:
-        what = f"{name} has the wrong shape or type"
-        wanted = "a (batch, length, hidden) floating point tensor"
-        got = tuple(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise RequestError(what, wanted=wanted, got=got, do="Pass embeddings")
-    shape = tuple(embeds.shape)
-    if shape[2] != width:
-        do = "Pass what model.get_input_embeddings() or an encoder made for this model gives"
-        what = f"{name} has another width than the model"
-        raise RequestError(what, wanted=f"{width} values per position", got=shape[2], do=do)
-    if 0 in shape:
-        wanted, do = "at least one row and one position", "Pass embeddings, or leave them out"
-        raise RequestError(f"{name} is empty", wanted=wanted, got=shape, do=do)
-    if ids is not None and shape[:2] != ids.shape:
-        do = "Pass one of them, or one embedding per id"
-        what = f"{name} and input_ids differ in shape"
-        raise RequestError(what, wanted=f"{ids.shape} positions", got=shape[:2], do=do)
-    return embeds.detach()
-
-
-def read_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """(B, L) bool: which positions are real, all without a mask; RequestError for another shape."""
-    if mask is None:
-        return np.ones(shape, dtype=bool)
-    array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
-    if array.shape != shape:
-        raise RequestError(
-            "attention_mask has the wrong shape",
-            wanted=f"{shape}, one entry per prompt position",
-            got=array.shape,
-            do="Pass the mask that the tokenizer returned with the ids",
-        )
-    if not np.isin(array, (0, 1)).all():
-        raise RequestError(
-            "attention_mask holds other values than 0 and 1",
-            wanted="0 or 1",
-            got=array[~np.isin(array, (0, 1))][0],
-            do="Pass 1 for real positions, 0 for padding",
-        )
-    return array.astype(bool)
-
-
-def _span(row: np.ndarray, index: int, guessed: bool) -> tuple[int, int]:
-    """[first, last) of the real positions of a row; `guessed` from pad ids, not from a mask."""
-    real = np.flatnonzero(row)
-    if len(real) == 0:
-        raise RequestError(
-            f"row {index} of the prompt is empty",
-            wanted="one id that is not the pad id" if guessed else "one position with mask 1",
-            got="none",
-            do="Drop the row or give it a start token",
-        )
-    first, last = int(real[0]), int(real[-1]) + 1
-    if last - first != len(real):
-        what = f"row {index} of attention_mask has a hole"
-        do = "Remove the masked positions from the prompt"
-        if guessed:
-            what = f"row {index} has the pad id in its middle, and no attention_mask counts it in"
-            do = "Pass an attention_mask"
-        raise RequestError(
-            what, wanted="padding at the ends only", got=row.astype(int).tolist(), do=do
-        )
-    return first, last
-
-
-def _row_positions(
-    positions: Any, b: int, first: int, last: int, shape: tuple[int, ...]
-) -> Tensor | None:
-    """A row's share of position ids of any rank: (..., B, L), (..., 1, L) or (L,)."""
-    if positions is None:
-        return None
-    do = "Pass one position per prompt position"
-    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() == 0:
-        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        raise RequestError(
-            "position_ids has the wrong type", wanted="a tensor of integers", got=got, do=do
-        )
-    of_rows = positions.shape[-2] if positions.dim() > 1 else 1
-    if positions.shape[-1] != shape[1] or of_rows not in (1, shape[0]):
-        wanted = f"(..., {shape[0]}, {shape[1]})"
-        what = "position_ids has the wrong shape"
-        raise RequestError(what, wanted=wanted, got=tuple(positions.shape), do=do)
-    row = positions if positions.dim() == 1 else positions[..., b if of_rows > 1 else 0, :]
-    return row[..., first:last].detach().cpu()
 
 
 def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[EncoderSource, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -14,6 +14,8 @@ from everystep.adapters import LoRA, read_lora
 from everystep.api.absent import refuse_argument
 from everystep.api.caches import is_recurrent, require_cache, require_room
 from everystep.api.custom import require_loop
+from everystep.api.features import PromptInput, require_distinct
+from everystep.api.options import KEYWORDS
 from everystep.api.rectangle import generate
 from everystep.cache.containers import Cache, DynamicCache
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
@@ -32,6 +34,7 @@ from everystep.models import Model, convert_model, learning_weights, named_weigh
 from everystep.models.load import usable_device
 from everystep.nn.network import Window
 from everystep.outputs import CausalLMOutput, compute_transition_scores
+from everystep.types import InputSpec
 
 
 class LanguageModel:
@@ -63,6 +66,7 @@ class LanguageModel:
         self._executor = executor
         self._cache_dtype = cache_dtype
         self._adapters: dict[str, LoRA] = {}
+        self._prompt_inputs: tuple[PromptInput, ...] = ()
 
     @property
     def core(self) -> Model:
@@ -93,6 +97,31 @@ class LanguageModel:
     def vocab_size(self) -> int:
         """The width of the logits."""
         return self._core.vocab_size
+
+    @property
+    def width(self) -> int:
+        """The size of its hidden states, and of the embeddings that it reads."""
+        return int(self._core.network.spec.width)
+
+    @property
+    def inputs(self) -> Mapping[str, InputSpec]:
+        """What the network declares beside ids or embeddings: keywords of every call."""
+        return {one.name: one for one in self._core.network.inputs}
+
+    @property
+    def prompt_inputs(self) -> tuple[PromptInput, ...]:
+        """What is encoded and read inside a prompt: further keywords of every call.
+
+        May be set to a list of `PromptInput`; RequestError where names or tokens are taken.
+        """
+        return self._prompt_inputs
+
+    @prompt_inputs.setter
+    def prompt_inputs(self, inputs: Iterable[PromptInput]) -> None:
+        if self.is_encoder_decoder:
+            what = "a prompt that an encoder reads takes no prompt inputs"
+            raise UnsupportedError(what, do="Pass its embeddings as inputs_embeds")
+        self._prompt_inputs = require_distinct(inputs, (*KEYWORDS, *self.inputs))
 
     @property
     def context(self) -> int | None:

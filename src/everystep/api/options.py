@@ -45,6 +45,8 @@ OF_RECTANGLES = (
     "negative_prompt_attention_mask",
 )
 """Further keywords of `model.generate`."""
+KEYWORDS = (*MODEL_INPUTS, *CONFIG_FIELDS, *OBJECTS, *OF_RECTANGLES, "inputs", "text", "messages")
+"""Names that mean something in every call or prompt, whatever the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +109,8 @@ def read_options(
     UnknownArgumentError, which proposes the nearest name, for other names; RequestError for what is
     impossible, contradicts something else, or cannot be done.
     """
-    _refuse_unknown(given, {*OBJECTS, *beside})
+    named = (*model.inputs, *(one.name for one in model.prompt_inputs))
+    _refuse_unknown(given, {*OBJECTS, *named, *beside})
     config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
+from everystep.api.features import with_features
 from everystep.api.healing import healed, require_healable
-from everystep.api.inputs import Inputs
+from everystep.api.inputs import Inputs, placed
 from everystep.api.options import Options
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
@@ -87,7 +88,7 @@ def prepare(
     """
     if options.effective.token_healing:
         require_healable(inputs, options)
-    new = _most_new(options.effective, inputs.prompt_width, model.context)
+    new = _most_new(options.effective, inputs, model.context)
     options = replace(options, effective=_settled(options, inputs, new, model.context))
     reach = max(inputs.width + new, longest(options.criteria))
     strategy, drafter = _strategy(options, reach - inputs.width)
@@ -100,6 +101,7 @@ def prepare(
     elif runs != "continuous":
         made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
         cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
+    inputs = placed(inputs, new)
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
     processors = _processors(model, options, inputs, new, strategy.width)
@@ -118,7 +120,7 @@ def prepare(
             draws=draws[row],
             processors=processors[row],
             stops=stops,
-            companions=() if readout is None else (_companion(inputs, row),),
+            companions=() if readout is None else (_companion(inputs, row, model.vocab_size),),
             readout=readout,
             drafter=drafter,
             wants=wants,
@@ -140,6 +142,9 @@ def completed(model: LanguageModel, call: Call) -> Call:
         inputs = healed(model, call.inputs, call.options)
         call = prepare(model, call.options, inputs, runs=call.runs)
     source = call.inputs.source
+    if source is None and model.prompt_inputs:
+        declared, values = model.prompt_inputs, call.inputs.values
+        return replace(call, requests=with_features(declared, call.requests, values, model.width))
     if source is None:
         return call
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
@@ -153,23 +158,26 @@ def completed(model: LanguageModel, call: Call) -> Call:
     return replace(call, requests=tuple(requests), heard=heard)
 
 
-def _most_new(e: Effective, prompt: int, context: int | None) -> int:
+def _most_new(e: Effective, inputs: Inputs, context: int | None) -> int:
     """How many tokens may follow the positions of a prompt, which count once, whether they are ids,
     embeddings or both; padding counts with them, as it stands in the rectangle that is returned.
+    Ids that are not those of the positions count beside them in `max_length`, as in the reference.
 
     `max_new_tokens` wins over `max_length`; without either, 20, or as many as the context leaves.
     """
+    prompt = inputs.prompt_width
     if e.max_new_tokens is not None:
         return int(e.max_new_tokens)
     if e.source("max_length") != "default" and e.max_length is not None:
-        if prompt >= int(e.max_length):
+        counted = inputs.counted_width
+        if counted >= int(e.max_length):
             raise RequestError(
                 "the prompt leaves no room for new tokens",
                 wanted=f"a prompt shorter than max_length={e.max_length}",
-                got=f"{prompt} positions",
+                got=f"{counted} positions",
                 do="Raise max_length, or set max_new_tokens instead",
             )
-        return int(e.max_length) - prompt
+        return int(e.max_length) - counted
     if context is not None and prompt >= context:
         raise RequestError(
             "the prompt fills the model's context",
@@ -185,7 +193,7 @@ def _settled(options: Options, inputs: Inputs, new: int, context: int | None) ->
     for more than the model was made for."""
     e = options.effective
     by = "max_length" if e.max_new_tokens is None else "max_new_tokens"
-    _check_least(e, by, inputs.prompt_width, new)
+    _check_least(e, by, inputs.counted_width, new)
     positions = inputs.total_width + new - 1  # the last token is not fed
     if context is not None and by in e.caller and positions > context:
         notice = (
@@ -194,7 +202,7 @@ def _settled(options: Options, inputs: Inputs, new: int, context: int | None) ->
             f"Lower {by}, or expect the text to get worse there."
         )
         e = replace(e, notices=(*e.notices, notice))
-    e = e.replaced(e.source(by), max_length=inputs.prompt_width + new)
+    e = e.replaced(e.source(by), max_length=inputs.counted_width + new)
     if e.pad_token_id is None and options.pad is not None:
         e = e.replaced(e.source("eos_token_id"), pad_token_id=options.pad)
     return e
@@ -278,11 +286,11 @@ def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> 
     several are not accepted alike, and of candidates it is known a step later which row they came
     from.
     """
-    if options.prompt_logprobs is not None and any(one.ids is None for one in inputs.prompts):
+    if options.prompt_logprobs is not None and inputs.embeds_width:
         raise RequestError(
             "prompt_logprobs needs to know what the prompt says",
-            wanted="a prompt given as ids",
-            got="inputs_embeds only",
+            wanted="a prompt with one id per position",
+            got=f"inputs_embeds and {inputs.width} ids" if inputs.width else "inputs_embeds only",
             do="Pass input_ids too, or leave prompt_logprobs out",
         )
     return Wants(
@@ -362,16 +370,16 @@ def _readout(options: Options) -> Guidance | None:
     return None if scale is None or scale == 1 or own else Guidance(float(scale))
 
 
-def _companion(inputs: Inputs, row: int) -> Prompt:
+def _companion(inputs: Inputs, row: int, vocabulary: int) -> Prompt:
     """Guidance reads the negative prompt, or the last token of the prompt, beside the row."""
     if inputs.negative:
         return inputs.negative[row]
     ids = inputs.prompts[row].ids
-    if ids is None:
+    if ids is None or ids[-1] >= vocabulary:
         raise RequestError(
             "guidance_scale needs something to guide away from",
             wanted="negative_prompt_ids, or a prompt given as ids",
-            got="inputs_embeds only",
+            got="inputs_embeds only" if ids is None else f"a prompt that ends with id {ids[-1]}",
             do="Pass negative_prompt_ids",
         )
     return Prompt(ids=ids[-1:])

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from everystep.api.absent import refuse_rectangular
 from everystep.api.caches import row_quantization
@@ -18,6 +16,10 @@ from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import Options, read_options, read_seeds, require_output_object
 from everystep.api.prepare import completed, prepare
+from everystep.api.prompts import Messages as Messages
+from everystep.api.prompts import PromptLike as PromptLike
+from everystep.api.prompts import listed as listed
+from everystep.api.prompts import needed, read_prompt, refuse_inputs
 from everystep.config import META, GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
@@ -28,8 +30,6 @@ from everystep.stops.strings import StopStrings
 from everystep.text import Tokenizer, Trimmer
 from everystep.types import Event, FinishReason, Group
 
-Messages = Sequence[Mapping[str, Any]]
-PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
 _OF_TEXTS = ("add_generation_prompt", "trim_stop_strings")
@@ -91,11 +91,12 @@ class Session:
             warnings.warn(notice, stacklevel=3)
         rows = max(_ROWS, *map(_rows_of, self._options))
         how = row_quantization(self._options[0].effective, model) if self._options else None
-        executor = model.executor(quantization=how)
+        executor = model.executor(needed(model, prompts), quantization=how)
         self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
+        refuse_inputs(self._model, given)
         options = read_options(self._model, given, _OF_TEXTS, self.tokenizer)
         refuse_rectangular(options.effective)
         if not self._gives_events:
@@ -138,10 +139,11 @@ class Session:
         """Queues the prompt of this number, which is the id of its request, after everything about
         it is decided and computed but for its tokens."""
         options = self._options_of(index)
-        ids = self._ids(prompt, options.starts_answer)
-        passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
+        begins = options.starts_answer
+        passed = read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins)
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
-        _require_room(len(ids), self._model.context)
+        _require_one(inputs)
+        _require_room(inputs.prompt_width, self._model.context)
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)
@@ -175,7 +177,7 @@ class Session:
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
         prompt, wants = group.request.prompt, group.request.wants
-        length = 0 if prompt.ids is None else len(prompt.ids)
+        length = prompt.length
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
             return [self._failed(error, done.tokens, length)]
@@ -222,56 +224,6 @@ class Session:
             return ""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _ids(self, prompt: PromptLike, starts_answer: bool) -> np.ndarray:
-        """The ids of a text, of messages through the chat template, or of ids as they are."""
-        if not isinstance(prompt, str) and not is_messages(prompt):
-            whole = isinstance(prompt, Tensor | np.ndarray)
-            ids = torch.as_tensor(prompt if whole else list(prompt))
-        elif self.tokenizer is None:
-            raise RequestError(
-                "text needs a tokenizer",
-                wanted="a tokenizer, or prompts given as ids",
-                got="no tokenizer",
-                do="Pass the tokenizer that es.load returned",
-            )
-        elif isinstance(prompt, str):
-            ids = torch.as_tensor(self.tokenizer.encode(prompt))
-        else:
-            rendered = self.tokenizer.apply_chat_template(
-                list(prompt),
-                tokenize=True,
-                add_generation_prompt=starts_answer,
-                return_dict=False,
-            )
-            ids = torch.as_tensor(rendered)
-        if ids.dim() != 1 or not len(ids):
-            do = "Pass a text, messages, or a list with at least one id"
-            raise RequestError(
-                "a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do
-            )
-        found: np.ndarray = ids.detach().cpu().numpy()
-        return found
-
-
-def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
-    """The prompts, and whether it is a single one that was not in a list."""
-    if isinstance(prompts, str) or is_messages(prompts):
-        return [prompts], True
-    if isinstance(prompts, Tensor | np.ndarray):
-        return ([prompts], True) if prompts.ndim < 2 else (list(prompts), False)
-    if isinstance(prompts, (list, tuple)):
-        of_ids = bool(prompts) and isinstance(prompts[0], int | float | np.integer)
-        return ([prompts], True) if of_ids else (prompts, False)
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
-        do = "Pass a text, a list of ids or of messages, or several of them in a list"
-        raise RequestError("prompts are of no known kind", got=type(prompts).__name__, do=do)
-    return prompts, False
-
-
-def is_messages(prompt: object) -> bool:
-    """Whether a prompt is a conversation."""
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
-
 
 def _said(own: Any) -> Mapping[str, Any]:
     """The keywords that one prompt's options stand for."""
@@ -296,6 +248,12 @@ def _rows_of(options: Options) -> int:
     e = options.effective
     width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1))
     return width * (2 if e.guidance_scale else 1)
+
+
+def _require_one(inputs: Inputs) -> None:
+    if inputs.batch > 1:
+        do = "Pass each row as a prompt of its own, in a list"
+        raise RequestError("a prompt has several rows", wanted=1, got=inputs.batch, do=do)
 
 
 def _require_room(length: int, context: int | None) -> None:

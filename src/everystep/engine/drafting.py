@@ -87,8 +87,8 @@ class DraftModel:
 
     Each guess is what the request itself would choose from the draft model's scores: with its
     processors, its strategy and, where they are seeded, its draws. `open`: a fresh executor of the
-    draft model, with the ability "truncate". Sequences whose prompt is given as embeddings are not
-    drafted for. Source: Leviathan et al. 2023.
+    draft model, with the ability "truncate". Sequences whose prompt is given as embeddings, or
+    holds ids beyond the vocabulary, are not drafted for. Source: Leviathan et al. 2023.
     """
 
     open: Callable[[], Executor]
@@ -143,7 +143,7 @@ class DraftRows:
 
     def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
         """Per sequence `tokens` guesses."""
-        known = [s for s in sequences if s.request.prompt.ids is not None and not s.request.shift]
+        known = [s for s in sequences if self._readable(s)]
         table.reserve(self.tokens + max((s.visible for s in known), default=0))
         for sequence in known:
             # A step that was broken off may have left guesses in the row.
@@ -157,6 +157,12 @@ class DraftRows:
                     value.rewind(sequence.visible)
         guesses = {id(s): table.data[s.line, s.visible : s.visible + self.tokens] for s in known}
         return [guesses.get(id(s), NO_IDS).copy() for s in sequences]
+
+    def _readable(self, sequence: Sequence) -> bool:
+        """Whether the draft model knows all ids before the generated ones, at their positions."""
+        ids = sequence.request.prompt.ids
+        known = ids is not None and not sequence.request.shift
+        return known and bool((ids < self.executor.vocab_size).all())
 
     def _choose(self, sequences: list[Sequence], table: TokenTable, done: int) -> None:
         """Every sequence's line holds one guess more, after the `done` that stand there."""
@@ -234,9 +240,11 @@ class Drafters:
     """The drafters at work for an engine, by the value that each was started from."""
 
     at_work: dict[Drafter, Drafting] = field(default_factory=dict)
+    vocabulary: int = 0
 
     def open(self, drafter: Drafter | None, vocabulary: int) -> None:
         """The drafter is at work; RequestError if it cannot draft for such a vocabulary."""
+        self.vocabulary = vocabulary
         if drafter is not None and drafter not in self.at_work:
             self.at_work[drafter] = drafter.start(vocabulary)
 
@@ -284,8 +292,13 @@ class Drafters:
         if not open_ones:
             return {}
         proposed = self.at_work[drafter].propose(open_ones, table)
-        pairs = zip(open_ones, proposed, strict=True)
-        return {id(s): draft[: _room(s)] for s, draft in pairs if len(draft)}
+        cut = [self._known(draft[: _room(s)]) for s, draft in zip(open_ones, proposed, strict=True)]
+        return {id(s): draft for s, draft in zip(open_ones, cut, strict=True) if len(draft)}
+
+    def _known(self, draft: np.ndarray) -> np.ndarray:
+        """The draft up to the first id beyond the vocabulary, as prompts may hold them."""
+        beyond = np.flatnonzero(draft >= self.vocabulary)
+        return draft[: beyond[0]] if len(beyond) else draft
 
     def _restart(self, drafter: Drafter, groups: list[Group]) -> None:
         """Makes the drafter and the sequences that use it drop everything."""

@@ -149,6 +149,9 @@ class Feeds:
             head = np.full(inside - start, -1, dtype=np.int64)
         else:
             head = prompt.ids[start - prompt.before : inside - prompt.before]  # type: ignore[index]
+            if prompt.injected is not None:
+                places = prompt.injected.positions
+                head = np.where(np.isin(np.arange(start, inside), places), -1, head)
         return np.concatenate([head, line[prompt.length + generated : end + generated]])
 
     def _extra(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +40,7 @@ class Span:
         if prompt.embeds is not None and self.inside:
             part = prompt.embeds[self.start - prompt.before :][: self.inside]
             found.append(Given("embeds", 0, part))
+        found += self._injected()
         for name, values in prompt.inputs.items():
             per = declared[name].per
             if per == "token":
@@ -49,15 +52,28 @@ class Span:
                 found.append(Given(name, 0, part))
         return tuple(found)
 
+    def _injected(self) -> list[Given]:
+        """What is injected here, one piece per run of neighbouring positions."""
+        if self.prompt.injected is None or not self.inside:
+            return []
+        places, embeds = self.prompt.injected.positions, self.prompt.injected.embeds
+        first, last = np.searchsorted(places, (self.start, self.stop)).tolist()
+        cuts = np.flatnonzero(np.diff(places[first:last]) > 1) + first + 1
+        ends = [first, *cuts.tolist(), last] if last > first else []
+        return [
+            Given("embeds", int(places[a]) - self.start, embeds[a:b]) for a, b in pairwise(ends)
+        ]
+
     def positions(self) -> Tensor | None:
-        """Position ids: the prompt's own, then those after the greatest of them on any axis."""
+        """Position ids: those that are given, then those after the greatest of them on any axis."""
         own = self.prompt.positions
         if own is None:
             return None
-        first, length = self.start + self.inside, self.prompt.length
-        after = self.prompt.follows + torch.arange(first - length, self.stop - length)
+        known = own.shape[-1]
+        beyond = (max(place - known, 0) for place in (self.start, self.stop))
+        after = self.prompt.follows + torch.arange(*beyond)
         after = after.expand(*own.shape[:-1], len(after))
-        return torch.cat([own[..., self.start : first], after], dim=-1)
+        return torch.cat([own[..., self.start : self.stop], after], dim=-1)
 
     def mask(self) -> Tensor | None:
         """(1 or heads, count, stop) bool, as `Prompt.mask` says; None where every earlier position
@@ -95,7 +111,7 @@ def _misfits(
     length, positions, mask = prompt.length, prompt.positions, prompt.mask
     if positions is not None:
         given, axes = tuple(positions.shape), declared.get("positions")
-        if given[-1] != length:
+        if given[-1] < length:
             yield "position_ids", f"(..., {length})", given
         elif axes is not None and given[:-1] not in ((), (1,), axes.shape):
             yield "position_ids", (*axes.shape, length), given

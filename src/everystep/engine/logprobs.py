@@ -40,11 +40,13 @@ class Likelihood(NamedTuple):
 
 
 def likelihoods(logits: Tensor, tokens: np.ndarray, best: int) -> list[Likelihood]:
-    """(R, V) logits and the (R,) tokens that followed -> one likelihood per row."""
+    """(R, V) logits and the (R,) tokens that followed -> one likelihood per row; a prompt's ids
+    beyond the vocabulary are impossible."""
     logits = logits.to(torch.float32)
     total = torch.logsumexp(logits, dim=-1, keepdim=True)
     given = torch.from_numpy(tokens).to(logits.device)[:, None]
-    chosen = (logits.gather(1, given) - total)[:, 0].tolist()
+    known = (logits.gather(1, given.clamp(max=logits.shape[1] - 1)) - total)[:, 0]
+    chosen = known.where(given[:, 0] < logits.shape[1], -torch.inf).tolist()
     top = torch.topk(logits, min(best, logits.shape[1]))
     values, ids = (top.values - total).cpu().numpy(), top.indices.cpu().numpy()
     return [Likelihood(*row) for row in zip(tokens.tolist(), chosen, ids, values, strict=True)]

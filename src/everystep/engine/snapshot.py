@@ -82,7 +82,9 @@ def fingerprint(request: Request) -> str:
     digest = hashlib.sha256()
     for prompt in (request.prompt, *request.companions):
         parts = (prompt.ids, prompt.embeds, prompt.positions, prompt.encoder, prompt.mask)
-        for part in (*parts, *prompt.inputs.values()):
+        inside = prompt.injected
+        injected = () if inside is None else (inside.positions, inside.embeds)
+        for part in (*parts, *injected, *prompt.inputs.values()):
             plain = part.detach().float().cpu().numpy() if isinstance(part, Tensor) else part
             digest.update(b"-" if plain is None else np.ascontiguousarray(plain).tobytes())
     choices = (

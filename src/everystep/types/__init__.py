@@ -11,6 +11,7 @@ They differ by a constant per request, the shift:
                   shift = pad_prefix                               (prompt given as ids)
                   shift = pad_prefix - prompt length               (prompt given as embeddings only)
                   shift = pad_prefix - before                      (ids after a cached past)
+                  shift = pad_prefix - prompt length + ids         (embeddings, and other ids)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from everystep.types.ends import Event as Event
 from everystep.types.ends import Finished as Finished
 from everystep.types.ends import FinishKind as FinishKind
 from everystep.types.ends import FinishReason as FinishReason
+from everystep.types.ends import Injected as Injected
 from everystep.types.ends import Prompt as Prompt
 from everystep.types.ends import is_memory as is_memory
 from everystep.types.ends import values_of as values_of
@@ -111,6 +113,7 @@ class Request:
                 *(("hidden",) if self.strategy.reads.hidden else ()),
                 *(("truncate",) if self.drafter is not None else ()),
                 *(name for name in given for one in prompts if getattr(one, name) is not None),
+                *("embeds" for one in prompts if one.injected is not None),
                 *(name for one in prompts for name in one.inputs),
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),

@@ -25,19 +25,29 @@ class FinishReason:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Injected:
+    """Embeddings (n, E) that are read at the positions (n,), which rise, in place of their ids."""
+
+    positions: np.ndarray
+    embeds: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """What the model reads before the first choice.
 
-    `ids`: (T,) int64 or None. `embeds`: (T, E) or None; where both are given the model reads the
-    embeddings and everything else sees the ids. `positions`: (length,) or (axes, length) position
-    ids, or None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`. `mask`:
+    `ids`: (T,) int64 or None. `embeds`: (length, E) or None; where both are given the model reads
+    the embeddings and everything else sees the ids, of which there may be more or fewer.
+    `injected`: embeddings of some positions of a prompt given as ids. `positions`: (n,) or
+    (axes, n) position ids of the prompt and, where n is above `length`, of the first generated
+    tokens; None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`. `mask`:
     (length, length) or (heads, length, length) bool: position i sees those j <= i where
     mask[..., i, j], itself always; a generated position sees what the prompt's last position sees
     of the prompt, and every generated position up to itself. `encoder`: (S, E) encoder states for
     cross attention, or None. `past`: the first positions as they were cached before, or None;
     `before` of them have no ids or embeddings here. `length`: how many positions the prompt fills.
-    `follows`: the position id of the first generated token, one more than the greatest of the
-    prompt's on any axis. `brings`: whether there is more than ids.
+    `follows`: the position id of the first token beyond `positions`, one more than the greatest of
+    them on any axis. `brings`: whether there is more than ids.
     """
 
     ids: np.ndarray | None = None
@@ -48,6 +58,7 @@ class Prompt:
     before: int = 0
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     mask: Tensor | None = None
+    injected: Injected | None = None
     length: int = field(init=False)
     follows: int = field(init=False)
     brings: bool = field(init=False)
@@ -59,14 +70,14 @@ class Prompt:
         object.__setattr__(self, "length", length)
         last = length - 1 if own is None or not own.numel() else int(own.max())
         object.__setattr__(self, "follows", last + 1)
-        given_more = (self.embeds, own, self.mask)
+        given_more = (self.embeds, own, self.mask, self.injected)
         brings = bool(self.inputs) or any(one is not None for one in given_more)
         object.__setattr__(self, "brings", brings)
 
     @property
     def hidden(self) -> int:
-        """How many positions stand before the first id."""
-        return self.length if self.ids is None else self.before
+        """How many positions more there are than ids; below 0 where there are fewer."""
+        return self.length - (0 if self.ids is None else len(self.ids))
 
     @property
     def start(self) -> int:

@@ -1,0 +1,130 @@
+"""What a call passed for the rows of its rectangle: read, checked part by part, cut row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.arrays import (
+    holed,
+    of_row,
+    read_embeds,
+    read_ids,
+    read_mask,
+    read_named,
+    read_positions,
+    read_square,
+    require_known,
+)
+from everystep.api.options import Options
+from everystep.errors import RequestError
+from everystep.types import InputSpec, Prompt
+
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
+
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passed:
+    """What a call passed for B rows of L positions, each part checked by itself.
+
+    `ids`: (B, T), of any T beside `embeds` (B, L, E). `real`: (B, L) bool, `square`: (B, 1 or H, L,
+    L) bool or None. `positions`: (..., B or 1, L) or None. `named`: what the model declares.
+    """
+
+    shape: tuple[int, int]
+    ids: np.ndarray | None
+    embeds: Tensor | None
+    real: np.ndarray
+    square: Tensor | None
+    positions: Tensor | None
+    named: dict[str, tuple[InputSpec, Tensor]]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every position has an id."""
+        return self.ids is not None and self.ids.shape == self.shape
+
+    def prompt(self, row: int, first: int, last: int) -> Prompt:
+        """The positions [first, last) of a row."""
+        hidden = None if self.square is None else (self.square[row], None)
+        if hidden is None:
+            hidden = holed(self.real[row, first:last])
+        mask, places = (None, None) if hidden is None else hidden
+        if self.positions is not None:
+            places = of_row(self.positions, row)[..., first:last]
+        ids = None if self.ids is None else self.ids[row].copy()
+        return Prompt(
+            ids=ids[first:last] if ids is not None and self.aligned else ids,
+            embeds=None if self.embeds is None else self.embeds[row, first:last],
+            positions=places,
+            inputs={
+                name: values[row, first:last] if spec.per == "token" else values[row]
+                for name, (spec, values) in self.named.items()
+            },
+            mask=mask,
+        )
+
+
+def read_passed(model: LanguageModel, given: Given, options: Options, name: str) -> Passed:
+    """What these keywords say of the rows; errors call the ids by `name`."""
+    ids, embeds, pad = _read_content(model, given, options, name)
+    shape = ids.shape if embeds is None else embeds.shape[:2]  # type: ignore[union-attr]
+    rows, length = (int(size) for size in shape)
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    square = None
+    if isinstance(mask, Tensor) and mask.dim() > 2:
+        square, mask = read_square(mask, rows, length), torch.ones(rows, length)
+    real = read_mask(mask, (rows, length))
+    aligned = ids is not None and ids.shape == shape
+    if mask is None and aligned and pad is not None and pad not in options.eos:
+        real = np.not_equal(ids, pad)  # type: ignore[arg-type]
+    if callable(positions):
+        positions = None
+    elif positions is not None:
+        positions = read_positions(positions, rows, length)
+    named = {
+        name: (spec, read_named(spec, given[name], rows, length))
+        for name, spec in model.inputs.items()
+        if given.get(name) is not None
+    }
+    return Passed((rows, length), ids, embeds, real, square, positions, named)
+
+
+def _read_content(
+    model: LanguageModel, given: Given, options: Options, name: str
+) -> tuple[np.ndarray | None, Tensor | None, int | None]:
+    """(B, T) ids, (B, L, E) embeddings, either of them or both, and the id that is padding."""
+    ids, embeds, pad = given.get("input_ids"), given.get("inputs_embeds"), options.pad
+    if ids is None and embeds is None:
+        # A begin token that is the pad token too was not passed as padding.
+        bos = options.effective.bos_token_id
+        ids, name, pad = _start(bos, given.get("attention_mask")), "bos_token_id", None
+    array = None if ids is None else read_ids(ids, name, empty=embeds is not None)
+    found = None if embeds is None else read_embeds(embeds, array, model.width)
+    if array is not None:
+        known = array[~np.isin(array, [one.token for one in model.prompt_inputs])]
+        require_known(known, model.vocab_size if found is None else None, name)
+        if found is None or array.shape[1]:
+            return array, found, pad
+    return None, found, pad
+
+
+def _start(bos: int | None, mask: Any) -> Tensor:
+    """(B, 1) the begin token, for as many rows as a mask has, or for one."""
+    if bos is None:
+        raise RequestError(
+            "there is nothing to start from",
+            wanted="input_ids, inputs_embeds, or a bos_token_id in the generation config",
+            got="none of them",
+            do="Pass input_ids",
+        )
+    rows = mask.shape[0] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
+    return torch.full((rows, 1), bos)

@@ -1,0 +1,173 @@
+"""One prompt of the many-prompts calls: a text, messages, ids, or a mapping of a row's inputs.
+
+A mapping holds one row of what `model.generate` takes, without the batch dimension or with one of
+size 1: its content (`text`, `messages`, `input_ids`, `inputs_embeds`), `attention_mask`,
+`position_ids`, and what the model declares by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.arrays import has_holes
+from everystep.api.options import MODEL_INPUTS
+from everystep.errors import RequestError, UnknownArgumentError, nearest
+from everystep.text import Tokenizer
+
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
+
+Messages = Sequence[Mapping[str, Any]]
+PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, Any]
+
+_CONTENTS = ("text", "messages", "input_ids", "inputs_embeds")
+_KEYS = (*_CONTENTS, "attention_mask", "position_ids")
+
+
+def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
+    """The prompts, and whether it is a single one that was not in a list."""
+    if isinstance(prompts, str | Mapping) or is_messages(prompts):
+        return [prompts], True
+    if isinstance(prompts, Tensor | np.ndarray):
+        return ([prompts], True) if prompts.ndim < 2 else (list(prompts), False)
+    if isinstance(prompts, (list, tuple)):
+        of_ids = bool(prompts) and isinstance(prompts[0], int | float | np.integer)
+        return ([prompts], True) if of_ids else (prompts, False)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        do = "Pass a text, a list of ids or of messages, a mapping, or several of them in a list"
+        raise RequestError("prompts are of no known kind", got=type(prompts).__name__, do=do)
+    return prompts, False
+
+
+def is_messages(prompt: object) -> bool:
+    """Whether a prompt is a conversation."""
+    first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+    return isinstance(first, Mapping) and "role" in first
+
+
+def needed(model: LanguageModel, prompts: object) -> frozenset[str]:
+    """What an executor must be able to do for all of these prompts, where that can be seen before
+    they are asked for one by one."""
+    found: set[str] = set()
+    for prompt in prompts if isinstance(prompts, list | tuple) else ():
+        if isinstance(prompt, Mapping):
+            found.update(name for name in prompt if name in model.inputs)
+            mask = prompt.get("attention_mask")
+            if mask is not None and (np.ndim(mask) > 2 or has_holes(torch.as_tensor(mask))):
+                found.add("mask")
+    return frozenset(found)
+
+
+def read_prompt(
+    model: LanguageModel, tokenizer: Tokenizer | None, prompt: Any, *, starts_answer: bool
+) -> dict[str, Any]:
+    """What `model.generate` would be given for this prompt: a rectangle of one row."""
+    if not isinstance(prompt, Mapping):
+        given = {"input_ids": _ids(tokenizer, prompt, starts_answer)[None]}
+    else:
+        _require_content(model, prompt)
+        given = {name: _row(model, name, value) for name, value in prompt.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in ("text", "messages"):
+            if name in given:
+                given["input_ids"] = _ids(tokenizer, given.pop(name), starts_answer)[None]
+    if "attention_mask" not in given:
+        first = given.get("inputs_embeds", given.get("input_ids"))
+        shape = np.shape(first)[:2]  # type: ignore[arg-type]
+        given["attention_mask"] = np.ones(shape, dtype=np.int64)
+    return given
+
+
+def refuse_inputs(model: LanguageModel, given: Mapping[str, Any]) -> None:
+    """RequestError for inputs of one prompt among the keywords that all prompts have in common."""
+    for name in (*MODEL_INPUTS, *model.inputs, *(one.name for one in model.prompt_inputs)):
+        if given.get(name) is not None:
+            raise RequestError(
+                f"{name} belongs to one prompt, and not to all of them",
+                wanted="a prompt that is a mapping",
+                got=f"{name} as a keyword",
+                do=f"Pass the prompt as {{'text': ..., {name!r}: ...}}",
+            )
+
+
+def _require_content(model: LanguageModel, prompt: Mapping[str, Any]) -> None:
+    """RequestError unless the mapping has one content, and names that are known."""
+    known = (*_KEYS, *model.inputs, *(one.name for one in model.prompt_inputs))
+    for name in prompt:
+        if name not in known:
+            near = nearest(str(name), known)
+            do = f"Perhaps you meant {near}" if near else f"Keys are {', '.join(known)}"
+            raise UnknownArgumentError(f"a prompt has no {name!r}", do=do)
+    passed = {name for name in _CONTENTS if prompt.get(name) is not None}
+    if len(passed) == 1 or passed == {"input_ids", "inputs_embeds"}:
+        return
+    raise RequestError(
+        "a prompt has not one content",
+        wanted="text, messages, input_ids, inputs_embeds, or both of the latter",
+        got=", ".join(sorted(passed)) or "none of them",
+    )
+
+
+def _row(model: LanguageModel, name: str, value: Any) -> Any:
+    """A value of one row in a batch of one."""
+    if value is None or name in ("text", "messages") or callable(value):
+        return value
+    if name not in _KEYS and name not in model.inputs:
+        return value  # what an encoder reads says its own shape
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.as_tensor(np.asarray(value))
+        except (ValueError, TypeError) as error:
+            got = type(value).__name__
+            raise RequestError(f"{name} is not a tensor", got=got) from error
+    if name in model.inputs:
+        spec = model.inputs[name]
+        rank = len(spec.shape) + (spec.per == "token")
+    else:
+        rank = {"inputs_embeds": 2}.get(name, 1)
+    if name == "position_ids" and value.dim() == 2 and value.shape[0] > 1:
+        return value[:, None]  # one row of several axes
+    if name == "attention_mask" and value.dim() == 2 and value.shape[0] > 1:
+        return value[None, None]  # a square of what each position sees
+    if name == "attention_mask" and value.dim() == 3:
+        return value[None]
+    return value[None] if value.dim() == rank else value
+
+
+def _ids(tokenizer: Tokenizer | None, prompt: Any, starts_answer: bool) -> np.ndarray:
+    """The ids of a text, of messages through the chat template, or of ids as they are."""
+    if not isinstance(prompt, str) and not is_messages(prompt):
+        whole = isinstance(prompt, Tensor | np.ndarray)
+        ids = torch.as_tensor(prompt if whole else list(prompt))
+    elif tokenizer is None:
+        raise RequestError(
+            "text needs a tokenizer",
+            wanted="a tokenizer, or prompts given as ids",
+            got="no tokenizer",
+            do="Pass the tokenizer that es.load returned",
+        )
+    elif isinstance(prompt, str):
+        ids = torch.as_tensor(tokenizer.encode(prompt))
+    else:
+        rendered = tokenizer.apply_chat_template(
+            list(prompt),
+            tokenize=True,
+            add_generation_prompt=starts_answer,
+            return_dict=False,
+        )
+        ids = torch.as_tensor(rendered)
+    if ids.dim() != 1 or not len(ids):
+        do = "Pass a text, messages, or a list with at least one id"
+        raise RequestError(
+            "a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do
+        )
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        do = "Pass embeddings as a mapping, {'inputs_embeds': ...}"
+        raise RequestError("ids are not integers", wanted="integers", got=ids.dtype, do=do)
+    found: np.ndarray = ids.detach().cpu().numpy()
+    return found

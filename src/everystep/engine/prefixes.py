@@ -234,8 +234,10 @@ def _shares(request: Request) -> bool:
     it does not feed."""
     prompt, wants = request.prompt, request.wants
     sees = wants.layers or wants.attentions or wants.prompt_logprobs is not None
-    return prompt.encoder is None and prompt.mask is None and not (
-        sees or request.strategy.reads.hidden
+    return (
+        prompt.encoder is None
+        and prompt.mask is None
+        and not (sees or request.strategy.reads.hidden)
     )
 
 
@@ -262,7 +264,10 @@ def _digests(prompt: Prompt, declared: Mapping[str, InputSpec]) -> np.ndarray:
     if prompt.embeds is not None:
         add("embeds", prompt.embeds, prompt.before)
     if prompt.positions is not None:
-        add("positions", prompt.positions.expand(*prompt.positions.shape[:-1], length).movedim(-1, 0))
+        add(
+            "positions",
+            prompt.positions.expand(*prompt.positions.shape[:-1], length).movedim(-1, 0),
+        )
     for name, values in sorted(prompt.inputs.items()):
         whole = values if declared[name].per == "token" else values.expand(length, *values.shape)
         add(name, whole)

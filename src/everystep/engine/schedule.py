@@ -46,8 +46,6 @@ class Scheduler(Protocol):
         """All groups that are not over, waiting ones last."""
 
 
-
-
 @dataclass
 class Lockstep:
     """All groups together, in order; no group chooses before every prompt is fed.

@@ -13,7 +13,7 @@ import pytest
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine, Guidance, Lockstep, audit
 from everystep.engine.feed import Grant
-from everystep.engine.schedule import Preempt
+from everystep.engine.schedule import Join, Preempt
 from everystep.errors import CapacityError
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Greedy, Sample
@@ -30,8 +30,8 @@ class Watched(Continuous):
 
     plans: list[list[Grant]] = field(default_factory=list)
 
-    def plan(self, preempt: Preempt) -> list[Grant]:
-        self.plans.append(super().plan(preempt))
+    def plan(self, preempt: Preempt, join: Join | None = None) -> list[Grant]:
+        self.plans.append(super().plan(preempt, join))
         return self.plans[-1]
 
 

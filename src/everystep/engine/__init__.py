@@ -1,8 +1,10 @@
 """The step, its schedulers and its audit."""
 
+from everystep.engine.audit import audit
 from everystep.engine.batches import Guidance
 from everystep.engine.drafting import DraftModel, PromptLookup
-from everystep.engine.engine import Engine, audit
+from everystep.engine.engine import Engine
+from everystep.engine.prefixes import Reuse
 from everystep.engine.schedule import Continuous, Lockstep
 
 __all__ = [
@@ -12,5 +14,6 @@ __all__ = [
     "Guidance",
     "Lockstep",
     "PromptLookup",
+    "Reuse",
     "audit",
 ]

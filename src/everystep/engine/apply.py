@@ -81,10 +81,13 @@ def changes(
         if child.finish is not None and parent.finish is None:
             change.after.done.append(_finished(table, parent, child))
         change.events += _events(table, parent, child)
+    going = {group_of[child.parent] for child in born if child.goes_on}
     # First of all, so that no group ever needs more rows than it declared.
     for g, source in zip(group_of, sequences, strict=True):
         closed = found[g].closed
         if source.line not in heirs and g not in failed and source.line not in closed:
+            if g not in going and not closed:
+                ledger.keep(source)
             release(source, ledger)
             closed.append(source.line)
     staying = [child for child in born if child.goes_on]
@@ -302,6 +305,8 @@ def abandoned(group: Group, reason: FinishReason, table: TokenTable, ledger: Led
                 name, count = group.request.request_id, sequence.generated - sequence.provisional
                 change.events += token_events(name, sequence.index, [], count, reason)
             change.after.done.append(_cut_short(sequence, reason, table))
+        if reason.kind == "cancelled" and not change.closed:
+            ledger.keep(sequence)
         release(sequence, ledger)
         if sequence.line >= 0:
             change.closed.append(sequence.line)

@@ -35,11 +35,15 @@ NOBODYS = (MemoryError, InvariantError)
 
 @dataclass(slots=True)
 class Counts:
-    """What the engine has done so far; deterministic, so that tests can check it."""
+    """What the engine has done so far; deterministic, so that tests can check it.
+
+    `forked`: positions that were not fed because another row held them.
+    """
 
     steps: int = 0
     forwards: int = 0
     fed: int = 0
+    forked: int = 0
     chunks: int = 0
     syncs: int = 0
     preemptions: int = 0

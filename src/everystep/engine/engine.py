@@ -32,9 +32,10 @@ from everystep.engine.events import last_events, settled_events
 from everystep.engine.feed import Feeds, Grant, columns_of, feed, note_hidden, regroup
 from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
+from everystep.engine.prefixes import Prefixes, Room
 from everystep.engine.schedule import Scheduler
 from everystep.engine.snapshot import read, resume, written
-from everystep.errors import InvariantError, UnsupportedError
+from everystep.errors import UnsupportedError
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
 from everystep.types import (
@@ -87,6 +88,11 @@ class Engine:
         self.ledger = Ledger()
         self.counts = Counts()
         self.drafters = Drafters()
+        cuts = "cut" in executor.abilities
+        self.prefixes = Prefixes(
+            scheduler.reuse, self.table, self.ledger, executor.inputs, cuts=cuts
+        )
+        self.ledger.keep = self.prefixes.keep
         # Observers get whole rows.
         self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
@@ -207,6 +213,7 @@ class Engine:
                 for unit in sequence.units:
                     unit.lose_row()
             self.drafters.restart()
+            self.prefixes.forget()
             self.ledger.restart(self.executor.audit())
             self.table.keep({sequence.line for sequence in live})
             self._broken = False
@@ -214,7 +221,8 @@ class Engine:
     # --- the first half ---------------------------------------------------------------------------
 
     def _step(self) -> None:
-        grants = self._let_in(self.scheduler.plan(self.preempt))
+        grants = self._let_in(self.scheduler.plan(self.preempt, self._join))
+        self.prefixes.shrink(self.scheduler.room)
         feeds = self._feeds()
         feeds.ready = [grant.group for grant in grants if grant.chooses(self.table)]
         feeds.drafts, broken = self.drafters.propose(feeds.ready, self.scheduler.groups, self.table)
@@ -234,6 +242,15 @@ class Engine:
         )
         choices.make()
         self._end(choices.changes, choices)
+
+    def _join(self, group: Group, running: list[Group], room: Room) -> bool:
+        """Whether the group may feed; it holds what it found in the rows of others."""
+        found = self.prefixes.join(group, running, room)
+        if found:
+            self.counts.forked += found - group.request.prompt.start
+            if not group.opened:
+                group.forked = found
+        return found is not None
 
     def _let_in(self, grants: list[Grant]) -> list[Grant]:
         """The grants whose sequences have lines; only one while the group that broke a forward is
@@ -324,6 +341,8 @@ class Engine:
             self.flush()
             rows = [s.row for s in sorted(live, key=lambda s: s.index) if s.row is not None]
             after.pasts = tuple(map(cast(Exporting, self.executor).export, rows))
+        if live:
+            self.ledger.keep(live[0])
         for sequence in live:
             release(sequence, self.ledger)
             change.closed.append(sequence.line)
@@ -355,31 +374,3 @@ def _visible(request: Request) -> np.ndarray:
     token = request.pad_token if request.prefix_token is None else request.prefix_token
     pad = np.full(request.pad_prefix, token, dtype=np.int64)
     return pad if ids is None else np.concatenate([pad, ids])
-
-
-def audit(engine: Engine) -> None:
-    """Raises InvariantError if a row, line or cached position is leaked, shared or wrong.
-
-    Passes all outstanding verbs to the executor first.
-    """
-    engine.recover()
-    engine.flush()
-    live = [sequence for group in engine.scheduler.groups for sequence in group.live]
-    lines = [sequence.line for sequence in live if sequence.line >= 0]
-    held: dict[int, int] = {}
-    for unit in [unit for sequence in live for unit in sequence.units if unit.row is not None]:
-        _require(unit.row not in held, "a row is shared", unit.row)
-        held[cast(int, unit.row)] = unit.cached
-    _require(len(lines) == len(set(lines)), "a line of the token table is shared", lines)
-    _require(len(lines) == engine.table.open_lines, "a line of the token table is leaked", lines)
-    _require(set(held) == engine.ledger.held, "the ledger and the sequences differ", held)
-    memories = [value for s in live for value in s.memo.values() if hasattr(value, "release")]
-    drafted = engine.drafters.held()
-    _require(drafted == len(memories), "a drafter's row is leaked or shared", drafted)
-    stored = engine.executor.audit()
-    _require(stored == held, "the executor's rows and the sequences differ", stored)
-
-
-def _require(holds: bool, what: str, got: object) -> None:
-    if not holds:
-        raise InvariantError(what, got=got, do="Report this as a defect")

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from everystep.types import Past, Prompt, Verb
+from everystep.types import Past, Prompt, Sequence, Verb
+
+
+def _nobody(ending: Sequence) -> None:
+    """No row is kept."""
 
 
 @dataclass(slots=True)
 class Ledger:
     """Hands out row numbers, those freed last first, and writes down every verb in order.
 
-    `encoders`, `pasts`: the encoder states of new rows, and what they hold from the start.
+    `encoders`, `pasts`: the encoder states of new rows, and what they hold from the start. `keep`:
+    what may take over the row of a sequence that is about to end.
     """
 
     verbs: list[Verb] = field(default_factory=list)
     encoders: dict[int, Tensor] = field(default_factory=dict)
     pasts: dict[int, Past] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    keep: Callable[[Sequence], None] = _nobody
     _free: list[int] = field(default_factory=list)
 
     def allocate(self, prompt: Prompt) -> int:
-        """A new row, which holds nothing but what the prompt brings."""
+        """A new row, which holds nothing but what the prompt brings; a past that came with another
+        new row is not stored twice."""
+        for other, past in self.pasts.items():
+            if past is prompt.past and self.encoders.get(other) is prompt.encoder:
+                return self.fork(other)
         row = self._take()
         self.verbs.append(Verb("allocate", row))
         if prompt.encoder is not None:

@@ -9,15 +9,24 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from everystep.engine.feed import Grant, scattered
+from everystep.engine.prefixes import NO_LIMIT, Reuse, Room
 from everystep.errors import CapacityError
 from everystep.types import Group
 
 Preempt = Callable[[Group], None]
 """Takes a group's rows away; it will feed everything again."""
+Join = Callable[[Group, list[Group], Room], bool]
+"""Whether a group may feed, which first forks what rows of running groups hold of its prompt; if
+not, one of them is just feeding what they share."""
 
 
 class Scheduler(Protocol):
-    """Decides; changes nothing but its own queue and, through `preempt`, a group's rows."""
+    """Decides; changes nothing but its own queue and, through `preempt` and `join`, a group's rows.
+
+    `reuse`: which rows may be continued by other groups than those that fed them.
+    """
+
+    reuse: Reuse
 
     def submit(self, group: Group) -> None:
         """The group waits for its turn, or is refused because it can never have one."""
@@ -25,15 +34,16 @@ class Scheduler(Protocol):
     def remove(self, group: Group) -> None:
         """The group is over."""
 
-    def plan(self, preempt: Preempt) -> list[Grant]:
+    def plan(self, preempt: Preempt, join: Join) -> list[Grant]:
         """Who feeds how much in the next step."""
+
+    @property
+    def room(self) -> Room:
+        """What running groups leave."""
 
     @property
     def groups(self) -> list[Group]:
         """All groups that are not over, waiting ones last."""
-
-
-_UNLIMITED = 2**62
 
 
 @dataclass
@@ -48,6 +58,11 @@ class Lockstep:
     chunk: int | None = None
     shares: bool = True
     groups: list[Group] = field(default_factory=list)
+    reuse: Reuse = Reuse()
+
+    @property
+    def room(self) -> Room:
+        return Room(0)
 
     def submit(self, group: Group) -> None:
         self.groups.append(group)
@@ -55,9 +70,9 @@ class Lockstep:
     def remove(self, group: Group) -> None:
         self.groups = [one for one in self.groups if one is not group]
 
-    def plan(self, preempt: Preempt) -> list[Grant]:
+    def plan(self, preempt: Preempt, join: Join | None = None) -> list[Grant]:
         if self.chunk is None:
-            return [Grant(group, _UNLIMITED, self.shares) for group in self.groups]
+            return [Grant(group, NO_LIMIT, self.shares) for group in self.groups]
         units = [len(group.live) * (1 + len(group.request.companions)) for group in self.groups]
         grants = [
             Grant(group, self.chunk * count, self.shares)
@@ -73,7 +88,8 @@ class Continuous:
     `token_budget`: positions fed per step, drafts excluded. A group that finds too little of it
     left for its next choice is passed over, and comes first in a later step. `max_rows`: cache rows
     in use at once. `max_positions`: cached positions in use at once, or None; beyond it the
-    youngest is preempted. A group that an interrupt left in both queues runs.
+    youngest is preempted. `reuse`: as `Scheduler` says; a group that waits for another to feed what
+    they share takes nothing of a step. A group that an interrupt left in both queues runs.
     `served[id(group)]`: the last step in which the group fed, or else the one in which it was
     admitted.
     """
@@ -85,6 +101,15 @@ class Continuous:
     waiting: deque[Group] = field(default_factory=deque)
     steps: int = 0
     served: dict[int, int] = field(default_factory=dict)
+    reuse: Reuse = Reuse()
+
+    @property
+    def room(self) -> Room:
+        rows = self.max_rows - sum(group.rows for group in self.running)
+        positions = NO_LIMIT
+        if self.max_positions is not None:
+            positions = self.max_positions - sum(map(_positions, self.running))
+        return Room(max(rows, 0), max(positions, 0))
 
     @property
     def groups(self) -> list[Group]:
@@ -102,16 +127,18 @@ class Continuous:
             self.waiting = deque(one for one in self.waiting if one is not group)
         self.served.pop(id(group), None)
 
-    def plan(self, preempt: Preempt) -> list[Grant]:
+    def plan(self, preempt: Preempt, join: Join | None = None) -> list[Grant]:
         self._settle()
         self._shrink(preempt)
         self._admit()
         self.steps += 1
         for group in self.running:
             self.served.setdefault(id(group), self.steps)
-        left = self.token_budget
+        left, room = self.token_budget, self.room
         grants = []
         for group in sorted(self.running, key=self._turn):
+            if join is not None and not join(group, self.running, room):
+                continue
             used = _usable(group, left)
             if used:
                 grants.append(Grant(group, left))
@@ -143,7 +170,7 @@ class Continuous:
             return
         rows = sum(group.rows for group in self.running)
         positions = sum(map(_positions, self.running))
-        limit = self.max_positions or _UNLIMITED
+        limit = self.max_positions or NO_LIMIT
         while self.waiting:
             first = self.waiting[0]
             rows += first.rows

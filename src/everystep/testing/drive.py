@@ -93,7 +93,8 @@ def run_scheduled(
     observers: Iterable[Observer] = (),
 ) -> Run:
     """The requests come, go, are cancelled and lose their rows as the schedule says."""
-    scheduler = Continuous(schedule.token_budget, schedule.max_rows, schedule.max_positions)
+    limits = (schedule.token_budget, schedule.max_rows, schedule.max_positions)
+    scheduler = Continuous(*limits, reuse=schedule.reuse)
     run = Run(Engine(executor, scheduler, observers))
     rng = np.random.default_rng(schedule.seed)
     last = max(schedule.arrivals)

@@ -42,6 +42,7 @@ FLOORS = {
     "long_children": 500,
     "chunk_feeds": 2_000,
     "cancelled": 100,
+    "reused": 1_000,
 }
 
 
@@ -133,6 +134,7 @@ class Laws:
             forks=executor.counts["fork"] if isinstance(executor, StrictExecutor) else 0,
             long_children=counts.long_children,
             chunk_feeds=counts.chunks,
+            reused=counts.forked,
         )
 
 

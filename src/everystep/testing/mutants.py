@@ -21,11 +21,12 @@ from everystep import draws
 from everystep.cache import rows as cache_rows
 from everystep.cache.bank import Bank, BankPart
 from everystep.cache.states import Mark
-from everystep.engine import apply, batches, engine, feed, given
+from everystep.engine import apply, batches, engine, feed, given, prefixes
 from everystep.engine.ledger import Ledger
+from everystep.engine.prefixes import Prefixes
 from everystep.processors import pipeline
 from everystep.testing.strict import Row
-from everystep.types import Rows, Scores, Sequence
+from everystep.types import Prompt, Request, Rows, Scores, Sequence
 from everystep.types.batch import Places
 
 Place = tuple[ModuleType | type, str]
@@ -34,6 +35,9 @@ Mutant = Callable[[], AbstractContextManager[None]]
 MUTANTS: dict[str, Mutant] = {}
 STORE_MUTANTS: dict[str, Mutant] = {}
 """Defects of what rows hold, which the hash model has none of: models of layers find them."""
+
+PREFIX_MUTANTS: dict[str, Mutant] = {}
+"""Defects of what requests share, each with a scenario that finds it; some change no token."""
 
 
 @contextmanager
@@ -195,3 +199,47 @@ def _extended_ignores_the_floor(
     bank: Bank, part: BankPart, count: int, floor: int, *, alone: bool
 ) -> BankPart:
     return _true_extended(bank, part, count, part.length + count, alone=alone)
+
+
+# --- prefixes -------------------------------------------------------------------------------------
+
+_true_key = prefixes.key_of
+
+
+@mutant("salt ignored", (prefixes, "key_of"), kind=PREFIX_MUTANTS)
+def _key_without_salt(request: Request) -> prefixes.Key:
+    return _true_key(request)._replace(salt=None)
+
+
+@mutant("adapter ignored", (prefixes, "key_of"), kind=PREFIX_MUTANTS)
+def _key_without_adapters(request: Request) -> prefixes.Key:
+    return _true_key(request)._replace(adapters=())
+
+
+@mutant("kept row not released", (Prefixes, "_drop"), kind=PREFIX_MUTANTS)
+def _drop_keeps_the_row(held: Prefixes, one: prefixes.Kept) -> None:
+    held.kept.remove(one)
+
+
+_true_take = Prefixes._take
+
+
+@mutant("row kept longer than its truncation", (Prefixes, "_take"), kind=PREFIX_MUTANTS)
+def _take_does_not_cut(
+    held: Prefixes, lead: Sequence, source: Any, count: int, room: prefixes.Room
+) -> None:
+    with mock.patch.object(Ledger, "truncate", lambda ledger, row, length: None):
+        _true_take(held, lead, source, count, room)
+
+
+@mutant("inputs ignored", (prefixes, "_digests"), kind=PREFIX_MUTANTS)
+def _digests_are_of_ids(prompt: Prompt, declared: Any) -> np.ndarray:
+    return np.stack([np.asarray(prompt.ids)] * 3, axis=1)
+
+
+_true_holders = Prefixes._holders
+
+
+@mutant("nobody waits", (Prefixes, "_holders"), kind=PREFIX_MUTANTS)
+def _nothing_is_coming(held: Prefixes, *given: Any) -> Iterator[tuple[Any, int, int]]:
+    return ((holder, found, 0) for holder, found, _ in _true_holders(held, *given))

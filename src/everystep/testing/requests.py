@@ -7,7 +7,7 @@ chunked, groups wait and rows are taken away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from everystep.draws import SeededDraws
-from everystep.engine import DraftModel, Guidance, PromptLookup
+from everystep.engine import DraftModel, Guidance, PromptLookup, Reuse
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -42,7 +42,8 @@ class Schedule:
 
     `arrivals[i]`: the step before which request i is submitted. `cancels[i]`: the step before which
     it is cancelled, or None. `preempt_rate`: the chance per step that one running group loses its
-    rows. `audits`: whether the audit looks after every step, or only at the end.
+    rows. `audits`: whether the audit looks after every step, or only at the end. `reuse`: which
+    rows other requests may continue.
     """
 
     arrivals: tuple[int, ...]
@@ -53,6 +54,7 @@ class Schedule:
     preempt_rate: float
     audits: bool
     seed: int
+    reuse: Reuse = Reuse()
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def random_mix(seed: int) -> Mix:
     function = HashFunction(draw.between(12, 40), EMBED_DIM)
     count = draw.between(1, 6)
     requests = tuple(_request(f"request {i}", function, draw) for i in range(count))
+    requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 1]))))
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
 
@@ -167,6 +170,21 @@ def _prompt(function: HashFunction, draw: Dice) -> Prompt:
     return Prompt(ids, embeds, positions, encoder)
 
 
+def _related(requests: tuple[Request, ...], draw: Dice) -> Iterator[Request]:
+    """The requests, of which some begin as earlier ones do; their salts are few."""
+    for place, request in enumerate(requests):
+        own, other = request.prompt, requests[draw.between(0, max(place - 1, 0))].prompt
+        plain = own.embeds is None and own.ids is not None and other.ids is not None
+        if plain and draw.chance(0.6):
+            count = draw.between(1, 20)
+            ids = np.concatenate([other.ids[:count], own.ids[len(other.ids[:count]) :]])
+            alike = other.positions is None or draw.chance(0.5)
+            positions = None if alike else own.positions
+            prompt = replace(own, ids=ids[: own.length], positions=positions)
+            request = replace(request, prompt=prompt)
+        yield replace(request, salt=draw.one_of(None, None, None, "other"))
+
+
 def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
     makers: list[tuple[int, Callable[[], Any]]] = [
         (4, Greedy),
@@ -233,6 +251,7 @@ def random_schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
         preempt_rate=draw.one_of(0.0, 0.1, 0.3),
         audits=draw.chance(0.5),
         seed=draw.between(0, 2**31),
+        reuse=Reuse(kept=draw.one_of(0, 12, 80), least=draw.one_of(1, 1, 3)),
     )
 
 

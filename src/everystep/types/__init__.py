@@ -71,7 +71,8 @@ class Request:
 
     `drafter` proposes tokens that the strategy may accept; None for none. `companions` are further
     prompts whose rows mirror each sequence and appear in no output. `adapters`: (name, weight)
-    pairs of the adapters that all its feeds ask for.
+    pairs of the adapters that all its feeds ask for. `salt`: only requests of equal salt share what
+    their prompts begin with.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
     index minus position. `prompt_visible`: how many ids, pad prefix included, stand before the
@@ -94,6 +95,7 @@ class Request:
     prefix_token: int | None = None
     linger: bool = False
     adapters: tuple[tuple[str, float], ...] = ()
+    salt: str | None = None
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 
@@ -219,7 +221,7 @@ class Group:
     strategy knows of the group, an immutable value. `prompt_known`: what is known of how likely
     the prompt is. `pasts`: what the rows of the last live sequences held, by index, where that is
     wanted. `best`: how many of the best logits its choices get in place of whole rows, or 0 for
-    whole rows.
+    whole rows. `forked`: how many positions of its prompt came from another row.
     """
 
     request: Request
@@ -233,6 +235,7 @@ class Group:
     reported: int = 0
     pasts: tuple[Past, ...] = ()
     best: int = 0
+    forked: int = 0
 
     def without_live(self) -> Group:
         """A group equal to this one, but without live sequences."""
@@ -247,6 +250,13 @@ class Group:
         self.prompt_known, self.pasts = other.prompt_known, other.pasts
         self.opened, self.settled = other.opened, other.settled
         self.reported = other.reported
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many positions of its prompt were not fed for it: they came cached, or from the row
+        of another request."""
+        prompt = self.request.prompt
+        return min(max(prompt.start, self.forked), prompt.length)
 
     @property
     def error(self) -> Exception | None:

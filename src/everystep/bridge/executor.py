@@ -235,14 +235,16 @@ class ForeignExecutor:
         """The sheet that a forward extends, without a cache yet where rows begin, and what the
         module is called with."""
         foreign, findings = self._foreign, self._findings
+        spare = max(0, int(block.work.logits[list(block.feeds)].max()) - 1)
+        spare = spare if findings.cuts and findings.forgets else 0
         if places[0].length:
             sheet = self._sheet(places)
-            spare = int(block.work.logits[list(block.feeds)].max()) - 1
-            keep_spare(sheet, max(0, spare) if findings.cuts else 0)
         else:
-            sheet = Sheet(None, block.empty, 0, self._seen(block.empty, block.length))
+            cache = emptied(findings.cache) if spare else None
+            sheet = Sheet(cache, block.empty, 0, self._seen(block.empty, block.length))
             if foreign.encodes:
                 sheet.encoded = self._encoded([place.states for place in places])
+        keep_spare(sheet, spare)
         return sheet, arguments(block, sheet, foreign, findings)
 
     def _called_as_it_says(

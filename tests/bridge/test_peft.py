@@ -1,0 +1,145 @@
+"""PEFT models: several active adapters of different kinds, three-axis positions, adapters by row."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import everystep as es
+from tests.bridge.families import model_of, randomise
+
+WIDTH, LENGTH = 32, 9
+
+
+def vision_language_model() -> Any:
+    """A tiny Qwen3-VL without a vision tower, in float64."""
+    text = {
+        "vocab_size": 60,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": WIDTH,
+        "patch_size": 4,
+        "deepstack_visual_indexes": [0],
+    }
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.Qwen3VLForConditionalGeneration(config).to(torch.float64)
+        model.model.visual = nn.Identity()
+        randomise(model)
+    return model
+
+
+def mixed(model: Any) -> Any:
+    """The model with a LoRA and a LoHa adapter, both active."""
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        loha = peft.LoHaConfig(r=4, target_modules=["k_proj", "v_proj"], init_weights=False)
+        wrapped = peft.PeftMixedModel(model, lora, "lora")
+        wrapped.add_adapter("loha", loha)
+        wrapped.set_adapter(["lora", "loha"])
+    return wrapped
+
+
+def features() -> dict[str, Tensor]:
+    """Embeddings of two rows, one padded, with three-axis positions that stand still in a picture."""
+    generator = torch.Generator().manual_seed(3)
+    embeds = torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, :3] = 0
+    positions = torch.arange(LENGTH).expand(3, 2, LENGTH).clone()
+    positions[1, :, 4:7] = 3
+    positions[2, :, 4:7] += 2
+    positions[:, 0] = (positions[:, 0] - 3).clamp(min=0)
+    return {"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions}
+
+
+@torch.no_grad()
+def textbook(model: Any, given: dict[str, Tensor], row: int, count: int) -> list[int]:
+    """Greedy tokens of one row without padding, cache or batch."""
+    first = int((given["attention_mask"][row] == 0).sum())
+    embeds = given["inputs_embeds"][row : row + 1, first:]
+    positions = given["position_ids"][:, row : row + 1, first:]
+    tokens: list[int] = []
+    for _ in range(count):
+        logits = model(inputs_embeds=embeds, position_ids=positions, use_cache=False).logits
+        tokens.append(int(logits[0, -1].argmax()))
+        new = model.get_input_embeddings()(torch.tensor([tokens[-1:]]))
+        embeds = torch.cat([embeds, new], dim=1)
+        positions = torch.cat([positions, (positions.max() + 1).expand(3, 1, 1)], dim=-1)
+    return tokens
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(512, marks=pytest.mark.slow)])
+def test_a_mixed_model_reads_embeddings_at_positions_of_three_axes(count: int) -> None:
+    model, given = mixed(vision_language_model()), features()
+    model.train()
+    out = es.generate(model, **given, max_new_tokens=count, do_sample=False)
+    assert all(module.training for module in model.modules())
+    model.eval()
+    assert out.tolist() == [textbook(model, given, row, count) for row in range(2)]
+    assert len({tuple(row) for row in out.tolist()}) == 2
+
+
+def test_both_adapters_take_part() -> None:
+    model, given = mixed(vision_language_model()), features()
+    both = es.generate(model, **given, max_new_tokens=12)
+    model.set_adapter(["lora"])
+    one = es.generate(model, **given, max_new_tokens=12)
+    assert one.tolist() != both.tolist()
+
+
+def lora_model() -> Any:
+    """A tiny Llama with two LoRA adapters."""
+    import copy
+
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(2)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(copy.deepcopy(model_of("llama")), lora, "formal")
+        model.add_adapter("terse", lora)
+    return model
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_peft_model_gives_what_it_gives_itself(beams: int) -> None:
+    model = lora_model()
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "num_beams": beams}
+    expected = model.eval().generate(input_ids=ids, **given)
+    assert es.generate(model, input_ids=ids, **given).tolist() == expected.tolist()
+
+
+def test_virtual_tokens_are_refused() -> None:
+    import copy
+
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(copy.deepcopy(model_of("llama")), config)
+    with pytest.raises(es.EverystepError, match="virtual tokens"):
+        es.wrap(model)

@@ -19,7 +19,7 @@ from everystep.api.arrays import of_row, read_mask, read_positions, span_of
 from everystep.api.features import Rows, read_values
 from everystep.api.options import Options
 from everystep.api.passed import Given, read_passed
-from everystep.errors import RequestError
+from everystep.errors import RequestError, UnsupportedError
 from everystep.types import Prompt
 
 if TYPE_CHECKING:
@@ -185,6 +185,12 @@ def _read_rectangle(
     ids, (rows, width) = passed.ids, passed.shape
     guessed = given.get("attention_mask") is None
     spans = [span_of(real, row, guessed=guessed) for row, real in enumerate(passed.real)]
+    if ids is not None and passed.aligned:
+        # What is masked before a prompt is padding where it is one id, and else shown as it is.
+        alike = [(row[: span[0]] == row[0]).all() for row, span in zip(ids, spans, strict=True)]
+        spans = [
+            (first if same else 0, last) for (first, last), same in zip(spans, alike, strict=True)
+        ]
     place = given.get("position_ids")
     fills: tuple[int | None, ...] = ()
     if ids is not None and passed.aligned:
@@ -220,12 +226,26 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
     if given.get("encoder_outputs") is not None:
         states, places = _read_states(given)
         return EncoderSource(states=states, places=places), len(states)
+    if np.ndim(given.get("attention_mask")) > 2:
+        do = "Pass a (batch, length) mask"
+        raise RequestError("an encoder reads no 4-D attention_mask", do=do)
     read = _read_rectangle(model, given, options)
+    if options.returns("output_attentions") and any(p.mask is not None for p in read.prompts):
+        what = "attentions over a prompt with holes in its mask have no place in the rectangle"
+        raise UnsupportedError(what, do="Leave output_attentions out, or remove what is masked")
     starts = zip(read.firsts, read.prompts, strict=True)
-    places = tuple(first + np.arange(prompt.length) for first, prompt in starts)
+    places = tuple(first + np.flatnonzero(_shown(prompt)) for first, prompt in starts)
     shifts = np.subtract(read.firsts, read.margins)
     ids = tuple(map(np.roll, read.table(0), shifts)) if read.width else ()
     return EncoderSource(read.prompts, (), places, read.prompt_width, ids), read.batch
+
+
+def _shown(prompt: Prompt) -> np.ndarray:
+    """(length,) bool: the positions that its mask shows."""
+    if prompt.mask is None:
+        return np.ones(prompt.length, dtype=bool)
+    shown: np.ndarray = prompt.mask[-1].numpy()
+    return shown
 
 
 def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:

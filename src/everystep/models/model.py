@@ -112,7 +112,8 @@ class Model:
         )
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
-        """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
+        """Encoder states (S, E) of one prompt without padding, those of holes in its mask left out;
+        `heard` gets what layers show."""
         if not self.network.encodes:
             raise UnsupportedError("this model has no encoder")
         with inference_mode():
@@ -122,4 +123,7 @@ class Model:
                 hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
             else:
                 raise RequestError("there is nothing to encode", wanted="ids or embeddings")
-            return self.network.encode(hidden[None], None, heard)[0]
+            if prompt.mask is None:
+                return self.network.encode(hidden[None], None, heard)[0]
+            seen = prompt.mask[-1].to(self.device)
+            return self.network.encode(hidden[None], seen[None], heard)[0, seen]

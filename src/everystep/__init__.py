@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from everystep.api.many import generate as generate
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
+    from everystep.api.prefill import prefill as prefill
+    from everystep.api.prefixes import Prefix as Prefix
     from everystep.api.session import Generated as Generated
     from everystep.cache.containers import Cache as Cache
     from everystep.cache.containers import DynamicCache as DynamicCache
@@ -161,6 +163,8 @@ _NAMES = {
     "api.load": "load load_model",
     "api.many": "Stream chat generate stream",
     "api.model": "LanguageModel",
+    "api.prefill": "prefill",
+    "api.prefixes": "Prefix",
     "api.session": "Generated",
     "cache.containers": """
         Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache

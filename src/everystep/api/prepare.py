@@ -15,6 +15,7 @@ from everystep.api.caches import continued, new_cache, require_possible, row_qua
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs
 from everystep.api.options import Options
+from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
@@ -85,6 +86,7 @@ def prepare(
     `runs`: whether the rows come and go ("continuous"), are one rectangle and take their steps
     together ("lockstep"), or a loop of the caller's decodes such a rectangle ("loop").
     """
+    inputs = after_prefix(model, inputs, options)
     if options.effective.token_healing:
         require_healable(inputs, options)
     new = _most_new(options.effective, inputs.prompt_width, model.context)
@@ -92,9 +94,10 @@ def prepare(
     reach = max(inputs.width + new, longest(options.criteria))
     strategy, drafter = _strategy(options, reach - inputs.width)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
-    cache = past
+    cache, hidden = past, strategy.reads.hidden and runs != "loop"
+    if options.prefix is not None and hidden:
+        refuse_unseen_states()
     if past is not None:
-        hidden = strategy.reads.hidden and runs != "loop"
         require_possible(past, options, positions, drafts=drafts, hidden=hidden)
         inputs = continued(inputs, past, strategy.width)
     elif runs != "continuous":
@@ -127,6 +130,7 @@ def prepare(
             pad_token=options.fill,
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
+            salt=options.salt,
         )
         for row, prompt in enumerate(inputs.prompts)
     )

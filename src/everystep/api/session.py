@@ -17,9 +17,10 @@ from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import Options, read_options, read_seeds, require_output_object
+from everystep.api.prefixes import Prefix, rest_of
 from everystep.api.prepare import completed, prepare
 from everystep.config import META, GenerationConfig
-from everystep.engine import Continuous, Engine
+from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import CapacityError, EverystepError, RequestError
 from everystep.nn.modes import inference_mode
@@ -32,17 +33,21 @@ Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
-_OF_TEXTS = ("add_generation_prompt", "trim_stop_strings")
+_OF_TEXTS = ("add_generation_prompt", "trim_stop_strings", "cache_salt")
 _ROWS = 32
 _TOKEN_BUDGET = 1024
+_KEPT = 4096
+"""Positions that the rows of prompts that have ended may hold, for others to go on from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """One continuation: its text without special tokens, its ids, why it ended, its score.
 
-    `logprobs` of its tokens and `prompt_logprobs` of its prompt's where they were asked for. Where
-    the reason is an error, the text and the ids are as far as they came.
+    `cached_tokens` of the `prompt_tokens` were not fed for it: they came from a `Prefix`, or from a
+    row of another prompt that begins alike. `logprobs` of its tokens and `prompt_logprobs` of its
+    prompt's where they were asked for. Where the reason is an error, the text and the ids are as
+    far as they came.
     """
 
     text: str
@@ -50,6 +55,7 @@ class Generated:
     finish_reason: FinishReason
     score: float
     prompt_tokens: int
+    cached_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
 
@@ -92,7 +98,8 @@ class Session:
         rows = max(_ROWS, *map(_rows_of, self._options))
         how = row_quantization(self._options[0].effective, model) if self._options else None
         executor = model.executor(quantization=how)
-        self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
+        scheduler = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(_KEPT))
+        self.engine = Engine(executor, scheduler)
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
@@ -138,10 +145,12 @@ class Session:
         """Queues the prompt of this number, which is the id of its request, after everything about
         it is decided and computed but for its tokens."""
         options = self._options_of(index)
-        ids = self._ids(prompt, options.starts_answer)
+        starts, prefix = options.starts_answer, options.prefix
+        ids = prompt_ids(self.tokenizer, prompt, starts_answer=starts, prefix=prefix)
         passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
-        _require_room(len(ids), self._model.context)
+        before = 0 if prefix is None else len(prefix)
+        _require_room(before + len(ids), self._model.context)
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)
@@ -188,8 +197,9 @@ class Session:
             if trim is not None:
                 text = Trimmer(*trim).finish(text, done.reason.matched)
             known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
-            result = Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
-            results.append(result)
+            counts = length, group.cached_tokens
+            told = done.reason, done.score, *counts, known, of_prompt
+            results.append(Generated(text, tuple(ids), *told))
         return results
 
     def _failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
@@ -222,35 +232,43 @@ class Session:
             return ""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _ids(self, prompt: PromptLike, starts_answer: bool) -> np.ndarray:
-        """The ids of a text, of messages through the chat template, or of ids as they are."""
-        if not isinstance(prompt, str) and not is_messages(prompt):
-            whole = isinstance(prompt, Tensor | np.ndarray)
-            ids = torch.as_tensor(prompt if whole else list(prompt))
-        elif self.tokenizer is None:
-            raise RequestError(
-                "text needs a tokenizer",
-                wanted="a tokenizer, or prompts given as ids",
-                got="no tokenizer",
-                do="Pass the tokenizer that es.load returned",
-            )
-        elif isinstance(prompt, str):
-            ids = torch.as_tensor(self.tokenizer.encode(prompt))
-        else:
-            rendered = self.tokenizer.apply_chat_template(
-                list(prompt),
-                tokenize=True,
-                add_generation_prompt=starts_answer,
-                return_dict=False,
-            )
-            ids = torch.as_tensor(rendered)
-        if ids.dim() != 1 or not len(ids):
-            do = "Pass a text, messages, or a list with at least one id"
-            raise RequestError(
-                "a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do
-            )
-        found: np.ndarray = ids.detach().cpu().numpy()
-        return found
+
+def prompt_ids(
+    tokenizer: Tokenizer | None,
+    prompt: PromptLike,
+    *,
+    starts_answer: bool,
+    prefix: Prefix | None = None,
+) -> np.ndarray:
+    """The ids of a text, of messages through the chat template, or of ids as they are.
+
+    After a prefix a text gets no special tokens; messages are the whole conversation, which begins
+    with the prefix, and only the rest of it is returned.
+    """
+    if not isinstance(prompt, str) and not is_messages(prompt):
+        whole = isinstance(prompt, Tensor | np.ndarray)
+        ids = torch.as_tensor(prompt if whole else list(prompt))
+    elif tokenizer is None:
+        raise RequestError(
+            "text needs a tokenizer",
+            wanted="a tokenizer, or prompts given as ids",
+            got="no tokenizer",
+            do="Pass the tokenizer that es.load returned",
+        )
+    elif isinstance(prompt, str):
+        ids = torch.as_tensor(tokenizer.encode(prompt, add_special_tokens=prefix is None))
+    else:
+        rendered = tokenizer.apply_chat_template(
+            list(prompt), tokenize=True, add_generation_prompt=starts_answer, return_dict=False
+        )
+        ids = rest_of(torch.as_tensor(rendered), prefix)
+    if ids.dim() != 1 or not len(ids):
+        do = "Pass a text, messages, or a list with at least one id"
+        raise RequestError(
+            "a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do
+        )
+    found: np.ndarray = ids.detach().cpu().numpy()
+    return found
 
 
 def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from everystep.api.many import generate as generate
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
+    from everystep.api.prefill import prefill as prefill
+    from everystep.api.prefixes import Prefix as Prefix
     from everystep.api.session import Generated as Generated
     from everystep.api.wrapped import wrap as wrap
     from everystep.cache.containers import Cache as Cache
@@ -164,6 +166,8 @@ _NAMES = {
     "api.many": "Stream chat generate stream",
     "api.model": "LanguageModel",
     "api.features": "PromptInput",
+    "api.prefill": "prefill",
+    "api.prefixes": "Prefix",
     "api.session": "Generated",
     "api.wrapped": "wrap",
     "cache.containers": """

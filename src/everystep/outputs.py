@@ -85,16 +85,18 @@ class Output(Shown):
 
     `text`: one per sequence, prompt excluded, if there is a tokenizer. `new_tokens`: per sequence
     the generated ids, the end token included, padding excluded. `prompt_length`: how many columns
-    of `sequences` are prompt. `finish_reasons`: one per sequence. `logprobs`: one per sequence, of
-    its new tokens, if `logprobs=k` asked for them. `prompt_logprobs`: one per prompt, of its tokens
-    after the first, if `prompt_logprobs=k` asked for them. `effective_config`: the values that
-    held, with their sources. `timings`: seconds by name. `speculation`: tokens drafted and
-    accepted, where drafts were made.
+    of `sequences` are prompt. `cached_tokens`: per prompt, how many of its positions came from a
+    cache or a prefix and were not fed. `finish_reasons`: one per sequence. `logprobs`: one per
+    sequence, of its new tokens, if `logprobs=k` asked for them. `prompt_logprobs`: one per prompt,
+    of its tokens after the first, if `prompt_logprobs=k` asked for them. `effective_config`: the
+    values that held, with their sources. `timings`: seconds by name. `speculation`: tokens drafted
+    and accepted, where drafts were made.
     """
 
     text: list[str] | None = None
     new_tokens: list[list[int]] | None = None
     prompt_length: int | None = None
+    cached_tokens: list[int] | None = None
     finish_reasons: list[FinishReason] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None

@@ -204,7 +204,18 @@ def _past(**changes: Any) -> es.DynamicCache:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "tuple": ({"past_key_values": ()}, RequestError, "from_legacy_cache"),
+    "no layers": ({"past_key_values": ()}, RequestError, "0 layers"),
+    "half a layer": (
+        {"past_key_values": [(torch.zeros(2, 2, 3, 8),)] * 3},
+        RequestError,
+        "2 tensors",
+    ),
+    "no tensors": ({"past_key_values": [(1, 2)] * 3}, RequestError, "'int'"),
+    "tuples asked for without an output": (
+        {"return_legacy_cache": True, "return_dict_in_generate": False},
+        RequestError,
+        "output object",
+    ),
     "another kind": ({"past_key_values": 7}, RequestError, "not a cache"),
     "no cache": ({"past_key_values": es.DynamicCache(), "use_cache": False}, RequestError, "use_c"),
     "too short": ({}, RequestError, "does not fit the prompt"),
@@ -278,3 +289,110 @@ def test_padding_of_a_cache_cannot_be_called_real(apart: bool) -> None:
             attention_mask=torch.ones_like(whole),
             past_key_values=first.past_key_values,
         )
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+SAMPLED = {**QUIET, "eos_token_id": None, "do_sample": True, "return_dict_in_generate": True}
+MORE_ONES = torch.ones(2, 4, dtype=torch.long)
+
+
+@pytest.mark.parametrize("seed", [7, [3, 4]])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("way", ["whole", "new", "embeddings", "tuples", "no cache"])
+def test_seeded_sampling_goes_on_with_the_draws_of_one_call(
+    way: str, padded: bool, seed: Any
+) -> None:
+    """Draws are keyed by position, and what a cache holds counts."""
+    model = MODELS["llama"][1]
+    ids, mask = (PADDED_IDS, PADDED) if padded else (IDS, torch.ones_like(IDS))
+    given = {"seed": seed, **SAMPLED}
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, **given).sequences
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=4, **given)
+    whole, past = first.sequences, first.past_key_values
+    given |= {"attention_mask": torch.cat([mask, MORE_ONES], dim=1), "max_new_tokens": 4}
+    if way == "whole":
+        found = model.generate(whole, past_key_values=past, **given)
+    elif way == "new":
+        found = model.generate(whole[:, -1:], past_key_values=past, **given)
+    elif way == "embeddings":
+        embed = model.get_input_embeddings()
+        found = model.generate(inputs_embeds=embed(whole[:, -1:]), past_key_values=past, **given)
+    elif way == "tuples":
+        found = model.generate(whole, past_key_values=past.to_legacy_cache(), **given)
+    else:
+        found = model.generate(whole, **given)
+    assert torch.equal(found.sequences[:, -4:], expected[:, -4:])
+    pads = [0, 2] if padded else [0, 0]
+    assert found.cached_tokens == [0 if way == "no cache" else 9 - pad for pad in pads]
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tuples_come_in_and_go_out(family: str, beams: int) -> None:
+    model = MODELS[family][1]
+    first = run(model)
+    whole = torch.cat([first.sequences, MORE], dim=1)
+    given = {"num_beams": beams, **({"decoder_input_ids": whole} if family == "t5" else {})}
+    ids = IDS if family == "t5" else whole
+    legacy = run(model, return_legacy_cache=True).past_key_values
+    assert isinstance(legacy, tuple) and len(legacy[0]) == (4 if family == "t5" else 2)
+    kind = es.EncoderDecoderCache if family == "t5" else es.DynamicCache
+    again = kind.from_legacy_cache(legacy).to_legacy_cache()
+    out = run(model, ids, past_key_values=first.past_key_values, **given)
+    told = run(model, ids, past_key_values=legacy, return_legacy_cache=True, **given)
+    assert torch.equal(told.sequences, out.sequences)
+    expected = out.past_key_values.to_legacy_cache()
+    for found, wanted in ((told.past_key_values, expected), (again, legacy)):
+        for mine, other in zip(found, wanted, strict=True):
+            assert all(map(torch.equal, mine, other))
+
+
+def test_tuples_of_full_windows_are_refused() -> None:
+    """They do not say how many positions the window has dropped."""
+    model = MODELS["windows"][1]
+    legacy = run(model).past_key_values.to_legacy_cache()
+    whole = torch.cat([IDS, IDS, IDS], dim=1)
+    with pytest.raises(RequestError, match="fewer than 3 positions in a layer with a window"):
+        run(model, whole, past_key_values=legacy)
+
+
+def test_tuples_of_a_static_cache_have_no_empty_room() -> None:
+    model = MODELS["llama"][1]
+    out = run(model, cache_implementation="static", max_cache_len=40, return_legacy_cache=True)
+    assert {x.shape[2] for layer in out.past_key_values for x in layer} == {10}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("tuples", [False, True])
+def test_a_real_token_whose_keys_are_zero_is_no_padding(apart: bool, tuples: bool) -> None:
+    """Of a row whose embedding is 0, as `padding_idx` has it, all keys and values are 0."""
+    reference = reference_decoder("llama", torch.float64)
+    with torch.no_grad():
+        reference.get_input_embeddings().weight[0] = 0
+    model = LanguageModel(built(reference), MODELS["llama"][1].generation_config)
+    ids = torch.tensor([[0, 9, 23, 41, 7, 80], [12, 33, 60, 2, 71, 15]])
+    ones = torch.ones(2, 14, dtype=torch.long)
+    first = run(model, ids, attention_mask=ones[:, :6], eos_token_id=None)
+    past = first.past_key_values
+    assert not past.layers[0].keys[0, :, 0].any()
+    whole = torch.cat([first.sequences, MORE], dim=1)
+    expected = run(model, whole, attention_mask=ones, eos_token_id=None).sequences
+    given = whole[:, 10:] if apart else whole
+    past = past.to_legacy_cache() if tuples else past
+    found = run(model, given, attention_mask=ones, past_key_values=past, eos_token_id=None)
+    assert torch.equal(found.sequences[:, -5:], expected[:, -5:])
+
+
+def test_padding_is_known_of_rows_that_were_chosen() -> None:
+    model = MODELS["llama"][1]
+    first = run(model, PADDED_IDS, attention_mask=PADDED, eos_token_id=None)
+    whole = torch.cat([first.sequences, MORE], dim=1)
+    past = first.past_key_values
+    past.batch_select_indices((1, 0))
+    mask = torch.cat([PADDED, torch.ones(2, 8, dtype=torch.long)], dim=1)
+    with pytest.raises(RequestError, match="none in row 0"):
+        run(model, whole, attention_mask=mask, past_key_values=past)
+    past.reorder_cache(torch.tensor([1, 0]))
+    found = run(model, whole, attention_mask=mask, past_key_values=past)
+    assert torch.equal(found.sequences, run(model, whole, attention_mask=mask).sequences)

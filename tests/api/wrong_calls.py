@@ -49,7 +49,6 @@ NAMES: list[Wrong] = [
     ("remote code", {"trust_remote_code": True}, Absent, ["trust_remote_code", "custom_generate"]),
     ("kept logits", {"logits_to_keep": 1}, Absent, ["logits_to_keep", "every position"]),
     ("model defaults", {"use_model_defaults": True}, Absent, ["use_model_defaults", "checkpoint"]),
-    ("legacy cache", {"return_legacy_cache": True}, Absent, ["return_legacy_cache", "object"]),
     ("images", {"pixel_values": EMBEDS}, Absent, ["pixel_values", "images", "inputs_embeds"]),
     ("sounds", {"input_features": EMBEDS}, Absent, ["input_features", "sounds", "inputs_embeds"]),
     ("recurrent state", {"cache_params": object()}, Absent, ["cache_params", "input_ids"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,3 +194,33 @@ def test_a_window_that_was_left_cannot_be_entered_again() -> None:
     feed(cache, (6,), 3)
     with pytest.raises(UnsupportedError, match="left behind"):
         cache.crop(-1)
+
+
+@pytest.mark.parametrize("rows", [(0, 2), [0, 2], torch.tensor([0, 2]), [True, False, True]])
+def test_rows_are_chosen_by_any_list_of_them(rows: Any) -> None:
+    keys = torch.randn(3, 2, 5, 4)
+    cache = es.DynamicCache([(keys, -keys)])
+    cache.batch_select_indices(rows)
+    kept = cache.layers[0].keys
+    assert kept is not None and torch.equal(kept, keys[[0, 2]])
+    assert cache.batch_size == 2
+
+
+@pytest.mark.parametrize("rows", [(0, 3), (-4,), "02", [[0]], [0.5], [True], None])
+def test_rows_that_are_not_there_are_refused(rows: Any) -> None:
+    cache = es.DynamicCache([(torch.zeros(3, 2, 5, 4), torch.zeros(3, 2, 5, 4))])
+    for change in (cache.batch_select_indices, cache.reorder_cache):
+        with pytest.raises(RequestError, match="no rows of the cache"):
+            change(rows)
+
+
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention", "hybrid", "conv"])
+def test_layers_of_other_kinds_are_refused(kind: str) -> None:
+    config = SimpleNamespace(
+        num_hidden_layers=2, layer_types=["full_attention", kind], sliding_window=8
+    )
+    for made in (lambda: es.StaticCache(config, 16), lambda: es.DynamicCache(config=config)):
+        with pytest.raises(UnsupportedError, match=kind):
+            made()
+    with pytest.raises(UnsupportedError, match="attention_chunk_size"):
+        es.StaticCache(SimpleNamespace(num_hidden_layers=2, attention_chunk_size=4), 16)

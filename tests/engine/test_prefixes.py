@@ -82,10 +82,9 @@ def test_a_prefix_of_many_requests_is_fed_once(budget: int, tail: int) -> None:
         run.submit(one)
     run.finish()
     own = tail or 1  # without a tail the last position is fed for its logits
-    chance = 4 * 32  # tails may begin alike
     generated = 3 * 32
     fed = run.engine.counts.fed - generated
-    assert 1000 <= fed + chance and fed <= 1000 + 32 * own
+    assert 1000 < fed <= 1000 + 32 * own
     assert run.engine.counts.forked >= 31 * (1000 + tail - own)
     assert run.results == alone(requests)
     cached = sorted(group.cached_tokens for group in run.groups.values())
@@ -329,7 +328,7 @@ def test_cancels_and_preemptions_release_nothing_twice(strategy: Any) -> None:
     assert {name: run.results[name] for name in left} == {name: expected[name] for name in left}
 
 
-@pytest.mark.parametrize("seed", SMALL[:4])
+@pytest.mark.parametrize("seed", SMALL[:2])
 def test_an_interrupt_loses_kept_rows_and_nothing_else(seed: int) -> None:
     mix = random_mix(seed)
     twice = [
@@ -351,7 +350,7 @@ def test_an_interrupt_loses_kept_rows_and_nothing_else(seed: int) -> None:
     calm = fresh()
     went(calm, counter)
     assert calm.results == expected and calm.engine.counts.forked
-    for at in range(1 + seed % 97, counter.lines, 397):
+    for at in range(1 + seed % 97, counter.lines, 599):
         run = fresh()
         assert went(run, Tripwire(at)), at
         assert run.results == expected, at

@@ -124,10 +124,6 @@ ARGUMENTS_NEVER = {
         "values that you do not set come from the checkpoint, then from the defaults",
         "Leave it out, and set what is to be different",
     ),
-    "return_legacy_cache": (
-        "a cache is returned as an object",
-        "Leave it out, and convert the cache of the result",
-    ),
 }
 """Names that are known and have no place here -> why, and what to do."""
 _BEAMS = "Set num_beams alone, or bad_words_ids and sequence_bias to steer words"

@@ -28,6 +28,7 @@ from everystep.cache.containers import (
 )
 from everystep.cache.formats import Quantization
 from everystep.cache.layers import CacheLayer, QuantizedLayer
+from everystep.cache.legacy import read_legacy
 from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES
@@ -52,10 +53,13 @@ _ABSENT = {
 
 
 def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel) -> Cache | None:
-    """The cache object that was passed, checked against the model and the configuration."""
+    """The cache object that was passed, checked against the model and the configuration; a new one
+    that holds what tuples say."""
     cache = given.get("past_key_values")
     if cache is None:
         return None
+    if isinstance(cache, (tuple, list)) and not is_recurrent(model):
+        cache = read_legacy(cache, model.windows, across=model.is_encoder_decoder)
     cache = require_cache(cache, model)
     if effective.use_cache is False:
         _refuse("contradicts use_cache=False", "one of the two", "both", "Leave one of them out")
@@ -138,7 +142,7 @@ def continued(inputs: Inputs, cache: Cache, width: int) -> Inputs:
         return inputs
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     link = _after if inputs.lead else _known
-    _require_held(inputs, kv[:, 0])
+    _require_held(inputs, cache)
     rows = range(inputs.batch)
     return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
 
@@ -182,19 +186,22 @@ def _require_abilities(cache: Cache, positions: int, drafts: bool, name: str) ->
         require_room(cache, positions)
 
 
-def _require_held(inputs: Inputs, keys: Tensor) -> None:
-    """Raises if a prompt calls a position of (L, B, K, S, D) real where a call left padding."""
-    held = keys.any(dim=-1).any(dim=2).any(dim=0).cpu().numpy()
-    # What no row holds is padding of all, or was dropped by every window.
-    oldest = int(held.any(axis=0).argmax())
-    for row, places in enumerate(held):
-        own = inputs.seen[row] if inputs.seen else np.arange(inputs.margins[row], len(places))
-        lacking = own[(own >= oldest) & ~places[own]]
-        if len(lacking):
+def _require_held(inputs: Inputs, cache: Cache) -> None:
+    """Raises if a prompt calls a position real where the call that filled the cache left padding.
+
+    Of other caches that is not known: the keys of a real token may be 0.
+    """
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if own.pads is None or len(own.pads) != own.batch_size:
+        return
+    for row, pads in enumerate(own.pads[:: own.batch_size // inputs.batch].tolist()):
+        real = inputs.seen[row] if inputs.seen else inputs.margins[row : row + 1]
+        first = int(real[0]) if len(real) else pads
+        if first < pads:
             _refuse(
                 f"has padding where the prompt has none in row {row}",
                 "an attention_mask with padding on the left, as in the sequences of the result",
-                f"position {lacking[0]} called real",
+                f"position {first} called real",
                 "Pass those sequences and a mask of theirs",
             )
 
@@ -350,6 +357,7 @@ def fill_cache(cache: Cache | None, inputs: Inputs, groups: list[Group]) -> Cach
     places = [_row_places(inputs, row, past.length) for row, past in pairs]
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     _fill(own, _placed([*map(kv_of, pasts)], places))
+    own.pads = torch.tensor([int(place[0]) for place in places])
     if isinstance(cache, EncoderDecoderCache) and inputs.source is not None:
         read = [inputs.source.places[row] for row in prompt_of]
         across = [kv for kv in map(across_of, pasts) if kv is not None]

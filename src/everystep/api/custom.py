@@ -93,6 +93,7 @@ def refuse_unseen(call: Call) -> None:
         ("a mask inside the prompt", any(one.mask is not None for one in call.inputs.prompts)),
         ("named inputs", any(one.inputs for one in call.inputs.prompts)),
         ("prompt inputs", bool(call.inputs.values)),
+        ("prefix", call.options.prefix is not None),
     ):
         if asked:
             raise UnsupportedError(

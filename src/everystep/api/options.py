@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
+from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
@@ -35,6 +36,7 @@ OBJECTS = (
     "seed",
     "logprobs",
     "prompt_logprobs",
+    "prefix",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -43,6 +45,7 @@ OF_RECTANGLES = (
     "custom_generate",
     "negative_prompt_ids",
     "negative_prompt_attention_mask",
+    "return_legacy_cache",
 )
 """Further keywords of `model.generate`."""
 KEYWORDS = (*MODEL_INPUTS, *CONFIG_FIELDS, *OBJECTS, *OF_RECTANGLES, "inputs", "text", "messages")
@@ -57,7 +60,9 @@ class Options:
     None only where nothing ends a sequence; `starts`: a decoder's first id, one for all rows or one
     each. `seed`: one integer, from which each row gets its own, or one for each row.
     `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
-    texts lose the stop string that ended them. The rest are the caller's own objects.
+    texts lose the stop string that ended them. `legacy_cache`: whether the cache is returned as
+    tuples. `prefix`: what comes before every prompt; `salt`:
+    prompts of another one share no rows with these. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -73,6 +78,9 @@ class Options:
     prompt_logprobs: int | None = None
     starts_answer: bool = True
     trims: bool = False
+    legacy_cache: bool = False
+    prefix: Prefix | None = None
+    salt: str | None = None
 
     @property
     def fill(self) -> int:
@@ -127,11 +135,21 @@ def read_options(
         seed=given.get("seed"),
         logprobs=given.get("logprobs"),
         prompt_logprobs=given.get("prompt_logprobs"),
+        legacy_cache=bool(given.get("return_legacy_cache")),
+        prefix=read_prefix(given.get("prefix")),
+        salt=_text("cache_salt", given.get("cache_salt")),
     )
 
 
 def require_output_object(options: Options) -> None:
-    """Log-probabilities have their place in the output object, so there must be one."""
+    """Log-probabilities and tuples have their place in the output object, so there must be one."""
+    e = options.effective
+    if options.legacy_cache and not (e.return_dict_in_generate and e.use_cache is not False):
+        raise RequestError(
+            "return_legacy_cache is about the cache of the output object",
+            wanted="return_dict_in_generate=True with it, and use_cache",
+            do="Set it, or leave return_legacy_cache out",
+        )
     asked = options.logprobs is not None or options.prompt_logprobs is not None
     if asked and not options.effective.return_dict_in_generate:
         raise RequestError(
@@ -198,6 +216,13 @@ def _functions(name: str, value: Any) -> tuple[Any, ...]:
         got=repr(strangers[0]),
         do=f"Pass {name}=[...] with an object that can be called",
     )
+
+
+def _text(name: str, value: object) -> str | None:
+    """The value, which is None or a text; RequestError if not."""
+    if value is None or isinstance(value, str):
+        return value
+    raise RequestError(f"{name} is of another kind", wanted="a text", got=repr(value))
 
 
 def _require_count(name: str, value: object, vocabulary: int) -> None:

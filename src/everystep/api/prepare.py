@@ -16,6 +16,7 @@ from everystep.api.features import with_features
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed
 from everystep.api.options import Options
+from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
@@ -86,6 +87,7 @@ def prepare(
     `runs`: whether the rows come and go ("continuous"), are one rectangle and take their steps
     together ("lockstep"), or a loop of the caller's decodes such a rectangle ("loop").
     """
+    inputs = after_prefix(model, inputs, options)
     if options.effective.token_healing:
         require_healable(inputs, options)
     new = _most_new(options.effective, inputs, model.context)
@@ -93,9 +95,10 @@ def prepare(
     reach = max(inputs.width + new, longest(options.criteria))
     strategy, drafter = _strategy(options, reach - inputs.width)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
-    cache = past
+    cache, hidden = past, strategy.reads.hidden and runs != "loop"
+    if options.prefix is not None and hidden:
+        refuse_unseen_states()
     if past is not None:
-        hidden = strategy.reads.hidden and runs != "loop"
         require_possible(past, options, positions, drafts=drafts, hidden=hidden)
         inputs = continued(inputs, past, strategy.width)
     elif runs != "continuous":
@@ -129,6 +132,7 @@ def prepare(
             pad_token=options.fill,
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
+            salt=options.salt,
         )
         for row, prompt in enumerate(inputs.prompts)
     )

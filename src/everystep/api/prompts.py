@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everystep.api.arrays import has_holes
 from everystep.api.options import MODEL_INPUTS
+from everystep.api.prefixes import Prefix, rest_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.text import Tokenizer
 
@@ -64,18 +65,28 @@ def needed(model: LanguageModel, prompts: object) -> frozenset[str]:
 
 
 def read_prompt(
-    model: LanguageModel, tokenizer: Tokenizer | None, prompt: Any, *, starts_answer: bool
+    model: LanguageModel,
+    tokenizer: Tokenizer | None,
+    prompt: Any,
+    *,
+    starts_answer: bool,
+    prefix: Prefix | None = None,
 ) -> dict[str, Any]:
-    """What `model.generate` would be given for this prompt: a rectangle of one row."""
+    """What `model.generate` would be given for this prompt: a rectangle of one row.
+
+    After a prefix a text gets no special tokens; messages are the whole conversation, which begins
+    with the prefix, and only the rest of it is returned.
+    """
     if not isinstance(prompt, Mapping):
-        given = {"input_ids": _ids(tokenizer, prompt, starts_answer)[None]}
+        given = {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     else:
         _require_content(model, prompt)
         given = {name: _row(model, name, value) for name, value in prompt.items()}
         given = {name: value for name, value in given.items() if value is not None}
         for name in ("text", "messages"):
             if name in given:
-                given["input_ids"] = _ids(tokenizer, given.pop(name), starts_answer)[None]
+                ids = _ids(tokenizer, given.pop(name), starts_answer, prefix)
+                given["input_ids"] = ids[None]
     if "attention_mask" not in given:
         first = given.get("inputs_embeds", given.get("input_ids"))
         shape = np.shape(first)[:2]  # type: ignore[arg-type]
@@ -139,7 +150,9 @@ def _row(model: LanguageModel, name: str, value: Any) -> Any:
     return value[None] if value.dim() == rank else value
 
 
-def _ids(tokenizer: Tokenizer | None, prompt: Any, starts_answer: bool) -> np.ndarray:
+def _ids(
+    tokenizer: Tokenizer | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
+) -> np.ndarray:
     """The ids of a text, of messages through the chat template, or of ids as they are."""
     if not isinstance(prompt, str) and not is_messages(prompt):
         whole = isinstance(prompt, Tensor | np.ndarray)
@@ -152,7 +165,7 @@ def _ids(tokenizer: Tokenizer | None, prompt: Any, starts_answer: bool) -> np.nd
             do="Pass the tokenizer that es.load returned",
         )
     elif isinstance(prompt, str):
-        ids = torch.as_tensor(tokenizer.encode(prompt))
+        ids = torch.as_tensor(tokenizer.encode(prompt, add_special_tokens=prefix is None))
     else:
         rendered = tokenizer.apply_chat_template(
             list(prompt),
@@ -160,7 +173,7 @@ def _ids(tokenizer: Tokenizer | None, prompt: Any, starts_answer: bool) -> np.nd
             add_generation_prompt=starts_answer,
             return_dict=False,
         )
-        ids = torch.as_tensor(rendered)
+        ids = rest_of(torch.as_tensor(rendered), prefix)
     if ids.dim() != 1 or not len(ids):
         do = "Pass a text, messages, or a list with at least one id"
         raise RequestError(

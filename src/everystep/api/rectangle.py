@@ -144,7 +144,8 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
         if not e.return_dict_in_generate:
             return _sequences(call, finished, model.device)
         out = _output(call, groups, finished, collector, model.device)
-    out.past_key_values = past
+    legacy = call.options.legacy_cache and past is not None
+    out.past_key_values = past.to_legacy_cache() if legacy else past
     out.timings = timings
     if call.requests[0].drafter is not None:
         counts = engine.counts
@@ -259,6 +260,7 @@ def _output(
     if call.options.prompt_logprobs is not None:
         fields["prompt_logprobs"] = [prompt_logprobs(group) for group in groups]
     fields["prompt_length"] = inputs.prompt_width
+    fields["cached_tokens"] = [group.cached_tokens for group in groups]
     fields["effective_config"] = e
     if inputs.source is None:
         fields |= {"hidden_states": layers, "attentions": attentions}

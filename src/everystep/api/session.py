@@ -21,7 +21,7 @@ from everystep.api.prompts import PromptLike as PromptLike
 from everystep.api.prompts import listed as listed
 from everystep.api.prompts import needed, read_prompt, refuse_inputs
 from everystep.config import META, GenerationConfig
-from everystep.engine import Continuous, Engine
+from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import CapacityError, EverystepError, RequestError
 from everystep.nn.modes import inference_mode
@@ -32,17 +32,21 @@ from everystep.types import Event, FinishReason, Group
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
-_OF_TEXTS = ("add_generation_prompt", "trim_stop_strings")
+_OF_TEXTS = ("add_generation_prompt", "trim_stop_strings", "cache_salt")
 _ROWS = 32
 _TOKEN_BUDGET = 1024
+_KEPT = 4096
+"""Positions that the rows of prompts that have ended may hold, for others to go on from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """One continuation: its text without special tokens, its ids, why it ended, its score.
 
-    `logprobs` of its tokens and `prompt_logprobs` of its prompt's where they were asked for. Where
-    the reason is an error, the text and the ids are as far as they came.
+    `cached_tokens` of the `prompt_tokens` were not fed for it: they came from a `Prefix`, or from a
+    row of another prompt that begins alike. `logprobs` of its tokens and `prompt_logprobs` of its
+    prompt's where they were asked for. Where the reason is an error, the text and the ids are as
+    far as they came.
     """
 
     text: str
@@ -50,6 +54,7 @@ class Generated:
     finish_reason: FinishReason
     score: float
     prompt_tokens: int
+    cached_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
 
@@ -92,7 +97,8 @@ class Session:
         rows = max(_ROWS, *map(_rows_of, self._options))
         how = row_quantization(self._options[0].effective, model) if self._options else None
         executor = model.executor(needed(model, prompts), quantization=how)
-        self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
+        scheduler = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(_KEPT))
+        self.engine = Engine(executor, scheduler)
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
@@ -139,11 +145,14 @@ class Session:
         """Queues the prompt of this number, which is the id of its request, after everything about
         it is decided and computed but for its tokens."""
         options = self._options_of(index)
-        begins = options.starts_answer
-        passed = read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins)
+        begins, prefix = options.starts_answer, options.prefix
+        passed = read_prompt(
+            self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix
+        )
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
         _require_one(inputs)
-        _require_room(inputs.prompt_width, self._model.context)
+        before = 0 if prefix is None else len(prefix)
+        _require_room(before + inputs.prompt_width, self._model.context)
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)
@@ -190,8 +199,9 @@ class Session:
             if trim is not None:
                 text = Trimmer(*trim).finish(text, done.reason.matched)
             known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
-            result = Generated(text, tuple(ids), done.reason, done.score, length, known, of_prompt)
-            results.append(result)
+            counts = length, group.cached_tokens
+            told = done.reason, done.score, *counts, known, of_prompt
+            results.append(Generated(text, tuple(ids), *told))
         return results
 
     def _failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:

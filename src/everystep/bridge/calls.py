@@ -152,9 +152,7 @@ def axes_of(extra: Extra) -> int:
     return 1 if given is None or given.dim() == 1 else len(given)
 
 
-def arguments(
-    block: Block, sheet: Sheet, foreign: Foreign, findings: Findings
-) -> dict[str, Any]:
+def arguments(block: Block, sheet: Sheet, foreign: Foreign, findings: Findings) -> dict[str, Any]:
     """What the module is called with to extend the sheet by the block."""
     device, names = foreign.device, foreign.names
     ids = torch.from_numpy(block.tokens()).to(device)

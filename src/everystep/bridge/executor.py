@@ -204,7 +204,12 @@ class ForeignExecutor:
             length = self._places[row].length
             alike = (length == 0) if ragged else length
             alone = feed if self._own else None
-            key = (alone, alike, None if ragged and not length else count, kind_of(extras.get(feed)))
+            key = (
+                alone,
+                alike,
+                None if ragged and not length else count,
+                kind_of(extras.get(feed)),
+            )
             groups.setdefault(key, []).append(feed)
         return list(groups.values())
 

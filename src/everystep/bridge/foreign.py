@@ -144,7 +144,9 @@ def _names_of_forward(kind: type) -> Iterator[str]:
         if "forward" not in vars(one):
             continue
         parameters = inspect.signature(one.forward).parameters  # type: ignore[attr-defined]
-        named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = [
+            n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
         yield from named[1:]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             break

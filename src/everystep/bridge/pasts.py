@@ -10,8 +10,8 @@ from torch import Tensor
 from everystep.bridge.sheets import (
     Place,
     across_of_cache,
-    own_layers_of,
     layers_of,
+    own_layers_of,
     put_keys,
 )
 from everystep.errors import InvariantError

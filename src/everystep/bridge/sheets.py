@@ -119,7 +119,9 @@ def is_kept(layer: Any) -> bool:
 
 def columns_across(cache: Any) -> int:
     """How many columns of encoder states a cache holds."""
-    return max((layer.keys.shape[-2] for layer in across_of_cache(cache) if is_kept(layer)), default=0)
+    return max(
+        (layer.keys.shape[-2] for layer in across_of_cache(cache) if is_kept(layer)), default=0
+    )
 
 
 def assembled(sources: Sequence[Source]) -> tuple[Any, int]:
@@ -195,7 +197,9 @@ def _gather(layer: Any, parts: list[Any], sources: Sequence[Source], width: int)
         setattr(layer, name, grown)
     _set_width(layer, width)
     for (name, key), _ in _states(layer):
-        own = [getattr(part, name)[key][one.index] for part, one in zip(parts, sources, strict=True)]
+        own = [
+            getattr(part, name)[key][one.index] for part, one in zip(parts, sources, strict=True)
+        ]
         getattr(layer, name)[key] = torch.stack(own)
 
 

@@ -22,6 +22,14 @@ def layer_windows(config: Any) -> list[int | None]:
     count = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
+    others = set(kinds or ()) - {"full_attention", "sliding_attention"}
+    if others or (kinds is None and getattr(config, "attention_chunk_size", None) is not None):
+        raise UnsupportedError(
+            "a cache is for layers that see everything, or a window",
+            wanted="full_attention and sliding_attention",
+            got=", ".join(sorted(others)) or "attention_chunk_size",
+            do="Call generate without a cache object of your own",
+        )
     if getattr(config, "use_sliding_window", True) is False:
         return [None] * count
     if kinds is not None:

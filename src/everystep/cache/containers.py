@@ -37,7 +37,8 @@ class Cache:
     """Keys and values of every layer, (B, K, S, D) each.
 
     Made from `layers`, or from a class of layers, of which one is added whenever a layer is first
-    updated. Source: the reference's `Cache`.
+    updated. `pads`: (B,) how many places before each row hold nothing, where a call of `generate`
+    has filled it. Source: the reference's `Cache`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Cache:
             )
         self.layers: list[CacheLayer] = list(layers or ())
         self.layer_class_to_replicate = layer_class_to_replicate
+        self.pads: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layers={self.layers})"
@@ -112,6 +114,7 @@ class Cache:
 
     def reset(self) -> None:
         """Nothing is stored; room made before stays."""
+        self.pads = None
         for layer in self.layers:
             layer.reset()
 
@@ -122,15 +125,17 @@ class Cache:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b holds what row `beam_idx[b]` held."""
-        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        rows = self._rows(beam_idx)
+        self._change(lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row stands `repeats` times, its copies side by side."""
         self._change(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Only the given rows are left, in their order."""
-        self._change(lambda x: x[indices.to(x.device)])
+        rows = self._rows(indices)
+        self._change(lambda x: x[rows.to(x.device)])
 
     def activate_past_recording(self) -> None:
         """From now on sliding layers keep what they need to go back, until the next `crop`."""
@@ -175,6 +180,29 @@ class Cache:
     def _change(self, change: Change) -> None:
         for layer in self.layers:
             layer.change_rows(change)
+        if self.pads is not None:
+            self.pads = change(self.pads)
+
+    def _rows(self, indices: Any) -> Tensor:
+        """(n,) numbers of rows, or one bool per row; RequestError for anything else."""
+        try:
+            rows = torch.as_tensor(indices)
+        except (TypeError, ValueError, RuntimeError):
+            rows = torch.empty(0)
+        stored = self.batch_size
+        fits = rows.dim() == 1 and rows.dtype in (torch.int64, torch.int32, torch.bool)
+        if fits and stored >= 0 and len(rows):
+            if rows.dtype == torch.bool:
+                fits = len(rows) == stored
+            else:
+                fits = -stored <= int(rows.min()) and int(rows.max()) < stored
+        if not fits:
+            raise RequestError(
+                "these are no rows of the cache",
+                wanted=f"a list of integers below {stored}" if stored >= 0 else "integers",
+                got=repr(indices),
+            )
+        return rows if rows.dtype == torch.bool else rows.long()
 
 
 class DynamicCache(Cache):
@@ -287,6 +315,7 @@ class EncoderDecoderCache(Cache):
         self.cross_attention_cache: Cache = across
         # The decoder's own layers are these layers, and grow in one list.
         self.layers = own.layers
+        self.pads = None
         self.layer_class_to_replicate = own.layer_class_to_replicate
         self.is_updated = {
             index: across.get_seq_length(index) > 0 for index in range(len(across.layers))
@@ -320,7 +349,7 @@ class EncoderDecoderCache(Cache):
         return cls(past_key_values or ())
 
     def _change(self, change: Change) -> None:
-        super()._change(change)
+        self.self_attention_cache._change(change)
         self.cross_attention_cache._change(change)
 
 

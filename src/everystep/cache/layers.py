@@ -189,6 +189,12 @@ class StaticLayer(CacheLayer):
             room[..., start : start + new.shape[-2], :] = new
         return self.keys, self.values
 
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """(B, K, S, D) keys and values, without the room that is left."""
+        keys, values = super().whole()
+        kept = min(self._length, self.max_cache_len)
+        return keys[..., :kept, :], values[..., :kept, :]
+
     def _room(self, like: Tensor) -> Tensor:
         batch, heads, _, dim = like.shape
         return like.new_zeros(batch, heads, self.max_cache_len, dim)

@@ -4,10 +4,10 @@
     kept row        [ prompt          | tokens ]      of one that has ended: a holder of its own
     new group       [ the same ... | the rest  ]      forks up to where they differ, feeds the rest
 
-A group that would find more in a row that an earlier one is just filling waits for it. Rows of ended
-groups are kept within a budget of positions and in the room that running groups leave, and the one
-that was of no use for longest goes first. Nothing here is state of a generation: kept rows can be
-dropped at any time.
+A group that would find more in a row that an earlier one is just filling waits for it. Rows of
+ended groups are kept within a budget of positions and in the room that running groups leave, and
+the one that was of no use for longest goes first. Nothing here is state of a generation: kept rows
+can be dropped at any time.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _digests(prompt: Prompt, declared: Mapping[str, InputSpec]) -> np.ndarray:
     if prompt.positions is not None:
         add(
             "positions",
-            prompt.positions.expand(*prompt.positions.shape[:-1], length).movedim(-1, 0),
+            prompt.positions.movedim(-1, 0),
         )
     for name, values in sorted(prompt.inputs.items()):
         whole = values if declared[name].per == "token" else values.expand(length, *values.shape)

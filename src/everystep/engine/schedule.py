@@ -58,7 +58,7 @@ class Lockstep:
     chunk: int | None = None
     shares: bool = True
     groups: list[Group] = field(default_factory=list)
-    reuse: Reuse = Reuse()
+    reuse: Reuse = field(default_factory=Reuse)
 
     @property
     def room(self) -> Room:
@@ -101,7 +101,7 @@ class Continuous:
     waiting: deque[Group] = field(default_factory=deque)
     steps: int = 0
     served: dict[int, int] = field(default_factory=dict)
-    reuse: Reuse = Reuse()
+    reuse: Reuse = field(default_factory=Reuse)
 
     @property
     def room(self) -> Room:

@@ -8,7 +8,7 @@ chunked, groups wait and rows are taken away.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ class Schedule:
     preempt_rate: float
     audits: bool
     seed: int
-    reuse: Reuse = Reuse()
+    reuse: Reuse = field(default_factory=Reuse)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,17 @@
 from everystep.engine.batches import Guidance
 from everystep.engine.drafting import DraftModel, PromptLookup
 from everystep.engine.engine import Engine, audit
-from everystep.engine.schedule import Continuous, Lockstep
+from everystep.engine.reopen import Beginning
+from everystep.engine.schedule import Continuous, Lockstep, Turns
 
 __all__ = [
+    "Beginning",
     "Continuous",
     "DraftModel",
     "Engine",
     "Guidance",
     "Lockstep",
     "PromptLookup",
+    "Turns",
     "audit",
 ]

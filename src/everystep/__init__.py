@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from everystep.api.many import generate as generate
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
+    from everystep.api.resume import resume as resume
+    from everystep.api.run import Run as Run
+    from everystep.api.run import open as open
     from everystep.api.session import Generated as Generated
+    from everystep.api.steps import Explanation as Explanation
+    from everystep.api.steps import Step as Step
     from everystep.cache.containers import Cache as Cache
     from everystep.cache.containers import DynamicCache as DynamicCache
     from everystep.cache.containers import EncoderDecoderCache as EncoderDecoderCache
@@ -161,7 +166,10 @@ _NAMES = {
     "api.load": "load load_model",
     "api.many": "Stream chat generate stream",
     "api.model": "LanguageModel",
+    "api.resume": "resume",
+    "api.run": "Run open",
     "api.session": "Generated",
+    "api.steps": "Explanation Step",
     "cache.containers": """
         Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache
         QuantizedCache SlidingWindowCache StaticCache

@@ -145,13 +145,14 @@ class Session:
     def submit(self, prompt: PromptLike, index: int) -> Group:
         """Queues the prompt of this number, which is the id of its request, after everything about
         it is decided and computed but for its tokens."""
-        passed = self.read(prompt, self._options_of(index))
+        passed = self.read(prompt, index)
         (request,) = self.prepared(passed, index).requests
         return self.engine.submit(request)
 
-    def read(self, prompt: PromptLike, options: Options) -> dict[str, Any]:
-        """The prompt as one row of the inputs of `model.generate`."""
-        ids = self._ids(prompt, options.starts_answer)
+    def read(self, prompt: PromptLike, index: int) -> dict[str, Any]:
+        """The prompt of this number as one row of the inputs of `model.generate`."""
+        ids = self._ids(prompt, self._options_of(index).starts_answer)
+        _require_room(len(ids), self._model.context)
         return {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
 
     def prepared(self, passed: Mapping[str, Any], index: int) -> Call:
@@ -159,7 +160,6 @@ class Session:
         tokens decided and computed."""
         options = self._options_of(index)
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
-        _require_room(inputs.prompt_width, self._model.context)
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)

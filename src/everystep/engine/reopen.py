@@ -80,6 +80,7 @@ def reopened(
         companions=tuple(Companion(one, one.start) for one in request.companions),
     )
     change = Change(group, after)
+    after.prompt_known = group.prompt_known
     shared = [_shared(old, tokens, table) for old in group.live]
     if shared:
         donor = group.live[int(np.argmax(shared))]

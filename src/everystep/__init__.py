@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from everystep.api.model import LanguageModel as LanguageModel
     from everystep.api.prefill import prefill as prefill
     from everystep.api.prefixes import Prefix as Prefix
+    from everystep.api.resume import resume as resume
+    from everystep.api.run import Run as Run
+    from everystep.api.run import open as open
     from everystep.api.session import Generated as Generated
+    from everystep.api.steps import Explanation as Explanation
+    from everystep.api.steps import Step as Step
     from everystep.api.wrapped import wrap as wrap
     from everystep.cache.containers import Cache as Cache
     from everystep.cache.containers import DynamicCache as DynamicCache
@@ -168,7 +173,10 @@ _NAMES = {
     "api.features": "PromptInput",
     "api.prefill": "prefill",
     "api.prefixes": "Prefix",
+    "api.resume": "resume",
+    "api.run": "Run open",
     "api.session": "Generated",
+    "api.steps": "Explanation Step",
     "api.wrapped": "wrap",
     "cache.containers": """
         Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache

@@ -176,6 +176,10 @@ ALONE = {
 """Fields of `model.generate` that texts and events have no place for -> why, and what to do."""
 
 
+OF_STEPS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+"""Those of them that a step of a run carries."""
+
+
 def refuse_argument(name: str, value: object) -> None:
     """UnsupportedError if the argument of this name asks for something that is not there."""
     if value is None or value is False:
@@ -199,13 +203,15 @@ def refuse_unbuilt(effective: Effective) -> None:
             raise UnsupportedError(what, got=repr(effective[name]), do=do)
 
 
-def refuse_rectangular(effective: Effective) -> None:
-    """UnsupportedError if the caller set a field that only `model.generate` can answer to."""
+def refuse_rectangular(effective: Effective, *, in_steps: bool = False) -> None:
+    """UnsupportedError if the caller set a field that only `model.generate` can answer to, or, with
+    `in_steps`, the steps of a run."""
     quantized = effective.cache_implementation == "quantized"
     for name, (why, do) in ALONE.items():
         value = effective[name]
         neutral = (True, None) if name == "use_cache" else (False, None, "dynamic")
-        if name not in effective.caller or value in neutral:
+        shown = in_steps and name in OF_STEPS
+        if shown or name not in effective.caller or value in neutral:
             continue
         if not (quantized and name in ("cache_implementation", "cache_config")):
             got = f"{name}={value!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import Options, read_options, read_seeds, require_output_object
-from everystep.api.prepare import completed, prepare
+from everystep.api.prepare import Call, completed, prepare
 from everystep.api.prompts import Messages as Messages
 from everystep.api.prompts import PromptLike as PromptLike
 from everystep.api.prompts import listed as listed
@@ -65,8 +66,9 @@ class Session:
     `options`: what holds for each prompt beside the `common` keywords. `seed`: from it and the
     prompt's number come the draws of each prompt, and from nothing else; without it one is taken
     from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
-    stream, whose events have room for log-probabilities. Everything about the options is checked
-    here, before any compute.
+    stream, whose events have room for log-probabilities. `gives_steps`: a run, whose steps have
+    room for all that the output object of `model.generate` has. Everything about the options is
+    checked here, before any compute.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class Session:
         common: Mapping[str, Any],
         *,
         gives_events: bool = False,
+        gives_steps: bool = False,
     ) -> None:
         self._model = model
-        self._gives_events = gives_events
+        self._gives_events = gives_events or gives_steps
+        self._gives_steps = gives_steps
         self.tokenizer = tokenizer
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
@@ -94,17 +98,23 @@ class Session:
             self._options = self._read_each(common, options, prompts)
         for notice in {one: None for each in self._options for one in each.effective.notices}:
             warnings.warn(notice, stacklevel=3)
-        rows = max(_ROWS, *map(_rows_of, self._options))
-        how = row_quantization(self._options[0].effective, model) if self._options else None
-        executor = model.executor(needed(model, prompts), quantization=how)
+        self._abilities = needed(model, prompts)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What runs the prompts that are submitted."""
+        options, model = self._options, self._model
+        rows = max(_ROWS, *map(_rows_of, options))
+        how = row_quantization(options[0].effective, model) if options else None
+        executor = model.executor(self._abilities, quantization=how)
         scheduler = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(_KEPT))
-        self.engine = Engine(executor, scheduler)
+        return Engine(executor, scheduler)
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
         refuse_inputs(self._model, given)
         options = read_options(self._model, given, _OF_TEXTS, self.tokenizer)
-        refuse_rectangular(options.effective)
+        refuse_rectangular(options.effective, in_steps=self._gives_steps)
         if not self._gives_events:
             require_output_object(options)
         return replace(
@@ -144,22 +154,29 @@ class Session:
     def submit(self, prompt: PromptLike, index: int) -> Group:
         """Queues the prompt of this number, which is the id of its request, after everything about
         it is decided and computed but for its tokens."""
+        passed = self.read(prompt, index)
+        (request,) = self.prepared(passed, index).requests
+        return self.engine.submit(request)
+
+    def read(self, prompt: PromptLike, index: int) -> dict[str, Any]:
+        """The prompt of this number as one row of the inputs of `model.generate`."""
         options = self._options_of(index)
         begins, prefix = options.starts_answer, options.prefix
-        passed = read_prompt(
-            self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix
-        )
+        return read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix)
+
+    def prepared(self, passed: Mapping[str, Any], index: int) -> Call:
+        """The call of one prompt, read already, that has this number, with everything but its
+        tokens decided and computed."""
+        options = self._options_of(index)
         inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
         _require_one(inputs)
-        before = 0 if prefix is None else len(prefix)
+        before = 0 if options.prefix is None else len(options.prefix)
         _require_room(before + inputs.prompt_width, self._model.context)
         if options.seed is None:
             own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
             options = replace(options, seed=own)
         with inference_mode():
-            call = completed(self._model, prepare(self._model, options, inputs))
-        (request,) = call.requests
-        return self.engine.submit(request)
+            return completed(self._model, prepare(self._model, options, inputs))
 
     def step(self) -> list[Event]:
         """One step of the engine."""

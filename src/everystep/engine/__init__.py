@@ -5,9 +5,11 @@ from everystep.engine.batches import Guidance
 from everystep.engine.drafting import DraftModel, PromptLookup
 from everystep.engine.engine import Engine
 from everystep.engine.prefixes import Reuse
-from everystep.engine.schedule import Continuous, Lockstep
+from everystep.engine.reopen import Beginning
+from everystep.engine.schedule import Continuous, Lockstep, Turns
 
 __all__ = [
+    "Beginning",
     "Continuous",
     "DraftModel",
     "Engine",
@@ -15,5 +17,6 @@ __all__ = [
     "Lockstep",
     "PromptLookup",
     "Reuse",
+    "Turns",
     "audit",
 ]

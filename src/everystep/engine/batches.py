@@ -87,7 +87,8 @@ class Scored:
     `sequences`: S of them; `group_of` (S,): the index of the group of each; `first` (S,): the first
     row of each.
     `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
-    reported. `shown`: the scores of all steps, for criteria.
+    reported. `given`: the same as scores; `beside`: (R, V) logits of each companion. `shown`: the
+    scores of all steps, for criteria.
     """
 
     batch: Batch
@@ -96,6 +97,8 @@ class Scored:
     drafts: list[np.ndarray]
     first: list[int]
     logits: Tensor
+    given: Scores
+    beside: list[Tensor]
     scores: Scores
     shown: History
 
@@ -149,7 +152,9 @@ def score(
         [feeds.first_row[id(units[s])] + i for s, i in zip(owner, place, strict=True)]
         for units in _units(sources)
     ]
-    logits, given, scores = _read(groups, rows, output, feeds)
+    logits, given = _read(groups, rows, output, feeds)
+    beside = [_take(output.logits, one) for one in rows[1:]]
+    scores = mixed(request, given, beside)
     if any(group.request.processors for group in groups):
         visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
         seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
@@ -174,7 +179,7 @@ def score(
         stops=_stops(follow, feeds.table, shown or None, reached),
     )
     first = [row for row, i in enumerate(place) if i == 0]
-    return Scored(batch, sequences, group_of, drafts, first, logits, scores, shown)
+    return Scored(batch, sequences, group_of, drafts, first, logits, given, beside, scores, shown)
 
 
 def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:
@@ -224,27 +229,27 @@ def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
 
 def _read(
     groups: list[Group], rows: list[list[int]], output: StepOutput, feeds: Feeds
-) -> tuple[Tensor, Scores, Scores]:
-    """(R, V) raw logits, the same as scores, and what is to be processed; or no logits and, of the
-    rows, the best.
+) -> tuple[Tensor, Scores]:
+    """(R, V) raw logits, and the same as scores; or no logits and, of the rows, the best.
 
     `rows`: of the sequences, then of their companions, (R,) rows of the output.
     """
-    request = groups[0].request
     if groups[0].best and output.best is not None:
         # Slicing a tensor is one of the dearest lines of a small step.
         logits = output.logits[:0] if feeds.wanted else output.logits
-        given = mixed = _best(output.best, rows[0], max([group.best for group in groups]))
-    else:
-        logits = _take(output.logits, rows[0])
-        totals = None if output.totals is None else output.totals[torch.tensor(rows[0])]
-        given = mixed = Scores.of(logits, totals)
+        return logits, _best(output.best, rows[0], max([group.best for group in groups]))
+    logits = _take(output.logits, rows[0])
+    totals = None if output.totals is None else output.totals[torch.tensor(rows[0])]
+    return logits, Scores.of(logits, totals)
+
+
+def mixed(request: Request, given: Scores, beside: list[Tensor]) -> Scores:
+    """What is to be processed of R rows, of which the (R, V) logits of companions stand `beside`;
+    the given scores themselves where nothing is to be done to them."""
+    found = given
     if request.readout is not None:
-        companions = [_take(output.logits, one) for one in rows[1:]]
-        mixed = Scores.of(request.readout.mix(logits, companions))
-    if request.strategy.reads.scores == "log_probs":
-        mixed = mixed.log_probs()
-    return logits, given, mixed
+        found = Scores.of(request.readout.mix(given.values, beside))
+    return found.log_probs() if request.strategy.reads.scores == "log_probs" else found
 
 
 def _best(best: Scores, rows: list[int], most: int) -> Scores:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import cast
 
-import numpy as np
 import torch
 
 from everystep.engine.apply import Change, abandoned, drop_rows, release
@@ -33,6 +32,7 @@ from everystep.engine.feed import Feeds, Grant, columns_of, feed, note_hidden, r
 from everystep.engine.given import require_fitting
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes, Room
+from everystep.engine.reopen import Beginning, forked, reopened
 from everystep.engine.schedule import Scheduler
 from everystep.engine.snapshot import read, resume, written
 from everystep.errors import UnsupportedError
@@ -188,14 +188,37 @@ class Engine:
         self.recover()
         taken = saved["rank"] in [group.rank for group in self.scheduler.groups]
         group = self._checked(request, self._submitted if taken else saved["rank"])
-        tokens = resume(group, saved)
         self._broken = True  # until every line that is opened is held
-        for sequence, own in zip(group.live, tokens, strict=True):
-            sequence.line = self.table.open(np.concatenate([_visible(request), own]))
+        resume(group, saved, self.table)
+        self._admitted(group)
+        return group
+
+    def fork(self, group: Group, request: Request) -> Group:
+        """A group like this one, with forks of its rows; `request`: the same under another id."""
+        self.recover()
+        twin = self._checked(request, self._submitted)
+        self._broken = True
+        twin.become(forked(group, twin, self.table, self.ledger))
+        self._admitted(twin)
+        return twin
+
+    def replace(self, group: Group, request: Request, past: Beginning) -> None:
+        """The group is one of this request from now on, whose only sequence begins with the ids of
+        `past` after the prompt; what the rows of both share is not fed again."""
+        self.recover()
+        after = self._checked(request, group.rank)
+        if group not in self.scheduler.groups:
+            self.scheduler.submit(group)
+        self._broken = True
+        cuts = "cut" in self.executor.abilities
+        self._end([reopened(group, after, past, self.table, self.ledger, cuts=cuts)])
+        self._broken = False
+
+    def _admitted(self, group: Group) -> None:
+        """The group waits for its next step, if it has one."""
         self._submitted = max(self._submitted, group.rank + 1)
         self.scheduler.submit(group)
         self._broken = False
-        return group
 
     def flush(self) -> None:
         """Passes every outstanding fork, truncation and free to the executor."""
@@ -261,7 +284,7 @@ class Engine:
             hidden = group.request.strategy.reads.hidden
             for sequence in group.live:
                 if sequence.line < 0:
-                    sequence.line = self.table.open(_visible(group.request))
+                    sequence.line = self.table.open(group.request.visible_prompt())
                 if hidden and columns_of(sequence).length < sequence.cached:
                     # It dropped hidden states of cached positions, which are fed again.
                     drop_rows(sequence, self.ledger)
@@ -312,7 +335,7 @@ class Engine:
             if not after.finished:
                 if self.early and after.opened and not request.strategy.streams:
                     change.events += settled_events(after, self.table)
-            elif not (request.linger and after.live and alive):
+            elif not (request.linger and after.live and (alive or request.keeps)):
                 self._close(change)
                 over.append(change.group)
         events = [event for change in found for event in change.events]
@@ -366,11 +389,3 @@ class Engine:
     def _taken(self) -> list[Event]:
         """All events that wait to be reported; they count as reported from now on."""
         return list(map(deque.popleft, repeat(self._outbox, len(self._outbox))))
-
-
-def _visible(request: Request) -> np.ndarray:
-    """The ids that stand before the first generated one."""
-    ids = request.prompt.ids
-    token = request.pad_token if request.prefix_token is None else request.prefix_token
-    pad = np.full(request.pad_prefix, token, dtype=np.int64)
-    return pad if ids is None else np.concatenate([pad, ids])

@@ -7,6 +7,7 @@ forks share; what is known of a prompt belongs to the group. It knows no model a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -105,6 +106,19 @@ def last_choices(memo: Mapping[str, Any], length: int) -> list[Likelihood]:
         found.append(chain.last)
         chain = chain.earlier
     return found[::-1]
+
+
+def with_given(memo: Mapping[str, Any], kept: int, given: list[int], best: int) -> dict[str, Any]:
+    """What is known where the first `kept` choices of a sequence with this memo stand, followed by
+    ids that were given: of these nothing, which is nan."""
+    chain: Chain | None = memo.get(_CHOICES)
+    known = [] if chain is None else chain.values()[:kept]
+    ids, nothing = np.zeros(best, np.int64), np.full(best, np.nan, np.float32)
+    known += [Likelihood(token, math.nan, ids, nothing) for token in given]
+    chain = None
+    for one in known:
+        chain = Chain(one, chain)
+    return {_CHOICES: chain}
 
 
 def choice_logprobs(memo: Mapping[str, Any], length: int) -> TokenLogprobs:

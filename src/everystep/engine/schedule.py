@@ -181,6 +181,34 @@ class Continuous:
             self.waiting.popleft()
 
 
+@dataclass
+class Turns:
+    """One group at a time, the one whose turn it is; the others wait, with their rows.
+
+    `token_budget`: positions fed per step, so that a long prompt is fed in chunks.
+    """
+
+    token_budget: int = 1024
+    groups: list[Group] = field(default_factory=list)
+    turn: Group | None = None
+    reuse: Reuse = field(default_factory=Reuse)
+
+    @property
+    def room(self) -> Room:
+        return Room(0)
+
+    def submit(self, group: Group) -> None:
+        _require("positions per step", group.rows, self.token_budget, "token_budget")
+        self.groups = [*self.groups, group]
+
+    def remove(self, group: Group) -> None:
+        self.groups = [one for one in self.groups if one is not group]
+
+    def plan(self, preempt: Preempt, join: Join | None = None) -> list[Grant]:
+        whose = [one for one in self.groups if one is self.turn and not one.finished]
+        return [Grant(one, self.token_budget) for one in whose]
+
+
 def _usable(group: Group, left: int) -> int:
     """How many of `left` positions the group can feed: all that it has to, for its next choice, or
     less of each row than its last position, which is of no use without the choice.

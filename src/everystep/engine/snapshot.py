@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from everystep.errors import FormatError, RequestError
-from everystep.types import Companion, Group, Request, Sequence, values_of
+from everystep.types import Companion, Group, Request, Sequence, TokenTable, values_of
 from everystep.types.stored import from_bytes, to_bytes
 
 _VERSION = 2
@@ -53,18 +53,18 @@ def read(data: bytes, request: Request) -> dict[str, Any]:
     return saved
 
 
-def resume(group: Group, saved: dict[str, Any]) -> list[np.ndarray]:
-    """The group knows what was saved; its sequences have neither lines nor rows yet. Returns the
-    generated ids of each."""
+def resume(group: Group, saved: dict[str, Any], table: TokenTable) -> None:
+    """The group knows what was saved; its sequences have lines, and no rows yet."""
     request, prompt = group.request, group.request.prompt
     tokens: list[np.ndarray] = saved["tokens"]
+    visible = request.visible_prompt()
     try:
         for name in _OF_GROUP:
             setattr(group, name, saved[name])
         group.live = [
             Sequence(
                 request,
-                line=-1,
+                line=table.open(np.concatenate([visible, own])),
                 length=prompt.length + len(own),
                 cached=prompt.start,
                 companions=tuple(Companion(one) for one in request.companions),
@@ -74,7 +74,6 @@ def resume(group: Group, saved: dict[str, Any]) -> list[np.ndarray]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError("a saved generation is damaged", got=error) from error
-    return tokens
 
 
 def fingerprint(request: Request) -> str:

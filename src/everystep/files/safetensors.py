@@ -113,6 +113,15 @@ def open_weights(folder: str | PathLike[str], stem: str = "model") -> Weights:
     raise _no_weights(folder, stem)
 
 
+def read_file(file: Path) -> tuple[Weights, dict[str, str]]:
+    """The tensors of one file, and its metadata; errors as for `open_weights`."""
+    found = Weights(_read_header(file))
+    metadata = parse_object(_header_bytes(file), str(file)).get("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise FormatError(f"{file}: the metadata are not an object", got=repr(metadata)[:80])
+    return found, {name: str(value) for name, value in metadata.items()}
+
+
 def _no_weights(folder: Path, stem: str) -> FormatError | MissingFileError:
     wanted = f"{stem}.safetensors or {stem}.safetensors.index.json"
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))

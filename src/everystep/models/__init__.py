@@ -12,6 +12,7 @@ from everystep.models.load import (
     stored_weights,
     usable_device,
     weight_bytes,
+    weight_digest,
 )
 from everystep.models.model import Model, refuse_copies
 
@@ -27,4 +28,5 @@ __all__ = [
     "stored_weights",
     "usable_device",
     "weight_bytes",
+    "weight_digest",
 ]

@@ -73,7 +73,8 @@ class Request:
     prompts whose rows mirror each sequence and appear in no output. `adapters`: (name, weight)
     pairs of the adapters that all its feeds ask for. `salt`: only requests of equal salt share what
     their prompts begin with.
-    `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done. The
+    `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
+    `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
     index minus position. `prompt_visible`: how many ids, pad prefix included, stand before the
     first generated one.
@@ -94,6 +95,7 @@ class Request:
     pad_token: int = 0
     prefix_token: int | None = None
     linger: bool = False
+    keeps: bool = False
     adapters: tuple[tuple[str, float], ...] = ()
     salt: str | None = None
     shift: int = field(init=False)
@@ -103,6 +105,13 @@ class Request:
         shift = self.pad_prefix - self.prompt.hidden
         object.__setattr__(self, "shift", shift)
         object.__setattr__(self, "prompt_visible", self.prompt.length + shift)
+
+    def visible_prompt(self) -> np.ndarray:
+        """The ids that stand before the first generated one."""
+        ids = self.prompt.ids
+        token = self.pad_token if self.prefix_token is None else self.prefix_token
+        pad = np.full(self.pad_prefix, token, dtype=np.int64)
+        return pad if ids is None else np.concatenate([pad, ids])
 
     @property
     def needs(self) -> frozenset[str]:
@@ -246,6 +255,7 @@ class Group:
 
     def become(self, other: Group) -> None:
         """Makes this group equal to the other one. Doing it again changes nothing."""
+        self.request, self.best = other.request, other.best
         self.live, self.done, self.state = other.live, other.done, other.state
         self.prompt_known, self.pasts = other.prompt_known, other.pasts
         self.opened, self.settled = other.opened, other.settled

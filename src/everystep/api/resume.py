@@ -1,0 +1,79 @@
+"""Going on with a run that was saved to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from everystep.api.hands import Asked, Hands, Rules
+from everystep.api.model import LanguageModel
+from everystep.api.run import Run
+from everystep.api.saved import read_run, revived
+from everystep.api.session import Session
+from everystep.errors import FormatError, RequestError
+
+
+def resume(
+    path: str | PathLike[str], model: LanguageModel, tokenizer: Any = None, **again: Any
+) -> Run:
+    """The run of a file that `run.save` or `everystep generate --save` wrote, ready for its next
+    step; it ends as it would have without the interruption.
+
+    `again`: keywords of `es.open` whose values cannot be written, such as `logits_processor`, under
+    the same names. FormatError: the file is damaged, or of a newer version. RequestError: another
+    model, another tokenizer or another version of everystep, or a keyword that is missing.
+    """
+    state, passed, absent = read_run(Path(path), model, tokenizer)
+    _check_again(absent, again)
+    try:
+        return _restored(state, passed, model, tokenizer, again)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise FormatError(f"{path} is damaged", got=f"{type(error).__name__}: {error}") from error
+
+
+def _restored(
+    state: Any,
+    passed: Mapping[str, Tensor],
+    model: LanguageModel,
+    tokenizer: Any,
+    again: Mapping[str, Any],
+) -> Run:
+    given: frozenset[int] = frozenset(state["given"])
+    rules: list[tuple[int, Rules]] = []
+    hands: Hands | None = None
+    session: Session | None = None
+    for start, (plain, missing, seed) in state["rules"]:
+        options = {**revived(plain), **{name: again[name] for name in missing}}
+        asked = Asked(options, seed)
+        session = asked.session(model, tokenizer)
+        call = session.prepared(passed, 0)
+        hands = hands or Hands(model, call)
+        rules.append((start, Rules.of(asked, call, rules[0][1].first if rules else None)))
+    if hands is None or session is None:
+        raise KeyError("rules")
+    request = rules[-1][1].request(model, len(given), "0")
+    group = hands.engine.restore(request, state["group"].tobytes())
+    run = Run(model, session, passed, rules, hands, group)
+    run._given, run._memos, run._number = given, state["memos"], state["number"]
+    return run
+
+
+def _check_again(absent: list[str], again: Mapping[str, Any]) -> None:
+    """RequestError if a keyword is missing that could not be written, or one is too many."""
+    missing = [name for name in absent if name not in again]
+    surplus = [name for name in again if name not in absent]
+    if missing:
+        raise RequestError(
+            f"the saved run needs {', '.join(missing)}, which cannot be written to a file",
+            do="Pass to es.resume what was passed to es.open",
+        )
+    if surplus:
+        raise RequestError(
+            f"the saved run has no use for {', '.join(surplus)}",
+            wanted=", ".join(absent) or "no further keywords",
+            do="Resume without it, then call run.set",
+        )

@@ -1,0 +1,400 @@
+"""A generation in your hands: looked at step by step, spoken to, changed, forked, saved.
+
+A run is one request on an engine that it shares with its forks; who is asked for a step has the
+turn. What changes ids (send, edit, rewind) makes the group one of another request, which begins
+with the ids that stand there now and takes over the rows up to where they differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from everystep.api.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
+from everystep.api.model import LanguageModel
+from everystep.api.session import PromptLike, Session
+from everystep.api.steps import Explanation, Step, explained
+from everystep.engine import Beginning
+from everystep.engine.logprobs import with_given
+from everystep.errors import RequestError
+from everystep.nn.modes import inference_mode
+from everystep.strategies import Beam, Greedy, Sample
+from everystep.streamers import Wording, beam_event
+from everystep.types import Event, Group, values_of
+
+
+def open(
+    model: LanguageModel,
+    tokenizer: Any = None,
+    prompt: PromptLike | None = None,
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> Run:
+    """A run of the prompt, which has not taken its first step.
+
+    `prompt`, `options`, `seed`: as for `es.generate` with one prompt; without a seed one is taken
+    from torch's global generator. Everything about them is checked here, before any compute.
+    """
+    if prompt is None:
+        raise RequestError("there is no prompt to open a run with", do="Pass a text or ids")
+    asked = Asked(options, int(torch.randint(2**62, ()).item()) if seed is None else seed)
+    session = asked.session(model, tokenizer)
+    passed = session.read(prompt, 0)
+    call = session.prepared(passed, 0)
+    rules, hands = Rules.of(asked, call), Hands(model, call)
+    group = hands.engine.submit(rules.request(model, 0, "0"))
+    return Run(model, session, passed, [(0, rules)], hands, group)
+
+
+class Run:
+    """An iterator of steps, sync and async, over one prompt.
+
+    Ids after the prompt are counted from 0, those that were sent with those that were chosen.
+    `max_new_tokens` counts the chosen ones. Several threads may hold a run; each step is over
+    before anything else happens.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        session: Session,
+        passed: Mapping[str, Any],
+        rules: list[tuple[int, Rules]],
+        hands: Hands,
+        group: Group,
+    ) -> None:
+        self.model, self.tokenizer = model, session.tokenizer
+        self._session, self._passed = session, passed
+        # From which position on which rules hold; what was known after so many ids.
+        self._rules, self._hands, self._group = rules, hands, group
+        self._given: frozenset[int] = frozenset()
+        self._memos: dict[int, dict[str, Any]] = {0: {}}
+        self._ready: deque[Step] = deque()
+        self._number = 0
+        self._reword()
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids after the prompt, of the first sequence; of a search, those that are settled."""
+        return self._ids(0)
+
+    def _ids(self, index: int) -> tuple[int, ...]:
+        group, table = self._group, self._hands.engine.table
+        strategy, first = group.request.strategy, group.request.prompt_visible
+        if not strategy.streams:
+            if group.live and not over(group):
+                lead = group.live[0]
+                return tuple(table.data[lead.line, first : first + group.reported].tolist())
+            return tuple(strategy.finish(group)[index].tokens.tolist()) if group.done else ()
+        for one in group.live:
+            if one.index == index or strategy.returns == 1:
+                end = one.visible - one.provisional
+                return tuple(table.data[one.line, first:end].tolist()) if one.line >= 0 else ()
+        done = [one for one in group.done if one.index == index]
+        return tuple(done[0].tokens.tolist()) if done else ()
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The positions among `tokens` whose ids were sent or edited in."""
+        return tuple(sorted(self._given))
+
+    @property
+    def done(self) -> bool:
+        """Whether there is no step left to take."""
+        return not self._ready and over(self._group)
+
+    def result(self) -> Any:
+        """What the run has come to, after taking all steps that are left: a `Generated`, or a list
+        of them where it has several sequences. The ids include those that were sent."""
+        for _ in self:
+            pass
+        with self._hands.lock:
+            found = self._session.generated(self._group)
+        return found[0] if len(found) == 1 else found
+
+    def explain(self, position: int, rivals: int = 5, index: int = 0) -> Explanation:
+        """Why this token: its logit, what each processor changed, the draw, the best `rivals`.
+
+        It is worked out now: the step is taken once more on a fork, from the ids before it, so
+        that a run that nobody asks keeps no logits. In a search the position is that of the
+        hypothesis which is first now.
+        """
+        with self._hands.lock:
+            tokens = self._ids(index)
+            if not -len(tokens) <= position < len(tokens):
+                raise RequestError(
+                    "there is no such position", wanted=f"0 to {len(tokens) - 1}", got=position
+                )
+            position %= len(tokens)
+            twin = self._before(tokens[:position], index)
+            try:
+                sight = self._hands.step(twin)
+                if twin.error is not None:
+                    raise twin.error
+            finally:
+                with inference_mode():
+                    self._hands.engine.cancel(twin)
+                self._hands.mail.pop(twin.request.request_id, None)
+            given = position in self._given
+            return explained(sight, position, tokens[position], self._spell, rivals, given=given)
+
+    def _before(self, tokens: Sequence[int], index: int) -> Group:
+        """A group that is about to choose what follows these tokens."""
+        engine, name = self._hands.engine, self._hands.name()
+        rules = [one for start, one in self._rules if start <= len(tokens)][-1]
+        given = len([one for one in self._given if one < len(tokens)])
+        request = rules.request(self.model, given, name)
+        strategy: Any = Sample() if isinstance(request.strategy, Sample) else Greedy()
+        if isinstance(request.strategy, Beam):
+            strategy = replace(request.strategy, width=1, returns=1, searches=1)
+        request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
+        every = [*self._group.live, *self._group.done]
+        lineage = next((one.lineage for one in every if one.index == index), 0)
+        twin = engine.fork(self._group, replace(self._group.request, request_id=name))
+        values = self._values(len(tokens)) if is_one(self._group.request) else {}
+        engine.replace(twin, request, Beginning(np.array(tokens, np.int64), values, lineage))
+        return twin
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Run:
+        return self
+
+    def __next__(self) -> Step:
+        self._fill()
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def __aiter__(self) -> Run:
+        return self
+
+    async def __anext__(self) -> Step:
+        # Who stops waiting loses nothing: the step is taken, and comes next.
+        await asyncio.to_thread(self._fill)
+        if not self._ready:
+            raise StopAsyncIteration
+        return self._ready.popleft()
+
+    def _fill(self) -> None:
+        """There is a step to be looked at, if there is one left."""
+        with self._hands.lock:
+            if self._ready or over(self._group):
+                if self._group.error is not None and not self._ready:
+                    raise self._group.error
+                return
+            sight = self._hands.step(self._group)
+            if is_one(self._group.request):
+                self._memos[len(self.tokens)] = _known(self._group)
+            self._deliver(sight)
+            if self._group.error is not None:
+                raise self._group.error
+
+    def _deliver(self, sight: Any) -> None:
+        """What was reported of the run becomes a step."""
+        mail, group = self._hands.mail, self._group
+        name, beams = group.request.request_id, ()
+        after = self._wording.copy()
+        events = tuple(after(event) for event in mail.get(name, ()))
+        if group.live and not group.request.strategy.streams:
+            beams = beam_event(group, self._hands.engine.table, after).beams
+        self._ready.append(Step(self._number, events, beams, sight))
+        self._wording, self._number = after, self._number + 1
+        mail.pop(name, None)
+
+    # --- changing ---------------------------------------------------------------------------------
+
+    def send(self, ids: Sequence[int] | str) -> None:
+        """These ids, or those of a text, follow; then the run goes on, also if it had ended.
+
+        Only they are fed. They do not count as chosen. For runs with one sequence.
+        """
+        own = read_ids(self.model, self.tokenizer, ids)
+        with self._hands.lock:
+            tokens = self._whole("send")
+            self._reopen(
+                [*tokens, *own], {*self._given, *range(len(tokens), len(tokens) + len(own))}
+            )
+
+    def edit(self, position: int, ids: Sequence[int] | str) -> None:
+        """From this position on these ids stand in the place of as many others; what follows stays,
+        and is fed again with them. For runs with one sequence."""
+        own = read_ids(self.model, self.tokenizer, ids)
+        with self._hands.lock:
+            tokens = self._whole("edit")
+            if not 0 <= position <= len(tokens) - len(own):
+                raise RequestError(
+                    "there are no such positions to edit",
+                    wanted=f"positions 0 to {len(tokens) - 1}",
+                    got=f"{position} to {position + len(own) - 1}",
+                    do="Use send for ids that are to follow",
+                )
+            tokens[position : position + len(own)] = own
+            self._reopen(tokens, {*self._given, *range(position, position + len(own))}, position)
+
+    def rewind(self, n: int = 1) -> None:
+        """The last `n` ids are taken back, and the run goes on from there; it draws the same again
+        unless something is set. For runs with one sequence."""
+        with self._hands.lock:
+            tokens = self._whole("rewind")
+            if type(n) is not int or not 0 <= n <= len(tokens):
+                raise RequestError(
+                    "so many ids cannot be taken back", wanted=f"0 to {len(tokens)}", got=repr(n)
+                )
+            kept = len(tokens) - n
+            self._reopen(tokens[:kept], {one for one in self._given if one < kept})
+
+    def set(self, **changes: Any) -> None:
+        """Other values hold from the next choice on, read and judged as those of `es.open`.
+
+        RequestError for what cannot change: the number of sequences, the cache, what is recorded,
+        how the prompt was read. A run that ended at its length goes on if there is room now. For
+        runs with one sequence.
+        """
+        with self._hands.lock:
+            tokens = self._whole("set")
+            asked = self._rules[-1][1].asked.changed(changes)
+            session = asked.session(self.model, self.tokenizer)
+            call = session.prepared(self._passed, 0)
+            rules = Rules.of(asked, call, self._rules[0][1].first)
+            name = self._group.request.request_id
+            request = rules.request(self.model, len(self._given), name)
+            require_changeable(self._group.request, request, changes)
+            if call.quantization != self._hands.quantization:
+                raise RequestError("the cache cannot change while a run is under way")
+            ended = over(self._group)
+            at_length = any(one.reason.kind == "length" for one in self._group.done)
+            if not ended or (at_length and len(tokens) - len(self._given) < rules.room):
+                self._reopen(tokens, {*self._given}, rules=rules)
+            else:
+                self._rules = [
+                    *(one for one in self._rules if one[0] < len(tokens)),
+                    (len(tokens), rules),
+                ]
+
+    def fork(self, **changes: Any) -> Run:
+        """A run that is as this one, shares its engine and goes on by itself; `changes` are set in
+        it. Without another seed both draw the same."""
+        with self._hands.lock:
+            twin = copy.copy(self)
+            request = replace(self._group.request, request_id=self._hands.name())
+            twin._ready, twin._memos = deque(), dict(self._memos)
+            twin._group = self._hands.engine.fork(self._group, request)
+            twin._reword()
+            if changes:
+                twin.set(**changes)
+            return twin
+
+    def cancel(self) -> None:
+        """The run ends here, with the tokens it has, and holds no row any more."""
+        with self._hands.lock:
+            ended = over(self._group)
+            with inference_mode():
+                self._hands.post(self._hands.engine.cancel(self._group))
+            if not ended:
+                self._deliver(None)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """The run is in the file, for `es.resume`; it goes on here as if nothing had happened."""
+        from everystep.api.saved import write_run
+
+        with self._hands.lock:
+            write_run(self, Path(path))
+
+    # --- the parts --------------------------------------------------------------------------------
+
+    def _whole(self, what: str) -> list[int]:
+        """All ids after the prompt; RequestError where `what` has no one sequence to act on."""
+        strategy = self._group.request.strategy
+        if not is_one(self._group.request):
+            raise RequestError(
+                f"{what} needs a run with one sequence",
+                wanted="num_beams=1 and num_return_sequences=1",
+                got=f"{type(strategy).__name__} with {strategy.width} sequences",
+                do="Fork, cancel and save work with several; or open one run per sequence",
+            )
+        if self._group.error is not None:
+            raise RequestError(f"{what}: the run has failed", got=self._group.error)
+        return list(self.tokens)
+
+    def _values(self, kept: int) -> dict[str, Any]:
+        """What was known after the first `kept` ids, or the last step before."""
+        return dict(self._memos[max(n for n in self._memos if n <= kept)])
+
+    def _reopen(
+        self,
+        tokens: list[int],
+        given: set[int],
+        kept: int | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        """The run goes on after these tokens, the first `kept` of which are as before."""
+        rules = rules or self._rules[-1][1]
+        before = len(self.tokens)
+        kept = min(len(tokens), before) if kept is None else kept
+        if len(tokens) - len(given) >= rules.room:
+            raise RequestError(
+                "there is no room for another token",
+                wanted=f"fewer than {rules.room} chosen ones",
+                got=len(tokens) - len(given),
+                do="Call set(max_new_tokens=...) with more first",
+            )
+        group, engine = self._group, self._hands.engine
+        request = rules.request(self.model, len(given), group.request.request_id)
+        values, best = self._values(kept), request.wants.logprobs
+        if best is not None:
+            values |= with_given(_known(group), kept, tokens[kept:], best)
+        lineage = next((one.lineage for one in [*group.live, *group.done]), 0)
+        with inference_mode():
+            engine.replace(group, request, Beginning(np.array(tokens, np.int64), values, lineage))
+        self._given = frozenset(given)
+        self._memos = {n: one for n, one in self._memos.items() if n <= kept}
+        self._memos[len(tokens)] = values
+        self._follow(rules, len(tokens))
+        self._ready.clear()
+        self._reword()
+
+    def _follow(self, rules: Rules, start: int) -> None:
+        """These rules hold from this position on."""
+        earlier = [one for one in self._rules if one[0] < start]
+        if not earlier or earlier[-1][1] is not rules:
+            earlier.append((start, rules))
+        self._rules = earlier
+
+    def _reword(self) -> None:
+        """Text follows the ids that stand there now."""
+        group, name = self._group, self._group.request.request_id
+        self._wording = Wording(self.tokenizer)
+        if (trim := self._session.trim(group)) is not None:
+            self._wording.trim(name, *trim)
+        for index in range(group.request.strategy.returns):
+            for token in self._ids(index):
+                self._wording(Event(name, index, token))
+
+    def _spell(self, ids: list[int]) -> str | None:
+        return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
+
+
+def _known(group: Group) -> dict[str, Any]:
+    """What the one sequence of a group remembers that ids cannot tell."""
+    return next((values_of(one.memo) for one in [*group.live, *group.done]), {})

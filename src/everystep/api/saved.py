@@ -1,0 +1,180 @@
+"""A run as a file, and back: in another process, on another day, with the same end.
+
+The file is a safetensors file. Its metadata say in plain text what it is and whose; tensors hold
+the prompt as it was given, and bytes the rest (`types.stored`). No cache row is written: all are
+made again from the ids. Nothing in the file can name code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from everystep._version import __version__
+from everystep.api.hands import Asked
+from everystep.api.model import LanguageModel
+from everystep.config import GenerationConfig
+from everystep.errors import FormatError, RequestError
+from everystep.files.atomic import write_atomic
+from everystep.files.safetensors import read_file
+from everystep.models import weight_digest
+from everystep.types.stored import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from everystep.api.run import Run
+
+_FORMAT, _VERSION = "everystep.run", 1
+_PROMPT = "prompt."
+_PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
+
+
+def write_run(run: Run, path: Path) -> None:
+    """The run is in the file, whole or not at all; RequestError where it holds what cannot be
+    written."""
+    rules = [(start, _plain(one.asked)) for start, one in run._rules]
+    absent = sorted({name for _, (_, missing, _) in rules for name in missing})
+    state = {
+        "rules": rules,
+        "given": sorted(run._given),
+        "memos": {n: _without_chain(memo) for n, memo in run._memos.items()},
+        "number": run._number,
+        "group": np.frombuffer(run._hands.engine.dump(run._group), np.uint8),
+    }
+    metadata = {
+        "format": _FORMAT,
+        "version": str(_VERSION),
+        "everystep": __version__,
+        "model": model_digest(run.model),
+        "tokenizer": tokenizer_digest(run.tokenizer),
+        "pass_again": " ".join(absent),
+    }
+    tensors = {"state": torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)}
+    for name, value in run._passed.items():
+        tensors[_PROMPT + name] = _tensor(name, value)
+    write_atomic(path, save(tensors, metadata))
+
+
+def read_run(
+    file: Path, model: LanguageModel, tokenizer: Any
+) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """What was saved, the prompt, and the names of keywords that are to be passed again.
+
+    FormatError: the file is damaged, or of a newer version. RequestError: it is a run of another
+    model, tokenizer or version of everystep.
+    """
+    tensors, metadata = read_file(file)
+    _check_owner(file, metadata, model, tokenizer)
+    prompt = {
+        name.removeprefix(_PROMPT): tensors.load(name)
+        for name in tensors.names()
+        if name.startswith(_PROMPT)
+    }
+    state = from_bytes(tensors.load("state").numpy().tobytes())
+    if not isinstance(state, dict):
+        raise FormatError(f"{file} is damaged", got=type(state).__name__)
+    return state, prompt, metadata.get("pass_again", "").split()
+
+
+def _check_owner(
+    file: Path, metadata: Mapping[str, str], model: LanguageModel, tokenizer: Any
+) -> None:
+    """RequestError or FormatError unless the file is a run of this model, tokenizer and version."""
+    if metadata.get("format") != _FORMAT:
+        got = metadata.get("format", "another safetensors file")
+        raise FormatError(f"{file} holds no saved run", wanted=_FORMAT, got=got)
+    version = metadata.get("version", "")
+    if not version.isdigit() or int(version) > _VERSION:
+        raise FormatError(
+            f"{file} was written by a newer everystep",
+            wanted=f"a saved run of version {_VERSION}",
+            got=version,
+            do=f"Resume it with everystep {metadata.get('everystep', 'as new as that')}",
+        )
+    expected = {
+        "everystep": (__version__, "version of everystep"),
+        "model": (model_digest(model), "model"),
+        "tokenizer": (tokenizer_digest(tokenizer), "tokenizer"),
+    }
+    for name, (own, what) in expected.items():
+        if metadata.get(name) != own:
+            raise RequestError(
+                f"{file} is a run of another {what}",
+                wanted=metadata.get(name, "none")[:16],
+                got=own[:16],
+                do=f"Resume it with the {what} that it was saved with",
+            )
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def _plain(asked: Asked) -> tuple[dict[str, Any], list[str], int]:
+    """What can be written of the keywords, the names of the others, and the seed."""
+    plain: dict[str, Any] = {}
+    missing: list[str] = []
+    for name, value in asked.options.items():
+        said = value.to_diff_dict() if isinstance(value, GenerationConfig) else value
+        try:
+            to_bytes(said)
+        except RequestError:
+            missing.append(name)
+        else:
+            plain[name] = said
+    return plain, missing, asked.seed
+
+
+def revived(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords as they were passed."""
+    found = dict(plain)
+    if isinstance(found.get("generation_config"), dict):
+        found["generation_config"] = GenerationConfig(**found["generation_config"])
+    return found
+
+
+def _without_chain(memo: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is known of likelihoods, which the group's own memo holds to its end."""
+    return {name: value for name, value in memo.items() if name != "logprobs"}
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor | np.ndarray):
+        raise RequestError(
+            f"a run whose prompt has {name} cannot be saved",
+            wanted="tensors alone",
+            got=type(value).__name__,
+            do="Open the run from ids or embeddings",
+        )
+    return torch.as_tensor(value).detach().cpu().contiguous()
+
+
+# --- whose it is ----------------------------------------------------------------------------------
+
+
+def model_digest(model: LanguageModel) -> str:
+    """Equal for models whose runs can be exchanged."""
+    how = f"{weight_digest(model.core)} {model.dtype} {model.cache_dtype}"
+    return hashlib.sha256(how.encode()).hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Equal for tokenizers that spell alike: judged by a text, their size, their special tokens and
+    chat template, and 256 of their tokens."""
+    if tokenizer is None:
+        return "none"
+    count = len(tokenizer)
+    sample = [*range(0, count, max(1, count // 256))]
+    parts = (
+        count,
+        tokenizer.convert_ids_to_tokens(sample),
+        tokenizer.encode(_PROBE),
+        tokenizer.all_special_tokens,
+        tokenizer.chat_template,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

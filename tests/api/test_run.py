@@ -1,0 +1,405 @@
+"""A run in somebody's hands: looked at, spoken to, changed, forked, explained, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.engine import audit
+from everystep.errors import RequestError, UnsupportedError
+from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer(320)
+PROMPT = "the tool was"
+PLAIN: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None}
+SAMPLED = {
+    **PLAIN, "do_sample": True, "temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2,
+}  # fmt: skip
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": PLAIN,
+    "sampled": SAMPLED,
+    "mirostat": {**PLAIN, "do_sample": True, "mirostat_tau": 3.0},
+    "contrastive": {**PLAIN, "penalty_alpha": 0.6, "top_k": 4},
+    "lookup": {**PLAIN, "prompt_lookup_num_tokens": 3, "repetition_penalty": 0.8},
+    "guided": {**SAMPLED, "guidance_scale": 1.5},
+    "several": {**SAMPLED, "num_return_sequences": 3},
+    "beams": {**PLAIN, "num_beams": 3, "num_return_sequences": 2},
+}
+SINGLE = [name for name in STRATEGIES if name not in ("several", "beams")]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    dtype = torch.float32 if request.param == "native" else torch.float64
+    return tiny_llama(vocab_size=320, dtype=dtype)
+
+
+def opened(model: LanguageModel, name: str, **more: Any) -> es.Run:
+    return es.open(model, TOKENIZER, PROMPT, seed=3, **{**STRATEGIES[name], **more})
+
+
+def take(run: es.Run, count: int) -> list[es.Step]:
+    return list(islice(run, count))
+
+
+def engine_of(run: es.Run) -> Any:
+    return run._hands.engine
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_ends_as_a_call_does(model: LanguageModel, name: str) -> None:
+    options = {**STRATEGIES[name], "return_dict_in_generate": True}
+    wanted = es.generate(model, TOKENIZER, PROMPT, seed=3, **options)
+    run = opened(model, name)
+    steps = list(run)
+    assert run.result() == wanted
+    audit(engine_of(run))
+    first = wanted[0] if isinstance(wanted, list) else wanted
+    assert run.done and run.tokens == first.tokens
+    assert tuple(token for step in steps for token in step.tokens) == first.tokens
+    assert "".join(step.text or "" for step in steps) == first.text
+    assert [step.finish for step in steps if step.finish] == [first.finish_reason]
+    assert [step.number for step in steps] == list(range(len(steps)))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_changes_lead_from_logits_to_scores(model: LanguageModel, name: str) -> None:
+    """The processors, run again one at a time, make what the strategy chose from."""
+    for step in opened(model, name):
+        assert step.logits is not None and step.scores is not None
+        before = step.logits
+        for change in step.changes:
+            assert torch.equal(change.before, before), change.name
+            before = change.after
+        assert torch.equal(before, step.scores)
+
+
+def test_a_step_that_was_kept_still_says_what_it_saw(model: LanguageModel) -> None:
+    run = opened(model, "sampled")
+    kept, second = take(run, 1)[0], opened(model, "sampled")
+    list(run)
+    run.rewind(10)
+    run.send([1, 2, 3])
+    list(run)
+    for kept_change, change in zip(kept.changes, take(second, 1)[0].changes, strict=True):
+        assert kept_change.name == change.name and torch.equal(kept_change.after, change.after)
+
+
+def test_greedy_takes_the_best_of_the_scores_that_are_shown(model: LanguageModel) -> None:
+    for step in opened(model, "greedy"):
+        assert step.scores is not None
+        assert step.tokens == tuple(step.scores.argmax(-1).tolist())
+
+
+def test_branches_are_the_tree_of_beams(model: LanguageModel) -> None:
+    run = opened(model, "beams")
+    lines: dict[int, tuple[int, ...]] = {0: (), 1: (), 2: ()}
+    for step in run:
+        grown = {
+            one.index: (*lines[one.parent], *one.tokens)
+            for one in step.branches
+            if one.finish is None
+        }
+        live = {beam.tokens for beam in step.beams}
+        settled = run.tokens if live else ()
+        assert live == {line[len(settled) :] for line in grown.values()} or not live
+        lines = grown
+
+
+def test_what_is_asked_for_comes_with_the_steps() -> None:
+    model = tiny_llama(vocab_size=320)
+    asked = ("output_hidden_states", "output_attentions", "output_scores", "output_logits")
+    options = {**PLAIN, **dict.fromkeys(asked, True)}
+    output = model.generate(
+        **TOKENIZER(PROMPT, return_tensors="pt"), **options, return_dict_in_generate=True
+    )
+    steps = list(es.open(model, TOKENIZER, PROMPT, **options))
+    for step, scores, hidden in zip(steps, output.scores, output.hidden_states, strict=True):
+        assert torch.allclose(step.scores, scores)  # type: ignore[arg-type]
+        assert step.hidden_states is not None and step.attentions is not None
+        for ours, theirs in zip(step.hidden_states, hidden, strict=True):
+            assert torch.allclose(ours, theirs[0])
+    with pytest.raises(UnsupportedError, match="use_cache"):
+        es.open(model, TOKENIZER, PROMPT, use_cache=False)
+
+
+def test_steps_come_to_an_event_loop_too(model: LanguageModel) -> None:
+    wanted = [step.tokens for step in opened(model, "sampled")]
+
+    async def read() -> list[tuple[int, ...]]:
+        run, found = opened(model, "sampled"), []
+        async for step in run:
+            found.append(step.tokens)
+            if len(found) == 4:
+                task = asyncio.ensure_future(anext(run))
+                await asyncio.sleep(0)
+                task.cancel()  # the step that was waited for comes next
+        return found
+
+    assert asyncio.run(read()) == wanted
+
+
+# --- changing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_what_is_sent_is_all_that_is_fed(model: LanguageModel, name: str) -> None:
+    """After any number of steps and after the end, and it goes on as from a longer prompt."""
+    for steps in (0, 3, 100):
+        run = opened(model, name)
+        take(run, steps)
+        if run.done:
+            run.set(max_new_tokens=20)
+        before, fed = run.tokens, engine_of(run).counts.fed
+        run.send([7, 8, 9])
+        assert run.tokens == (*before, 7, 8, 9)
+        assert run.given == tuple(range(len(before), len(before) + 3))
+        (step,) = take(run, 1)
+        audit(engine_of(run))
+        plain = name in ("greedy", "sampled", "mirostat")
+        if steps and plain:
+            assert engine_of(run).counts.fed - fed == 4
+        if name == "greedy":
+            ids = torch.tensor([[*TOKENIZER.encode(PROMPT), *before, 7, 8, 9]])
+            assert step.tokens == tuple(model(ids).logits[:, -1].argmax(-1).tolist())
+        assert len(run.result().tokens) - 3 == (20 if steps == 100 else 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_chat_with_tools(dtype: torch.dtype) -> None:
+    """An answer calls a tool, the result enters, the answer goes on: nothing starts again."""
+    model, tokenizer = tiny_llama(vocab_size=285, dtype=dtype), tiny_tokenizer(285)
+    messages = [{"role": "user", "content": "What is 6 * 7?"}]
+    options = {"eos_token_id": list(range(20, 70)), "max_new_tokens": 200}
+    run = es.open(model, tokenizer, messages, **options)
+    answers: list[str] = []
+    for result in ("42", " and done", "!"):
+        answers.append("".join(step.text or "" for step in run))
+        assert run.result().finish_reason == es.FinishReason("stop", run.tokens[-1])
+        run.send(f"[{result}]")
+    answers.append("".join(step.text or "" for step in run))
+    whole = f"{answers[0]}[42]{answers[1]}[ and done]{answers[2]}[!]{answers[3]}"
+    assert run.result().text == whole
+    fed = engine_of(run).counts.fed
+    assert fed == run.result().prompt_tokens + len(run.tokens) - 1  # each id once
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_what_is_taken_back_is_drawn_again(model: LanguageModel, name: str) -> None:
+    wanted = opened(model, name).result()
+    for n in (1, 5, 12):
+        run = opened(model, name)
+        list(run)
+        run.rewind(n)
+        assert run.tokens == wanted.tokens[:-n]
+        audit(engine_of(run))
+        steps = list(run)
+        assert run.result() == wanted
+        assert "".join(step.text or "" for step in steps) in wanted.text
+        audit(engine_of(run))
+
+
+def test_only_what_follows_an_edit_is_fed_again(model: LanguageModel) -> None:
+    run = opened(model, "greedy")
+    take(run, 6)
+    before, fed = run.tokens, engine_of(run).counts.fed
+    run.edit(3, [11])
+    assert run.tokens == (*before[:3], 11, *before[4:]) and run.given == (3,)
+    (step,) = take(run, 1)
+    assert engine_of(run).counts.fed - fed == 3
+    ids = torch.tensor([[*TOKENIZER.encode(PROMPT), *before[:3], 11, *before[4:]]])
+    assert step.tokens == tuple(model(ids).logits[:, -1].argmax(-1).tolist())
+
+
+def test_what_is_set_holds_from_then_on(model: LanguageModel) -> None:
+    run = opened(model, "greedy")
+    take(run, 4)
+    run.set(suppress_tokens=[int(opened(model, "greedy").result().tokens[4])])
+    assert run.result().tokens[:4] == opened(model, "greedy").result().tokens[:4]
+    assert run.result().tokens[4] != opened(model, "greedy").result().tokens[4]
+    run = opened(model, "greedy")
+    take(run, 2)
+    run.set(do_sample=True, temperature=5.0)
+    assert take(run, 1)[0].changes[0].name == "TemperatureLogitsWarper"
+    assert len(run.result().tokens) == 12
+
+
+def test_a_run_that_ended_at_its_length_goes_on_with_more_room(model: LanguageModel) -> None:
+    long = opened(model, "sampled", max_new_tokens=20).result()
+    run = opened(model, "sampled")
+    assert run.result().finish_reason.kind == "length"
+    run.set(max_new_tokens=20)
+    assert run.result() == long
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_fork_goes_its_own_way(model: LanguageModel, name: str) -> None:
+    wanted = opened(model, name).result()
+    run = opened(model, name)
+    take(run, 4)
+    twin = run.fork()
+    fed = engine_of(run).counts.fed
+    assert twin.result() == wanted and not run.done
+    assert engine_of(run).counts.fed - fed < 4 * 12 * 4
+    assert run.result() == wanted
+    twin.cancel(), run.cancel()
+    audit(engine_of(run))
+    assert engine_of(run).executor.audit() == {}
+
+
+def test_a_fork_with_another_seed_draws_something_else(model: LanguageModel) -> None:
+    run = opened(model, "sampled")
+    take(run, 3)
+    twin = run.fork(seed=99)
+    assert twin.result().tokens[:3] == run.result().tokens[:3]
+    assert twin.result().tokens != run.result().tokens
+
+
+def test_a_run_that_is_cancelled_keeps_its_tokens(model: LanguageModel) -> None:
+    for name in STRATEGIES:
+        with opened(model, name) as run:
+            take(run, 4)
+            tokens = run.tokens
+            run.cancel()
+            (last,) = run
+            assert last.finish == es.FinishReason("cancelled")
+            assert run.tokens[: len(tokens)] == tokens
+        assert engine_of(run).executor.audit() == {}
+    run = opened(model, "greedy")
+    take(run, 4)
+    run.cancel()
+    run.send([5])
+    assert run.result().tokens[4] == 5
+
+
+# --- why ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_token_is_explained(model: LanguageModel, name: str) -> None:
+    run = opened(model, name)
+    steps = list(run)
+    tokens = run.tokens
+    for position, token in enumerate(tokens):
+        why = run.explain(position)
+        assert why.chosen.token == token and not why.given
+        if name in ("greedy", "guided", "sampled"):
+            step = steps[position]
+            assert step.logits is not None and step.scores is not None
+            tolerance = 1e-4 if model.runs_on.startswith("torch") else 0.0
+            assert why.chosen.logit == pytest.approx(float(step.logits[0, token]), abs=tolerance)
+            assert why.chosen.score == pytest.approx(float(step.scores[0, token]), abs=tolerance)
+        if why.draw is not None:
+            assert why.draw.low - 1e-6 <= why.draw.number <= why.draw.high + 1e-6
+            assert why.draw.high - why.draw.low == pytest.approx(why.chosen.probability)
+        if name == "greedy":
+            assert why.rivals[0].token == token
+        assert str(token) in str(why)
+    audit(engine_of(run))
+    assert run.tokens == tokens
+
+
+def test_an_explanation_goes_by_what_was_set_then(model: LanguageModel) -> None:
+    run = opened(model, "sampled")
+    take(run, 4)
+    run.set(temperature=3.0, top_k=5)
+    list(run)
+    early, late = run.explain(2), run.explain(7)
+    assert [one.ruled_out for one in early.effects][-1] == 320 - 30
+    assert [one.ruled_out for one in late.effects][-1] == 320 - 5
+    run.edit(2, [77])
+    assert run.explain(2).given and "it was given" in str(run.explain(2))
+
+
+def test_a_processor_of_the_callers_own_is_named(model: LanguageModel) -> None:
+    def never_even(input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, ::2] = -torch.inf
+        return scores
+
+    run = es.open(model, TOKENIZER, PROMPT, logits_processor=[never_even], **PLAIN)
+    list(run)
+    (effect,) = run.explain(0).effects
+    assert (effect.name, effect.ruled_out) == ("never_even", 160)
+
+
+# --- wrong ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["several", "beams"])
+def test_what_needs_one_sequence_says_so(model: LanguageModel, name: str) -> None:
+    run = opened(model, name)
+    take(run, 2)
+    for change in (
+        lambda: run.send([5]),
+        lambda: run.rewind(1),
+        lambda: run.edit(0, [5]),
+        lambda: run.set(temperature=0.5),
+    ):
+        with pytest.raises(RequestError, match="one sequence"):
+            change()
+
+
+def test_wrong_changes_are_refused_and_change_nothing(model: LanguageModel) -> None:
+    run = opened(model, "sampled")
+    take(run, 3)
+    for wrong, told in (
+        (lambda: run.set(num_beams=3), "num_beams"),
+        (lambda: run.set(temperature=-1.0), "temperature"),
+        (lambda: run.set(temprature=1.0), "temprature"),
+        (lambda: run.set(logprobs=3), "logprobs"),
+        (lambda: run.set(guidance_scale=2.0), "guidance_scale"),
+        (lambda: run.set(add_generation_prompt=False), "add_generation_prompt"),
+        (lambda: run.send([320]), "320"),
+        (lambda: run.send([]), "no ids"),
+        (lambda: run.send([0.5]), "no ids"),
+        (lambda: run.edit(2, [1, 2]), "positions"),
+        (lambda: run.edit(-1, [1]), "positions"),
+        (lambda: run.rewind(4), "taken back"),
+        (lambda: run.explain(3), "position"),
+        (lambda: es.open(model, TOKENIZER), "prompt"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            wrong()
+    assert run.result() == opened(model, "sampled").result()
+    with pytest.raises(RequestError, match="room"):
+        run.send([5])
+    with pytest.raises(RequestError, match="tokenizer"):
+        es.open(model, None, [5, 6], **PLAIN).send("text")
+
+
+def test_an_error_of_a_processor_is_raised(model: LanguageModel) -> None:
+    def broken(input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 10:
+            raise OSError("out of ideas")
+        return scores
+
+    run = es.open(model, TOKENIZER, [5, 6, 7], logits_processor=[broken], **{**PLAIN, "seed": 1})
+    with pytest.raises(OSError, match="out of ideas"):
+        list(run)
+    assert len(run.tokens) == 8
+    with pytest.raises(RequestError, match="failed"):
+        run.send([5])
+
+
+def test_likelihoods_follow_what_was_taken_back_and_sent(model: LanguageModel) -> None:
+    wanted = opened(model, "greedy", logprobs=2).result()
+    run = opened(model, "greedy", logprobs=2)
+    list(run)
+    run.rewind(5)
+    assert torch.equal(run.result().logprobs.logprobs, wanted.logprobs.logprobs)
+    run.rewind(5)
+    run.send([5, 6])
+    known = run.result().logprobs
+    assert known.tokens.tolist() == list(run.tokens)
+    assert torch.isnan(known.logprobs).nonzero().flatten().tolist() == [7, 8]

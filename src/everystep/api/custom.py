@@ -90,6 +90,7 @@ def refuse_unseen(call: Call) -> None:
         ("guidance_scale", call.options.effective.guidance_scale not in (None, 1)),
         ("an encoder", call.inputs.source is not None),
         ("seed", call.options.seed is not None),
+        ("hooks", bool(call.options.hooks)),
     ):
         if asked:
             raise UnsupportedError(

@@ -10,7 +10,7 @@ from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argume
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
-from everystep.types.protocols import Draws
+from everystep.types.protocols import Draws, Hook
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -35,6 +35,7 @@ OBJECTS = (
     "seed",
     "logprobs",
     "prompt_logprobs",
+    "hooks",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -69,6 +70,7 @@ class Options:
     seed: int | Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    hooks: tuple[Hook, ...] = ()
     starts_answer: bool = True
     trims: bool = False
 
@@ -124,6 +126,7 @@ def read_options(
         seed=given.get("seed"),
         logprobs=given.get("logprobs"),
         prompt_logprobs=given.get("prompt_logprobs"),
+        hooks=_hooks(given.get("hooks")),
     )
 
 
@@ -195,6 +198,28 @@ def _functions(name: str, value: Any) -> tuple[Any, ...]:
         got=repr(strangers[0]),
         do=f"Pass {name}=[...] with an object that can be called",
     )
+
+
+def _hooks(value: Any) -> tuple[Hook, ...]:
+    """The hooks in a list argument, none without it; RequestError for anything else."""
+    listed = [] if value is None else value
+    several = isinstance(listed, (list, tuple))
+    strangers = [one for one in listed if not _is_hook(one)] if several else [value]
+    if strangers:
+        raise RequestError(
+            "hooks is not a list of hooks",
+            wanted="a list of objects of classes that derive from everystep.Hook",
+            got=repr(strangers[0]),
+            do="Pass hooks=[MyHook()]",
+        )
+    return tuple(listed)
+
+
+def _is_hook(value: object) -> bool:
+    members = ("on_prompt", "before_step", "after_step")
+    named = all(isinstance(getattr(value, name, None), tuple) for name in ("gives", "reads"))
+    callables = all(callable(getattr(value, name, None)) for name in members)
+    return named and callables and not isinstance(value, type)
 
 
 def _require_count(name: str, value: object, vocabulary: int) -> None:

@@ -127,6 +127,7 @@ def prepare(
             pad_token=options.fill,
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
+            hooks=options.hooks,
         )
         for row, prompt in enumerate(inputs.prompts)
     )

@@ -26,7 +26,7 @@ from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.text import Tokenizer, Trimmer
-from everystep.types import Event, FinishReason, Group
+from everystep.types import Event, FinishReason, Group, needs_of_hooks
 
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
@@ -91,7 +91,8 @@ class Session:
             warnings.warn(notice, stacklevel=3)
         rows = max(_ROWS, *map(_rows_of, self._options))
         how = row_quantization(self._options[0].effective, model) if self._options else None
-        executor = model.executor(quantization=how)
+        needs = [needs_of_hooks(each.hooks) for each in self._options]
+        executor = model.executor(frozenset().union(*needs), quantization=how)
         self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
 
     def _read(self, given: Mapping[str, Any]) -> Options:

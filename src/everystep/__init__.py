@@ -162,8 +162,13 @@ if TYPE_CHECKING:
     from everystep.streamers import TextStreamer as TextStreamer
     from everystep.text import BatchEncoding as BatchEncoding
     from everystep.text import Tokenizer as Tokenizer
+    from everystep.types import AfterStep as AfterStep
+    from everystep.types import BeforeStep as BeforeStep
     from everystep.types import Event as Event
     from everystep.types import FinishReason as FinishReason
+    from everystep.types import Next as Next
+    from everystep.types import PromptMoment as PromptMoment
+    from everystep.types.protocols import Hook as Hook
 
 _NAMES = {
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
@@ -237,7 +242,8 @@ _NAMES = {
         TextStreamer
     """,
     "text": "BatchEncoding Tokenizer",
-    "types": "Event FinishReason",
+    "types": "AfterStep BeforeStep Event FinishReason Next PromptMoment",
+    "types.protocols": "Hook",
 }
 """Module -> the public names that it defines."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

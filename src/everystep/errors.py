@@ -83,6 +83,10 @@ class InvariantError(EverystepError, AssertionError):
     """A defect of the library itself; please report it."""
 
 
+# Whatever else a request's own code raises ends that request alone.
+NOBODYS = (MemoryError, InvariantError)
+
+
 def message(what: str, *, wanted: object = None, got: object = None, do: str | None = None) -> str:
     """The text of an error: what is wrong, what was wanted, what was got, what to do."""
     text = what

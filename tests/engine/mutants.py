@@ -7,21 +7,23 @@ interrupt at one certain place, a generation that is restored, or a look at what
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from everystep.engine import drafting, engine, feed, snapshot
+from everystep.engine import drafting, engine, feed, sequels, snapshot
 from everystep.engine.choices import Choices
 from everystep.strategies import single
 from everystep.testing.mutants import Mutant
 from everystep.testing.mutants import mutant as registering
-from everystep.types import Children, Extra, Group, Sequence
+from everystep.types import Children, Extra, Group, Hooked, Sequence
 from everystep.types import batch as batches
 from everystep.types.batch import Batch, Places
 
 MUTANTS: dict[str, Mutant] = {}
+HOOK_MUTANTS: dict[str, Mutant] = {}
 mutant = partial(registering, kind=MUTANTS)
 
 _true_continue_each = single.continue_each
@@ -96,3 +98,39 @@ def _positions_begin_at_the_prompts_end(
 ) -> Places:
     prompts = np.array([s.request.prompt.length for s in sequences], dtype=np.uint64)
     return _true_places(sequences, position - prompts, *rest)
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+hook_mutant = partial(registering, kind=HOOK_MUTANTS)
+
+
+@hook_mutant("memory of today for yesterday's positions", (Hooked, "at"))
+def _the_newest_memory(hooked: Hooked, position: int) -> tuple[Any, ...]:
+    return hooked.memories
+
+
+@hook_mutant("drafts taken whatever they were given", (sequels, "_equal"))
+def _whatever_was_given(one: Any, other: Any) -> bool:
+    return True
+
+
+_true_noted = sequels.Sequels.noted
+
+
+@hook_mutant("memory of the first sibling", (sequels.Sequels, "noted"))
+def _the_first_child_speaks_for_all(
+    own: sequels.Sequels, children: Children, rows: list[int]
+) -> Children:
+    noted = _true_noted(own, children, rows)
+    memo = [None if one is None else {**one, **(noted.memo or [{}])[0]} for one in noted.memo or []]  # type: ignore[dict-item]
+    return replace(noted, memo=memo)
+
+
+_true_asked = sequels.Sequels._asked
+
+
+@hook_mutant("forced for ever", (sequels.Sequels, "_asked"))
+def _forced_tokens_stay(own: sequels.Sequels, row: int, token: int, state: Hooked) -> Hooked:
+    after = _true_asked(own, row, token, state)
+    return after if not state.forced else after._replace(forced=state.forced)

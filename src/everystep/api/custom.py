@@ -94,6 +94,7 @@ def refuse_unseen(call: Call) -> None:
         ("named inputs", any(one.inputs for one in call.inputs.prompts)),
         ("prompt inputs", bool(call.inputs.values)),
         ("prefix", call.options.prefix is not None),
+        ("hooks", bool(call.options.hooks)),
     ):
         if asked:
             raise UnsupportedError(

@@ -35,6 +35,7 @@ from everystep.models.load import usable_device
 from everystep.nn.network import Window
 from everystep.outputs import CausalLMOutput, compute_transition_scores
 from everystep.types import InputSpec
+from everystep.types.protocols import Hook
 
 
 class LanguageModel:
@@ -304,6 +305,7 @@ class LanguageModel:
         tokenizer: Any = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        hooks: Sequence[Hook] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Continues every row of the prompt.
@@ -314,8 +316,9 @@ class LanguageModel:
         object. Without `seed` draws come from torch's global generator, as there; with it a row's
         tokens do not depend on its batch. `seed`: one integer, or one per row. `logprobs=k`,
         `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the k best there,
-        before any processor; part of the output object (`TokenLogprobs`). `custom_generate`: a
-        decoding loop of the caller's, see `api/custom.py`.
+        before any processor; part of the output object (`TokenLogprobs`). `hooks`: what sees every
+        step and adds to it, see `Hook`. `custom_generate`: a decoding loop of the caller's, see
+        `api/custom.py`.
         """
         refuse_argument("synced_gpus", synced_gpus)
         refuse_argument("assistant_model", assistant_model)
@@ -337,6 +340,7 @@ class LanguageModel:
             "tokenizer": tokenizer,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
+            "hooks": hooks,
         }
         return generate(self, given)
 

@@ -11,7 +11,7 @@ from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
-from everystep.types.protocols import Draws
+from everystep.types.protocols import Draws, Hook
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -37,6 +37,7 @@ OBJECTS = (
     "logprobs",
     "prompt_logprobs",
     "prefix",
+    "hooks",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -76,6 +77,7 @@ class Options:
     seed: int | Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    hooks: tuple[Hook, ...] = ()
     starts_answer: bool = True
     trims: bool = False
     legacy_cache: bool = False
@@ -138,6 +140,7 @@ def read_options(
         legacy_cache=bool(given.get("return_legacy_cache")),
         prefix=read_prefix(given.get("prefix")),
         salt=_text("cache_salt", given.get("cache_salt")),
+        hooks=_hooks(given.get("hooks")),
     )
 
 
@@ -223,6 +226,28 @@ def _text(name: str, value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise RequestError(f"{name} is of another kind", wanted="a text", got=repr(value))
+
+
+def _hooks(value: Any) -> tuple[Hook, ...]:
+    """The hooks in a list argument, none without it; RequestError for anything else."""
+    listed = [] if value is None else value
+    several = isinstance(listed, (list, tuple))
+    strangers = [one for one in listed if not _is_hook(one)] if several else [value]
+    if strangers:
+        raise RequestError(
+            "hooks is not a list of hooks",
+            wanted="a list of objects of classes that derive from everystep.Hook",
+            got=repr(strangers[0]),
+            do="Pass hooks=[MyHook()]",
+        )
+    return tuple(listed)
+
+
+def _is_hook(value: object) -> bool:
+    members = ("on_prompt", "before_step", "after_step")
+    named = all(isinstance(getattr(value, name, None), tuple) for name in ("gives", "reads"))
+    callables = all(callable(getattr(value, name, None)) for name in members)
+    return named and callables and not isinstance(value, type)
 
 
 def _require_count(name: str, value: object, vocabulary: int) -> None:

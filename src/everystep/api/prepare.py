@@ -133,6 +133,7 @@ def prepare(
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
             salt=options.salt,
+            hooks=options.hooks,
         )
         for row, prompt in enumerate(inputs.prompts)
     )

@@ -29,7 +29,7 @@ from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.text import Tokenizer, Trimmer
-from everystep.types import Event, FinishReason, Group
+from everystep.types import Event, FinishReason, Group, needs_of_hooks
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
@@ -98,7 +98,8 @@ class Session:
             self._options = self._read_each(common, options, prompts)
         for notice in {one: None for each in self._options for one in each.effective.notices}:
             warnings.warn(notice, stacklevel=3)
-        self._abilities = needed(model, prompts)
+        hooked = (needs_of_hooks(each.hooks) for each in self._options)
+        self._abilities = needed(model, prompts).union(*hooked)
 
     @cached_property
     def engine(self) -> Engine:

@@ -18,6 +18,7 @@ from torch import Tensor
 from everystep.draws import fork_lineage
 from everystep.engine.apply import sprout
 from everystep.engine.feed import NO_IDS, Feeds, columns_of
+from everystep.engine.sequels import Sequels
 from everystep.processors.guidance import guided
 from everystep.processors.pipeline import apply, best_read
 from everystep.stops.check import check
@@ -68,6 +69,8 @@ def best_needed(request: Request, vocabulary: int) -> int:
     likelihoods = wants.logprobs is not None or wants.prompt_logprobs is not None
     if request.readout is not None or wants.history or likelihoods:
         return 0
+    if any({"scores", "logits"} & {*hook.reads} for hook in request.hooks):
+        return 0
     if not request.processors:
         count = reads.best
     elif reads.shortlists and reads.scores == "logits" and not request.draws.whole_rows:
@@ -88,7 +91,7 @@ class Scored:
     row of each.
     `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
     reported. `given`: the same as scores; `beside`: (R, V) logits of each companion. `shown`: the
-    scores of all steps, for criteria.
+    scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
     """
 
     batch: Batch
@@ -101,6 +104,7 @@ class Scored:
     beside: list[Tensor]
     scores: Scores
     shown: History
+    sequels: Sequels | None = None
 
     @property
     def groups(self) -> list[Group]:
@@ -119,7 +123,10 @@ class Scored:
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
         children = self.groups[0].request.strategy.select(self.batch, picked)
-        return _accepted(self, children) if self.drafted else children
+        rows = children.parent.tolist()
+        if self.drafted:
+            children, rows = _accepted(self, children)
+        return children if self.sequels is None else self.sequels.noted(children, rows)
 
     def of_sequences(self) -> Batch:
         """The S sequences, one row each, whatever their drafts."""
@@ -159,6 +166,11 @@ def score(
         visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
         seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
         scores = apply(seen, scores, owned=scores is not given)
+    sequels = None
+    if any(group.request.hooks for group in groups):
+        fed = [sources[s] for s in owner] if drafted else sources
+        sequels = Sequels(feeds, output, follow, fed, place, logits, scores)
+        scores = sequels.settle()
     shown: History = ()
     if request.wants.history:
         new = scores.whole().values
@@ -176,10 +188,12 @@ def score(
         draws=request.draws,
         vocabulary=output.logits.shape[-1],
         columns=lambda s: columns_of(sources[s]),
-        stops=_stops(follow, feeds.table, shown or None, reached),
+        stops=_stops(follow, feeds.table, shown or None, reached, sequels),
     )
     first = [row for row, i in enumerate(place) if i == 0]
-    return Scored(batch, sequences, group_of, drafts, first, logits, given, beside, scores, shown)
+    return Scored(
+        batch, sequences, group_of, drafts, first, logits, given, beside, scores, shown, sequels
+    )
 
 
 def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:
@@ -274,17 +288,21 @@ def _stops(
     table: TokenTable,
     shown: History | None,
     reached: np.ndarray | None,
+    sequels: Sequels | None,
 ) -> Check:
     def stops(parents: np.ndarray, tokens: np.ndarray) -> list[FinishReason | None]:
         chosen = [sequences[p] for p in parents.tolist()]
         seen = None if reached is None else reached[parents]
-        return check(Candidates(table, chosen, tokens, shown, seen))
+        reasons = check(Candidates(table, chosen, tokens, shown, seen))
+        return reasons if sequels is None else sequels.ended(parents, tokens, reasons)
 
     return stops
 
 
-def _accepted(scored: Scored, children: Children) -> Children:
-    """One child per sequence: its choices for as long as they equal its drafts, and one more."""
+def _accepted(scored: Scored, children: Children) -> tuple[Children, list[int]]:
+    """One child per sequence: its choices for as long as they equal its drafts, and one more; and
+    the rows of the last ones."""
+    holds = None if scored.sequels is None else scored.sequels.holds
     tokens, counts = children.tokens[:, 0].tolist(), children.counts.tolist()
     taken: list[range] = []
     for first, draft in zip(scored.first, scored.drafts, strict=True):
@@ -292,13 +310,15 @@ def _accepted(scored: Scored, children: Children) -> Children:
         for guess in draft.tolist():
             if children.finish[row] is not None or tokens[row] != guess:
                 break
+            if holds is not None and not holds[row + 1]:
+                break
             row += 1
         taken.append(range(first, row + 1))
     table = np.zeros((len(taken), max(map(len, taken))), dtype=np.int64)
     for s, rows in enumerate(taken):
         table[s, : len(rows)] = tokens[rows.start : rows.stop]
     last = [rows[-1] for rows in taken]
-    return Children(
+    accepted = Children(
         np.arange(len(taken)),
         table,
         np.array([sum(counts[rows.start : rows.stop]) for rows in taken]),
@@ -307,3 +327,4 @@ def _accepted(scored: Scored, children: Children) -> Children:
         memo=None if children.memo is None else [children.memo[row] for row in last],
         lingers=children.lingers,
     )
+    return accepted, last

@@ -18,7 +18,7 @@ from everystep.engine.batches import History, Scored, score
 from everystep.engine.feed import Feeds
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import note_choices, with_prompt
-from everystep.errors import InvariantError
+from everystep.errors import NOBODYS
 from everystep.strategies.single import Picked
 from everystep.types import (
     Answer,
@@ -28,9 +28,6 @@ from everystep.types import (
     StepOutput,
     TokenTable,
 )
-
-# Whatever else a request's own code raises ends that request alone.
-NOBODYS = (MemoryError, InvariantError)
 
 
 @dataclass(slots=True)

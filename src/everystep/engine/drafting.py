@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from everystep.engine.batches import later
-from everystep.engine.choices import NOBODYS
 from everystep.engine.feed import NO_IDS
 from everystep.engine.ledger import Ledger
-from everystep.errors import RequestError
+from everystep.errors import NOBODYS, RequestError
 from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch

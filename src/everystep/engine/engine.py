@@ -25,17 +25,18 @@ import torch
 
 from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History, best_needed
-from everystep.engine.choices import NOBODYS, Choices, Counts, StepRecord, failed
+from everystep.engine.choices import Choices, Counts, StepRecord, failed
 from everystep.engine.drafting import Drafters
 from everystep.engine.events import last_events, settled_events
 from everystep.engine.feed import Feeds, Grant, columns_of, feed, note_hidden, regroup
 from everystep.engine.given import require_fitting
+from everystep.engine.hooks import Hooking, require_known_gifts
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes, Room
 from everystep.engine.reopen import Beginning, forked, reopened
 from everystep.engine.schedule import Scheduler
 from everystep.engine.snapshot import read, resume, written
-from everystep.errors import UnsupportedError
+from everystep.errors import NOBODYS, UnsupportedError
 from everystep.executors.base import Executor, Exporting
 from everystep.executors.process import set_threads_here
 from everystep.types import (
@@ -93,6 +94,7 @@ class Engine:
             scheduler.reuse, self.table, self.ledger, executor.inputs, cuts=cuts
         )
         self.ledger.keep = self.prefixes.keep
+        self._hooking = Hooking(executor)
         # Observers get whole rows.
         self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
@@ -120,6 +122,7 @@ class Engine:
 
     def _checked(self, request: Request, rank: int) -> Group:
         """A group for a request that the executor and the drafter can serve."""
+        require_known_gifts(request, self.executor.inputs)
         missing = request.needs - self.executor.abilities
         if missing:
             raise UnsupportedError(
@@ -249,6 +252,8 @@ class Engine:
         feeds = self._feeds()
         feeds.ready = [grant.group for grant in grants if grant.chooses(self.table)]
         feeds.drafts, broken = self.drafters.propose(feeds.ready, self.scheduler.groups, self.table)
+        if not broken and any(grant.group.request.hooks for grant in grants):
+            broken = self._hooking.ask(grants, feeds)
         if broken:
             ended = [failed([group], error, self.table, self.ledger) for group, error in broken]
             self._end([change for changes in ended for change in changes])
@@ -293,7 +298,7 @@ class Engine:
         return grants
 
     def _feeds(self) -> Feeds:
-        return Feeds(self.table, self.ledger, self.executor.inputs)
+        return Feeds(self.table, self.ledger, self.executor.inputs, self._hooking)
 
     def _run(self, feeds: Feeds, groups: list[Group]) -> StepOutput | None:
         """What the executor answers. If it fails, the group that broke it is found by feeding one

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from torch import Tensor
 
-from everystep.engine.given import Span
+from everystep.engine.given import Span, overlaid
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import prompt_rows
 from everystep.errors import InvariantError
@@ -30,6 +30,7 @@ from everystep.types import (
     Columns,
     Companion,
     Extra,
+    Given,
     Group,
     InputSpec,
     Prompt,
@@ -38,6 +39,9 @@ from everystep.types import (
     TokenTable,
     Work,
 )
+
+if TYPE_CHECKING:
+    from everystep.engine.hooks import Hooking
 
 NO_IDS = np.empty(0, dtype=np.int64)
 Missing = list[tuple[Sequence | Companion, Prompt, Sequence, int]]
@@ -68,8 +72,10 @@ class Grant(NamedTuple):
 class Feeds:
     """All feeds of a step as parallel lists, and where what they ask for comes out.
 
-    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `ready`: the
-    groups that will choose. `drafts[id(sequence)]`: the ids that its feed holds beyond its own.
+    `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `hooking`: what
+    asks hooks; `hooked[id(sequence)]`: what they give for the positions of its feed, and
+    `foreseen[id(sequence)]` for each drafted one of them. `ready`: the groups that will choose.
+    `drafts[id(sequence)]`: the ids that its feed holds beyond its own.
     `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
     `first_row[id(unit)]`: the first of either that belongs to a choice of a sequence or companion;
     `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: of a group, the first of the rows
@@ -81,6 +87,9 @@ class Feeds:
     table: TokenTable
     ledger: Ledger
     declared: Mapping[str, InputSpec]
+    hooking: Hooking
+    hooked: dict[int, tuple[Given, ...]] = field(default_factory=dict)
+    foreseen: dict[int, list[Mapping[str, Tensor]]] = field(default_factory=dict)
     ready: list[Group] = field(default_factory=list)
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
@@ -118,17 +127,21 @@ class Feeds:
         if unit.row is None:
             unit.row = self.ledger.allocate(prompt)
         start, feed = unit.cached, len(self.rows)
-        extra = self._extra(prompt, source, start, count, own=unit is source, chooses=chooses)
+        given = self.hooked.get(id(source), ()) if unit is source and self.hooked else ()
+        reads = unit is source and source.request.strategy.reads.hidden
+        if reads and start + count > columns_of(source).length:
+            self.hidden.append((source, feed, start))
+        else:
+            reads = False
+        extra = self._extra(prompt, source, start, count, given, hidden=reads, chooses=chooses)
         if extra is not None:
-            if extra.hidden:
-                self.hidden.append((source, feed, start))
             self.extras[feed] = extra
         self.rows.append(unit.row)
         self.starts.append(start)
         self.counts.append(count)
         self.logits.append(logits)
         self.best.append(best)
-        self.tokens.append(self._ids(prompt, source, start, count))
+        self.tokens.append(_hidden(self._ids(prompt, source, start, count), given))
         if best:
             self.wanted_best += logits
         else:
@@ -155,18 +168,28 @@ class Feeds:
         return np.concatenate([head, line[prompt.length + generated : end + generated]])
 
     def _extra(
-        self, prompt: Prompt, source: Sequence, start: int, count: int, *, own: bool, chooses: bool
+        self,
+        prompt: Prompt,
+        source: Sequence,
+        start: int,
+        count: int,
+        given: tuple[Given, ...],
+        *,
+        hidden: bool,
+        chooses: bool,
     ) -> Extra | None:
         """What a feed brings and wants beyond ids and logits; None for a plain one."""
         request = source.request
         wants = request.wants
         layers, attentions = (chooses and wants.layers), (chooses and wants.attentions)
-        reads = own and request.strategy.reads.hidden
-        hidden = reads and start + count > columns_of(source).length
-        if not (prompt.brings or request.adapters or hidden or layers or attentions):
+        if chooses and request.hooks:
+            hidden |= any("hidden" in hook.reads for hook in request.hooks)
+        if not (prompt.brings or request.adapters or hidden or layers or attentions or given):
             return None
         span = Span(prompt, start, count)
         inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
+        if given:
+            inputs = overlaid(inputs, given)
         return Extra(inputs, positions, mask, request.adapters, hidden, layers, attentions)
 
     def ask_prompt(self, group: Group, sequence: Sequence, count: int) -> int:
@@ -250,11 +273,7 @@ def _feed_whole(group: Group, feeds: Feeds) -> None:
     asks = request.wants.prompt_logprobs is not None
     feeds.totals |= request.strategy.reads.scores == "log_probs"
     for sequence in group.live:
-        draft = feeds.drafts.get(id(sequence), NO_IDS)
-        if len(draft):
-            end = sequence.visible + len(draft)
-            feeds.table.reserve(end)
-            feeds.table.data[sequence.line, sequence.visible : end] = draft
+        draft = write_draft(sequence, feeds)
         for unit, prompt, length in units_of(sequence):
             count = length - unit.cached + len(draft)
             before = feeds.ask_prompt(group, sequence, count) if asks and unit is sequence else 0
@@ -264,24 +283,53 @@ def _feed_whole(group: Group, feeds: Feeds) -> None:
             feeds.add(unit, prompt, sequence, count, wanted, best, chooses=unit is sequence)
 
 
-def _feed_chunk(grant: Grant, feeds: Feeds) -> None:
-    left, group = grant.tokens, grant.group
-    if grant.owes(feeds.table):
-        feeds.sharing.append(group)
-        missing = debts(group, feeds.table)
+def write_draft(sequence: Sequence, feeds: Feeds) -> np.ndarray:
+    """The draft of a sequence, which now stands on its line, after its own ids."""
+    draft = feeds.drafts.get(id(sequence), NO_IDS)
+    if len(draft):
+        end = sequence.visible + len(draft)
+        feeds.table.reserve(end)
+        feeds.table.data[sequence.line, sequence.visible : end] = draft
+    return draft
+
+
+def chunk_of(grant: Grant, table: TokenTable) -> Missing:
+    """What a group that does not choose feeds: whose positions, and how many of each."""
+    group, left = grant.group, grant.tokens
+    if grant.owes(table):
+        missing = debts(group, table)
     else:
         missing = [
             (unit, prompt, sequence, length - unit.cached - 1)
             for sequence in group.live
             for unit, prompt, length in units_of(sequence)
         ]
+    found: Missing = []
     for unit, prompt, source, most in missing:
         count = min(left, most)
         if count > 0:
-            wanted = feeds.ask_prompt(group, source, count) if unit is source else 0
-            feeds.add(unit, prompt, source, count, wanted)
+            found.append((unit, prompt, source, count))
             left -= count
-            feeds.chunks += 1
+    return found
+
+
+def _feed_chunk(grant: Grant, feeds: Feeds) -> None:
+    chunk = chunk_of(grant, feeds.table)
+    if grant.owes(feeds.table):
+        feeds.sharing.append(grant.group)
+    for unit, prompt, source, count in chunk:
+        wanted = feeds.ask_prompt(grant.group, source, count) if unit is source else 0
+        feeds.add(unit, prompt, source, count, wanted)
+        feeds.chunks += 1
+
+
+def _hidden(ids: np.ndarray, given: tuple[Given, ...]) -> np.ndarray:
+    """The ids of a feed, with -1 where embeddings are given in their place."""
+    for name, start, values in given:
+        if name == "embeds":
+            ids = ids.copy()
+            ids[start : start + len(values)] = -1
+    return ids
 
 
 # --- what sequences share -------------------------------------------------------------------------

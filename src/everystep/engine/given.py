@@ -89,6 +89,24 @@ class Span:
         return seen
 
 
+def overlaid(inputs: tuple[Given, ...], given: tuple[Given, ...]) -> tuple[Given, ...]:
+    """The inputs of a feed, with those in the place of others of the same name and position that
+    are given besides."""
+    kept = list(inputs)
+    for name, start, values in given:
+        stop, before, kept = start + len(values), kept, []
+        for one in before:
+            first, last = one.start, one.start + len(one.values)
+            if one.name != name or last <= start or first >= stop:
+                kept.append(one)
+                continue
+            if first < start:
+                kept.append(Given(name, first, one.values[: start - first]))
+            if last > stop:
+                kept.append(Given(name, stop, one.values[stop - first :]))
+    return (*kept, *given)
+
+
 def require_fitting(request: Request, declared: Mapping[str, InputSpec]) -> None:
     """RequestError if an input of one of the request's prompts lacks the form that the model
     reads."""

@@ -96,13 +96,14 @@ def fingerprint(request: Request) -> str:
         request.wants,
         [_described(processor) for processor in request.processors],
         [type(stop).__qualname__ for stop in request.stops],
+        [_described(hook) for hook in request.hooks],
     )
     digest.update(repr(choices).encode())
     return digest.hexdigest()
 
 
 def _described(processor: Any) -> str:
-    """The class of a processor, and those of its values that are numbers or text."""
+    """The class of a processor or hook, and those of its values that are numbers or text."""
     named = dataclasses.fields(processor) if dataclasses.is_dataclass(processor) else ()
     values = [getattr(processor, field.name) for field in named]
     plain = [value for value in values if isinstance(value, (bool, int, float, str, tuple))]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from everystep.types import InputSpec, Past, StepOutput, Work
 
@@ -39,6 +40,10 @@ class Executor(Protocol):
 
     def run(self, work: Work) -> StepOutput:
         """Apply the verbs in order, run the feeds, return what they want."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, E) what the model reads in their place; asked for by hooks alone."""
         ...
 
     def audit(self) -> dict[int, int]:

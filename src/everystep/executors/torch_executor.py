@@ -109,6 +109,11 @@ class TorchExecutor:
         logits = self._logits(wanted) if len(wanted) else self._no_logits()
         return StepOutput(logits, self._answers(work, context, hidden))
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, E) their embeddings, on the device of the model."""
+        with inference_mode():
+            return self._network.embed(ids.to(self.device))
+
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""
         with inference_mode():

@@ -37,6 +37,10 @@ class HashExecutor(StrictExecutor):
         named = {one.name: one for one in inputs}
         super().__init__(vocab_size, embed_dim, abilities | frozenset(named), named, max_rows)
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, E) what can be fed in their place."""
+        return self.function.embed(ids.numpy())
+
     def empty_row(self, encoder: Tensor | None) -> Row:
         nothing = np.empty(0, np.uint64)
         return Row([nothing, nothing], self.function.start(encoder))

@@ -65,6 +65,10 @@ class NumpyExecutor(StrictExecutor):
         position_ids(work, self._axes)
         return super().run(work)
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, E) float64."""
+        return torch.from_numpy(self._weights["embed"][ids.numpy()] * self._embed_scale)
+
     def empty_row(self, encoder: Tensor | None) -> Row:
         attention = self._spec.attention
         empty = np.empty((0, attention.kv_heads, attention.head_dim))

@@ -26,9 +26,9 @@ from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty
+from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
 from everystep.types import Prompt, Request
-from everystep.types.protocols import Drafter
+from everystep.types.protocols import Drafter, Hook
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -79,6 +79,7 @@ def kinds(request: Request) -> list[str]:
         "draft_models": isinstance(request.drafter, DraftModel),
         "contrastive": isinstance(strategy, Contrastive),
         "guidance": request.readout is not None,
+        "hooks": bool(request.hooks),
     }
     return [name for name, holds in named.items() if holds]
 
@@ -88,7 +89,11 @@ def random_mix(seed: int) -> Mix:
     draw = Dice(np.random.default_rng([seed, 0]))
     function = HashFunction(draw.between(12, 40), EMBED_DIM)
     count = draw.between(1, 6)
-    requests = tuple(_request(f"request {i}", function, draw) for i in range(count))
+    hooking = Dice(np.random.default_rng([seed, 2]))
+    requests = tuple(
+        replace(_request(f"request {i}", function, draw), hooks=_hooks(hooking))
+        for i in range(count)
+    )
     requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 1]))))
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
@@ -152,6 +157,14 @@ def _request(name: str, function: HashFunction, draw: Dice) -> Request:
         scale = draw.one_of(0.5, 1.5, 3.0)
         request = replace(request, companions=(companion,), readout=Guidance(scale))
     return request
+
+
+def _hooks(draw: Dice) -> tuple[Hook, ...]:
+    if draw.chance(0.85):
+        return ()
+    numbers = (draw.between(1, 3), draw.one_of(0, 0, 3, 5), draw.one_of(0, 0, 7))
+    first = Murmur(*numbers, scored=draw.chance(0.4))
+    return (first, Murmur(draw.between(1, 2), 0, 0)) if draw.chance(0.3) else (first,)
 
 
 def _prompt(function: HashFunction, draw: Dice) -> Prompt:

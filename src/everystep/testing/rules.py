@@ -1,4 +1,4 @@
-"""Simple processors for random mixes: small enough to be right at a glance.
+"""Simple processors and a hook for random mixes: small enough to be right at a glance.
 
 They exercise what the engine promises to processors: the pad prefix is visible, drafts are part of
 the prefix that follows them, and what a processor remembers is forked and rewound with its
@@ -8,12 +8,14 @@ sequence.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everystep.types import Rows
+from everystep.types import AfterStep, BeforeStep, Next, PromptMoment, Rows
+from everystep.types.protocols import Hook
 
 
 @dataclass(frozen=True)
@@ -70,3 +72,38 @@ class FrequencyPenalty:
             for token, count in Counter(tally.ids).items():
                 result[r, token] -= self.amount * count
         return result
+
+
+@dataclass(frozen=True)
+class Murmur(Hook):
+    """A hook that changes what is read by what was said, and at times says what comes next.
+
+    Its memory is a number that every token changes, by its score too where `scores` is set. Every
+    `every`-th token's position reads another embedding. After a token whose number is a multiple
+    of `forces` the next two are forced, of `stops` the sequence ends; 0: never.
+    """
+
+    every: int
+    forces: int
+    stops: int
+    scored: bool = False
+    gives: tuple[str, ...] = ("embeds",)
+    reads: tuple[str, ...] = ("scores", "hidden")
+
+    def on_prompt(self, moment: PromptMoment) -> int:
+        return moment.prompt.length
+
+    def before_step(self, step: BeforeStep) -> Mapping[str, Tensor] | None:
+        if step.count == 1 and len(step.generated) % self.every:
+            return None
+        ahead = torch.tensor([step.max_length - place for place in step.positions])
+        return {"embeds": step.embeds + (ahead + step.memory % 7)[:, None] * 0.25}
+
+    def after_step(self, step: AfterStep) -> Next | None:
+        known = (step.memory * 31 + step.token) % 1009
+        if self.scored:
+            known += int(step.scores.argmax()) + int(step.hidden[0] > 0)
+        if not self.scored and step.token % 2:
+            known = step.memory  # what is not changed lets drafts be right
+        force = (step.token, known % 3) if self.forces and known % self.forces == 0 else None
+        return Next(known, force, "murmur" if self.stops and known % self.stops == 0 else False)

@@ -87,6 +87,10 @@ class StrictExecutor(ABC):
     def extend(self, row: Row, feed: Feed) -> tuple[Tensor, Answer]:
         """Extends the row by the feed: (wanted, V) logits, and what it wants beyond them."""
 
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, E) what can be fed in their place."""
+
     def run(self, work: Work) -> StepOutput:
         feeds = _feeds(work)
         for verb in work.verbs:

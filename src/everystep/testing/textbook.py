@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,21 @@ from everystep.engine import Guidance
 from everystep.errors import UnsupportedError
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
-from everystep.types import Prompt, Request, Rows, Scores, Sequence, TokenTable
+from everystep.types import (
+    AfterStep,
+    BeforeStep,
+    Next,
+    Prompt,
+    PromptMoment,
+    Request,
+    Rows,
+    Scores,
+    Sequence,
+    TokenTable,
+)
 from everystep.types.batch import Places
 from everystep.types.candidates import Candidates
+from everystep.types.hooks import UNCHANGED
 
 _NEVER = -1.0e9
 
@@ -33,6 +46,15 @@ class Hypothesis:
     tokens: tuple[int, ...]
     score: float
     reason: str
+
+
+@dataclass(frozen=True)
+class Hummed:
+    """What hooks know after some tokens."""
+
+    memories: tuple[Any, ...]
+    forced: tuple[int, ...] = ()
+    stops: bool = False
 
 
 def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
@@ -59,10 +81,16 @@ class Prefix:
 
     request: Request
     function: HashFunction
+    known: dict[tuple[int, ...], Hummed] = field(default_factory=dict)
 
     def scores(self, tokens: list[int]) -> Tensor:
         """(V,) processed scores of what may follow the tokens."""
-        mixed = logits(self.function, self.request.prompt, tokens)
+        forced = self.hummed(tokens).forced
+        if forced:
+            mixed = torch.full((self.function.vocab_size,), -torch.inf)
+            mixed[forced[0]] = 0.0
+            return mixed
+        mixed = _logits(self.function, *self._read(tokens))
         if isinstance(self.request.readout, Guidance):
             other = logits(self.function, self.request.companions[0], tokens).log_softmax(-1)
             mixed = self.request.readout.scale * (mixed.log_softmax(-1) - other) + other
@@ -76,7 +104,7 @@ class Prefix:
 
     def hidden(self, tokens: list[int]) -> Tensor:
         """(T, E) hidden state of every position."""
-        states, _ = _read(self.function, self.request.prompt, tokens)
+        states, _ = self._read(tokens)
         return self.function.hidden(np.array(states, np.uint64))
 
     def reason(self, tokens: list[int]) -> str | None:
@@ -86,13 +114,59 @@ class Prefix:
         for stop in self.request.stops:
             if stop(candidate)[0]:
                 return stop.reason(candidate, 0).kind
-        return None
+        return "criteria" if self.hummed(tokens).stops else None
 
     def places(self, tokens: list[int], lineage: int) -> Places:
         """Where the choice after the tokens stands."""
         numbers = (self.request.draws.seed, lineage, self.request.prompt.length + len(tokens))
         seed, lineages, position = (np.array([number], np.uint64) for number in numbers)
         return Places(seed, lineages, position, slot=np.array([0]), slots=1)
+
+    def hummed(self, tokens: list[int]) -> Hummed:
+        """What the request's hooks know after the tokens, worked out from the first one on."""
+        hooks, request, place = self.request.hooks, self.request, tuple(tokens)
+        if not hooks:
+            return Hummed(())
+        if not tokens:
+            moment = PromptMoment(request, self._embed)
+            return Hummed(tuple(hook.on_prompt(moment) for hook in hooks))
+        if place not in self.known:
+            before = self.hummed(tokens[:-1])
+            sequence, table = self._written(tokens[:-1])
+            seen = {"scores": lambda: self.scores(tokens[:-1])}
+            seen["hidden"] = lambda: self.hidden(tokens[:-1])[-1]
+            memories, forced, stops = [], before.forced[1:], False
+            for hook, memory in zip(hooks, before.memories, strict=True):
+                step = AfterStep(
+                    request, tokens[-1], sequence.length, memory, hook.reads,
+                    lambda name: seen[name](), table.data[sequence.line],
+                )  # fmt: skip
+                then = hook.after_step(step) or Next()
+                memories.append(memory if then.memory is UNCHANGED else then.memory)
+                forced = forced if then.force is None else tuple(then.force)
+                stops = stops or then.stop is not False
+            self.known[place] = Hummed(tuple(memories), forced, stops)
+        return self.known[place]
+
+    def _read(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """The state after every position of the prompt and the tokens, and the keys of inputs."""
+        prompt = self.request.prompt
+        keys = _keys(self.function, prompt, tokens)
+        spans = [(0, prompt.length), *((prompt.length + i, 1) for i in range(len(tokens)))]
+        for start, fed in spans if self.request.hooks else ():
+            chosen = tokens[: max(start + fed - prompt.length, 0)]
+            sequence, table = self._written(chosen)
+            given: dict[str, Tensor] = {}
+            for hook, memory in zip(self.request.hooks, self.hummed(chosen).memories, strict=True):
+                line = table.data[sequence.line]
+                step = BeforeStep(self.request, start, fed, memory, given, self._embed, line)
+                given |= hook.before_step(step) or {}
+            if "embeds" in given:
+                keys[start : start + fed] = self.function.keys(given["embeds"])
+        return _states(self.function, prompt, keys), keys
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.function.embed(ids.numpy())
 
     def _written(self, tokens: list[int]) -> tuple[Sequence, TokenTable]:
         """A sequence without memory or rows, and the table that its ids stand in."""
@@ -104,23 +178,31 @@ class Prefix:
 
 def logits(function: HashFunction, prompt: Prompt, tokens: list[int]) -> Tensor:
     """(V,) logits of what may follow a prompt and the tokens after it."""
-    states, keys = _read(function, prompt, tokens)
+    keys = _keys(function, prompt, tokens)
+    return _logits(function, _states(function, prompt, keys), keys)
+
+
+def _logits(function: HashFunction, states: list[int], keys: list[int]) -> Tensor:
     pair = [0, *keys][-2:]
     return function.logits(np.array(states[-1:], np.uint64), np.array([pair], np.uint64))[0]
 
 
-def _read(function: HashFunction, prompt: Prompt, tokens: list[int]) -> tuple[list[int], list[int]]:
-    """The state after every position, and the key of its input."""
+def _keys(function: HashFunction, prompt: Prompt, tokens: list[int]) -> list[int]:
+    """The key of the input of every position."""
     if prompt.embeds is not None:
         keys = function.keys(prompt.embeds)
     else:
         keys = [function.token_key(token) for token in prompt.ids.tolist()]  # type: ignore[union-attr]
-    keys += [function.token_key(token) for token in tokens]
+    return [*keys, *(function.token_key(token) for token in tokens)]
+
+
+def _states(function: HashFunction, prompt: Prompt, keys: list[int]) -> list[int]:
+    """The state after every position."""
     state, states = function.start(prompt.encoder), []
     for key, position in zip(keys, _positions(prompt), strict=False):
         state = function.advance(state, key, position)
         states.append(state)
-    return states, keys
+    return states
 
 
 def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
@@ -162,6 +244,8 @@ def contrastive(prefix: Prefix, strategy: Contrastive) -> Hypothesis:
     """
 
     def choose(scores: Tensor, tokens: list[int]) -> int:
+        if forced := prefix.hummed(tokens).forced:
+            return forced[0]
         likely = torch.topk(torch.softmax(scores, dim=-1), strategy.top_k)
         ratings = []
         for probability, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):

@@ -33,7 +33,12 @@ from everystep.types.ends import Injected as Injected
 from everystep.types.ends import Prompt as Prompt
 from everystep.types.ends import is_memory as is_memory
 from everystep.types.ends import values_of as values_of
-from everystep.types.protocols import Drafter, Draws, Processor, Readout, Stop, Strategy
+from everystep.types.hooks import AfterStep as AfterStep
+from everystep.types.hooks import BeforeStep as BeforeStep
+from everystep.types.hooks import Hooked as Hooked
+from everystep.types.hooks import Next as Next
+from everystep.types.hooks import PromptMoment as PromptMoment
+from everystep.types.protocols import Drafter, Draws, Hook, Processor, Readout, Stop, Strategy
 from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
@@ -71,8 +76,8 @@ class Request:
 
     `drafter` proposes tokens that the strategy may accept; None for none. `companions` are further
     prompts whose rows mirror each sequence and appear in no output. `adapters`: (name, weight)
-    pairs of the adapters that all its feeds ask for. `salt`: only requests of equal salt share what
-    their prompts begin with.
+    pairs of the adapters that all its feeds ask for. `hooks` see every step and may add to it.
+    `salt`: only requests of equal salt share what their prompts begin with.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
     `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
@@ -98,6 +103,7 @@ class Request:
     keeps: bool = False
     adapters: tuple[tuple[str, float], ...] = ()
     salt: str | None = None
+    hooks: tuple[Hook, ...] = ()
     shift: int = field(init=False)
     prompt_visible: int = field(init=False)
 
@@ -130,6 +136,7 @@ class Request:
                 *(("past",) if self.wants.cache else ()),
                 *(("adapters",) if self.adapters else ()),
                 *(adapter_ability(name) for name, _ in self.adapters),
+                *needs_of_hooks(self.hooks),
             )
         )
 
@@ -137,6 +144,12 @@ class Request:
 def nobodys(prompt: Prompt) -> Request:
     """A request for plain ids that no engine runs; it lets rows of ids be read by hand."""
     return Request("", prompt, cast(Strategy, None), cast(Draws, None))
+
+
+def needs_of_hooks(hooks: tuple[Hook, ...]) -> frozenset[str]:
+    """The abilities that an executor must have for what these hooks give and read."""
+    given = (name for hook in hooks for name in hook.gives)
+    return frozenset((*given, *("hidden" for hook in hooks if "hidden" in hook.reads)))
 
 
 def adapter_ability(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from everystep.types import Children, Group, Sequence, TokenTable
     from everystep.types.batch import Batch, Places
     from everystep.types.candidates import Candidates
+    from everystep.types.hooks import AfterStep, BeforeStep, Next, PromptMoment
     from everystep.types.scores import Scores
 
 
@@ -159,3 +160,38 @@ class Drafter(Protocol):
     def start(self, vocabulary: int) -> Drafting:
         """A drafter at work for an engine with so many ids, with storage of its own if it needs
         some; RequestError if it cannot draft for them."""
+
+
+class Hook(Protocol):
+    """What looks at every step of a request and adds to it, under any strategy.
+
+    Derive from it and override what is needed. All that a hook knows of a sequence is its memory,
+    an immutable value; each method has to follow from what it is given, for it may be asked again.
+    What it raises ends its request alone.
+
+    `gives`: the names that `before_step` may give: "embeds", or inputs that the model declares.
+    `reads`: what `after_step` looks at, of "scores", "logits" and "hidden".
+    """
+
+    gives: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+    def on_prompt(self, moment: PromptMoment) -> Any:
+        """The memory that a sequence begins with."""
+        return None
+
+    def before_step(self, step: BeforeStep) -> Mapping[str, Tensor] | None:
+        """What the model reads at the positions of the step beside ids, by name, or instead.
+
+        "embeds" and inputs per token: (count, ...), an entry per position; other inputs: one entry
+        (...), for all of them. It takes the place of what the prompt gives.
+        """
+        return None
+
+    def after_step(self, step: AfterStep) -> Next | None:
+        """What follows from a token; None for nothing.
+
+        It is asked about every token that the strategy may go on with, in a search also about some
+        that are not taken.
+        """
+        return None

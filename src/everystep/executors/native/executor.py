@@ -149,6 +149,10 @@ class NativeExecutor:
         self._library.es_guesses(self._runner, counts)
         return counts[0], counts[1]
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, E) their embeddings."""
+        return self._program.decoder.embed(ids)
+
     def export(self, row: int) -> Past:
         """What the row holds, as a copy, once its verbs were applied."""
         length, shape = self.rows.length(row), self._program.structure

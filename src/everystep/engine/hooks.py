@@ -1,0 +1,233 @@
+"""What hooks give for the positions of a step.
+
+What hooks know of a sequence is a value, `Hooked`, which travels in children like any other; it
+keeps the memories of every position, so that a position that is fed again is given the same. A
+drafted position is given what follows from the memory so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.engine.feed import NO_IDS, Feeds, Grant, chunk_of, write_draft
+from everystep.errors import NOBODYS, RequestError, UnknownArgumentError, nearest
+from everystep.executors.base import Executor
+from everystep.types import (
+    BeforeStep,
+    Given,
+    Group,
+    Hooked,
+    InputSpec,
+    PromptMoment,
+    Request,
+    Sequence,
+)
+from everystep.types.protocols import Hook
+from everystep.types.stored import Chain
+
+HOOKED = "hooks"
+"""The name under which a sequence remembers what hooks know of it."""
+_PROMPT = "what hooks give for the prompt"
+_NO_INPUTS = ("positions", "mask")
+
+Gifts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptGifts:
+    """What hooks give for a prompt that is fed in chunks: a memory that is the same all along."""
+
+    gifts: Gifts
+
+    def copy(self) -> PromptGifts:
+        return self
+
+    def rewind(self, length: int) -> None:
+        """It says nothing of what follows the prompt."""
+
+
+def require_known_gifts(request: Request, declared: Mapping[str, InputSpec]) -> None:
+    """RequestError if a hook wants to give something that the model does not read."""
+    known = ("embeds", *(name for name in declared if name not in _NO_INPUTS))
+    readable = ("scores", "logits", "hidden")
+    for hook in request.hooks:
+        for what, names, allowed in (
+            ("gives", hook.gives, known),
+            ("reads", hook.reads, readable),
+        ):
+            for name in [one for one in names if one not in allowed]:
+                near = nearest(name, allowed)
+                raise UnknownArgumentError(
+                    f"{type(hook).__name__}.{what} has an unknown name",
+                    wanted=", ".join(allowed),
+                    got=repr(name),
+                    do=f"Perhaps you meant {near}" if near else f"Leave it out of {what}",
+                )
+
+
+@dataclass(slots=True, eq=False)
+class Hooking:
+    """Asks the hooks of an engine's requests what they give; it keeps nothing of any request.
+
+    `width`: E of the model's embeddings, once it was needed.
+    """
+
+    executor: Executor
+    width: int | None = None
+
+    def ask(self, grants: list[Grant], feeds: Feeds) -> list[tuple[Group, Exception]]:
+        """Notes in `feeds` what is given for all positions that they will hold; returns the groups
+        whose hooks fail, which must not be fed."""
+        failed: list[tuple[Group, Exception]] = []
+        for grant in grants:
+            if grant.group.request.hooks:
+                try:
+                    self._ask_group(grant, feeds)
+                except NOBODYS:
+                    raise
+                except Exception as error:
+                    failed.append((grant.group, error))
+        return failed
+
+    def _ask_group(self, grant: Grant, feeds: Feeds) -> None:
+        if grant.group in feeds.ready:
+            for sequence in grant.group.live:
+                write_draft(sequence, feeds)
+                draft = feeds.drafts.get(id(sequence), NO_IDS)
+                self._ask_for(sequence, sequence.length + len(draft) - sequence.cached, feeds)
+            return
+        for unit, _, source, count in chunk_of(grant, feeds.table):
+            if unit is source:
+                self._ask_for(source, count, feeds)
+
+    def _ask_for(self, sequence: Sequence, count: int, feeds: Feeds) -> None:
+        """Notes what is given for the next `count` positions of the sequence."""
+        request, start = sequence.request, sequence.cached
+        line, stop, prompt = feeds.table.data[sequence.line], start + count, request.prompt
+        state: Hooked | None = sequence.memo.get(HOOKED)
+        if state is None:
+            moment = PromptMoment(request, self.embed)
+            memories = tuple([hook.on_prompt(moment) for hook in request.hooks])
+            state = Hooked(Chain((0, memories), None), prompt.length)
+            sequence.memo[HOOKED] = state
+        parts: list[tuple[int, int, Gifts]] = []
+        if start < prompt.length:
+            last = min(stop, prompt.length)
+            parts.append((0, last - start, self._of_prompt(sequence, state, last, line)))
+        # What lingers after its end is fed pad tokens, of which hooks know nothing.
+        known = stop if sequence.finish is None else min(stop, state.length)
+        for position in range(max(start, prompt.length), known):
+            gifts = self.gifts(request, state.at(position), position, 1, line)
+            parts.append((position - start, 1, gifts))
+        if stop > sequence.length:
+            feeds.foreseen[id(sequence)] = [one for *_, one in parts[sequence.length - stop :]]
+        given = _joined(parts, self.executor.inputs)
+        if given:
+            feeds.hooked[id(sequence)] = given
+
+    def _of_prompt(self, sequence: Sequence, state: Hooked, stop: int, line: np.ndarray) -> Gifts:
+        """What is given for the prompt's positions from the cached ones on up to `stop`."""
+        request, first = sequence.request, sequence.request.prompt.start
+        length = request.prompt.length
+        kept: PromptGifts | None = sequence.memo.get(_PROMPT)
+        if kept is None:
+            gifts = self.gifts(request, state.at(length - 1), first, length - first, line)
+            kept = PromptGifts(gifts)
+        if stop < length:
+            sequence.memo[_PROMPT] = kept
+        else:
+            sequence.memo.pop(_PROMPT, None)
+        part = slice(sequence.cached - first, stop - first)
+        declared = self.executor.inputs
+        return {n: v[part] if _per_token(n, declared) else v for n, v in kept.gifts.items()}
+
+    def gifts(
+        self,
+        request: Request,
+        memories: tuple[Any, ...],
+        start: int,
+        count: int,
+        line: np.ndarray,
+    ) -> Gifts:
+        """What all hooks together give for these positions, by name."""
+        given: dict[str, Tensor] = {}
+        for hook, memory in zip(request.hooks, memories, strict=True):
+            step = BeforeStep(request, start, count, memory, given, self.embed, line)
+            found = hook.before_step(step)
+            if found is None:
+                continue
+            if not isinstance(found, Mapping):
+                raise nonsense(hook, "before_step", "a mapping, or None", found)
+            given = {**given, **{n: self._checked(hook, n, x, count) for n, x in found.items()}}
+        return given
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> the embeddings (n, E) that the model reads in their place."""
+        return self.executor.embed(torch.as_tensor(ids))
+
+    def _checked(self, hook: Hook, name: str, values: Any, count: int) -> Tensor:
+        """A copy of the values, if they are what the model reads under this name."""
+        if name not in hook.gives:
+            raise RequestError(
+                f"{type(hook).__name__}.before_step gives {name!r} and does not say so",
+                wanted=f"one of gives = {hook.gives!r}",
+                do="Name in gives what before_step may give",
+            )
+        if not isinstance(values, Tensor):
+            raise nonsense(hook, name, "a tensor", values)
+        if name == "embeds":
+            if self.width is None:
+                self.width = self.embed(torch.zeros(1, dtype=torch.int64)).shape[-1]
+            shape, fits = (count, self.width), values.is_floating_point()
+            wanted: object = "floating point numbers"
+        else:
+            spec = self.executor.inputs[name]
+            shape = (count, *spec.shape) if spec.per == "token" else spec.shape
+            fits, wanted = torch.can_cast(values.dtype, spec.dtype), spec.dtype
+        if tuple(values.shape) != shape:
+            raise nonsense(hook, name, f"shape {shape}", f"shape {tuple(values.shape)}")
+        if not fits:
+            raise nonsense(hook, name, wanted, values.dtype)
+        return values.detach().clone()  # a hook may write to its own again
+
+
+def nonsense(hook: Hook, what: str, wanted: object, got: object) -> RequestError:
+    """The error of a hook that answers something else than was wanted."""
+    shown = got if isinstance(got, str | torch.dtype) else type(got).__name__
+    name = type(hook).__name__
+    do = f"Return that from {name}"
+    return RequestError(
+        f"what {name} gives as {what} does not fit", wanted=wanted, got=shown, do=do
+    )
+
+
+def _per_token(name: str, declared: Mapping[str, InputSpec]) -> bool:
+    return name == "embeds" or declared[name].per == "token"
+
+
+def _joined(
+    parts: list[tuple[int, int, Gifts]], declared: Mapping[str, InputSpec]
+) -> tuple[Given, ...]:
+    """(start, count, gifts) one after another -> values by name, neighbours as one."""
+    runs: dict[str, list[tuple[int, list[Tensor]]]] = {}
+    ends: dict[str, int] = {}
+    for start, count, gifts in parts:
+        for name, given in gifts.items():
+            values = given if _per_token(name, declared) else given.expand(count, *given.shape)
+            own = runs.setdefault(name, [])
+            if ends.get(name) == start:
+                own[-1][1].append(values)
+            else:
+                own.append((start, [values]))
+            ends[name] = start + count
+    return tuple(
+        Given(name, start, values[0] if len(values) == 1 else torch.cat(values))
+        for name, own in runs.items()
+        for start, values in own
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -116,8 +117,6 @@ def test_both_adapters_take_part() -> None:
 
 def lora_model() -> Any:
     """A tiny Llama with two LoRA adapters."""
-    import copy
-
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(2)
@@ -137,9 +136,9 @@ def test_a_peft_model_gives_what_it_gives_itself(beams: int) -> None:
 
 
 def test_virtual_tokens_are_refused() -> None:
-    import copy
-
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = peft.get_peft_model(copy.deepcopy(model_of("llama")), config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(copy.deepcopy(model_of("llama")), config)
     with pytest.raises(es.EverystepError, match="virtual tokens"):
         es.wrap(model)

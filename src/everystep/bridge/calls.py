@@ -46,7 +46,7 @@ class Block:
     def tokens(self) -> np.ndarray:
         """(R, length) ids, 0 where there is none."""
         work, offsets = self.work, self.work.offsets
-        if len(work.tokens) == len(self.feeds) * self.length:
+        if len(self.feeds) == len(work.rows) and not self.empty.any():
             return work.tokens.reshape(len(self.feeds), self.length).clip(min=0)
         table = np.zeros((len(self.feeds), self.length), dtype=np.int64)
         for row, feed in enumerate(self.feeds):

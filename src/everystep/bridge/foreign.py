@@ -121,8 +121,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
                 got=type(active).__name__,
                 do="Call the model's own generate",
             )
-        inner = getattr(module, "base_model", None)
-        module = inner if isinstance(inner, nn.Module) else module.model  # type: ignore[assignment]
+        # A wrapper's own part, not what it looks up further inside.
+        own = module._modules
+        inner = own.get("base_model") or own.get("model")
+        if inner is None:
+            break
+        module = inner
     if not hasattr(module, "config") or not hasattr(module, "get_input_embeddings"):
         raise ModelClassError(
             "this object is not a model that can generate",

@@ -136,8 +136,9 @@ def assembled(sources: Sequence[Source]) -> tuple[Any, int]:
         parts = [layers_of(one.cache) for one in sources]
         for number, layer in enumerate(layers_of(made)):
             _gather(layer, [own[number] for own in parts], sources, width)
-    across = across_of_cache(made)
-    for number, layer in enumerate(across):
+    if not all(is_kept(layer) for one in sources for layer in across_of_cache(one.cache)):
+        return without_across(made), width
+    for number, layer in enumerate(across_of_cache(made)):
         held = [(across_of_cache(one.cache)[number], one.index) for one in sources]
         for name in ("keys", "values"):
             rows = [getattr(own, name)[index] for own, index in held]
@@ -222,6 +223,13 @@ def _grown(rows: list[Tensor], *, right: bool) -> list[Tensor]:
 
 def _padded(row: Tensor, count: int, *, right: bool) -> Tensor:
     return F.pad(row, (0, 0, 0, count) if right else (0, 0, count, 0)) if count else row
+
+
+def without_across(cache: Any) -> Any:
+    """The same cache object, in which the module has still to put what it makes of encoder states."""
+    cache.cross_attention_cache.reset()
+    cache.is_updated = dict.fromkeys(cache.is_updated, False)
+    return cache
 
 
 def emptied(form: Any) -> Any:

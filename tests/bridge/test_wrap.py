@@ -19,7 +19,13 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 def state(model: Any) -> Any:
     """Everything about a module that a call could change."""
     return [
-        (name, module.training, dict(vars(module)), dict(module._buffers), module._forward_hooks.copy())
+        (
+            name,
+            module.training,
+            dict(vars(module)),
+            dict(module._buffers),
+            module._forward_hooks.copy(),
+        )
         for name, module in model.named_modules()
     ]
 

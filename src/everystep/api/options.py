@@ -35,6 +35,7 @@ OBJECTS = (
     "seed",
     "logprobs",
     "prompt_logprobs",
+    "adapter_names",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -55,7 +56,8 @@ class Options:
     None only where nothing ends a sequence; `starts`: a decoder's first id, one for all rows or one
     each. `seed`: one integer, from which each row gets its own, or one for each row.
     `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
-    texts lose the stop string that ended them. The rest are the caller's own objects.
+    texts lose the stop string that ended them. `adapter_names`: one for all rows or one each, None
+    for what is active. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -69,6 +71,7 @@ class Options:
     seed: int | Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    adapter_names: str | Sequence[str | None] | None = None
     starts_answer: bool = True
     trims: bool = False
 
@@ -97,6 +100,19 @@ class Options:
             seeds = tuple(seed_of(self.seed, first + row) for row in range(rows))
         return tuple(map(SeededDraws, seeds))
 
+    def adapters(self, rows: int) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """(rows,) what each row asks for, as in a request; RequestError where that is unclear."""
+        given = self.adapter_names
+        names = [given] * rows if given is None or isinstance(given, str) else list(given)
+        if len(names) != rows or not all(isinstance(one, str | None) for one in names):
+            raise RequestError(
+                "adapter_names does not fit the call",
+                wanted=f"a name, or {rows} of them",
+                got=repr(given),
+                do="Pass one name per row of the prompt",
+            )
+        return tuple(((one, 1.0),) if one is not None else () for one in names)
+
 
 def read_options(
     model: LanguageModel, given: Mapping[str, Any], beside: Iterable[str], tokenizer: Any
@@ -124,6 +140,7 @@ def read_options(
         seed=given.get("seed"),
         logprobs=given.get("logprobs"),
         prompt_logprobs=given.get("prompt_logprobs"),
+        adapter_names=given.get("adapter_names"),
     )
 
 

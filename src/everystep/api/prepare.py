@@ -110,6 +110,7 @@ def prepare(
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
     readout = _readout(options)
     draws = options.draws(inputs.number, inputs.batch)
+    adapters = options.adapters(inputs.batch)
     requests = tuple(
         Request(
             request_id=str(inputs.number + row),
@@ -127,6 +128,7 @@ def prepare(
             pad_token=options.fill,
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
+            adapters=adapters[row],
         )
         for row, prompt in enumerate(inputs.prompts)
     )

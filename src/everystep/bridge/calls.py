@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.findings import Findings
-from everystep.bridge.foreign import Foreign
+from everystep.bridge.foreign import NOBODY, Foreign
 from everystep.bridge.sheets import Sheet
 from everystep.errors import UnsupportedError
 from everystep.types import Extra, Given, Work
 
 _PLAIN = Extra()
-_NOBODY = "__base__"
-"""What PEFT calls a row that no adapter changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +106,7 @@ class Block:
                     got=pairs,
                     do="Join adapters with PEFT's add_weighted_adapter",
                 )
-        return [pairs[0][0] if pairs else _NOBODY for pairs in asked]
+        return [pairs[0][0] if pairs else NOBODY for pairs in asked]
 
 
 def kind_of(extra: Extra | None) -> tuple[object, ...] | None:
@@ -152,9 +150,7 @@ def axes_of(extra: Extra) -> int:
     return 1 if given is None or given.dim() == 1 else len(given)
 
 
-def arguments(
-    block: Block, sheet: Sheet, foreign: Foreign, findings: Findings
-) -> dict[str, Any]:
+def arguments(block: Block, sheet: Sheet, foreign: Foreign, findings: Findings) -> dict[str, Any]:
     """What the module is called with to extend the sheet by the block."""
     device, names = foreign.device, foreign.names
     ids = torch.from_numpy(block.tokens()).to(device)

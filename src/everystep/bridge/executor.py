@@ -134,8 +134,7 @@ class ForeignExecutor:
 
     def _sheet(self, places: list[Place]) -> Sheet:
         """A sheet with these places, in this order, and nothing after them."""
-        first = places[0].sheet
-        assert first is not None
+        first = places[0].on
         if len(places) == len(first.leads) and all(
             place.sheet is first
             and place.index == index
@@ -204,7 +203,12 @@ class ForeignExecutor:
             length = self._places[row].length
             alike = (length == 0) if ragged else length
             alone = feed if self._own else None
-            key = (alone, alike, None if ragged and not length else count, kind_of(extras.get(feed)))
+            key = (
+                alone,
+                alike,
+                None if ragged and not length else count,
+                kind_of(extras.get(feed)),
+            )
             groups.setdefault(key, []).append(feed)
         return list(groups.values())
 

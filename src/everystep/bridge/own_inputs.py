@@ -78,9 +78,7 @@ class Carried:
         prepare = getattr(foreign.base, _PREPARE)
         return prepare(self.ids.to(foreign.device), **_taken(prepare, asked)), told
 
-    def update(
-        self, foreign: Foreign, output: Any, told: dict[str, Any], *, chooses: bool
-    ) -> None:
+    def update(self, foreign: Foreign, output: Any, told: dict[str, Any], *, chooses: bool) -> None:
         """Keeps what the module carries on after a forward from which a token is chosen, or what
         it was told, where that is still to come."""
         step = getattr(foreign.base, _UPDATE)
@@ -115,4 +113,3 @@ def _taken(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return dict(given)
     return {name: value for name, value in given.items() if name in parameters}
-

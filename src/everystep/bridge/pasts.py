@@ -10,20 +10,17 @@ from torch import Tensor
 from everystep.bridge.sheets import (
     Place,
     across_of_cache,
-    own_layers_of,
     layers_of,
+    own_layers_of,
     put_keys,
     without_across,
 )
-from everystep.errors import InvariantError
 from everystep.types import Past
 
 
 def past_of_row(place: Place) -> Past:
     """Keys and values of a row as copies, and those of its encoder states."""
-    sheet = place.sheet
-    if sheet is None:
-        raise InvariantError("a row that holds nothing cannot be shown")
+    sheet = place.on
     source, across = place.source, across_of_cache(sheet.cache)
     read = 0 if place.states is None else len(place.states)
     layers: list[tuple[Tensor, ...]] = []

@@ -44,13 +44,17 @@ def examine(foreign: Foreign) -> Findings:
 def _plain_ids(foreign: Foreign) -> np.ndarray:
     """(5,) ids that mean nothing to the module."""
     config = foreign.config
-    marks = (config, getattr(config, "text_config", config), getattr(foreign.base, "generation_config", None))
+    marks = (
+        config,
+        getattr(config, "text_config", config),
+        getattr(foreign.base, "generation_config", None),
+    )
     special: set[object] = set()
     for one in marks:
         for name, value in vars(one).items() if one is not None else ():
             if name.endswith(("_token_id", "_token_index")):
                 special.update(value if isinstance(value, list | tuple) else (value,))
-    count = int(foreign.embedding.weight.shape[0])  # type: ignore[arg-type, union-attr]
+    count = len(foreign.table)
     plain = [one for one in range(min(count, len(special) + 100)) if one not in special]
     return np.array((plain or [0])[-_LONG:] * _LONG, dtype=np.int64)[:_LONG]
 
@@ -70,7 +74,7 @@ def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
             got=type(output).__name__,
             do="Load it with an AutoModel class that has a head",
         )
-    if cache is None or not hasattr(cache, "layers") and not hasattr(cache, "is_updated"):
+    if cache is None or (not hasattr(cache, "layers") and not hasattr(cache, "is_updated")):
         raise UnsupportedError(
             "the model keeps no cache object",
             wanted="one with layers, as transformers 5 makes them",
@@ -117,7 +121,11 @@ class _Trial:
         return same and not self._same(wanted, found, works, Extra(mask=hole))
 
     def _same(
-        self, wanted: Tensor, findings: Findings, works: list[list[Feed]], extra: Extra | None = None
+        self,
+        wanted: Tensor,
+        findings: Findings,
+        works: list[list[Feed]],
+        extra: Extra | None = None,
     ) -> bool:
         """Whether the last of the works gives these logits."""
         try:
@@ -148,6 +156,7 @@ class _Trial:
         counts = stops - starts
         extras = {} if extra is None else {0: extra}
         states = self.states
-        encoders = {} if states is None else {one.row: states for one in verbs if one.kind == "allocate"}
+        encoders = (
+            {} if states is None else {one.row: states for one in verbs if one.kind == "allocate"}
+        )
         return Work(tuple(verbs), rows, starts, counts, counts, tokens, extras, encoders)
-

@@ -106,5 +106,5 @@ def test_beams_carry_what_is_theirs() -> None:
 
 @pytest.mark.parametrize("option", [{"use_cache": False}, {"prompt_lookup_num_tokens": 3}])
 def test_what_would_call_it_in_another_order_is_an_error(option: dict[str, Any]) -> None:
-    with pytest.raises(es.EverystepError, match="fed again|truncate"):
+    with pytest.raises(es.EverystepError, match=r"fed again|truncate"):
         es.wrap(made(Counting)).generate(IDS[1:2], max_new_tokens=5, **option)

@@ -1,10 +1,12 @@
-"""PEFT models: several active adapters of different kinds, three-axis positions, adapters by row."""
+"""PEFT models: several active adapters of different kinds, and positions of three axes."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -12,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import everystep as es
+from everystep.types import Extra, Verb, Work
 from tests.bridge.families import model_of, randomise
 
 WIDTH, LENGTH = 32, 9
@@ -67,7 +70,7 @@ def mixed(model: Any) -> Any:
 
 
 def features() -> dict[str, Tensor]:
-    """Embeddings of two rows, one padded, with three-axis positions that stand still in a picture."""
+    """Embeddings of two rows, one padded, with positions that stand still within a picture."""
     generator = torch.Generator().manual_seed(3)
     embeds = torch.randn(2, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
@@ -116,8 +119,6 @@ def test_both_adapters_take_part() -> None:
 
 def lora_model() -> Any:
     """A tiny Llama with two LoRA adapters."""
-    import copy
-
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(2)
@@ -136,10 +137,45 @@ def test_a_peft_model_gives_what_it_gives_itself(beams: int) -> None:
     assert es.generate(model, input_ids=ids, **given).tolist() == expected.tolist()
 
 
-def test_virtual_tokens_are_refused() -> None:
-    import copy
+def test_rows_of_one_step_have_adapters_of_their_own() -> None:
+    model = lora_model().eval()
+    executor = es.wrap(model).executor()
+    ids = np.array([5, 6, 7])
+    asked = [(("formal", 1.0),), (("terse", 1.0),), ()]
+    work = Work(
+        tuple(Verb("allocate", row) for row in range(3)),
+        np.arange(3),
+        np.zeros(3, dtype=np.int64),
+        np.full(3, 3),
+        np.ones(3, dtype=np.int64),
+        np.tile(ids, 3),
+        {row: Extra(adapters=names) for row, names in enumerate(asked[:2])},
+    )
+    found = executor.run(work).logits
+    for row, name in enumerate(["formal", "terse"]):
+        model.set_adapter(name)
+        wanted = model(input_ids=torch.from_numpy(ids)[None]).logits[0, -1]
+        torch.testing.assert_close(found[row], wanted, rtol=1e-9, atol=1e-9)
 
+
+def test_adapters_are_asked_for_by_row() -> None:
+    model = lora_model().eval()
+    ids = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    names = ["formal", "terse", "__base__"]
+    found = es.wrap(model).generate(ids, **given, adapter_names=names).tolist()
+    expected = model.generate(input_ids=ids, **given, adapter_names=names)
+    assert found == expected.tolist() and len({tuple(row) for row in found}) == 3
+    with pytest.raises(es.EverystepError, match="casual"):
+        es.wrap(model).generate(ids, **given, adapter_names="casual")
+    with pytest.raises(es.EverystepError, match="adapter_names does not fit"):
+        es.wrap(model).generate(ids, **given, adapter_names=names[:2])
+
+
+def test_virtual_tokens_are_refused() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = peft.get_peft_model(copy.deepcopy(model_of("llama")), config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(copy.deepcopy(model_of("llama")), config)
     with pytest.raises(es.EverystepError, match="virtual tokens"):
         es.wrap(model)

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import everystep as es
-from tests.bridge.families import FAMILIES, model_of
+from tests.bridge.families import END, FAMILIES, model_of
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -19,7 +19,13 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 def state(model: Any) -> Any:
     """Everything about a module that a call could change."""
     return [
-        (name, module.training, dict(vars(module)), dict(module._buffers), module._forward_hooks.copy())
+        (
+            name,
+            module.training,
+            dict(vars(module)),
+            dict(module._buffers),
+            module._forward_hooks.copy(),
+        )
         for name, module in model.named_modules()
     ]
 
@@ -118,15 +124,14 @@ def test_outputs_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "t5", "bart"])
 def test_a_cache_is_continued_from(name: str) -> None:
     wrapped = es.wrap(model_of(name))
-    given = {"attention_mask": torch.ones_like(IDS)}
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "suppress_tokens": [END]}
     whole = wrapped.generate(IDS, **given, max_new_tokens=12)
     first = wrapped.generate(IDS, **given, max_new_tokens=5, return_dict_in_generate=True)
     ids = {"input_ids": first.sequences}
     if wrapped.is_encoder_decoder:
         ids = {"input_ids": IDS, "decoder_input_ids": first.sequences}
-        given = {"attention_mask": torch.ones_like(IDS)}
     else:
-        given = {"attention_mask": torch.ones_like(first.sequences)}
+        given["attention_mask"] = torch.ones_like(first.sequences)
     again = wrapped.generate(
         **ids, **given, past_key_values=first.past_key_values, max_new_tokens=7
     )
@@ -135,7 +140,7 @@ def test_a_cache_is_continued_from(name: str) -> None:
 
 def test_contrastive_search_reads_hidden_states() -> None:
     wrapped = es.wrap(model_of("llama"))
-    given = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4}
+    given = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4, "suppress_tokens": [END]}
     batch = wrapped.generate(IDS, attention_mask=torch.ones_like(IDS), **given)
     alone = [wrapped.generate(row[None], **given)[0].tolist() for row in IDS]
     assert batch.tolist() == alone

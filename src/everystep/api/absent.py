@@ -60,8 +60,8 @@ _TOGETHER = {
         "Ask for DynamicLayer or StaticLayer",
     ),
     "GenerationMixin": (
-        "models of other libraries do not generate with this version",
-        "Load the checkpoint with AutoModelForCausalLM.from_pretrained",
+        "models of other libraries are driven from outside, and inherit nothing",
+        "Call everystep.wrap(model), or pass the model to everystep.generate",
     ),
     "TextDiffusionStreamer": (
         "no model of this version generates by diffusion",

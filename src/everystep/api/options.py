@@ -38,6 +38,7 @@ OBJECTS = (
     "prompt_logprobs",
     "prefix",
     "hooks",
+    "adapter_names",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -62,8 +63,9 @@ class Options:
     each. `seed`: one integer, from which each row gets its own, or one for each row.
     `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
     texts lose the stop string that ended them. `legacy_cache`: whether the cache is returned as
-    tuples. `prefix`: what comes before every prompt; `salt`:
-    prompts of another one share no rows with these. The rest are the caller's own objects.
+    tuples. `prefix`: what comes before every prompt; `salt`: prompts of another one share no rows
+    with these. `adapter_names`: one for all rows or one each, None for what is active. The rest are
+    the caller's own objects.
     """
 
     effective: Effective
@@ -78,6 +80,7 @@ class Options:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     hooks: tuple[Hook, ...] = ()
+    adapter_names: str | Sequence[str | None] | None = None
     starts_answer: bool = True
     trims: bool = False
     legacy_cache: bool = False
@@ -108,6 +111,19 @@ class Options:
         if isinstance(self.seed, int):
             seeds = tuple(seed_of(self.seed, first + row) for row in range(rows))
         return tuple(map(SeededDraws, seeds))
+
+    def adapters(self, rows: int) -> tuple[tuple[tuple[str, float], ...], ...]:
+        """(rows,) what each row asks for, as in a request; RequestError where that is unclear."""
+        given = self.adapter_names
+        names = [given] * rows if given is None or isinstance(given, str) else list(given)
+        if len(names) != rows or not all(isinstance(one, str | None) for one in names):
+            raise RequestError(
+                "adapter_names does not fit the call",
+                wanted=f"a name, or {rows} of them",
+                got=repr(given),
+                do="Pass one name per row of the prompt",
+            )
+        return tuple(((one, 1.0),) if one is not None else () for one in names)
 
 
 def read_options(
@@ -141,6 +157,7 @@ def read_options(
         prefix=read_prefix(given.get("prefix")),
         salt=_text("cache_salt", given.get("cache_salt")),
         hooks=_hooks(given.get("hooks")),
+        adapter_names=given.get("adapter_names"),
     )
 
 

@@ -115,6 +115,7 @@ def prepare(
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
     readout = _readout(options)
     draws = options.draws(inputs.number, inputs.batch)
+    adapters = options.adapters(inputs.batch)
     requests = tuple(
         Request(
             request_id=str(inputs.number + row),
@@ -134,6 +135,7 @@ def prepare(
             linger=lingers,
             salt=options.salt,
             hooks=options.hooks,
+            adapters=adapters[row],
         )
         for row, prompt in enumerate(inputs.prompts)
     )

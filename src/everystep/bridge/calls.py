@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.findings import Findings
-from everystep.bridge.foreign import Foreign
+from everystep.bridge.foreign import NOBODY, Foreign
 from everystep.bridge.sheets import Sheet
 from everystep.errors import UnsupportedError
 from everystep.types import Extra, Given, Work
 
 _PLAIN = Extra()
-_NOBODY = "__base__"
-"""What PEFT calls a row that no adapter changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +44,7 @@ class Block:
     def tokens(self) -> np.ndarray:
         """(R, length) ids, 0 where there is none."""
         work, offsets = self.work, self.work.offsets
-        if len(work.tokens) == len(self.feeds) * self.length:
+        if len(self.feeds) == len(work.rows) and not self.empty.any():
             return work.tokens.reshape(len(self.feeds), self.length).clip(min=0)
         table = np.zeros((len(self.feeds), self.length), dtype=np.int64)
         for row, feed in enumerate(self.feeds):
@@ -108,7 +106,7 @@ class Block:
                     got=pairs,
                     do="Join adapters with PEFT's add_weighted_adapter",
                 )
-        return [pairs[0][0] if pairs else _NOBODY for pairs in asked]
+        return [pairs[0][0] if pairs else NOBODY for pairs in asked]
 
 
 def kind_of(extra: Extra | None) -> tuple[object, ...] | None:

@@ -55,7 +55,7 @@ class ForeignModel:
         if module not in _KNOWN:
             _KNOWN[module] = examine(self.foreign)
         self.findings = _KNOWN[module]
-        width = int(self.foreign.embedding.weight.shape[1])  # type: ignore[arg-type, union-attr]
+        width = self.foreign.table.shape[1]
         shape = Shape(width, self.findings.vocab_size)
         stores = self.findings.stores
         self.network = ForeignNetwork(shape, stores, self.foreign.encodes, self.foreign)

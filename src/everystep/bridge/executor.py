@@ -134,8 +134,7 @@ class ForeignExecutor:
 
     def _sheet(self, places: list[Place]) -> Sheet:
         """A sheet with these places, in this order, and nothing after them."""
-        first = places[0].sheet
-        assert first is not None
+        first = places[0].on
         if len(places) == len(first.leads) and all(
             place.sheet is first
             and place.index == index

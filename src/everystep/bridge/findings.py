@@ -13,8 +13,8 @@ from everystep.nn.network import Cross, Full, State, Store, Window
 class Findings:
     """`cache`: a cache object that the module has filled, of one row. `vocab_size`: the width of
     its logits. `ragged`: rows of different lengths may share a rectangle, padded on the left.
-    `several`: a row goes on by several positions at once. `cuts`: a row can be cut back. `masks`: it
-    takes a mask of its own for every position."""
+    `several`: a row goes on by several positions at once. `cuts`: a row can be cut back. `masks`:
+    it takes a mask of its own for every position."""
 
     cache: Any
     vocab_size: int

@@ -6,13 +6,15 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from everystep.errors import ModelClassError, UnsupportedError
 
+NOBODY = "__base__"
+"""What PEFT calls the adapter of a row that none is to change."""
 _ADAPTERS = "peft"
 _LINEAR_CACHE = "cache_params"
 
@@ -50,15 +52,21 @@ class Foreign:
     @property
     def embedding(self) -> nn.Module:
         """What turns ids into embeddings."""
-        return self.base.get_input_embeddings()  # type: ignore[operator, no-any-return]
+        return self.base.get_input_embeddings()  # type: ignore[operator]
+
+    @property
+    def table(self) -> Tensor:
+        """(V, E) its embeddings."""
+        weight: Any = self.embedding.weight
+        return cast(Tensor, weight)
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """The adapters that a row can ask for by name."""
-        hooked = hasattr(self.module, "_enable_peft_forward_hooks")
-        known = getattr(self.module, "peft_config", {}) if hooked else {}
-        mixes = getattr(getattr(self.module, "base_model", None), "_check_forward_args", None)
-        return tuple(known) if mixes is not None else ()
+        takes = getattr(self.module, "special_peft_forward_args", ())
+        tuner: Any = self.module._modules.get("base_model")
+        mixes = "_enable_peft_forward_hooks" in vars(type(tuner))  # those of LoRA alone
+        return (NOBODY, *tuner.peft_config) if mixes and "adapter_names" in takes else ()
 
     def call(self, given: Mapping[str, Any]) -> Any:
         """What the module returns for these arguments; with `at_rest` around it."""
@@ -66,7 +74,7 @@ class Foreign:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
-        return self.embedding(ids)  # type: ignore[no-any-return]
+        return self.embedding(ids)
 
     def encode(self, ids: Tensor | None, embeds: Tensor | None = None, **shows: bool) -> Any:
         """What the encoder returns for rows without padding, its states (B, S, E) first.
@@ -121,8 +129,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
                 got=type(active).__name__,
                 do="Call the model's own generate",
             )
-        inner = getattr(module, "base_model", None)
-        module = inner if isinstance(inner, nn.Module) else module.model  # type: ignore[assignment]
+        # A wrapper's own part, not what it looks up further inside.
+        own = module._modules
+        inner = own.get("base_model") or own.get("model")
+        if inner is None:
+            break
+        module = inner
     if not hasattr(module, "config") or not hasattr(module, "get_input_embeddings"):
         raise ModelClassError(
             "this object is not a model that can generate",

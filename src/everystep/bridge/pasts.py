@@ -13,16 +13,14 @@ from everystep.bridge.sheets import (
     layers_of,
     own_layers_of,
     put_keys,
+    without_across,
 )
-from everystep.errors import InvariantError
 from everystep.types import Past
 
 
 def past_of_row(place: Place) -> Past:
     """Keys and values of a row as copies, and those of its encoder states."""
-    sheet = place.sheet
-    if sheet is None:
-        raise InvariantError("a row that holds nothing cannot be shown")
+    sheet = place.on
     source, across = place.source, across_of_cache(sheet.cache)
     read = 0 if place.states is None else len(place.states)
     layers: list[tuple[Tensor, ...]] = []
@@ -44,6 +42,7 @@ def cache_of(past: Past, form: Any, device: torch.device) -> Any:
     for number, (layer, held) in enumerate(zip(layers_of(made), past.layers, strict=True)):
         parts = [one[None].to(device) for one in held]
         put_keys(layer, parts[0], parts[1], past.length)
-        if across:
+        if len(parts) > 2:
             put_keys(across[number], parts[2], parts[3], parts[2].shape[2])
-    return made
+    known = all(len(held) > 2 for held in past.layers)
+    return without_across(made) if across and not known else made

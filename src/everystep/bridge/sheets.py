@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.bridge.own_inputs import Carried
+from everystep.errors import InvariantError
 
 _COLUMNS = ("keys", "values", "indexer_keys")
 _STATES = ("conv_states", "recurrent_states")
@@ -30,9 +31,9 @@ _STATES = ("conv_states", "recurrent_states")
 class Sheet:
     """`cache` holds `width` columns of R rows, each after `leads[r]` empty ones.
 
-    `seen`: (R, at least width) int64, 0 where a column is empty. `encoded`: (R, S, E) encoder states
-    and (R, S) which of them are real, for models that have them. `spare`: columns that windows keep
-    beyond what they show, because they may be taken back.
+    `seen`: (R, at least width) int64, 0 where a column is empty. `encoded`: (R, S, E) encoder
+    states and (R, S) which of them are real, for models that have them. `spare`: columns that
+    windows keep beyond what they show, because they may be taken back.
     """
 
     cache: Any
@@ -66,18 +67,24 @@ class Place:
         return replace(self, carried=None if self.carried is None else self.carried.copied())
 
     @property
+    def on(self) -> Sheet:
+        """The sheet of a row that is not empty."""
+        if self.sheet is None:
+            raise InvariantError("an empty row lies on no sheet")
+        return self.sheet
+
+    @property
     def source(self) -> Source:
         """The same for `assembled`."""
-        assert self.sheet is not None
-        lead = int(self.sheet.leads[self.index])
-        return Source(self.sheet.cache, self.index, self.sheet.width, lead, self.length)
+        lead = int(self.on.leads[self.index])
+        return Source(self.on.cache, self.index, self.on.width, lead, self.length)
 
 
 class Source(NamedTuple):
     """A row of a cache of `width` columns: `length` positions after `lead` empty columns."""
 
     cache: Any
-    index: int
+    row: int
     width: int
     lead: int
     length: int
@@ -125,22 +132,23 @@ def columns_across(cache: Any) -> int:
 
 
 def assembled(sources: Sequence[Source]) -> tuple[Any, int]:
-    """A cache whose rows are the sources, their last positions in its last column, and its width."""
+    """A cache of these rows, the last position of each in its last column, and its width."""
     first = sources[0]
     alike = all(one.cache is first.cache and one.cut == first.cut for one in sources)
     width = max(one.length for one in sources)
     made = own_layers_of(first.cache)
     if alike:
         width = first.width - first.cut
-        chosen = [one.index for one in sources]
+        chosen = [one.row for one in sources]
         _fill(layers_of(made), width, lambda held: _selected(held, chosen, first.cut), chosen)
     else:
         parts = [layers_of(one.cache) for one in sources]
         for number, layer in enumerate(layers_of(made)):
             _gather(layer, [own[number] for own in parts], sources, width)
-    across = across_of_cache(made)
-    for number, layer in enumerate(across):
-        held = [(across_of_cache(one.cache)[number], one.index) for one in sources]
+    if not all(is_kept(layer) for one in sources for layer in across_of_cache(one.cache)):
+        return without_across(made), width
+    for number, layer in enumerate(across_of_cache(made)):
+        held = [(across_of_cache(one.cache)[number], one.row) for one in sources]
         for name in ("keys", "values"):
             rows = [getattr(own, name)[index] for own, index in held]
             setattr(layer, name, torch.stack(_grown(rows, right=True)))
@@ -176,8 +184,8 @@ def _fill(
             if isinstance(held := getattr(layer, name, None), Tensor):
                 setattr(layer, name, select(held))
         _set_width(layer, width)
-        for name, held in _states(layer):
-            getattr(layer, name[0])[name[1]] = _selected(held, chosen, 0)
+        for (name, key), held in _states(layer):
+            getattr(layer, name)[key] = _selected(held, chosen, 0)
 
 
 def _gather(layer: Any, parts: list[Any], sources: Sequence[Source], width: int) -> None:
@@ -187,7 +195,7 @@ def _gather(layer: Any, parts: list[Any], sources: Sequence[Source], width: int)
             continue
         rows = []
         for part, one in zip(parts, sources, strict=True):
-            held = getattr(part, name)[one.index]
+            held = getattr(part, name)[one.row]
             end = held.shape[-2] - one.cut
             rows.append(held[..., max(0, end - one.length) : end, :])
         grown = torch.stack(_grown(rows, right=False))
@@ -197,9 +205,7 @@ def _gather(layer: Any, parts: list[Any], sources: Sequence[Source], width: int)
         setattr(layer, name, grown)
     _set_width(layer, width)
     for (name, key), _ in _states(layer):
-        own = [
-            getattr(part, name)[key][one.index] for part, one in zip(parts, sources, strict=True)
-        ]
+        own = [getattr(part, name)[key][one.row] for part, one in zip(parts, sources, strict=True)]
         getattr(layer, name)[key] = torch.stack(own)
 
 
@@ -226,6 +232,13 @@ def _grown(rows: list[Tensor], *, right: bool) -> list[Tensor]:
 
 def _padded(row: Tensor, count: int, *, right: bool) -> Tensor:
     return F.pad(row, (0, 0, 0, count) if right else (0, 0, count, 0)) if count else row
+
+
+def without_across(cache: Any) -> Any:
+    """The cache object itself; the module is yet to add what it makes of encoder states."""
+    cache.cross_attention_cache.reset()
+    cache.is_updated = dict.fromkeys(cache.is_updated, False)
+    return cache
 
 
 def emptied(form: Any) -> Any:

@@ -54,7 +54,7 @@ def _plain_ids(foreign: Foreign) -> np.ndarray:
         for name, value in vars(one).items() if one is not None else ():
             if name.endswith(("_token_id", "_token_index")):
                 special.update(value if isinstance(value, list | tuple) else (value,))
-    count = int(foreign.embedding.weight.shape[0])  # type: ignore[arg-type, union-attr]
+    count = len(foreign.table)
     plain = [one for one in range(min(count, len(special) + 100)) if one not in special]
     return np.array((plain or [0])[-_LONG:] * _LONG, dtype=np.int64)[:_LONG]
 

@@ -115,7 +115,12 @@ def _read(function: HashFunction, prompt: Prompt, tokens: list[int]) -> tuple[li
         keys = function.keys(prompt.embeds)
     else:
         keys = [function.token_key(token) for token in prompt.ids.tolist()]  # type: ignore[union-attr]
+    if prompt.injected is not None:
+        found = function.keys(prompt.injected.embeds)
+        for place, key in zip(prompt.injected.positions.tolist(), found, strict=True):
+            keys[place] = key
     keys += [function.token_key(token) for token in tokens]
+    keys = [_masked(function, prompt, place, key) for place, key in enumerate(keys)]
     state, states = function.start(prompt.encoder), []
     for key, position in zip(keys, _positions(prompt), strict=False):
         state = function.advance(state, key, position)
@@ -123,10 +128,23 @@ def _read(function: HashFunction, prompt: Prompt, tokens: list[int]) -> tuple[li
     return states, keys
 
 
+def _masked(function: HashFunction, prompt: Prompt, place: int, key: int) -> int:
+    """The key of a position that its prompt's mask lets see a part of what stands before it."""
+    if prompt.mask is None:
+        return key
+    length, own = prompt.length, prompt.mask.view(-1, prompt.length, prompt.length)
+    seen = torch.ones(len(own), place + 1, dtype=torch.bool)
+    seen[:, :length] = own[:, min(place, length - 1), : place + 1]
+    if bool(seen.all()):
+        return key
+    (found,) = function.keys(seen.flatten()[None].float())
+    return function.joined(key, "mask", found)
+
+
 def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
     """The position ids of the prompt, and then without end those of generated tokens."""
     places = torch.arange(prompt.length) if prompt.positions is None else prompt.positions
-    given = [tuple(place) for place in places.reshape(-1, prompt.length).T.tolist()]
+    given = [tuple(place) for place in places.reshape(-1, places.shape[-1]).T.tolist()]
     yield from given
     for place in count(max(map(max, given)) + 1):
         yield (place,) * len(given[-1])

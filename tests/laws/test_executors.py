@@ -62,7 +62,7 @@ def _flat(prompt: Prompt, seed: int, width: int) -> Prompt:
         drawn = np.random.default_rng(seed).standard_normal((prompt.length, width))
         embeds = torch.from_numpy(drawn)
     if positions is not None:
-        positions = positions.reshape(-1, prompt.length)[0]
+        positions = positions.reshape(-1, positions.shape[-1])[0]
     return Prompt(prompt.ids, embeds, positions)
 
 

@@ -14,13 +14,16 @@ from everystep.types import Request
 
 
 def as_embeddings(request: Request, mix: Mix, *, keep_ids: bool) -> Request:
-    """The same request with the embeddings of its ids, if it was given as ids."""
+    """The same request with the embeddings of its ids, and of the features among them, if it was
+    given as ids."""
     prompt = request.prompt
     if prompt.embeds is not None:
         return request
     embeds = hash_executor(mix).function.embed(prompt.ids)
+    if prompt.injected is not None:
+        embeds[torch.from_numpy(prompt.injected.positions)] = prompt.injected.embeds
     ids = prompt.ids if keep_ids else None
-    return replace(request, prompt=replace(prompt, embeds=embeds, ids=ids))
+    return replace(request, prompt=replace(prompt, embeds=embeds, ids=ids, injected=None))
 
 
 def ending_after(request: Request, new_tokens: int) -> Request:

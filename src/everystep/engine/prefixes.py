@@ -265,16 +265,20 @@ def _digests(prompt: Prompt, declared: Mapping[str, InputSpec]) -> np.ndarray:
     if prompt.embeds is not None:
         add("embeds", prompt.embeds, prompt.before)
     if prompt.positions is not None:
-        add(
-            "positions",
-            prompt.positions.movedim(-1, 0),
-        )
+        add("positions", prompt.positions[..., :length].movedim(-1, 0))
+    if (inside := prompt.injected) is not None:
+        places = torch.from_numpy(inside.positions)
+        marks = torch.zeros(length, dtype=torch.bool).index_fill(0, places, True)
+        embeds = inside.embeds.new_zeros(length, inside.embeds.shape[-1])
+        embeds[places.to(embeds.device)] = inside.embeds
+        add("marks", marks[:, None])
+        add("injected", embeds)
     for name, values in sorted(prompt.inputs.items()):
         whole = values if declared[name].per == "token" else values.expand(length, *values.shape)
         add(name, whole)
     begin, joined = blake2b(repr(header).encode(), digest_size=16), np.concatenate(parts, axis=1)
     found = np.full((length, 3), -1, dtype=np.int64)
-    if prompt.ids is not None:
+    if prompt.ids is not None and prompt.embeds is None:
         found[length - len(prompt.ids) :, 0] = prompt.ids
     for place, row in enumerate(joined):
         digest = begin.copy()

@@ -27,7 +27,7 @@ from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
-from everystep.types import Prompt, Request
+from everystep.types import Injected, Prompt, Request
 from everystep.types.protocols import Drafter, Hook
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def random_mix(seed: int) -> Mix:
     draw = Dice(np.random.default_rng([seed, 0]))
     function = HashFunction(draw.between(12, 40), EMBED_DIM)
     count = draw.between(1, 6)
-    hooking = Dice(np.random.default_rng([seed, 2]))
+    further, hooking = (Dice(np.random.default_rng([seed, stream])) for stream in (1, 2))
     requests = tuple(
-        replace(_request(f"request {i}", function, draw), hooks=_hooks(hooking))
+        replace(_request(f"request {i}", function, draw, further), hooks=_hooks(hooking))
         for i in range(count)
     )
-    requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 1]))))
+    requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 3]))))
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
 
@@ -133,8 +133,8 @@ class Dice:
 # --- requests -------------------------------------------------------------------------------------
 
 
-def _request(name: str, function: HashFunction, draw: Dice) -> Request:
-    prompt = _prompt(function, draw)
+def _request(name: str, function: HashFunction, draw: Dice, further: Dice) -> Request:
+    prompt = _furnished(_prompt(function, draw), function, further)
     ends = tuple(draw.ids(function.vocab_size, draw.between(0, 3)).tolist())
     pad_prefix = draw.between(1, 4) if draw.chance(0.3) else 0
     max_new = draw.between(1, 12)
@@ -196,6 +196,27 @@ def _related(requests: tuple[Request, ...], draw: Dice) -> Iterator[Request]:
             prompt = replace(own, ids=ids[: own.length], positions=positions)
             request = replace(request, prompt=prompt)
         yield replace(request, salt=draw.one_of(None, None, None, "other"))
+
+
+def _furnished(prompt: Prompt, function: HashFunction, draw: Dice) -> Prompt:
+    """The prompt, perhaps with features among its ids, ids of its own beside embeddings, position
+    ids beyond its end, and a mask."""
+    length = prompt.length
+    if prompt.embeds is None and draw.chance(0.15):
+        places = np.flatnonzero(draw.rng.random(length) < 0.5)
+        embeds = draw.rng.standard_normal((len(places), EMBED_DIM)).astype(np.float32)
+        prompt = replace(prompt, injected=Injected(places, torch.from_numpy(embeds)))
+    elif prompt.embeds is not None and draw.chance(0.4):
+        ids = draw.ids(function.vocab_size, draw.between(1, 2 * length))
+        prompt = replace(prompt, ids=ids)
+    if prompt.positions is not None and draw.chance(0.3):
+        more = torch.from_numpy(draw.rng.integers(0, 40, (*prompt.positions.shape[:-1], 3)))
+        prompt = replace(prompt, positions=torch.cat([prompt.positions, more], dim=-1))
+    if draw.chance(0.12):
+        shape = draw.one_of((length, length), (2, length, length))
+        seen = torch.from_numpy(draw.rng.random(shape) < 0.7) | torch.eye(length, dtype=torch.bool)
+        prompt = replace(prompt, mask=seen.tril())
+    return prompt
 
 
 def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:

@@ -163,6 +163,7 @@ class Prefix:
                 given |= hook.before_step(step) or {}
             if "embeds" in given:
                 keys[start : start + fed] = self.function.keys(given["embeds"])
+        keys = _all_masked(self.function, prompt, keys)
         return _states(self.function, prompt, keys), keys
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ class Prefix:
 
 def logits(function: HashFunction, prompt: Prompt, tokens: list[int]) -> Tensor:
     """(V,) logits of what may follow a prompt and the tokens after it."""
-    keys = _keys(function, prompt, tokens)
+    keys = _all_masked(function, prompt, _keys(function, prompt, tokens))
     return _logits(function, _states(function, prompt, keys), keys)
 
 
@@ -193,6 +194,10 @@ def _keys(function: HashFunction, prompt: Prompt, tokens: list[int]) -> list[int
         keys = function.keys(prompt.embeds)
     else:
         keys = [function.token_key(token) for token in prompt.ids.tolist()]  # type: ignore[union-attr]
+    if prompt.injected is not None:
+        found = function.keys(prompt.injected.embeds)
+        for place, key in zip(prompt.injected.positions.tolist(), found, strict=True):
+            keys[place] = key
     return [*keys, *(function.token_key(token) for token in tokens)]
 
 
@@ -205,10 +210,28 @@ def _states(function: HashFunction, prompt: Prompt, keys: list[int]) -> list[int
     return states
 
 
+def _all_masked(function: HashFunction, prompt: Prompt, keys: list[int]) -> list[int]:
+    """The keys of all positions, after what the prompt's mask hides from them."""
+    return [_masked(function, prompt, place, key) for place, key in enumerate(keys)]
+
+
+def _masked(function: HashFunction, prompt: Prompt, place: int, key: int) -> int:
+    """The key of a position that its prompt's mask lets see a part of what stands before it."""
+    if prompt.mask is None:
+        return key
+    length, own = prompt.length, prompt.mask.view(-1, prompt.length, prompt.length)
+    seen = torch.ones(len(own), place + 1, dtype=torch.bool)
+    seen[:, :length] = own[:, min(place, length - 1), : place + 1]
+    if bool(seen.all()):
+        return key
+    (found,) = function.keys(seen.flatten()[None].float())
+    return function.joined(key, "mask", found)
+
+
 def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
     """The position ids of the prompt, and then without end those of generated tokens."""
     places = torch.arange(prompt.length) if prompt.positions is None else prompt.positions
-    given = [tuple(place) for place in places.reshape(-1, prompt.length).T.tolist()]
+    given = [tuple(place) for place in places.reshape(-1, places.shape[-1]).T.tolist()]
     yield from given
     for place in count(max(map(max, given)) + 1):
         yield (place,) * len(given[-1])

@@ -165,7 +165,16 @@ class BeforeStep:
             return self.given["embeds"]
         if self.start < prompt.length and prompt.embeds is not None:
             return prompt.embeds[self.start - prompt.before :]
-        return self.embed(torch.from_numpy(self.ids))
+        inside = prompt.injected if self.start < prompt.length else None
+        if inside is None:
+            return self.embed(torch.from_numpy(self.ids))
+        here = (inside.positions >= self.start) & (inside.positions < self.start + self.count)
+        places, ids = torch.from_numpy(inside.positions[here] - self.start), self.ids
+        assert ids is not None, "what has injected embeddings has ids"
+        # The id at such a place may be beyond the vocabulary.
+        found = self.embed(torch.from_numpy(ids).index_fill(0, places, 0)).clone()
+        found[places.to(found.device)] = inside.embeds[torch.from_numpy(here)].to(found)
+        return found
 
 
 @dataclass(slots=True, eq=False)

@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 import everystep as es
+from everystep.api.inputs import Inputs
 from everystep.api.model import LanguageModel
+from everystep.api.options import read_options
+from everystep.api.prefill import _held
+from everystep.api.prepare import prepare
 from everystep.api.session import Session
 from everystep.engine import audit
 from everystep.errors import RequestError, UnsupportedError
+from everystep.testing.drive import run_together
+from everystep.types import Prompt
+from tests.executors.layout import SIDES, layout_model
 from tests.executors.models import family_model, narrow_model
 from tests.laws.calls import tokenizer as spelled
 
@@ -179,6 +186,26 @@ def test_what_follows_stands_after_the_greatest_position() -> None:
     given = model.generate(TAILS, position_ids=own, prefix=prefix, **QUIET)
     whole = torch.cat([head.expand(2, -1), own], dim=1)
     assert torch.equal(given, model.generate(WHOLE, position_ids=whole, **QUIET))
+
+
+def test_boxes_of_the_prefix_and_of_what_follows_are_read_once() -> None:
+    """Nothing modal is missed where a prompt goes on from a prefix, and nothing is given twice."""
+    model, count = LanguageModel(layout_model()), len(HEAD)
+    ids, boxes = WHOLE[0].numpy(), torch.arange(4 * WHOLE.shape[1]).view(-1, 4) % SIDES
+
+    def chosen(prompt: Prompt, **given: Any) -> list[int]:
+        options = read_options(model, {**given, **QUIET}, (), None)
+        inputs = Inputs((prompt,), (0,), (0,), width=len(prompt.ids))  # type: ignore[arg-type]
+        (request,) = prepare(model, options, inputs).requests
+        (done,) = run_together([request], model.executor(request.needs)).results["0"]
+        return list(done.tokens)
+
+    head = Prompt(ids=ids[:count], inputs={"bbox": boxes[:count]})
+    with torch.inference_mode():
+        prefix = es.Prefix(head, _held(model, head), model.core)
+    after = Prompt(ids=ids[count:], inputs={"bbox": boxes[count:]})
+    whole = Prompt(ids=ids, inputs={"bbox": boxes})
+    assert chosen(after, prefix=prefix) == chosen(whole)
 
 
 # --- texts and automatic reuse --------------------------------------------------------------------

@@ -19,7 +19,7 @@ def past_of(kv: Tensor) -> Past:
 def kv_of(past: Past) -> Tensor:
     """(L, 2, K, length, D), 0 where a window has dropped positions that are not looked at again."""
     pairs = [pair(layer) for layer in past.layers]
-    return torch.stack([F.pad(x, (0, 0, past.length - x.shape[2], 0)) for x in pairs])
+    return torch.stack([_padded(x, 0, past.length - x.shape[2]) for x in pairs])
 
 
 def across_of(past: Past) -> Tensor | None:
@@ -31,4 +31,9 @@ def across_of(past: Past) -> Tensor | None:
 def pair(held: Sequence[Tensor]) -> Tensor:
     """(2, K, n, D) of keys and values, the shorter filled up with zeros."""
     dim = max(one.shape[-1] for one in held[:2])
-    return torch.stack([F.pad(x, (0, dim - x.shape[-1])) for x in held[:2]])
+    return torch.stack([_padded(x, dim - x.shape[-1], 0) for x in held[:2]])
+
+
+def _padded(x: Tensor, size: int, before: int) -> Tensor:
+    """(..., before + n, D + size) from (..., n, D), without a copy where nothing is added."""
+    return F.pad(x, (0, size, before, 0)) if size or before else x

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from everystep.api.many import generate as generate
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
-    from everystep.api.resume import resume as resume
     from everystep.api.run import Run as Run
-    from everystep.api.run import open as open
+    from everystep.api.runs import open as open
+    from everystep.api.runs import resume as resume
     from everystep.api.session import Generated as Generated
     from everystep.api.steps import Explanation as Explanation
     from everystep.api.steps import Step as Step
@@ -166,8 +166,8 @@ _NAMES = {
     "api.load": "load load_model",
     "api.many": "Stream chat generate stream",
     "api.model": "LanguageModel",
-    "api.resume": "resume",
-    "api.run": "Run open",
+    "api.run": "Run",
+    "api.runs": "open resume",
     "api.session": "Generated",
     "api.steps": "Explanation Step",
     "cache.containers": """

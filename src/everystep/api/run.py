@@ -29,7 +29,7 @@ from everystep.errors import RequestError
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
-from everystep.types import Event, Group, values_of
+from everystep.types import Group, values_of
 
 
 class Run:
@@ -363,8 +363,7 @@ class Run:
         if (trim := self._session.trim(group)) is not None:
             self._wording.trim(name, *trim)
         for index in range(group.request.strategy.returns):
-            for token in self._ids(index):
-                self._wording(Event(name, index, token))
+            self._wording.follow(name, index, self._ids(index))
 
     def _spell(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from everystep.api.model import LanguageModel as LanguageModel
     from everystep.api.prefill import prefill as prefill
     from everystep.api.prefixes import Prefix as Prefix
-    from everystep.api.resume import resume as resume
     from everystep.api.run import Run as Run
-    from everystep.api.run import open as open
+    from everystep.api.runs import open as open
+    from everystep.api.runs import resume as resume
     from everystep.api.session import Generated as Generated
     from everystep.api.steps import Explanation as Explanation
     from everystep.api.steps import Step as Step
@@ -178,8 +178,8 @@ _NAMES = {
     "api.features": "PromptInput",
     "api.prefill": "prefill",
     "api.prefixes": "Prefix",
-    "api.resume": "resume",
-    "api.run": "Run open",
+    "api.run": "Run",
+    "api.runs": "open resume",
     "api.session": "Generated",
     "api.steps": "Explanation Step",
     "api.wrapped": "wrap",

@@ -11,49 +11,25 @@ import asyncio
 import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from everystep.api.hands import Asked, Hands, Rules, is_one, over, read_ids, require_changeable
+from everystep.api.hands import Hands, Rules, is_one, over, read_ids, require_changeable
 from everystep.api.model import LanguageModel
-from everystep.api.session import PromptLike, Session
+from everystep.api.session import Session
 from everystep.api.steps import Explanation, Step, explained
 from everystep.engine import Beginning
 from everystep.engine.logprobs import with_given
 from everystep.errors import RequestError
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam, Greedy, Sample
-from everystep.streamers import Wording, beam_event
-from everystep.types import Event, Group, values_of
-
-
-def open(
-    model: LanguageModel,
-    tokenizer: Any = None,
-    prompt: PromptLike | None = None,
-    *,
-    seed: int | None = None,
-    **options: Any,
-) -> Run:
-    """A run of the prompt, which has not taken its first step.
-
-    `prompt`, `options`, `seed`: as for `es.generate` with one prompt; without a seed one is taken
-    from torch's global generator. Everything about them is checked here, before any compute.
-    """
-    if prompt is None:
-        raise RequestError("there is no prompt to open a run with", do="Pass a text or ids")
-    asked = Asked(options, int(torch.randint(2**62, ()).item()) if seed is None else seed)
-    session = asked.session(model, tokenizer)
-    passed = session.read(prompt, 0)
-    call = session.prepared(passed, 0)
-    rules, hands = Rules.of(asked, call), Hands(model, call)
-    group = hands.engine.submit(rules.request(model, 0, "0"))
-    return Run(model, session, passed, [(0, rules)], hands, group)
+from everystep.streamers import LiveBeam, Wording, beam_event
+from everystep.types import Group, values_of
 
 
 class Run:
@@ -81,6 +57,7 @@ class Run:
         self._memos: dict[int, dict[str, Any]] = {0: {}}
         self._ready: deque[Step] = deque()
         self._number = 0
+        self._wording = Wording(self.tokenizer)
         self._reword()
 
     # --- looking ----------------------------------------------------------------------------------
@@ -134,13 +111,12 @@ class Run:
         with self._hands.lock:
             tokens = self._ids(index)
             if not -len(tokens) <= position < len(tokens):
-                raise RequestError(
-                    "there is no such position", wanted=f"0 to {len(tokens) - 1}", got=position
-                )
+                wanted = f"0 to {len(tokens) - 1}"
+                raise RequestError("there is no such position", wanted=wanted, got=position)
             position %= len(tokens)
             twin = self._before(tokens[:position], index)
             try:
-                sight = self._hands.step(twin)
+                sight: Any = self._hands.step(twin)
                 if twin.error is not None:
                     raise twin.error
             finally:
@@ -160,7 +136,7 @@ class Run:
         if isinstance(request.strategy, Beam):
             strategy = replace(request.strategy, width=1, returns=1, searches=1)
         request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
-        every = [*self._group.live, *self._group.done]
+        every: list[Any] = [*self._group.live, *self._group.done]
         lineage = next((one.lineage for one in every if one.index == index), 0)
         twin = engine.fork(self._group, replace(self._group.request, request_id=name))
         values = self._values(len(tokens)) if is_one(self._group.request) else {}
@@ -205,7 +181,8 @@ class Run:
     def _deliver(self, sight: Any) -> None:
         """What was reported of the run becomes a step."""
         mail, group = self._hands.mail, self._group
-        name, beams = group.request.request_id, ()
+        name = group.request.request_id
+        beams: tuple[LiveBeam, ...] = ()
         after = self._wording.copy()
         events = tuple(after(event) for event in mail.get(name, ()))
         if group.live and not group.request.strategy.streams:
@@ -250,9 +227,8 @@ class Run:
         with self._hands.lock:
             tokens = self._whole("rewind")
             if type(n) is not int or not 0 <= n <= len(tokens):
-                raise RequestError(
-                    "so many ids cannot be taken back", wanted=f"0 to {len(tokens)}", got=repr(n)
-                )
+                what = "so many ids cannot be taken back"
+                raise RequestError(what, wanted=f"0 to {len(tokens)}", got=repr(n))
             kept = len(tokens) - n
             self._reopen(tokens[:kept], {one for one in self._given if one < kept})
 
@@ -274,9 +250,9 @@ class Run:
             require_changeable(self._group.request, request, changes)
             if call.quantization != self._hands.quantization:
                 raise RequestError("the cache cannot change while a run is under way")
-            ended = over(self._group)
             at_length = any(one.reason.kind == "length" for one in self._group.done)
-            if not ended or (at_length and len(tokens) - len(self._given) < rules.room):
+            more = at_length and len(tokens) - len(self._given) < rules.room
+            if more or not over(self._group):
                 self._reopen(tokens, {*self._given}, rules=rules)
             else:
                 self._rules = [
@@ -344,14 +320,13 @@ class Run:
     def _reopen(
         self,
         tokens: list[int],
-        given: set[int],
+        given: AbstractSet[int],
         kept: int | None = None,
         rules: Rules | None = None,
     ) -> None:
         """The run goes on after these tokens, the first `kept` of which are as before."""
         rules = rules or self._rules[-1][1]
-        before = len(self.tokens)
-        kept = min(len(tokens), before) if kept is None else kept
+        kept = min(len(tokens), len(self.tokens)) if kept is None else kept
         if len(tokens) - len(given) >= rules.room:
             raise RequestError(
                 "there is no room for another token",
@@ -364,7 +339,7 @@ class Run:
         values, best = self._values(kept), request.wants.logprobs
         if best is not None:
             values |= with_given(_known(group), kept, tokens[kept:], best)
-        lineage = next((one.lineage for one in [*group.live, *group.done]), 0)
+        lineage = getattr(_first(group), "lineage", 0)
         with inference_mode():
             engine.replace(group, request, Beginning(np.array(tokens, np.int64), values, lineage))
         self._given = frozenset(given)
@@ -388,13 +363,17 @@ class Run:
         if (trim := self._session.trim(group)) is not None:
             self._wording.trim(name, *trim)
         for index in range(group.request.strategy.returns):
-            for token in self._ids(index):
-                self._wording(Event(name, index, token))
+            self._wording.follow(name, index, self._ids(index))
 
     def _spell(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
 
+def _first(group: Group) -> Any:
+    """The one sequence of a group, live or done; None before it has any."""
+    return next(iter([*group.live, *group.done]), None)
+
+
 def _known(group: Group) -> dict[str, Any]:
-    """What the one sequence of a group remembers that ids cannot tell."""
-    return next((values_of(one.memo) for one in [*group.live, *group.done]), {})
+    """What that sequence remembers that ids cannot tell."""
+    return values_of(getattr(_first(group), "memo", {}))

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from everystep.config import GenerationConfig
 from everystep.errors import FormatError, RequestError
 from everystep.files.atomic import write_atomic
 from everystep.files.safetensors import read_file
-from everystep.models import weight_digest
+from everystep.models import Model, weight_digest
 from everystep.types.stored import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def write_run(run: Run, path: Path) -> None:
     state = {
         "rules": rules,
         "given": sorted(run._given),
-        "memos": {n: _without_chain(memo) for n, memo in run._memos.items()},
+        "memos": {n: memo for n, memo in _memos(run).items() if memo or not n},
         "number": run._number,
         "group": np.frombuffer(run._hands.engine.dump(run._group), np.uint8),
     }
@@ -138,9 +139,12 @@ def revived(plain: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _without_chain(memo: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is known of likelihoods, which the group's own memo holds to its end."""
-    return {name: value for name, value in memo.items() if name != "logprobs"}
+def _memos(run: Run) -> dict[int, dict[str, Any]]:
+    """What was known after each step, without likelihoods: the group's own memo has them all."""
+    return {
+        n: {name: value for name, value in memo.items() if name != "logprobs"}
+        for n, memo in run._memos.items()
+    }
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -157,9 +161,17 @@ def _tensor(name: str, value: Any) -> Tensor:
 # --- whose it is ----------------------------------------------------------------------------------
 
 
+# Weights are read once, unless they can change.
+_KNOWN: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
+
+
 def model_digest(model: LanguageModel) -> str:
     """Equal for models whose runs can be exchanged."""
-    how = f"{weight_digest(model.core)} {model.dtype} {model.cache_dtype}"
+    core = model.core
+    weights = None if core.learns else _KNOWN.get(core)
+    if weights is None:
+        weights = _KNOWN[core] = weight_digest(core)
+    how = f"{weights} {model.dtype} {model.cache_dtype}"
     return hashlib.sha256(how.encode()).hexdigest()
 
 

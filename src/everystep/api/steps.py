@@ -35,7 +35,8 @@ class ScoreChange(NamedTuple):
     after: Tensor
 
 
-class Branch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Branch:
     """One hypothesis that came out of a step: whose it is, by the index of the hypothesis that it
     continues, its own index, its new tokens, its score, and its end if it has one."""
 
@@ -252,9 +253,9 @@ class Explanation:
     def __str__(self) -> str:
         token = self.chosen
         lines = [f"position {self.position}: {_named(token)}, logit {token.logit:.4g}"]
-        for one in self.effects:
-            ruled = f", rules {one.ruled_out} tokens out" if one.ruled_out else ""
-            lines.append(f"  {one.name}: {one.before:.4g} -> {one.after:.4g}{ruled}")
+        for effect in self.effects:
+            ruled = f", rules {effect.ruled_out} tokens out" if effect.ruled_out else ""
+            lines.append(f"  {effect.name}: {effect.before:.4g} -> {effect.after:.4g}{ruled}")
         if self.given:
             lines.append("  it was given, not chosen")
         elif self.draw is not None:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ import everystep as es
 from everystep.cli import options as o
 from everystep.cli.loading import load
 from everystep.cli.reading import read_prompt
+from everystep.cli.runs import WatchedRun, refuse_prompt, resumed
 from everystep.cli.terminal import (
     is_terminal,
     note,
@@ -25,6 +27,8 @@ from everystep.cli.terminal import (
 )
 from everystep.errors import RequestError
 from everystep.files.sources import DEFAULT_MODEL
+
+_run = partial(typer.Option, rich_help_panel="A run in your hands")
 
 
 def generate(
@@ -56,6 +60,16 @@ def generate(
     as_jsonl: Annotated[
         bool, typer.Option("--jsonl", help="One JSON document per token, as it comes.")
     ] = False,
+    save: Annotated[
+        Path | None,
+        _run("--save", metavar="FILE", help="Keep the run in FILE when it ends or is stopped."),
+    ] = None,
+    resume: Annotated[
+        Path | None, _run("--resume", metavar="FILE", help="Go on with the run in FILE.")
+    ] = None,
+    trace: Annotated[
+        Path | None, _run("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
+    ] = None,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
@@ -71,6 +85,8 @@ def generate(
         raise typer.BadParameter("--json and --jsonl were both given; give one of them")
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
+    if resume is not None:
+        refuse_prompt({"PROMPT": prompt, "--file": file, "--system": system, "--raw": raw})
     decoding = o.decoding(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
@@ -83,15 +99,27 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop_strings=stop or None,
     )
-    text = read_prompt(prompt, file)
+    text = "" if resume is not None else read_prompt(prompt, file)
     started = time.perf_counter()
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
-    asked = _asked(text, system, raw, tokenizer)
+    if resume is not None:
+        source = context.get_parameter_source("max_new_tokens")
+        said = source is not None and source.name != "DEFAULT"
+        run = resumed(resume, loaded, tokenizer, _said(decoding, seed, length=said))
+    else:
+        asked = _asked(text, system, raw, tokenizer)
+        in_hands = save is not None or trace is not None
+        run = es.open(loaded, tokenizer, asked, seed=seed, **decoding) if in_hands else None
     ready = time.perf_counter()
     several = (num_return_sequences or 1) > 1
     form = "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
-    with es.stream(loaded, tokenizer, asked, seed=seed, **decoding) as stream:
+    watched: Any = (
+        es.stream(loaded, tokenizer, asked, seed=seed, **decoding)
+        if run is None
+        else WatchedRun(run, tokenizer, save or resume, trace)
+    )
+    with watched as stream:
         arrivals = _follow(stream, form)
         (results,) = stream.results()
     about = {
@@ -103,9 +131,16 @@ def generate(
         "seed": seed,
         "timings": _timings(started, ready, arrivals),
     }
-    _end(results, form, about, scored=(num_beams or 1) > 1)
+    searched = (num_beams or 1) > 1 or (resume is not None and any(one.score for one in results))
+    _end(results, form, about, scored=searched)
     if is_terminal(sys.stderr):
         note(_summary(sum(len(one.tokens) for one in results), about))
+
+
+def _said(decoding: Mapping[str, Any], seed: int | None, *, length: bool) -> dict[str, Any]:
+    """What a command line sets of a run that goes on; `length`: it says how long."""
+    said = {name: value for name, value in decoding.items() if name != "max_new_tokens" or length}
+    return said if seed is None else {**said, "seed": seed}
 
 
 def _asked(text: str, system: str | None, raw: bool, tokenizer: Any) -> Any:

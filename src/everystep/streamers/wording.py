@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everystep.text import Detokenizer, Tokenizer, Trimmer
@@ -45,6 +46,14 @@ class Wording:
         if trimmer is not None:
             piece = trimmer.finish(piece, event.finish.matched)
         return replace(event, text=piece)
+
+    def follow(self, request_id: str, index: int, tokens: Sequence[int]) -> None:
+        """These tokens stand there already: what comes next is spelled after them."""
+        if self._tokenizer is not None and tokens:
+            follower, trimmer = self._following(self._tokenizer, request_id, index)
+            piece = follower.push(tokens)
+            if trimmer is not None:
+                trimmer.push(piece)
 
     def ahead(self, request_id: str, index: int, tokens: list[int]) -> str | None:
         """The text that further tokens would add, if they were the last."""

@@ -1,4 +1,4 @@
-"""Going on with a run that was saved to a file."""
+"""Runs begin: from a prompt, or from the file that another one was saved to."""
 
 from __future__ import annotations
 
@@ -7,14 +7,39 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from everystep.api.hands import Asked, Hands, Rules
 from everystep.api.model import LanguageModel
 from everystep.api.run import Run
 from everystep.api.saved import read_run, revived
-from everystep.api.session import Session
+from everystep.api.session import PromptLike, Session
 from everystep.errors import FormatError, RequestError
+
+
+def open(
+    model: LanguageModel,
+    tokenizer: Any = None,
+    prompt: PromptLike | None = None,
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> Run:
+    """A run of the prompt, which has not taken its first step.
+
+    `prompt`, `options`, `seed`: as for `es.generate` with one prompt, everything about them is
+    checked here, before any compute. Without a seed one is taken from torch's global generator.
+    """
+    if prompt is None:
+        raise RequestError("there is no prompt to open a run with", do="Pass a text or ids")
+    asked = Asked(options, int(torch.randint(2**62, ()).item()) if seed is None else seed)
+    session = asked.session(model, tokenizer)
+    passed = session.read(prompt, 0)
+    call = session.prepared(passed, 0)
+    rules, hands = Rules.of(asked, call), Hands(model, call)
+    group = hands.engine.submit(rules.request(model, 0, "0"))
+    return Run(model, session, passed, [(0, rules)], hands, group)
 
 
 def resume(

@@ -1,0 +1,108 @@
+"""`everystep generate` with a run in its hands: traced step by step, saved, gone on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import everystep as es
+from everystep.cli.terminal import note
+from everystep.errors import RequestError
+
+_RIVALS = 5
+
+
+def refuse_prompt(said: dict[str, Any]) -> None:
+    """RequestError for what would ask a run that goes on for another prompt."""
+    wrong = [name for name, value in said.items() if value]
+    if wrong:
+        raise RequestError(
+            f"--resume goes on with a run that has its prompt; got {', '.join(wrong)}",
+            do="Leave it out, or leave --resume out",
+        )
+
+
+def resumed(path: Path, model: Any, tokenizer: Any, changes: dict[str, Any]) -> Any:
+    """The run of a file, with other values of what was said now."""
+    run = es.resume(path, model, tokenizer)
+    if changes:
+        run.set(**changes)
+    return run
+
+
+class WatchedRun:
+    """The events of a run; each step is a line of `trace`, and in the end, or when it is
+    interrupted, the run is in the file `save`."""
+
+    def __init__(self, run: Any, tokenizer: Any, save: Path | None, trace: Path | None) -> None:
+        self._run, self._tokenizer = run, tokenizer
+        self._save, self._trace = save, trace
+        self._opened = ExitStack()
+        self._lines: Any = None
+
+    def __enter__(self) -> WatchedRun:
+        if self._trace is not None:
+            opened = self._trace.open("w", encoding="utf-8")
+            self._lines = self._opened.enter_context(opened)
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in self._run:
+            if self._lines is not None:
+                document = _step_document(step, self._tokenizer)
+                self._lines.write(json.dumps(document, ensure_ascii=False) + "\n")
+                self._lines.flush()
+            yield from step.events
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        with self._opened:
+            if self._save is not None and (kind is None or interrupted):
+                self._run.save(self._save)
+        if self._save is not None and interrupted:
+            note(f"saved; go on with --resume {self._save}")
+
+    def results(self) -> list[list[Any]]:
+        """Every sequence as it ended."""
+        found = self._run.result()
+        return [found if isinstance(found, list) else [found]]
+
+
+def _step_document(step: Any, tokenizer: Any) -> dict[str, Any]:
+    """A step as JSON types: what was settled, who continued whom, and how the choice came about."""
+    chosen = step.branches[0].tokens[:1] if step.branches else ()
+    document = {
+        "step": step.number,
+        "tokens": list(step.tokens),
+        "text": step.text,
+        "finish_reason": None if step.finish is None else step.finish.kind,
+        "branches": [
+            {"parent": one.parent, "index": one.index, "tokens": list(one.tokens)}
+            for one in step.branches
+        ],
+    }
+    if chosen and step.scores is not None:
+        (token,), scores = chosen, step.scores[0]
+        document["changes"] = [
+            {
+                "processor": one.name,
+                "before": _finite(one.before[0, token]),
+                "after": _finite(one.after[0, token]),
+            }
+            for one in step.changes
+        ]
+        best = scores.topk(min(_RIVALS, len(scores))).indices.tolist()
+        document["best"] = [
+            {"token": one, "text": tokenizer.decode([one]), "score": _finite(scores[one])}
+            for one in best
+        ]
+    return document
+
+
+def _finite(value: Any) -> float | None:
+    """A number that JSON has; None for one that it has not."""
+    number = float(value)
+    return number if abs(number) < float("inf") else None

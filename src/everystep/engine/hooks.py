@@ -182,12 +182,12 @@ class Hooking:
         if name == "embeds":
             if self.width is None:
                 self.width = self.embed(torch.zeros(1, dtype=torch.int64)).shape[-1]
-            shape, fits = (count, self.width), values.is_floating_point()
-            wanted: object = "floating point numbers"
+            shape: tuple[int, ...] = (count, self.width)
+            fits, wanted = values.is_floating_point(), "floating point numbers"
         else:
             spec = self.executor.inputs[name]
             shape = (count, *spec.shape) if spec.per == "token" else spec.shape
-            fits, wanted = torch.can_cast(values.dtype, spec.dtype), spec.dtype
+            fits, wanted = torch.can_cast(values.dtype, spec.dtype), str(spec.dtype)
         if tuple(values.shape) != shape:
             raise nonsense(hook, name, f"shape {shape}", f"shape {tuple(values.shape)}")
         if not fits:

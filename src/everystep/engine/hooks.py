@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.engine.feed import NO_IDS, Feeds, Grant, chunk_of, write_draft
+from everystep.engine.feed import Feeds, Grant, chunk_of, write_draft
 from everystep.errors import NOBODYS, RequestError, UnknownArgumentError, nearest
 from everystep.executors.base import Executor
 from everystep.types import (
@@ -98,9 +98,8 @@ class Hooking:
     def _ask_group(self, grant: Grant, feeds: Feeds) -> None:
         if grant.group in feeds.ready:
             for sequence in grant.group.live:
-                write_draft(sequence, feeds)
-                draft = feeds.drafts.get(id(sequence), NO_IDS)
-                self._ask_for(sequence, sequence.length + len(draft) - sequence.cached, feeds)
+                drafted = len(write_draft(sequence, feeds)) if feeds.drafts else 0
+                self._ask_for(sequence, sequence.length + drafted - sequence.cached, feeds)
             return
         for unit, _, source, count in chunk_of(grant, feeds.table):
             if unit is source:
@@ -127,9 +126,8 @@ class Hooking:
             parts.append((position - start, 1, gifts))
         if stop > sequence.length:
             feeds.foreseen[id(sequence)] = [one for *_, one in parts[sequence.length - stop :]]
-        given = _joined(parts, self.executor.inputs)
-        if given:
-            feeds.hooked[id(sequence)] = given
+        if any(gifts for *_, gifts in parts):
+            feeds.hooked[id(sequence)] = _joined(parts, self.executor.inputs)
 
     def _of_prompt(self, sequence: Sequence, state: Hooked, stop: int, line: np.ndarray) -> Gifts:
         """What is given for the prompt's positions from the cached ones on up to `stop`."""
@@ -184,12 +182,12 @@ class Hooking:
         if name == "embeds":
             if self.width is None:
                 self.width = self.embed(torch.zeros(1, dtype=torch.int64)).shape[-1]
-            shape, fits = (count, self.width), values.is_floating_point()
-            wanted: object = "floating point numbers"
+            shape: tuple[int, ...] = (count, self.width)
+            fits, wanted = values.is_floating_point(), "floating point numbers"
         else:
             spec = self.executor.inputs[name]
             shape = (count, *spec.shape) if spec.per == "token" else spec.shape
-            fits, wanted = torch.can_cast(values.dtype, spec.dtype), spec.dtype
+            fits, wanted = torch.can_cast(values.dtype, spec.dtype), str(spec.dtype)
         if tuple(values.shape) != shape:
             raise nonsense(hook, name, f"shape {shape}", f"shape {tuple(values.shape)}")
         if not fits:

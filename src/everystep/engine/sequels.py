@@ -8,7 +8,7 @@ long as its positions were given what hooks give after the tokens before them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -95,15 +95,21 @@ class Sequels:
     def noted(self, children: Children, rows: Items[int]) -> Children:
         """The children with what hooks know of them; `rows`: (C,) where each chose last."""
         memo = list(children.memo or [None] * len(rows))
-        tokens = children.tokens.copy()
+        tokens, provisional = children.tokens, children.provisional
         for c, (r, count) in enumerate(zip(rows, children.counts.tolist(), strict=True)):
             state = self.states[r]
             if state is None or count == 0 or tokens[c, count - 1] < 0:
                 continue
-            if state.forced and children.provisional is not None and children.provisional[c]:
+            if state.forced and provisional is not None and provisional[c]:
+                tokens = tokens.copy()
                 tokens[c, count - 1] = state.forced[0]  # whatever its rivals are
             memo[c] = {**(memo[c] or {}), HOOKED: self.after(r, int(tokens[c, count - 1]))}
-        return replace(children, tokens=tokens, memo=memo)
+        # `dataclasses.replace` takes several times as long.
+        return Children(
+            children.parent, tokens, children.counts, children.score, children.finish, provisional,
+            memo, children.index, children.serial, children.lingers, children.settled,
+            children.states, children.held,
+        )  # fmt: skip
 
     def after(self, row: int, token: int) -> Hooked:
         """What hooks know when the token follows the row."""
@@ -117,7 +123,7 @@ class Sequels:
         sequence, before = self.follow[row], state.memories
         request, position = sequence.request, sequence.length
         line, reading = self.feeds.table.data[sequence.line], partial(self._reading, row)
-        memories, forced, stop = list(before), state.forced[1:], None
+        memories, forced, stop, changed = [*before], state.forced[1:], None, False
         forcing: Hook | None = None
         for h, hook in enumerate(request.hooks):
             step = AfterStep(request, token, position, before[h], hook.reads, reading, line)
@@ -126,8 +132,8 @@ class Sequels:
                 continue
             if not isinstance(then, Next):
                 raise nonsense(hook, "after_step", "everystep.Next, or None", then)
-            if then.memory is not UNCHANGED:
-                memories[h] = then.memory
+            if then.memory is not UNCHANGED and then.memory is not before[h]:
+                memories[h], changed = then.memory, True
             if then.force is not None:
                 own = _forced(hook, then.force, self.scores.vocabulary)
                 if forcing is not None and own != forced:
@@ -140,7 +146,6 @@ class Sequels:
                 forcing, forced = hook, own
             if then.stop is not False and stop is None:
                 stop = then.stop
-        changed = any(new is not old for new, old in zip(memories, before, strict=True))
         marks = Chain((position, tuple(memories)), state.marks) if changed else state.marks
         return Hooked(marks, position + 1, forced, stop)
 

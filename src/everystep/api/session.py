@@ -19,6 +19,7 @@ from everystep.api.model import LanguageModel
 from everystep.api.options import Options, read_options, read_seeds, require_output_object
 from everystep.api.prepare import completed, prepare
 from everystep.config import META, GenerationConfig
+from everystep.draws import seed_of
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import CapacityError, EverystepError, RequestError
@@ -60,8 +61,8 @@ class Session:
     `options`: what holds for each prompt beside the `common` keywords. `seed`: from it and the
     prompt's number come the draws of each prompt, and from nothing else; without it one is taken
     from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
-    stream, whose events have room for log-probabilities. Everything about the options is checked
-    here, before any compute.
+    stream, whose events have room for log-probabilities. `scheduler`: that of the engine, or one
+    with room for any prompt. Everything about the options is checked here, before any compute.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Session:
         common: Mapping[str, Any],
         *,
         gives_events: bool = False,
+        scheduler: Continuous | None = None,
     ) -> None:
         self._model = model
         self._gives_events = gives_events
@@ -83,6 +85,7 @@ class Session:
         if type(seed) is not int:
             seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
         self._seed = seed
+        self._own: dict[str, Options] = {}  # of prompts that were submitted with options
         if options is None:
             self._options = [self._read(common)]
         else:
@@ -92,7 +95,13 @@ class Session:
         rows = max(_ROWS, *map(_rows_of, self._options))
         how = row_quantization(self._options[0].effective, model) if self._options else None
         executor = model.executor(quantization=how)
-        self.engine = Engine(executor, Continuous(max(_TOKEN_BUDGET, rows), rows))
+        self.engine = Engine(executor, scheduler or Continuous(max(_TOKEN_BUDGET, rows), rows))
+
+    def read(self, given: Mapping[str, Any]) -> Options:
+        """What these keywords ask for a prompt that `submit` gets with them."""
+        own = self._read(given)
+        _require_alike(self._model, self._options[0], own, "the engine")
+        return own
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
@@ -125,30 +134,49 @@ class Session:
             try:
                 read.append(self._read({**common, **_said(own)}))
                 if index:
-                    _require_alike(self._model, read[0], read[-1])
+                    _require_alike(self._model, read[0], read[-1], "prompt 0")
             except EverystepError as error:
                 raise type(error)(f"options[{index}]: {error}") from error
         return read
 
     def _options_of(self, index: int | str) -> Options:
         """What is asked for the prompt of this number, or for all alike."""
+        if str(index) in self._own:
+            return self._own[str(index)]
         return self._options[0 if len(self._options) == 1 else int(index)]
 
-    def submit(self, prompt: PromptLike, index: int) -> Group:
+    def submit(self, prompt: PromptLike, index: int, own: Options | None = None) -> Group:
         """Queues the prompt of this number, which is the id of its request, after everything about
-        it is decided and computed but for its tokens."""
-        options = self._options_of(index)
+        it is decided and computed but for its tokens.
+
+        `own`: what is asked for it where it is a call of its own, which then is `forget`'s to end.
+        """
+        options = self._options_of(index) if own is None else own
         ids = self._ids(prompt, options.starts_answer)
         passed = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
-        inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
+        number = index if own is None else 0
+        inputs: Inputs = replace(read_inputs(self._model, passed, options), number=number)
         _require_room(len(ids), self._model.context)
         if options.seed is None:
-            own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
-            options = replace(options, seed=own)
+            options = replace(options, seed=self._seed_for(index, alone=own is not None))
         with inference_mode():
             call = completed(self._model, prepare(self._model, options, inputs))
         (request,) = call.requests
-        return self.engine.submit(request)
+        if own is None:
+            return self.engine.submit(request)
+        group = self.engine.submit(replace(request, request_id=str(index)))
+        self._own[str(index)] = own
+        return group
+
+    def _seed_for(self, index: int, *, alone: bool) -> int | tuple[int, ...]:
+        """Where the draws of a prompt come from that brings no seed."""
+        if isinstance(self._seed, int):
+            return (seed_of(self._seed, index),) if alone else self._seed
+        return self._seed[index : index + 1]
+
+    def forget(self, group: Group) -> None:
+        """What was asked for a prompt that is over is not kept."""
+        self._own.pop(group.request.request_id, None)
 
     def step(self) -> list[Event]:
         """One step of the engine."""
@@ -170,7 +198,7 @@ class Session:
                 self.step()
             for number in [n for n, group in inside.items() if not group.live]:
                 group = inside.pop(number)
-                yield number, self._shaped(group), group.error
+                yield number, self.shaped(group), group.error
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
@@ -197,7 +225,7 @@ class Session:
         ids = tuple(int(token) for token in tokens)
         return Generated(self._text(ids), ids, FinishReason("error", error), 0.0, prompt)
 
-    def _shaped(self, group: Group) -> Any:
+    def shaped(self, group: Group) -> Any:
         """What `generate` gives for a group that has ended."""
         values: list[Any] = list(self.generated(group))
         whole = self._options_of(group.request.request_id).effective.return_dict_in_generate
@@ -283,12 +311,12 @@ def _said(own: Any) -> Mapping[str, Any]:
     return own
 
 
-def _require_alike(model: LanguageModel, first: Options, other: Options) -> None:
+def _require_alike(model: LanguageModel, first: Options, other: Options, whose: str) -> None:
     """RequestError unless the rows of both can lie in one cache."""
     kinds = [row_quantization(one.effective, model) for one in (first, other)]
     if kinds[0] != kinds[1]:
         names = "cache_implementation and cache_config"
-        raise RequestError(f"{names} differ from those of prompt 0", do="Give all prompts the same")
+        raise RequestError(f"{names} differ from those of {whose}", do="Give all prompts the same")
 
 
 def _rows_of(options: Options) -> int:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from everystep._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from everystep.api.asynchronous import AsyncEngine as AsyncEngine
+    from everystep.api.asynchronous import AsyncStream as AsyncStream
     from everystep.api.auto import AutoConfig as AutoConfig
     from everystep.api.auto import AutoModelForCausalLM as AutoModelForCausalLM
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
@@ -171,6 +173,7 @@ if TYPE_CHECKING:
     from everystep.types.protocols import Hook as Hook
 
 _NAMES = {
+    "api.asynchronous": "AsyncEngine AsyncStream",
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
     "api.load": "load load_model",
     "api.many": "Stream chat generate stream",

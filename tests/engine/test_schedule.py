@@ -306,3 +306,53 @@ def test_who_is_over_leaves_nothing_in_the_scheduler() -> None:
     run = running(scheduler, [limited(request(f"{i}", Sample(2), 5), 5) for i in range(9)])
     run.finish()
     assert (scheduler.running, list(scheduler.waiting), scheduler.served) == ([], [], {})
+
+
+# --- set aside ------------------------------------------------------------------------------------
+
+
+def test_a_group_set_aside_feeds_nothing_and_keeps_its_rows() -> None:
+    scheduler = Continuous(max_rows=4)
+    run = running(scheduler, [request("one", Sample(2)), request("two", Greedy())])
+    run.step()
+    before, one = choices(run), run.groups["one"]
+    scheduler.set_aside(one)
+    for _ in range(5):
+        run.step()
+    assert choices(run) == {"one": before["one"], "two": before["two"] + 5}
+    audit(run.engine)
+    scheduler.take_back(one)
+    run.step()
+    assert choices(run)["one"] == before["one"] + 1
+    assert run.engine.counts.preemptions == 0
+
+
+@pytest.mark.parametrize("limit", [{"max_rows": 4}, {"max_rows": 9, "max_positions": 20}], ids=str)
+def test_rows_of_groups_set_aside_are_there_for_others(limit: dict[str, int]) -> None:
+    scheduler = Continuous(**limit)
+    run = running(scheduler, [request("aside", Sample(2), 4), request("runs", Greedy(), 4)])
+    run.step()
+    aside = run.groups["aside"]
+    scheduler.set_aside(aside)
+    run.submit(request("fits", Greedy(), 1))
+    run.step()
+    audit(run.engine)
+    assert choices(run) == {"aside": 1, "runs": 2, "fits": 1}
+    assert run.engine.counts.preemptions == 0
+    for name in ("further", "late"):
+        run.submit(request(name, Greedy(), 2))
+        for _ in range(4):
+            run.step()
+            audit(run.engine)
+            held = sum(group.rows for group in [*scheduler.running, *scheduler._kept()])
+            assert held <= scheduler.max_rows
+    assert aside.pending == 2 * 5, "it has no rows"
+    scheduler.take_back(aside)
+    assert scheduler.waiting[0] is aside
+    while aside not in scheduler.running:
+        run.step()
+        done = next(group for name, group in run.groups.items() if name != "aside" and group.live)
+        run.events += run.engine.cancel(done)
+    run.step()
+    assert aside.live[0].generated > 1
+    audit(run.engine)

@@ -22,6 +22,7 @@ from everystep.api.prompts import PromptLike as PromptLike
 from everystep.api.prompts import listed as listed
 from everystep.api.prompts import needed, read_prompt, refuse_inputs
 from everystep.config import META, GenerationConfig
+from everystep.draws import seed_of
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import CapacityError, EverystepError, RequestError
@@ -67,8 +68,8 @@ class Session:
     prompt's number come the draws of each prompt, and from nothing else; without it one is taken
     from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
     stream, whose events have room for log-probabilities. `gives_steps`: a run, whose steps have
-    room for all that the output object of `model.generate` has. Everything about the options is
-    checked here, before any compute.
+    room for all that the output object of `model.generate` has. `scheduler`: that of the engine, or
+    one with room for any prompt. Everything about the options is checked here, before any compute.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Session:
         *,
         gives_events: bool = False,
         gives_steps: bool = False,
+        scheduler: Continuous | None = None,
     ) -> None:
         self._model = model
         self._gives_events = gives_events or gives_steps
@@ -92,6 +94,7 @@ class Session:
         if type(seed) is not int:
             seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
         self._seed = seed
+        self._own: dict[str, Options] = {}  # of prompts that were submitted with options
         if options is None:
             self._options = [self._read(common)]
         else:
@@ -100,6 +103,7 @@ class Session:
             warnings.warn(notice, stacklevel=3)
         hooked = (needs_of_hooks(each.hooks) for each in self._options)
         self._abilities = needed(model, prompts).union(*hooked)
+        self._scheduler = scheduler
 
     @cached_property
     def engine(self) -> Engine:
@@ -108,8 +112,14 @@ class Session:
         rows = max(_ROWS, *map(_rows_of, options))
         how = row_quantization(options[0].effective, model) if options else None
         executor = model.executor(self._abilities, quantization=how)
-        scheduler = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(_KEPT))
-        return Engine(executor, scheduler)
+        own = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(_KEPT))
+        return Engine(executor, self._scheduler or own)
+
+    def asked(self, given: Mapping[str, Any]) -> Options:
+        """What these keywords ask for a prompt that `submit` gets with them."""
+        own = self._read(given)
+        _require_alike(self._model, self._options[0], own, "the engine")
+        return own
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
@@ -143,25 +153,37 @@ class Session:
             try:
                 read.append(self._read({**common, **_said(own)}))
                 if index:
-                    _require_alike(self._model, read[0], read[-1])
+                    _require_alike(self._model, read[0], read[-1], "prompt 0")
             except EverystepError as error:
                 raise type(error)(f"options[{index}]: {error}") from error
         return read
 
     def _options_of(self, index: int | str) -> Options:
         """What is asked for the prompt of this number, or for all alike."""
+        if str(index) in self._own:
+            return self._own[str(index)]
         return self._options[0 if len(self._options) == 1 else int(index)]
 
-    def submit(self, prompt: PromptLike, index: int) -> Group:
+    def submit(self, prompt: PromptLike, index: int, own: Options | None = None) -> Group:
         """Queues the prompt of this number, which is the id of its request, after everything about
-        it is decided and computed but for its tokens."""
-        passed = self.read(prompt, index)
-        (request,) = self.prepared(passed, index).requests
-        return self.engine.submit(request)
+        it is decided and computed but for its tokens.
 
-    def read(self, prompt: PromptLike, index: int) -> dict[str, Any]:
+        `own`: what is asked for it where it is a call of its own, which then is `forget`'s to end.
+        """
+        passed = self.read(prompt, index, own)
+        if own is None:
+            (request,) = self.prepared(passed, index).requests
+            return self.engine.submit(request)
+        if own.seed is None:
+            own = replace(own, seed=self._seed_for(index, alone=True))
+        (request,) = self._call(passed, own, 0).requests
+        group = self.engine.submit(replace(request, request_id=str(index)))
+        self._own[str(index)] = own
+        return group
+
+    def read(self, prompt: PromptLike, index: int, own: Options | None = None) -> dict[str, Any]:
         """The prompt of this number as one row of the inputs of `model.generate`."""
-        options = self._options_of(index)
+        options = self._options_of(index) if own is None else own
         begins, prefix = options.starts_answer, options.prefix
         return read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix)
 
@@ -169,15 +191,27 @@ class Session:
         """The call of one prompt, read already, that has this number, with everything but its
         tokens decided and computed."""
         options = self._options_of(index)
-        inputs: Inputs = replace(read_inputs(self._model, passed, options), number=index)
+        if options.seed is None:
+            options = replace(options, seed=self._seed_for(index, alone=False))
+        return self._call(passed, options, index)
+
+    def _call(self, passed: Mapping[str, Any], options: Options, number: int) -> Call:
+        inputs: Inputs = replace(read_inputs(self._model, passed, options), number=number)
         _require_one(inputs)
         before = 0 if options.prefix is None else len(options.prefix)
         _require_room(before + inputs.prompt_width, self._model.context)
-        if options.seed is None:
-            own = self._seed if isinstance(self._seed, int) else self._seed[index : index + 1]
-            options = replace(options, seed=own)
         with inference_mode():
             return completed(self._model, prepare(self._model, options, inputs))
+
+    def _seed_for(self, index: int, *, alone: bool) -> int | tuple[int, ...]:
+        """Where the draws of a prompt come from that brings no seed."""
+        if isinstance(self._seed, int):
+            return (seed_of(self._seed, index),) if alone else self._seed
+        return self._seed[index : index + 1]
+
+    def forget(self, group: Group) -> None:
+        """What was asked for a prompt that is over is not kept."""
+        self._own.pop(group.request.request_id, None)
 
     def step(self) -> list[Event]:
         """One step of the engine."""
@@ -199,7 +233,7 @@ class Session:
                 self.step()
             for number in [n for n, group in inside.items() if not group.live]:
                 group = inside.pop(number)
-                yield number, self._shaped(group), group.error
+                yield number, self.shaped(group), group.error
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
@@ -227,7 +261,7 @@ class Session:
         ids = tuple(int(token) for token in tokens)
         return Generated(self._text(ids), ids, FinishReason("error", error), 0.0, prompt)
 
-    def _shaped(self, group: Group) -> Any:
+    def shaped(self, group: Group) -> Any:
         """What `generate` gives for a group that has ended."""
         values: list[Any] = list(self.generated(group))
         whole = self._options_of(group.request.request_id).effective.return_dict_in_generate
@@ -263,12 +297,12 @@ def _said(own: Any) -> Mapping[str, Any]:
     return own
 
 
-def _require_alike(model: LanguageModel, first: Options, other: Options) -> None:
+def _require_alike(model: LanguageModel, first: Options, other: Options, whose: str) -> None:
     """RequestError unless the rows of both can lie in one cache."""
     kinds = [row_quantization(one.effective, model) for one in (first, other)]
     if kinds[0] != kinds[1]:
         names = "cache_implementation and cache_config"
-        raise RequestError(f"{names} differ from those of prompt 0", do="Give all prompts the same")
+        raise RequestError(f"{names} differ from those of {whose}", do="Give all prompts the same")
 
 
 def _rows_of(options: Options) -> int:

@@ -89,7 +89,8 @@ class Continuous:
     left for its next choice is passed over, and comes first in a later step. `max_rows`: cache rows
     in use at once. `max_positions`: cached positions in use at once, or None; beyond it the
     youngest is preempted. `reuse`: as `Scheduler` says; a group that waits for another to feed what
-    they share takes nothing of a step. A group that an interrupt left in both queues runs.
+    they share takes nothing of a step. A group that an interrupt left in both queues runs. `aside`:
+    groups that were set aside, which feed nothing; they keep their rows until others need them.
     `served[id(group)]`: the last step in which the group fed, or else the one in which it was
     admitted.
     """
@@ -99,22 +100,24 @@ class Continuous:
     max_positions: int | None = None
     running: list[Group] = field(default_factory=list)
     waiting: deque[Group] = field(default_factory=deque)
+    aside: list[Group] = field(default_factory=list)
     steps: int = 0
     served: dict[int, int] = field(default_factory=dict)
     reuse: Reuse = field(default_factory=Reuse)
 
     @property
     def room(self) -> Room:
-        rows = self.max_rows - sum(group.rows for group in self.running)
+        held = [*self.running, *self._kept()]
+        rows = self.max_rows - sum(group.rows for group in held)
         positions = NO_LIMIT
         if self.max_positions is not None:
-            positions = self.max_positions - sum(map(_positions, self.running))
+            positions = self.max_positions - sum(map(_positions, held))
         return Room(max(rows, 0), max(positions, 0))
 
     @property
     def groups(self) -> list[Group]:
         self._settle()
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.aside, *self.waiting]
 
     def submit(self, group: Group) -> None:
         _require("rows", group.rows, self.max_rows, "max_rows")
@@ -123,14 +126,28 @@ class Continuous:
 
     def remove(self, group: Group) -> None:
         self.running = [one for one in self.running if one is not group]
+        self.aside = [one for one in self.aside if one is not group]
         if group in self.waiting:
             self.waiting = deque(one for one in self.waiting if one is not group)
         self.served.pop(id(group), None)
 
+    def set_aside(self, group: Group) -> None:
+        """The group feeds nothing until it is taken back."""
+        self.remove(group)
+        self.aside = [*self.aside, group]
+
+    def take_back(self, group: Group) -> None:
+        """A group that was set aside runs again, or is the next to, if it has lost its rows."""
+        self.remove(group)
+        if _has_rows(group):
+            self.running = [*self.running, group]
+        else:
+            self.waiting.appendleft(group)
+
     def plan(self, preempt: Preempt, join: Join | None = None) -> list[Grant]:
         self._settle()
         self._shrink(preempt)
-        self._admit()
+        self._admit(preempt)
         self.steps += 1
         for group in self.running:
             self.served.setdefault(id(group), self.steps)
@@ -156,25 +173,38 @@ class Continuous:
             self.waiting.popleft()
 
     def _shrink(self, preempt: Preempt) -> None:
-        """Preempts the youngest groups until the next step's positions fit; one always stays."""
+        """Preempts groups that are set aside, then the youngest, until the next step's positions
+        fit; one always stays."""
         if self.max_positions is None:
             return
+        for group in self._kept():
+            if sum(map(_positions, [*self.running, *self._kept()])) > self.max_positions:
+                preempt(group)
         while len(self.running) > 1 and sum(map(_positions, self.running)) > self.max_positions:
             youngest = max(self.running, key=lambda group: group.rank)
             preempt(youngest)
             self.waiting.appendleft(youngest)
             self.running = [one for one in self.running if one is not youngest]
 
-    def _admit(self) -> None:
+    def _kept(self) -> list[Group]:
+        """The groups that are set aside and have rows, those that others may take first."""
+        return [group for group in self.aside if _has_rows(group)]
+
+    def _admit(self, preempt: Preempt) -> None:
         if not self.waiting:
             return
-        rows = sum(group.rows for group in self.running)
-        positions = sum(map(_positions, self.running))
+        kept = self._kept()
+        rows = sum(group.rows for group in [*self.running, *kept])
+        positions = sum(map(_positions, [*self.running, *kept]))
         limit = self.max_positions or NO_LIMIT
         while self.waiting:
             first = self.waiting[0]
             rows += first.rows
             positions += _positions(first)
+            while kept and (rows > self.max_rows or positions > limit):
+                preempt(kept[0])
+                rows -= kept[0].rows
+                positions -= _positions(kept.pop(0))
             if self.running and (rows > self.max_rows or positions > limit):
                 return
             self.running = [*self.running, first]
@@ -220,6 +250,10 @@ def _usable(group: Group, left: int) -> int:
         return min(left, shared)
     pending = group.pending
     return pending if pending <= left else min(left, group.pending_chunks)
+
+
+def _has_rows(group: Group) -> bool:
+    return any(unit.row is not None for sequence in group.live for unit in sequence.units)
 
 
 def _positions(group: Group) -> int:

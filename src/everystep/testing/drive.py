@@ -92,7 +92,7 @@ def run_scheduled(
     executor: Executor,
     observers: Iterable[Observer] = (),
 ) -> Run:
-    """The requests come, go, are cancelled and lose their rows as the schedule says."""
+    """The requests come, go, are cancelled, wait and lose their rows as the schedule says."""
     limits = (schedule.token_budget, schedule.max_rows, schedule.max_positions)
     scheduler = Continuous(*limits, reuse=schedule.reuse)
     run = Run(Engine(executor, scheduler, observers))
@@ -102,7 +102,8 @@ def run_scheduled(
     while step <= last or run.engine.pending:
         _happenings(run, requests, schedule, step)
         _preempt(run, schedule, rng)
-        if run.engine.pending:
+        _set_aside(run, scheduler, schedule, rng)
+        if scheduler.running or scheduler.waiting:
             run.step()
         if schedule.audits:
             audit(run.engine)
@@ -124,6 +125,18 @@ def _preempt(run: Run, schedule: Schedule, rng: np.random.Generator) -> None:
     left = run.engine.counts.preemptions < PREEMPTIONS_EACH * len(schedule.arrivals)
     if groups and left and rng.random() < schedule.preempt_rate:
         run.engine.preempt(groups[rng.integers(len(groups))])
+
+
+def _set_aside(
+    run: Run, scheduler: Continuous, schedule: Schedule, rng: np.random.Generator
+) -> None:
+    """Groups that nobody reads take no part for some steps."""
+    for group in scheduler.aside:
+        if rng.random() < 0.3:
+            scheduler.take_back(group)
+    groups = [*scheduler.running, *scheduler.waiting]
+    if groups and rng.random() < schedule.preempt_rate:
+        scheduler.set_aside(groups[rng.integers(len(groups))])
 
 
 def _check_events(group: Group, events: list[Event]) -> None:

@@ -38,7 +38,6 @@ from everystep.outputs import (
 )
 from everystep.strategies import Beam
 from everystep.streamers import Delivery, Wording
-from everystep.text import Tokenizer
 from everystep.types import Event, Finished, Group
 
 if TYPE_CHECKING:
@@ -109,8 +108,8 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
             got=f"{rows} prompts and num_return_sequences={strategy.returns}",
             do="Use es.stream, or leave the streamer out",
         )
-    wording = Wording(tokenizer if isinstance(tokenizer, Tokenizer) else None)
-    return Delivery(streamer, rows, strategy.returns, call.options.fill, wording)
+    returns, fill = strategy.returns, call.options.fill
+    return Delivery(streamer, rows, returns, fill, Wording(tokenizer))
 
 
 def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:

@@ -16,18 +16,33 @@ from everystep.api.absent import refuse_rectangular
 from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
-from everystep.api.options import Options, read_options, read_seeds, require_output_object
+from everystep.api.options import (
+    CONFIG_FIELDS,
+    Options,
+    read_options,
+    read_seeds,
+    require,
+    require_output_object,
+)
 from everystep.api.prepare import completed, prepare
-from everystep.config import META, GenerationConfig
+from everystep.config import GenerationConfig
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
-from everystep.errors import CapacityError, EverystepError, RequestError
+from everystep.errors import (
+    CapacityError,
+    EverystepError,
+    ModelClassError,
+    RequestError,
+    TokenizerError,
+)
 from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
-from everystep.text import Tokenizer, Trimmer
+from everystep.text import Trimmer
 from everystep.types import Event, FinishReason, Group
 
+TokenizerLike = Any
+"""A tokenizer of ours, or one of another library with `encode` and `decode`."""
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray
 OptionsLike = Mapping[str, Any] | GenerationConfig
@@ -67,7 +82,7 @@ class Session:
     def __init__(
         self,
         model: LanguageModel,
-        tokenizer: Tokenizer | None,
+        tokenizer: TokenizerLike | None,
         prompts: Iterable[PromptLike],
         options: Sequence[OptionsLike] | None,
         seed: int | Sequence[int] | None,
@@ -75,6 +90,7 @@ class Session:
         *,
         gives_events: bool = False,
     ) -> None:
+        require_pair(model, tokenizer)
         self._model = model
         self._gives_events = gives_events
         self.tokenizer = tokenizer
@@ -220,7 +236,7 @@ class Session:
     def _text(self, ids: Sequence[int]) -> str:
         if self.tokenizer is None:
             return ""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _ids(self, prompt: PromptLike, starts_answer: bool) -> np.ndarray:
         """The ids of a text, of messages through the chat template, or of ids as they are."""
@@ -236,6 +252,13 @@ class Session:
             )
         elif isinstance(prompt, str):
             ids = torch.as_tensor(self.tokenizer.encode(prompt))
+        elif getattr(self.tokenizer, "chat_template", None) is None:
+            raise TokenizerError(
+                "messages need a chat template",
+                wanted="a tokenizer with one",
+                got=f"a {type(self.tokenizer).__name__} without any (a base model's, perhaps)",
+                do="Give the prompt as text, or set tokenizer.chat_template",
+            )
         else:
             rendered = self.tokenizer.apply_chat_template(
                 list(prompt),
@@ -251,6 +274,19 @@ class Session:
             )
         found: np.ndarray = ids.detach().cpu().numpy()
         return found
+
+
+def require_pair(model: object, tokenizer: object) -> None:
+    """ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
+    if not isinstance(model, LanguageModel):
+        swapped = isinstance(tokenizer, LanguageModel)
+        raise ModelClassError(
+            "model and tokenizer are in each other's place" if swapped else "this is no model",
+            wanted="the model first, then its tokenizer",
+            got=f"{type(model).__name__} first",
+            do="Call es.load, which returns (model, tokenizer), and pass them in that order",
+        )
+    require("tokenizer", tokenizer, "encode", "decode")
 
 
 def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
@@ -275,12 +311,13 @@ def is_messages(prompt: object) -> bool:
 
 def _said(own: Any) -> Mapping[str, Any]:
     """The keywords that one prompt's options stand for."""
-    if isinstance(own, GenerationConfig):
-        return {name: value for name, value in own.to_diff_dict().items() if name not in META}
-    if not isinstance(own, Mapping):
+    if isinstance(own, Mapping):
+        return own
+    if type(own).__name__ != "GenerationConfig":
         wanted = "a mapping or a GenerationConfig"
         raise RequestError("these are not options", wanted=wanted, got=type(own).__name__)
-    return own
+    said = GenerationConfig.of(own).to_diff_dict()
+    return {name: value for name, value in said.items() if name in CONFIG_FIELDS}
 
 
 def _require_alike(model: LanguageModel, first: Options, other: Options) -> None:

@@ -19,6 +19,7 @@ from everystep.config.nested import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
     compilation,
+    is_nested,
     watermark,
 )
 
@@ -31,12 +32,12 @@ OLD_CACHES = (
 _SCHEDULE = one_of("constant", "heuristic", "heuristic_transient")
 _WATERMARK = Kind(
     "a WatermarkingConfig, a SynthIDTextWatermarkingConfig or a dict of one",
-    lambda v: isinstance(v, WatermarkingConfig | SynthIDTextWatermarkingConfig | Mapping),
+    lambda v: is_nested(v, WatermarkingConfig, SynthIDTextWatermarkingConfig),
     watermark,
 )
 _COMPILATION = Kind(
     "a CompileConfig or a dict of one",
-    lambda value: isinstance(value, CompileConfig | Mapping),
+    lambda value: is_nested(value, CompileConfig),
     compilation,
 )
 

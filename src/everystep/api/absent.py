@@ -181,7 +181,7 @@ ALONE = {
 
 def refuse_argument(name: str, value: object) -> None:
     """UnsupportedError if the argument of this name asks for something that is not there."""
-    if value is None or value is False:
+    if value is None or value is False or (name == "logits_to_keep" and _is_at_hand(value)):
         return
     if name in ARGUMENTS_NEVER:
         why, do = ARGUMENTS_NEVER[name]
@@ -190,6 +190,12 @@ def refuse_argument(name: str, value: object) -> None:
         capability, do = ARGUMENTS_LATER[name]
         what = f"{name} asks for {capability}, which this version does not have"
     raise UnsupportedError(what, got=type(value).__name__, do=do)
+
+
+def _is_at_hand(logits_to_keep: object) -> bool:
+    """Whether a call reads the logits that this number asks for anyway: 0 leaves it to the call, 1
+    is the last position."""
+    return isinstance(logits_to_keep, int) and logits_to_keep in (0, 1)
 
 
 def refuse_unbuilt(effective: Effective) -> None:

@@ -111,8 +111,9 @@ class LanguageModel:
         """Whether an encoder reads the prompt."""
         return bool(getattr(self._core.config, "is_encoder_decoder", False))
 
-    def can_generate(self) -> bool:
-        """True: a model without a language head is refused when it is loaded."""
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, of the class too: a model without a language head is refused when it is loaded."""
         return True
 
     def eval(self) -> LanguageModel:

@@ -19,6 +19,7 @@ from everystep.api.options import (
     MODEL_INPUTS,
     OF_RECTANGLES,
     Options,
+    cut_by_default,
     read_options,
     require,
     require_output_object,
@@ -136,6 +137,9 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
     opened = nullcontext() if delivery is None else delivery.open(prompts)
     with _freed(engine, groups), opened:
         timings = _loop(engine, groups, delivery, cached=cached)
+    reasons = [done.reason for group in groups for done in group.done]
+    for notice in cut_by_default(e, reasons):
+        warnings.warn(notice, stacklevel=4)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with ordinary_mode(), torch.no_grad():
         past = fill_cache(call.cache, call.inputs, groups)

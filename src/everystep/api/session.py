@@ -19,6 +19,7 @@ from everystep.api.model import LanguageModel
 from everystep.api.options import (
     CONFIG_FIELDS,
     Options,
+    cut_by_default,
     read_options,
     read_seeds,
     require,
@@ -94,6 +95,7 @@ class Session:
         self._model = model
         self._gives_events = gives_events
         self.tokenizer = tokenizer
+        self._cut = False
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         if type(seed) is not int:
@@ -186,7 +188,17 @@ class Session:
                 self.step()
             for number in [n for n, group in inside.items() if not group.live]:
                 group = inside.pop(number)
+                self._note_cut(group)
                 yield number, self._shaped(group), group.error
+
+    def _note_cut(self, group: Group) -> None:
+        """Warns a caller once who set no length and shall not take a cut text for a whole one."""
+        if self._cut:
+            return
+        effective = self._options_of(group.request.request_id).effective
+        for notice in cut_by_default(effective, (done.reason for done in group.done)):
+            self._cut = True
+            warnings.warn(notice, stacklevel=4)
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""

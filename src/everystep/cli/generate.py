@@ -87,6 +87,7 @@ def generate(
     started = time.perf_counter()
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
+    o.note_seed(loaded, decoding, seed)
     asked = _asked(text, system, raw, tokenizer)
     ready = time.perf_counter()
     several = (num_return_sequences or 1) > 1

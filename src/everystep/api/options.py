@@ -10,6 +10,7 @@ from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argume
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
+from everystep.stops.criteria import MaxLengthCriteria
 from everystep.types import FinishReason
 from everystep.types.protocols import Draws
 
@@ -141,10 +142,12 @@ def require_output_object(options: Options) -> None:
         )
 
 
-def cut_by_default(effective: Effective, reasons: Iterable[FinishReason]) -> tuple[str, ...]:
+def cut_by_default(options: Options, reasons: Iterable[FinishReason]) -> tuple[str, ...]:
     """What to tell a caller, none of whose settings says how long an answer may be, where one of
     these ends was that length."""
-    named = effective.max_new_tokens is not None or effective.source("max_length") != "default"
+    e, criteria = options.effective, options.criteria or ()
+    named = e.max_new_tokens is not None or e.source("max_length") != "default"
+    named = named or any(isinstance(one, MaxLengthCriteria) for one in criteria)
     if named or all(reason.kind != "length" for reason in reasons):
         return ()
     return (

@@ -138,7 +138,7 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
     with _freed(engine, groups), opened:
         timings = _loop(engine, groups, delivery, cached=cached)
     reasons = [done.reason for group in groups for done in group.done]
-    for notice in cut_by_default(e, reasons):
+    for notice in cut_by_default(call.options, reasons):
         warnings.warn(notice, stacklevel=4)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with ordinary_mode(), torch.no_grad():

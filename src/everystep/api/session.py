@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.absent import refuse_rectangular
+from everystep.api.absent import OF_TENSORS, refuse_of_rectangles, refuse_rectangular
 from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
@@ -114,7 +114,8 @@ class Session:
 
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
-        options = read_options(self._model, given, _OF_TEXTS, self.tokenizer)
+        refuse_of_rectangles(given)
+        options = read_options(self._model, given, (*_OF_TEXTS, *OF_TENSORS), self.tokenizer)
         refuse_rectangular(options.effective)
         if not self._gives_events:
             require_output_object(options)
@@ -195,8 +196,8 @@ class Session:
         """Warns a caller once who set no length and shall not take a cut text for a whole one."""
         if self._cut:
             return
-        effective = self._options_of(group.request.request_id).effective
-        for notice in cut_by_default(effective, (done.reason for done in group.done)):
+        options = self._options_of(group.request.request_id)
+        for notice in cut_by_default(options, (done.reason for done in group.done)):
             self._cut = True
             warnings.warn(notice, stacklevel=4)
 

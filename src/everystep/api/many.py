@@ -123,7 +123,8 @@ def chat(
     require_pair(model, tokenizer)
     config = options.get("generation_config")
     asked = {name: options.get(name, getattr(config, name, None)) for name in _SEVERAL}
-    several = [name for name, value in asked.items() if value not in (None, False, 1, "raise")]
+    neutral = {"num_return_sequences": 1, "return_dict_in_generate": False, "on_error": "raise"}
+    several = [name for name in _SEVERAL if asked[name] not in (None, neutral.get(name))]
     if several:
         do = f"Leave {several[0]} out, or call es.generate with the messages"
         raise RequestError("chat gives one answer, as text", got=", ".join(several), do=do)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -291,6 +291,11 @@ class LanguageModel:
         """
         refuse_argument("synced_gpus", synced_gpus)
         refuse_argument("assistant_model", assistant_model)
+        if isinstance(inputs, Mapping):
+            what, got = "the first argument is a mapping", type(inputs).__name__
+            raise RequestError(
+                what, wanted="ids", got=got, do="Pass its entries: generate(**batch)"
+            )
         if inputs is not None and kwargs.get("input_ids") is not None:
             what = "the prompt was given twice: as the first argument and as input_ids"
             raise RequestError(what, do="Pass it once, as input_ids")

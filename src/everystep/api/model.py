@@ -312,8 +312,9 @@ class LanguageModel:
         """
         refuse_argument("synced_gpus", synced_gpus)
         refuse_argument("assistant_model", assistant_model)
-        if isinstance(inputs, Mapping):
-            what, got = "the first argument is a mapping", type(inputs).__name__
+        first: object = inputs
+        if isinstance(first, Mapping):
+            what, got = "the first argument is a mapping", type(first).__name__
             raise RequestError(
                 what, wanted="ids", got=got, do="Pass its entries: generate(**batch)"
             )

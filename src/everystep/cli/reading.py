@@ -52,7 +52,7 @@ def _has_input() -> bool:
         return False
     with suppress(OSError, ValueError, AttributeError):  # no file, or one that was closed
         ready, _, _ = select.select([sys.stdin], [], [], 0)
-        return bool(ready) and bool(sys.stdin.buffer.peek(1))
+        return bool(ready) and bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
     return False
 
 

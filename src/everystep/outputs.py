@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from everystep.errors import RequestError
 from everystep.types import FinishReason
@@ -107,10 +108,51 @@ class Output(Shown):
 
 @dataclass(eq=False, repr=False)
 class CausalLMOutput(Shown):
-    """`logits`: (B, T, V). `past_key_values`: the cache with these positions, or None."""
+    """`loss`: () where labels were given. `logits`: (B, T, V). `past_key_values`: the cache with
+    these positions, or None. `hidden_states`: (B, T, E) before the first layer and after each, the
+    last one normalised. `attentions`: (B, H, T, S) of each layer."""
 
-    logits: Tensor
+    loss: Tensor | None = None
+    logits: Tensor | None = None
     past_key_values: Any = None
+    hidden_states: Layers | None = None
+    attentions: Layers | None = None
+
+
+def encoder_states(outputs: Any) -> Tensor:
+    """(B, S, E) of what an encoder returned."""
+    states = getattr(outputs, "last_hidden_state", None)
+    if states is None and isinstance(outputs, tuple | list) and outputs:
+        states = outputs[0]
+    if isinstance(states, Tensor) and states.dim() == 3 and states.is_floating_point():
+        return states
+    raise RequestError(
+        "encoder_outputs holds no encoder states",
+        wanted="an object with last_hidden_state, a (batch, length, hidden) tensor",
+        got=type(outputs).__name__,
+        do="Pass what the encoder returned",
+    )
+
+
+def loss_of(logits: Tensor, labels: Tensor | None, aligned: bool) -> Tensor | None:
+    """() mean cross entropy of labels (B, T) under logits (B, T, V), None without labels.
+
+    Each label is predicted from the position before it, or, where they are `aligned`, from its
+    own; -100 counts as no label. RequestError where they do not fit. Source: ForCausalLMLoss.
+    """
+    if labels is None:
+        return None
+    if labels.shape != logits.shape[:2]:
+        raise RequestError(
+            "labels do not fit the logits",
+            wanted=f"{tuple(logits.shape[:2])}, one per position",
+            got=tuple(labels.shape),
+            do="Pass a label for every position, -100 for none, and leave logits_to_keep out",
+        )
+    predicted, wanted = (logits, labels) if aligned else (logits[:, :-1], labels[:, 1:])
+    wanted = wanted.to(logits.device).flatten()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return cross_entropy(predicted.to(wide).flatten(0, 1), wanted, ignore_index=-100)
 
 
 def _brief(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.config import GenerationConfig
 from everystep.errors import UnsupportedError
@@ -57,9 +59,11 @@ def test_a_prompt_counts_once_in_every_form(
 ) -> None:
     eos = list(range(40)) if any("min" in name for name in limits) else None
     given = in_form(model, form)
-    out = model.generate(
-        **given, **limits, eos_token_id=eos, return_dict_in_generate=True, pad_token_id=3
-    )
+    cut = nullcontext() if limits else pytest.warns(UserWarning, match="default length")
+    with cut:
+        out = model.generate(
+            **given, **limits, eos_token_id=eos, return_dict_in_generate=True, pad_token_id=3
+        )
     assert [len(row) for row in out.new_tokens] == [new, new]
     assert out.sequences.shape[1] == new + (4 if "input_ids" in given else 0)
     assert out.prompt_length == 4
@@ -67,7 +71,24 @@ def test_a_prompt_counts_once_in_every_form(
 
 
 def test_the_default_stops_where_the_context_does(model: LanguageModel) -> None:
-    assert model.generate(IDS.repeat(1, 5), eos_token_id=None).shape[1] == 30
+    with pytest.warns(UserWarning, match=r"default length.*Set max_new_tokens"):
+        assert model.generate(IDS.repeat(1, 5), eos_token_id=None).shape[1] == 30
+
+
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 20}, {"max_length": 24}])
+def test_who_sets_a_length_hears_nothing_of_it(model: LanguageModel, limit: dict[str, int]) -> None:
+    assert model.generate(IDS, eos_token_id=None, **limit).shape[1] == 24  # warnings are errors
+
+
+def test_nor_does_who_gets_a_whole_answer(model: LanguageModel) -> None:
+    first = model.generate(IDS, max_new_tokens=1)[:, -1].tolist()
+    assert model.generate(IDS, eos_token_id=first).shape[1] == 5
+    texts = [[5, 6], [7, 8]]
+    with pytest.warns(UserWarning, match="default length") as caught:
+        es.generate(model, None, texts, eos_token_id=None)
+    assert len(caught) == 1
+    ends = [one[0] for one in es.generate(model, None, texts, max_new_tokens=1)]
+    es.generate(model, None, texts, eos_token_id=ends)
 
 
 def test_every_end_token_is_held_back_until_the_minimum(model: LanguageModel) -> None:

@@ -142,7 +142,7 @@ ROWS: list[tuple[str, dict[str, Any], Said, Said]] = [
     ("S3-35 a mask of another rank", {"attention_mask": torch.ones(2, 1, 3, 3)},
      ("error", "must be 2D"), ("error", "attention_mask lets positions see")),
     ("S3-40 no length at all", {"max_new_tokens": None},
-     ("warning", "model-agnostic default"), NOTHING),
+     ("warning", "model-agnostic default"), ("warning", "default length")),
     ("S3-40 no room", {"max_new_tokens": None, "max_length": 3},
      ("error", "Input length"), ("error", "no room for new tokens")),
     ("S3-40 a minimum out of reach", {"min_new_tokens": 9},

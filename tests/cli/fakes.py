@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import everystep as es
@@ -39,6 +40,7 @@ class Stage:
     """The fake world of one test: how it behaves, and what was asked of it."""
 
     chat_template: str | None = "a template"
+    do_sample: bool | None = None
     context: int | None = None
     delay: float = 0.0
     answer: str | None = None
@@ -56,7 +58,8 @@ class Stage:
             progress(*fetch)
         if self.load_failure is not None:
             raise self.load_failure
-        return FakeModel(self.context), FakeTokenizer(self.chat_template)
+        settings = SimpleNamespace(do_sample=self.do_sample)
+        return FakeModel(self.context, settings), FakeTokenizer(self.chat_template)
 
     def stream(self, model: Any, tokenizer: Any, prompt: Any, **options: Any) -> FakeStream:
         """Stands for `es.stream`."""
@@ -77,6 +80,7 @@ class FakeModel:
     cache_dtype: ClassVar = "float32"
 
     context: int | None
+    generation_config: SimpleNamespace
 
 
 @dataclass(frozen=True)

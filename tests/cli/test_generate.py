@@ -42,6 +42,53 @@ def test_the_fakes_have_the_fields_of_the_real_ones() -> None:
 # --- the prompt -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("arguments", [["Sum it up"], ["--file", "README.md"]])
+def test_a_prompt_beside_text_in_a_pipe_is_refused(arguments: list[str]) -> None:
+    outcome = run(program("generate", *arguments), b"a long text")
+    assert outcome.code == 2 and outcome.out == ""
+    assert "through a pipe were both given" in outcome.err and "</dev/null" in outcome.err
+
+
+def test_a_dash_reads_the_pipe() -> None:
+    assert run(program("generate", "-"), b"a long text").out == "a long text\n"
+
+
+def test_an_empty_or_open_pipe_is_no_text() -> None:
+    assert run(program("generate", "Why?")).out == "Why?\n"
+    with subprocess.Popen(
+        program("generate", "Why?"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == b"Why?\n"  # while its standard input is still open
+
+
+@pytest.mark.parametrize(
+    ("sampled", "arguments", "said"),
+    [
+        (None, ["--seed", "5"], True),
+        (False, ["--seed", "5"], True),
+        (True, ["--seed", "5"], False),
+        (None, ["--seed", "5", "--do-sample"], False),
+        (None, ["--seed", "5", "--temperature", "0.5"], False),
+        (True, ["--seed", "5", "--no-do-sample"], True),
+        (None, [], False),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_seed_without_draws_is_said_to_have_no_use(
+    stage: Stage,
+    call: Caller,
+    sampled: bool | None,
+    arguments: list[str],
+    said: bool,
+    command: str,
+) -> None:
+    stage.do_sample = sampled
+    outcome = call(command, *(["hi"] if command == "generate" else []), *arguments, given=b"hi\n")
+    assert outcome.code == 0 and outcome.out == "hi\n"
+    assert ("--seed changes nothing" in outcome.err) is said
+
+
 def test_an_argument_is_a_users_message(stage: Stage, call: Caller) -> None:
     call("generate", "Why?")
     assert asked(stage) == [{"role": "user", "content": "Why?"}]

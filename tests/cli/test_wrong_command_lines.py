@@ -47,19 +47,27 @@ WRONG = {
     "two forms of output": Wrong(
         ["generate", "a", "--json", "--jsonl"], 2, ("--json and --jsonl",)
     ),
-    "a value nothing can have": Wrong(["generate", "a", "--top-p", "1.5"], 2, ("top_p", "1.5")),
+    "a value nothing can have": Wrong(["generate", "a", "--top-p", "1.5"], 2, ("--top-p", "1.5")),
     "an option without effect": Wrong(
-        ["generate", "a", "--no-do-sample", "--min-p", "0.1"], 2, ("min_p", "no effect")
+        ["generate", "a", "--no-do-sample", "--min-p", "0.1"],
+        2,
+        ("--min-p 0.1 with --no-do-sample",),
     ),
     "more answers than beams": Wrong(
         ["generate", "a", "--num-beams", "2", "--num-return-sequences", "3"],
         2,
-        ("num_return_sequences", "num_beams=2"),
+        ("--num-return-sequences 3", "--num-beams 2"),
     ),
     "several answers of a greedy search": Wrong(
-        ["generate", "a", "--num-return-sequences", "2"], 2, ("greedy", "num_return_sequences=2")
+        ["generate", "a", "--num-return-sequences", "2"], 2, ("greedy", "--num-return-sequences 2")
     ),
-    "an empty text to stop at": Wrong(["generate", "a", "--stop", ""], 2, ("stop_strings",)),
+    "an empty text to stop at": Wrong(["generate", "a", "--stop", ""], 2, ("--stop is not valid",)),
+    "sampling without any warmth": Wrong(
+        ["generate", "a", "--temperature", "0"], 2, ("--temperature 0.0", "set --no-do-sample")
+    ),
+    "the same in a chat": Wrong(
+        ["chat", "--temperature", "0"], 2, ("--temperature 0.0", "set --no-do-sample")
+    ),
     "an option of another command": Wrong(["chat", "--num-beams", "2"], 2, ("--num-beams",)),
     "an unknown model to fetch": Wrong(
         ["pull", "smollm2-135m-instuct"], 1, ("smollm2-135m-instuct", "Perhaps smollm2")
@@ -85,6 +93,13 @@ def test_a_wrong_command_line_is_explained(
     assert 1 <= len(outcome.err.splitlines()) <= 2
     assert outcome.err.startswith("everystep: ") and "Traceback" not in outcome.err
     assert outcome.out == ""
+
+
+def test_advice_names_no_argument_of_python(stage: Stage, call: Caller) -> None:
+    names = ("temperature", "do_sample", "top_p", "num_beams", "num_return_sequences")
+    for wrong in WRONG.values():
+        err = call(*wrong.line, given=wrong.given).err
+        assert [name for name in names if f"{name}=" in err or ("_" in name and name in err)] == []
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)

@@ -149,6 +149,12 @@ def test_pip_that_fails_says_why(shop: Shop, monkeypatch: pytest.MonkeyPatch) ->
     refuse(shop, DownloadError, "tiny==1.0", "exit code 1", "No matching", "Check the network")
 
 
+def test_a_python_without_pip_is_told_so(shop: Shop, tmp_path: Path) -> None:
+    absent = 'import sys\nsys.exit(f"{sys.executable}: No module named pip")\n'
+    (tmp_path / "path" / "pip" / "__main__.py").write_text(absent)
+    refuse(shop, DownloadError, "fetched by pip, which this Python does not have", "ensurepip")
+
+
 def test_pip_that_delivers_nothing(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_PIP_MODE", "nothing")
     refuse(shop, DownloadError, "no single wheel of tiny==1.0")

@@ -6,8 +6,9 @@ is computed, and none is ignored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from everystep.config import FIELDS, Effective
 from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedError
@@ -178,11 +179,21 @@ ALONE = {
 
 OF_STEPS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 """Those of them that a step of a run carries."""
+_AS_PROMPT = "Give the prompt as the third argument, or call model.generate"
+_THERE = "Call model.generate with it"
+OF_TENSORS = {
+    **dict.fromkeys(("input_ids", "attention_mask", "inputs_embeds", "position_ids"), _AS_PROMPT),
+    **dict.fromkeys(("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"), _THERE),
+    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), _THERE),
+    **dict.fromkeys(("past_key_values", "custom_generate"), _THERE),
+    "streamer": "Read the events of es.stream, or call model.generate",
+}
+"""Arguments of `model.generate` that texts and events have no place for -> what to do."""
 
 
 def refuse_argument(name: str, value: object) -> None:
     """UnsupportedError if the argument of this name asks for something that is not there."""
-    if value is None or value is False:
+    if value is None or value is False or (name == "logits_to_keep" and _is_at_hand(value)):
         return
     if name in ARGUMENTS_NEVER:
         why, do = ARGUMENTS_NEVER[name]
@@ -193,6 +204,12 @@ def refuse_argument(name: str, value: object) -> None:
     raise UnsupportedError(what, got=type(value).__name__, do=do)
 
 
+def _is_at_hand(logits_to_keep: object) -> bool:
+    """Whether a call reads the logits that this number asks for anyway: 0 leaves it to the call, 1
+    is the last position."""
+    return isinstance(logits_to_keep, int) and logits_to_keep in (0, 1)
+
+
 def refuse_unbuilt(effective: Effective) -> None:
     """UnsupportedError if the caller set a field whose capability is not built yet."""
     for name, (capability, do) in FIELDS_LATER.items():
@@ -201,6 +218,14 @@ def refuse_unbuilt(effective: Effective) -> None:
         if asked and effective[name] != FIELDS[name].default:
             what = f"{name} asks for {capability}, which this version does not have"
             raise UnsupportedError(what, got=repr(effective[name]), do=do)
+
+
+def refuse_of_rectangles(given: Mapping[str, Any]) -> None:
+    """UnsupportedError if a call about prompts is given what belongs to one about a rectangle."""
+    for name, do in OF_TENSORS.items():
+        if given.get(name) is not None:
+            what = f"{name} belongs to a rectangle of tensors, not to prompts"
+            raise UnsupportedError(what, got=type(given[name]).__name__, do=do)
 
 
 def refuse_rectangular(effective: Effective, *, in_steps: bool = False) -> None:

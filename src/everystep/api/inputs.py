@@ -20,6 +20,7 @@ from everystep.api.features import Rows, read_values
 from everystep.api.options import Options
 from everystep.api.passed import Given, read_passed
 from everystep.errors import RequestError, UnsupportedError
+from everystep.outputs import encoder_states
 from everystep.types import Prompt
 
 if TYPE_CHECKING:
@@ -250,17 +251,7 @@ def _shown(prompt: Prompt) -> np.ndarray:
 
 def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
     """(B,) encoder states (S, E) of the caller's, those of padding left out, and their places."""
-    outputs = given["encoder_outputs"]
-    states = getattr(outputs, "last_hidden_state", None)
-    if states is None and isinstance(outputs, tuple | list) and outputs:
-        states = outputs[0]
-    if not isinstance(states, Tensor) or states.dim() != 3 or not states.is_floating_point():
-        raise RequestError(
-            "encoder_outputs holds no encoder states",
-            wanted="an object with last_hidden_state, a (batch, length, hidden) tensor",
-            got=type(outputs).__name__,
-            do="Pass what the encoder returned",
-        )
+    states = encoder_states(given["encoder_outputs"])
     if given.get("input_ids") is not None or given.get("inputs_embeds") is not None:
         what = "encoder_outputs and a prompt for the encoder were both given"
         raise RequestError(

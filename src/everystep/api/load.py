@@ -134,6 +134,13 @@ class _Choices:
     executor: ExecutorName
 
     def __post_init__(self) -> None:
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise RequestError(
+                "dtype is no type of numbers",
+                wanted="torch.float32, torch.bfloat16, ...",
+                got=repr(self.dtype),
+                do="Pass the type of torch, or leave dtype out",
+            )
         for name, (known, wrong) in _KNOWN.items():
             value = getattr(self, name)
             if value not in known:

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
 
 from everystep.api.model import LanguageModel
-from everystep.api.session import Generated, Messages, OptionsLike, PromptLike, Session, listed
+from everystep.api.session import (
+    Generated,
+    Messages,
+    OptionsLike,
+    PromptLike,
+    Session,
+    TokenizerLike,
+    is_messages,
+    listed,
+    require_pair,
+)
 from everystep.api.wrapped import wrap
 from everystep.errors import RequestError
 from everystep.streamers import BeamEvent, Wording, beam_event
-from everystep.text import Tokenizer
 from everystep.types import Event, FinishReason, Group
+
+_SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_error")
+"""Keywords of `generate` that lead to something else than one text."""
 
 
 def generate(
     model: LanguageModel | nn.Module,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TokenizerLike | None = None,
     prompts: PromptLike | Iterable[PromptLike] | None = None,
     *,
     options: Sequence[OptionsLike] | None = None,
@@ -49,6 +61,7 @@ def generate(
         raise RequestError(
             "on_error is impossible", wanted="'raise' or 'return'", got=repr(on_error)
         )
+    require_pair(model, tokenizer)
     if prompts is None:
         if options is not None or on_error == "return":
             raise RequestError(
@@ -77,7 +90,7 @@ def generate(
 
 def stream(
     model: LanguageModel | nn.Module,
-    tokenizer: Tokenizer | None,
+    tokenizer: TokenizerLike | None,
     prompts: PromptLike | Sequence[PromptLike],
     *,
     options: Sequence[OptionsLike] | None = None,
@@ -101,16 +114,42 @@ def stream(
 
 def chat(
     model: LanguageModel | nn.Module,
-    tokenizer: Tokenizer,
-    messages: Messages,
+    tokenizer: TokenizerLike,
+    messages: str | Mapping[str, Any] | Messages,
     *,
     seed: int | None = None,
     **options: Any,
 ) -> str:
-    """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more."""
-    if "max_length" not in options:
+    """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more.
+
+    `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
+    through the chat template.
+    """
+    require_pair(model, tokenizer)
+    config = options.get("generation_config")
+    asked = {name: options.get(name, getattr(config, name, None)) for name in _SEVERAL}
+    neutral = {"num_return_sequences": 1, "return_dict_in_generate": False, "on_error": "raise"}
+    several = [name for name in _SEVERAL if asked[name] not in (None, neutral.get(name))]
+    if several:
+        do = f"Leave {several[0]} out, or call es.generate with the messages"
+        raise RequestError("chat gives one answer, as text", got=", ".join(several), do=do)
+    said = {"role": "user", "content": messages} if isinstance(messages, str) else messages
+    turns = [said] if isinstance(said, Mapping) else said
+    if not is_messages(turns) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise RequestError(
+            "this is no conversation",
+            wanted="a text, a message, or a list of messages {'role': ..., 'content': ...}",
+            got=repr(messages)[:80],
+            do="Pass one conversation; for several, or for ids, call es.generate",
+        )
+    if "max_length" not in options and not _limits(config):
         options.setdefault("max_new_tokens", 512)
-    return str(generate(model, tokenizer, messages, seed=seed, **options))
+    return str(generate(model, tokenizer, turns, seed=seed, **options))
+
+
+def _limits(config: Any) -> bool:
+    """Whether a configuration that was passed says how long an answer may be."""
+    return any(getattr(config, name, None) is not None for name in ("max_length", "max_new_tokens"))
 
 
 class Stream:

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from everystep.adapters import LoRA, read_lora
 from everystep.api.absent import refuse_argument
-from everystep.api.caches import is_recurrent, require_cache, require_room
 from everystep.api.custom import require_loop
 from everystep.api.features import PromptInput, require_distinct
+from everystep.api.forward import cache_of_forward, kept_positions
 from everystep.api.options import KEYWORDS
 from everystep.api.rectangle import generate
-from everystep.cache.containers import Cache, DynamicCache
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
-from everystep.config.kinds import is_integer
 from everystep.errors import ModelClassError, RequestError, UnsupportedError
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
@@ -32,8 +30,13 @@ from everystep.executors.choice import (
 )
 from everystep.models import Model, convert_model, learning_weights, named_weights, weight_bytes
 from everystep.models.load import usable_device
-from everystep.nn.network import Window
-from everystep.outputs import CausalLMOutput, compute_transition_scores
+from everystep.nn.network import Heard, Window
+from everystep.outputs import (
+    CausalLMOutput,
+    compute_transition_scores,
+    encoder_states,
+    loss_of,
+)
 from everystep.types import InputSpec
 from everystep.types.protocols import Hook
 
@@ -141,8 +144,9 @@ class LanguageModel:
         """Whether an encoder reads the prompt."""
         return bool(getattr(self._core.config, "is_encoder_decoder", False))
 
-    def can_generate(self) -> bool:
-        """True: a model without a language head is refused when it is loaded."""
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, of the class too: a model without a language head is refused when it is loaded."""
         return True
 
     def eval(self) -> LanguageModel:
@@ -259,6 +263,11 @@ class LanguageModel:
         decoder_input_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
     ) -> Any:
         """Logits of every position, (B, T, V), and the cache with these positions after its own.
 
@@ -266,13 +275,19 @@ class LanguageModel:
         `past_key_values`, a cache object that is filled in place. `attention_mask` (B, S + T).
         `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
         none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
-        the last positions logits are given, 0 for all, or (n,) of which. Differentiable after
+        the last positions logits are given, 0 for all, or (n,) of which. `labels` (B, T): ids whose
+        loss is given, each predicted from what stands before it, -100 for none. `encoder_outputs`
+        stand in the place of an encoder's prompt. Differentiable after
         `requires_grad_`. Returns a `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
-        kept = _kept_positions(logits_to_keep, given)
-        cache = _cache_of_forward(self, inputs, past_key_values, use_cache)
+        if encoder_outputs is not None and inputs is not None:
+            what = "encoder_outputs and a prompt for the encoder were both given"
+            raise RequestError(what, do="Leave input_ids and inputs_embeds out")
+        kept = kept_positions(logits_to_keep, given)
+        cache = cache_of_forward(self, inputs, past_key_values, use_cache)
+        heard = Heard() if output_hidden_states or output_attentions else None
         logits = self._core.forward(
             input_ids,
             attention_mask,
@@ -281,8 +296,15 @@ class LanguageModel:
             decoder_input_ids=decoder_input_ids,
             cache=cache,
             kept=kept,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_states=None if encoder_outputs is None else encoder_states(encoder_outputs),
+            heard=heard,
         )
-        result = CausalLMOutput(logits, cache)
+        result = CausalLMOutput(loss_of(logits, labels, self.is_encoder_decoder), logits, cache)
+        if heard is not None and output_hidden_states:
+            result.hidden_states = tuple(heard.layers)
+        if heard is not None and output_attentions:
+            result.attentions = tuple(heard.attentions)
         return result.to_tuple() if return_dict is False else result
 
     compute_transition_scores = staticmethod(compute_transition_scores)
@@ -322,6 +344,12 @@ class LanguageModel:
         """
         refuse_argument("synced_gpus", synced_gpus)
         refuse_argument("assistant_model", assistant_model)
+        first: object = inputs
+        if isinstance(first, Mapping):
+            what, got = "the first argument is a mapping", type(first).__name__
+            raise RequestError(
+                what, wanted="ids", got=got, do="Pass its entries: generate(**batch)"
+            )
         if inputs is not None and kwargs.get("input_ids") is not None:
             what = "the prompt was given twice: as the first argument and as input_ids"
             raise RequestError(what, do="Pass it once, as input_ids")
@@ -343,62 +371,3 @@ class LanguageModel:
             "hooks": hooks,
         }
         return generate(self, given)
-
-
-def _kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
-    """Of which positions of the inputs (B, T, ...) logits are given: the last `wanted` of them, all
-    for 0, or those that a tensor (n,) names; RequestError for anything else."""
-    length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
-    if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
-        return slice(-wanted, None)  # type: ignore[operator]
-    if isinstance(wanted, Tensor) and wanted.dtype in (torch.int64, torch.int32):
-        inside = (wanted >= -length) & (wanted < length)
-        if wanted.dim() == 1 and bool(inside.all()):
-            return wanted
-    raise RequestError(
-        "logits_to_keep names no positions of the inputs",
-        wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",
-        got=repr(wanted),
-        do="Leave it out for the logits of every position",
-    )
-
-
-def _cache_of_forward(
-    model: LanguageModel, inputs: Tensor | None, passed: object, use_cache: bool | None
-) -> Cache | None:
-    """The cache that a forward of `inputs` (B, T, ...) adds to; None if it keeps nothing.
-
-    As in the reference a passed one is filled whatever `use_cache` says, and without it the
-    model's configuration decides.
-    """
-    recurrent = is_recurrent(model)
-    if use_cache is None:
-        holds = not (model.is_encoder_decoder or recurrent)
-        use_cache = bool(getattr(model.config, "use_cache", True)) and holds
-    if passed is None and not use_cache:
-        return None
-    if model.is_encoder_decoder:
-        raise UnsupportedError(
-            "a model with an encoder keeps no cache when it is called",
-            got="use_cache=True" if passed is None else "past_key_values",
-            do="Leave it out and pass all decoder_input_ids, or call generate",
-        )
-    if passed is None:
-        if recurrent:
-            raise UnsupportedError(
-                "a model with recurrent layers keeps no cache object",
-                got="use_cache=True",
-                do="Leave it out and pass all input_ids each time, or call generate",
-            )
-        return DynamicCache(config=list(model.windows))
-    cache = require_cache(passed, model)
-    if inputs is not None and inputs.dim() > 1:
-        batch, length = inputs.shape[:2]
-        if cache.batch_size not in (-1, batch):
-            what, do = "past_key_values differs from the inputs in rows", "batch_select_indices"
-            raise RequestError(
-                what, wanted=batch, got=cache.batch_size, do=f"Choose rows with {do}"
-            )
-        if "grow" not in cache.abilities:
-            require_room(cache, int(cache.get_seq_length()) + length)
-    return cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
@@ -11,6 +11,8 @@ from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
+from everystep.stops.criteria import MaxLengthCriteria
+from everystep.types import FinishReason
 from everystep.types.protocols import Draws, Hook
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ OF_RECTANGLES = (
 """Further keywords of `model.generate`."""
 KEYWORDS = (*MODEL_INPUTS, *CONFIG_FIELDS, *OBJECTS, *OF_RECTANGLES, "inputs", "text", "messages")
 """Names that mean something in every call or prompt, whatever the model."""
+_READ_IDS = ("repetition_penalty", "no_repeat_ngram_size")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +143,7 @@ def read_options(
     config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
+    effective = _with_pad_notice(effective, model.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         _require_count(name, given.get(name), model.vocab_size)
     prefix = given.get("prefix_allowed_tokens_fn")
@@ -177,6 +181,32 @@ def require_output_object(options: Options) -> None:
             wanted="return_dict_in_generate=True with them",
             do="Set it, or leave them out",
         )
+
+
+def cut_by_default(options: Options, reasons: Iterable[FinishReason]) -> tuple[str, ...]:
+    """What to tell a caller, none of whose settings says how long an answer may be, where one of
+    these ends was that length."""
+    e, criteria = options.effective, options.criteria or ()
+    named = e.max_new_tokens is not None or e.source("max_length") != "default"
+    named = named or any(isinstance(one, MaxLengthCriteria) for one in criteria)
+    if named or all(reason.kind != "length" for reason in reasons):
+        return ()
+    return (
+        "what was generated is cut at the default length, as nothing says how long it may be. Set "
+        "max_new_tokens.",
+    )
+
+
+def unseen_prompt(effective: Effective) -> tuple[str, ...]:
+    """What to tell a caller whose settings look at ids, where the prompt has none."""
+    asked = [name for name in _READ_IDS if name in effective.caller]
+    blind = [name for name in asked if effective[name] != FIELDS[name].default]
+    if not blind:
+        return ()
+    return (
+        f"{', '.join(blind)}: a prompt given as embeddings has no ids, so only generated ones "
+        "count. Pass input_ids beside inputs_embeds to have those of the prompt counted too.",
+    )
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
@@ -285,9 +315,10 @@ def _special_ids(
 ) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
     """End ids, the pad id (the first end id where there is none), first ids of a decoder.
 
-    RequestError if the caller set one that the vocabulary does not have.
+    What is no token ends nothing, and so is no end id. RequestError if the caller set an end or a
+    start beyond the vocabulary; a pad id is never read, so that it may be any.
     """
-    for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
+    for name in ("eos_token_id", "decoder_start_token_id"):
         outside = [token for token in _listed(effective[name]) if token >= vocabulary]
         if outside and name in effective.caller:
             raise RequestError(
@@ -299,7 +330,20 @@ def _special_ids(
     ends, pad = _listed(effective.eos_token_id), effective.pad_token_id
     start = effective.decoder_start_token_id
     starts = _listed(effective.bos_token_id if start is None else start)
-    return ends, ends[0] if pad is None and ends else pad, starts
+    fill = ends[0] if pad is None and ends else pad
+    return tuple(token for token in ends if 0 <= token < vocabulary), fill, starts
+
+
+def _with_pad_notice(effective: Effective, vocabulary: int) -> Effective:
+    """With a notice to a caller whose pad id is beyond the vocabulary."""
+    pad = effective.pad_token_id
+    if pad is None or pad < vocabulary or "pad_token_id" not in effective.caller:
+        return effective
+    notice = (
+        f"pad_token_id={pad} is beyond the vocabulary of {vocabulary}: it fills up what is "
+        "returned, and no prompt can hold it. Set it to an id of the vocabulary."
+    )
+    return replace(effective, notices=(*effective.notices, notice))
 
 
 def _listed(value: Any) -> tuple[int, ...]:

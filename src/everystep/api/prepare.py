@@ -15,7 +15,7 @@ from everystep.api.caches import continued, new_cache, require_possible, row_qua
 from everystep.api.features import with_features
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed
-from everystep.api.options import Options
+from everystep.api.options import Options, unseen_prompt
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
@@ -130,7 +130,8 @@ def prepare(
             wants=wants,
             max_length=reach - inputs.pads[row] + prompt.hidden,
             pad_prefix=inputs.pads[row],
-            pad_token=options.fill,
+            # A row that has ended is fed with it, so it must be a token.
+            pad_token=options.fill if 0 <= options.fill < model.vocab_size else 0,
             prefix_token=inputs.fills[row] if inputs.fills else None,
             linger=lingers,
             salt=options.salt,
@@ -209,6 +210,8 @@ def _settled(options: Options, inputs: Inputs, new: int, context: int | None) ->
             f"Lower {by}, or expect the text to get worse there."
         )
         e = replace(e, notices=(*e.notices, notice))
+    if not inputs.width and inputs.source is None:
+        e = replace(e, notices=(*e.notices, *unseen_prompt(e)))
     e = e.replaced(e.source(by), max_length=inputs.counted_width + new)
     if e.pad_token_id is None and options.pad is not None:
         e = e.replaced(e.source("eos_token_id"), pad_token_id=options.pad)

@@ -17,12 +17,13 @@ from torch import Tensor
 from everystep.api.arrays import has_holes
 from everystep.api.options import MODEL_INPUTS
 from everystep.api.prefixes import Prefix, rest_of
-from everystep.errors import RequestError, UnknownArgumentError, nearest
-from everystep.text import Tokenizer
+from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
 
+TokenizerLike = Any
+"""A tokenizer of ours, or one of another library with `encode` and `decode`."""
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, Any]
 
@@ -66,7 +67,7 @@ def needed(model: LanguageModel, prompts: object) -> frozenset[str]:
 
 def read_prompt(
     model: LanguageModel,
-    tokenizer: Tokenizer | None,
+    tokenizer: TokenizerLike | None,
     prompt: Any,
     *,
     starts_answer: bool,
@@ -151,7 +152,7 @@ def _row(model: LanguageModel, name: str, value: Any) -> Any:
 
 
 def _ids(
-    tokenizer: Tokenizer | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
+    tokenizer: TokenizerLike | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
 ) -> np.ndarray:
     """The ids of a text, of messages through the chat template, or of ids as they are."""
     if not isinstance(prompt, str) and not is_messages(prompt):
@@ -166,6 +167,13 @@ def _ids(
         )
     elif isinstance(prompt, str):
         ids = torch.as_tensor(tokenizer.encode(prompt, add_special_tokens=prefix is None))
+    elif getattr(tokenizer, "chat_template", None) is None:
+        raise TokenizerError(
+            "messages need a chat template",
+            wanted="a tokenizer with one",
+            got=f"a {type(tokenizer).__name__} without any (a base model's, perhaps)",
+            do="Give the prompt as text, or set tokenizer.chat_template",
+        )
     else:
         rendered = tokenizer.apply_chat_template(
             list(prompt),

@@ -19,6 +19,7 @@ from everystep.api.options import (
     MODEL_INPUTS,
     OF_RECTANGLES,
     Options,
+    cut_by_default,
     read_options,
     require,
     require_output_object,
@@ -38,7 +39,6 @@ from everystep.outputs import (
 )
 from everystep.strategies import Beam
 from everystep.streamers import Delivery, Wording
-from everystep.text import Tokenizer
 from everystep.types import Event, Finished, Group
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
             got=f"{rows} prompts and num_return_sequences={strategy.returns}",
             do="Use es.stream, or leave the streamer out",
         )
-    wording = Wording(tokenizer if isinstance(tokenizer, Tokenizer) else None)
-    return Delivery(streamer, rows, strategy.returns, call.options.fill, wording)
+    returns, fill = strategy.returns, call.options.fill
+    return Delivery(streamer, rows, returns, fill, Wording(tokenizer))
 
 
 def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
@@ -137,6 +137,9 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
     opened = nullcontext() if delivery is None else delivery.open(prompts)
     with _freed(engine, groups), opened:
         timings = _loop(engine, groups, delivery, cached=cached)
+    reasons = [done.reason for group in groups for done in group.done]
+    for notice in cut_by_default(call.options, reasons):
+        warnings.warn(notice, stacklevel=4)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with ordinary_mode(), torch.no_grad():
         past = fill_cache(call.cache, call.inputs, groups)

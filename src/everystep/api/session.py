@@ -11,25 +11,40 @@ from typing import Any
 
 import torch
 
-from everystep.api.absent import refuse_rectangular
+from everystep.api.absent import OF_TENSORS, refuse_of_rectangles, refuse_rectangular
 from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
-from everystep.api.options import Options, read_options, read_seeds, require_output_object
+from everystep.api.options import (
+    CONFIG_FIELDS,
+    Options,
+    cut_by_default,
+    read_options,
+    read_seeds,
+    require,
+    require_output_object,
+)
 from everystep.api.prepare import Call, completed, prepare
 from everystep.api.prompts import Messages as Messages
 from everystep.api.prompts import PromptLike as PromptLike
+from everystep.api.prompts import TokenizerLike as TokenizerLike
+from everystep.api.prompts import is_messages as is_messages
 from everystep.api.prompts import listed as listed
 from everystep.api.prompts import needed, read_prompt, refuse_inputs
-from everystep.config import META, GenerationConfig
+from everystep.config import GenerationConfig
 from everystep.draws import seed_of
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
-from everystep.errors import CapacityError, EverystepError, RequestError
+from everystep.errors import (
+    CapacityError,
+    EverystepError,
+    ModelClassError,
+    RequestError,
+)
 from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
-from everystep.text import Tokenizer, Trimmer
+from everystep.text import Trimmer
 from everystep.types import Event, FinishReason, Group, needs_of_hooks
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
@@ -75,7 +90,7 @@ class Session:
     def __init__(
         self,
         model: LanguageModel,
-        tokenizer: Tokenizer | None,
+        tokenizer: TokenizerLike | None,
         prompts: Iterable[PromptLike],
         options: Sequence[OptionsLike] | None,
         seed: int | Sequence[int] | None,
@@ -85,10 +100,12 @@ class Session:
         gives_steps: bool = False,
         scheduler: Continuous | None = None,
     ) -> None:
+        require_pair(model, tokenizer)
         self._model = model
         self._gives_events = gives_events or gives_steps
         self._gives_steps = gives_steps
         self.tokenizer = tokenizer
+        self._cut = False
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         if type(seed) is not int:
@@ -124,7 +141,8 @@ class Session:
     def _read(self, given: Mapping[str, Any]) -> Options:
         """What is asked for a prompt by these keywords."""
         refuse_inputs(self._model, given)
-        options = read_options(self._model, given, _OF_TEXTS, self.tokenizer)
+        refuse_of_rectangles(given)
+        options = read_options(self._model, given, (*_OF_TEXTS, *OF_TENSORS), self.tokenizer)
         refuse_rectangular(options.effective, in_steps=self._gives_steps)
         if not self._gives_events:
             require_output_object(options)
@@ -233,7 +251,17 @@ class Session:
                 self.step()
             for number in [n for n, group in inside.items() if not group.live]:
                 group = inside.pop(number)
+                self._note_cut(group)
                 yield number, self.shaped(group), group.error
+
+    def _note_cut(self, group: Group) -> None:
+        """Warns a caller once who set no length and shall not take a cut text for a whole one."""
+        if self._cut:
+            return
+        options = self._options_of(group.request.request_id)
+        for notice in cut_by_default(options, (done.reason for done in group.done)):
+            self._cut = True
+            warnings.warn(notice, stacklevel=4)
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
@@ -284,17 +312,31 @@ class Session:
     def _text(self, ids: Sequence[int]) -> str:
         if self.tokenizer is None:
             return ""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def require_pair(model: object, tokenizer: object) -> None:
+    """ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
+    if not isinstance(model, LanguageModel):
+        swapped = isinstance(tokenizer, LanguageModel)
+        raise ModelClassError(
+            "model and tokenizer are in each other's place" if swapped else "this is no model",
+            wanted="the model first, then its tokenizer",
+            got=f"{type(model).__name__} first",
+            do="Call es.load, which returns (model, tokenizer), and pass them in that order",
+        )
+    require("tokenizer", tokenizer, "encode", "decode")
 
 
 def _said(own: Any) -> Mapping[str, Any]:
     """The keywords that one prompt's options stand for."""
-    if isinstance(own, GenerationConfig):
-        return {name: value for name, value in own.to_diff_dict().items() if name not in META}
-    if not isinstance(own, Mapping):
+    if isinstance(own, Mapping):
+        return own
+    if type(own).__name__ != "GenerationConfig":
         wanted = "a mapping or a GenerationConfig"
         raise RequestError("these are not options", wanted=wanted, got=type(own).__name__)
-    return own
+    said = GenerationConfig.of(own).to_diff_dict()
+    return {name: value for name, value in said.items() if name in CONFIG_FIELDS}
 
 
 def _require_alike(model: LanguageModel, first: Options, other: Options, whose: str) -> None:

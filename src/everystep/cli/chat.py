@@ -65,6 +65,7 @@ def chat(
     if tokenizer.chat_template is None:
         do = "Take an instruct model, or use `everystep generate --raw`"
         raise RequestError(f"{model} cannot chat", wanted="a model with a chat template", do=do)
+    o.note_seed(loaded, decoding, seed)
     act = _talk if is_terminal(sys.stdin) and is_terminal(sys.stdout) else _recite
     act(Conversation(loaded, tokenizer, decoding, seed, system))
 

@@ -108,6 +108,7 @@ def generate(
         said = source is not None and source.name != "DEFAULT"
         run = resumed(resume, loaded, tokenizer, _said(decoding, seed, length=said))
     else:
+        o.note_seed(loaded, decoding, seed)
         asked = _asked(text, system, raw, tokenizer)
         in_hands = save is not None or trace is not None
         run = es.open(loaded, tokenizer, asked, seed=seed, **decoding) if in_hands else None

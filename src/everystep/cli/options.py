@@ -7,13 +7,16 @@ Names and meanings are those of `generate()`, with hyphens. Which values go toge
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from everystep.cli.terminal import note
 from everystep.config import GenerationConfig
+from everystep.errors import RequestError
 
 Dtype = StrEnum("Dtype", "float64 float32 bfloat16 float16")
 Rounding = StrEnum("Rounding", "int8 int4")
@@ -21,6 +24,8 @@ CacheDtype = StrEnum("CacheDtype", "float32 float16 int8")
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_OPTIONS = {"stop_strings": "--stop"}
+"""Fields whose option has another name."""
 
 
 def decoding(**said: Any) -> dict[str, Any]:
@@ -32,8 +37,30 @@ def decoding(**said: Any) -> dict[str, Any]:
     given = {name: value for name, value in said.items() if value is not None}
     if any(name in given for name in _SAMPLING):
         given.setdefault("do_sample", True)
-    GenerationConfig(**given).validate(strict=True)
+    try:
+        GenerationConfig(**given).validate(strict=True)
+    except RequestError as error:
+        raise type(error)(as_typed(str(error), said)) from error
     return given
+
+
+def as_typed(text: str, names: Iterable[str]) -> str:
+    """The text with fields of these names spelled as they are typed: `--top-k 5` for `top_k=5`."""
+    for name in sorted(names, key=len, reverse=True):
+        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        if name == "do_sample":
+            text = text.replace("do_sample=True", option)
+            text = text.replace("do_sample=False", "--no-do-sample")
+        text = re.sub(rf"(?<![-\w]){name}=(\S+?)(?=[.,;]?(\s|$))", rf"{option} \1", text)
+        text = re.sub(rf"(?<![-\w]){name}(?![-\w])", option, text)
+    return text
+
+
+def note_seed(model: Any, decoding: Mapping[str, Any], seed: int | None) -> None:
+    """A caller who gives a seed, of which greedy decoding makes no use, is told so."""
+    own = getattr(model.generation_config, "do_sample", None)
+    if seed is not None and not decoding.get("do_sample", own):
+        note("--seed changes nothing: the best token is taken each time. --do-sample draws them.")
 
 
 def _device_name(text: str) -> str:

@@ -6,6 +6,7 @@ final line break, which editors and `echo` add.
 
 from __future__ import annotations
 
+import select
 import signal
 import sys
 import threading
@@ -26,6 +27,11 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     """The text of the prompt; `-` as argument, or no argument into a pipe, reads standard input."""
     if argument is not None and file is not None:
         raise typer.BadParameter("PROMPT and --file were both given; give one of them")
+    if (file is not None or argument not in (None, "-")) and _has_input():
+        given = "--file" if file is not None else "PROMPT"
+        raise typer.BadParameter(
+            f"{given} and text through a pipe were both given; give one of them, or add </dev/null"
+        )
     if file is not None:
         text = _read_file(file)
     elif argument not in (None, "-"):
@@ -38,6 +44,16 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if not text.strip():
         raise typer.BadParameter("the prompt is empty")
     return text
+
+
+def _has_input() -> bool:
+    """Whether text stands on standard input, as far as can be known without waiting for it."""
+    if sys.stdin is None or sys.stdin.closed or is_terminal(sys.stdin):
+        return False
+    with suppress(OSError, ValueError, AttributeError):  # no file, or one that was closed
+        ready, _, _ = select.select([sys.stdin], [], [], 0)
+        return bool(ready) and bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
+    return False
 
 
 def _read_file(file: Path) -> str:

@@ -102,15 +102,8 @@ def merge_configs(
     UnknownArgumentError for a keyword that is not a field; RequestError for values that cannot be,
     that nothing can be generated with, or that the caller set and that contradict each other.
     """
-    given_config: object = passed
-    if given_config is not None and not isinstance(given_config, GenerationConfig):
-        raise RequestError(
-            "generation_config is not a configuration",
-            wanted="an everystep.GenerationConfig",
-            got=type(passed).__name__,
-            do="Build one with GenerationConfig(max_new_tokens=64, ...) or GenerationConfig."
-            "from_dict(values)",
-        )
+    passed = None if passed is None else GenerationConfig.of(passed)
+    checkpoint = None if checkpoint is None else GenerationConfig.of(checkpoint)
     values = {name: field.default for name, field in FIELDS.items() if name not in META}
     sources: dict[str, Source] = dict.fromkeys(values, "default")
     layers: list[tuple[Source, GenerationConfig | None]]

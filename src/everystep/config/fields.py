@@ -19,6 +19,7 @@ from everystep.config.nested import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
     compilation,
+    is_nested,
     watermark,
 )
 
@@ -31,12 +32,12 @@ OLD_CACHES = (
 _SCHEDULE = one_of("constant", "heuristic", "heuristic_transient")
 _WATERMARK = Kind(
     "a WatermarkingConfig, a SynthIDTextWatermarkingConfig or a dict of one",
-    lambda v: isinstance(v, WatermarkingConfig | SynthIDTextWatermarkingConfig | Mapping),
+    lambda v: is_nested(v, WatermarkingConfig, SynthIDTextWatermarkingConfig),
     watermark,
 )
 _COMPILATION = Kind(
     "a CompileConfig or a dict of one",
-    lambda value: isinstance(value, CompileConfig | Mapping),
+    lambda value: is_nested(value, CompileConfig),
     compilation,
 )
 
@@ -88,7 +89,7 @@ _ALL = (
     Field("num_beams", SIZE, "hypotheses that are followed per prompt", 1),
     Field("use_mtp", FLAG, "draft with the model's own multi-token heads"),
     Field("num_return_sequences", SIZE, "sequences returned per prompt", 1),
-    Field("penalty_alpha", kinds.FRACTION, "contrastive search: weight of the repetition term"),
+    Field("penalty_alpha", kinds.NOT_NEGATIVE, "contrastive search: weight of the repetition term"),
     Field("dola_layers", kinds.LAYERS, "DoLa: which layers the last one is contrasted with"),
     Field("num_beam_groups", SIZE, "diverse beams: groups that beams are divided into", 1),
     Field("diversity_penalty", NUMBER, "diverse beams: cost of another group's token", 0.0),

@@ -312,6 +312,33 @@ class GenerationConfig:
         return cls._inheriting({**values, "_from_model_config": True})
 
     @classmethod
+    def of(cls, config: Any) -> GenerationConfig:
+        """The configuration itself, or one with what is set in an object of the reference's class.
+
+        They count as set by the caller, as that class does not remember what came out of a file,
+        unless made from a model's config. A name that resembles no field's is kept as extra.
+        """
+        if isinstance(config, GenerationConfig):
+            return config
+        if type(config).__name__ != cls.__name__ or not hasattr(config, "to_diff_dict"):
+            raise RequestError(
+                "generation_config is not a configuration",
+                wanted="an everystep.GenerationConfig, or one of transformers",
+                got=type(config).__name__,
+                do="Build one with GenerationConfig(...) or GenerationConfig.from_dict(values)",
+            )
+        said = {name: one for name, one in config.to_dict().items() if one is not None}
+        known = {name: one for name, one in said.items() if name in FIELDS}
+        for name in said.keys() - known.keys():
+            if name in CALL_ONLY or nearest(name, FIELDS):
+                raise unknown_name(name, "GenerationConfig has no field")
+        if known.get("_from_model_config"):
+            return cls._inheriting(known)
+        made = cls(**known)
+        made.__dict__["extra"] = {name: said[name] for name in said.keys() - known.keys()}
+        return made
+
+    @classmethod
     def _inheriting(cls, values: Mapping[str, Any]) -> GenerationConfig:
         config = cls()
         for name, value in values.items():

@@ -113,15 +113,31 @@ class CompileConfig(_Nested):
 Watermark = WatermarkingConfig | SynthIDTextWatermarkingConfig
 
 
-def watermark(value: Watermark | Mapping[str, Any]) -> Watermark:
-    """A watermark configuration as it is, or the one whose values a dict holds."""
-    if not isinstance(value, Mapping):
+def is_nested(value: object, *ours: type) -> bool:
+    """Whether it is one of `ours`, a dict of one, or the reference's class of the same name."""
+    names = {one.__name__ for one in ours}
+    foreign = type(value).__name__ in names and callable(getattr(value, "to_dict", None))
+    return foreign or isinstance(value, (*ours, Mapping))
+
+
+def _values(value: Any) -> Mapping[str, Any]:
+    """The values of a dict, or of an object of the reference, its private ones left out."""
+    if isinstance(value, Mapping):
         return value
+    return {name: one for name, one in value.to_dict().items() if not name.startswith("_")}
+
+
+def watermark(value: Any) -> Watermark:
+    """A watermark configuration as it is, or the one whose values a dict or the reference's object
+    holds."""
+    if isinstance(value, Watermark):
+        return value
+    value = _values(value)
     if "ngram_len" in value or "keys" in value:
         return SynthIDTextWatermarkingConfig.from_dict(value)
     return WatermarkingConfig.from_dict(value)
 
 
-def compilation(value: CompileConfig | Mapping[str, Any]) -> CompileConfig:
-    """A compile configuration as it is, or the one whose values a dict holds."""
-    return CompileConfig.from_dict(value) if isinstance(value, Mapping) else value
+def compilation(value: Any) -> CompileConfig:
+    """A compile configuration as it is, or as for a watermark."""
+    return value if isinstance(value, CompileConfig) else CompileConfig.from_dict(_values(value))

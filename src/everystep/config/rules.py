@@ -69,6 +69,12 @@ def _both(*tests: Test) -> Test:
     return lambda values: all(test(values) for test in tests)
 
 
+def _draws(name: str) -> Test:
+    """As `_differs`, but for a temperature of 0, which says the same as not to sample."""
+    differs = _differs(name)
+    return lambda values: differs(values) and (name != "temperature" or _highest(values[name]) != 0)
+
+
 _samples, _greedy = _truthy("do_sample"), _off("do_sample")
 
 
@@ -82,6 +88,11 @@ def _one_beam(values: Values) -> bool:
 
 def _groups(values: Values) -> bool:
     return (values["num_beam_groups"] or 1) != 1
+
+
+def _highest(value: Any) -> Any:
+    """The value, or the highest of one per row."""
+    return max(value) if isinstance(value, list) else value
 
 
 def _lowest(value: Any) -> Any:
@@ -122,6 +133,7 @@ _SAMPLING = (
         _greedy,
         "without sampling",
         "Set do_sample=True, or leave {name} out",
+        given=_draws,
     ),
     *(
         _notice(

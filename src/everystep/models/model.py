@@ -77,6 +77,9 @@ class Model:
         decoder_input_ids: Tensor | None = None,
         cache: Cache | None = None,
         kept: slice | Tensor = slice(None),
+        decoder_attention_mask: Tensor | None = None,
+        encoder_states: Tensor | None = None,
+        heard: Heard | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
@@ -84,7 +87,11 @@ class Model:
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
         as (B, T) or (axes, B, T), as in the reference's `forward`. With an encoder these describe
         what it reads, the logits are those of `decoder_input_ids` (B, T), and there is no cache.
-        `kept`: the positions whose logits are given. Differentiable where the weights are plain;
+        `encoder_states` (B, S, E) stand in the place of what an encoder would read.
+        Where there is neither mask nor cache, positions that do not go on by one begin another
+        sequence in the same row, which sees nothing of the one before.
+        `kept`: the positions whose logits are given. `heard` gets what the layers show, (B, T, E)
+        and (B, H, T, S) each, those of the decoder. Differentiable where the weights are plain;
         UnsupportedError where a gradient would have to pass through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
@@ -95,6 +102,9 @@ class Model:
         if position_ids is not None and not self.has_positions:
             do = "Leave them out"
             raise UnsupportedError("this model knows no position_ids", do=do)
+        if not self.network.encodes and not (decoder_attention_mask is encoder_states is None):
+            what = "decoder_attention_mask and encoder_outputs belong to models with an encoder"
+            raise RequestError(what, do="Leave them out")
         if self.network.encodes and cache is not None:
             raise UnsupportedError(
                 "a forward of a model with an encoder keeps no cache",
@@ -109,6 +119,9 @@ class Model:
             decoder_input_ids,
             cache,
             kept,
+            decoder_attention_mask,
+            encoder_states,
+            heard,
         )
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:

@@ -174,6 +174,7 @@ class BarkEosPrioritizerLogitsProcessor(LogitsProcessor):
         Parameter("eos_token_id", ONE_OR_MORE_IDS),
         Parameter("min_eos_p", POSITIVE, optional=True),
     )
+    reads_ids = False
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         if self.min_eos_p is None:

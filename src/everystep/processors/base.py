@@ -37,6 +37,9 @@ class LogitsProcessor:
 
     per_row: ClassVar[tuple[Parameter, ...]] = ()
     checked: ClassVar[tuple[Parameter, ...]] = ()
+    reads_ids: ClassVar[bool] = True
+    """Whether it looks at ids at all; a call by hand need not give any where it does not."""
+
     ordered: ClassVar[bool] = False
     """Whether it changes every score by itself, and raises no lower one above a higher one; lists
     whose rest is above -inf go through `few` of such processors, and of those with a `best`."""
@@ -56,9 +59,23 @@ class LogitsProcessor:
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         """(R, V) scores of prefixes, (R, T) ids or `Rows` -> (R, V) scores; nothing is changed."""
         if not isinstance(input_ids, Rows):
+            input_ids = self._checked_ids(input_ids, scores)
             require_rows(self, len(input_ids))
             input_ids = bare_rows(input_ids)
         return self.process(input_ids, scores)
+
+    def _checked_ids(self, ids: object, scores: Tensor) -> Tensor:
+        """(R, T) the ids; none for R rows of scores where none are needed."""
+        if ids is None and not self.reads_ids:
+            return torch.empty(scores.shape[0], 0, dtype=torch.int64)
+        if isinstance(ids, Tensor) and ids.dim() == 2:
+            return ids
+        raise RequestError(
+            f"{type(self).__name__} is called without ids" if ids is None else "this is no ids",
+            wanted="a (rows, length) tensor of ids as input_ids",
+            got="None" if ids is None else getattr(ids, "shape", type(ids).__name__),
+            do="Pass the ids that stand before the scores",
+        )
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V): the given scores as they are, or new ones."""
@@ -100,6 +117,7 @@ class Filter(LogitsProcessor):
     They look at scores and not at ids, so that a list is a row like any other to them.
     """
 
+    reads_ids = False
     filter_value: float
 
     @property

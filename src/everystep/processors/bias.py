@@ -189,6 +189,8 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
 class InfNanRemoveLogitsProcessor(LogitsProcessor):
     """nan becomes 0, and infinities the largest and smallest finite numbers."""
 
+    reads_ids = False
+
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         return torch.nan_to_num(scores, nan=0.0)
 
@@ -201,6 +203,8 @@ class LogitBias(LogitsProcessor):
     """
 
     table: tuple[tuple[int, float], ...]
+
+    reads_ids = False
 
     def __post_init__(self) -> None:
         valid = all(COUNT.accepts(token) and is_number(bias) for token, bias in self.table)

@@ -126,6 +126,7 @@ class SuppressTokensLogitsProcessor(LogitsProcessor):
     device: InitVar[str] = "cpu"
 
     checked = (Parameter("suppress_tokens", ONE_OR_MORE_IDS),)
+    reads_ids = False
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         return banned_in(scores, np.ones(len(scores), dtype=bool), self.suppress_tokens)

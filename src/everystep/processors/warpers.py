@@ -55,6 +55,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
     per_row = (Parameter("temperature", POSITIVE, do="For greedy decoding set do_sample=False"),)
     ordered = True
     narrows = True
+    reads_ids = False
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         return self._divide(scores, torch.empty_like(scores))
@@ -267,6 +268,7 @@ class LogitNormalization(LogitsProcessor):
     """log-softmax."""
 
     narrows = True
+    reads_ids = False
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         return scores.log_softmax(dim=-1)

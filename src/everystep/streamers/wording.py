@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from everystep.text import Detokenizer, Tokenizer, Trimmer
+from everystep.text import Follower, Trimmer, follow
 from everystep.types import Event, Group, TokenTable
 
 
 class Wording:
     """Follows every sequence of a stream and says what text each event adds.
 
-    Without a tokenizer events keep no text. A request that `trim` names loses its stop string.
+    `tokenizer`: ours or that of another library; without one events keep no text. A request that
+    `trim` names loses its stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
         self._trims: dict[str, tuple[tuple[str, ...], str]] = {}
-        self._followers: dict[tuple[str, int], tuple[Detokenizer, Trimmer | None]] = {}
+        self._followers: dict[tuple[str, int], tuple[Follower, Trimmer | None]] = {}
 
     def copy(self) -> Wording:
         """An independent follower in the same state."""
@@ -63,12 +65,12 @@ class Wording:
         return follower.push(tokens) + follower.finish()
 
     def _following(
-        self, tokenizer: Tokenizer, request_id: str, index: int
-    ) -> tuple[Detokenizer, Trimmer | None]:
+        self, tokenizer: Any, request_id: str, index: int
+    ) -> tuple[Follower, Trimmer | None]:
         key = (request_id, index)
         if key not in self._followers:
             trim = self._trims.get(request_id)
-            self._followers[key] = Detokenizer(tokenizer), Trimmer(*trim) if trim else None
+            self._followers[key] = follow(tokenizer), Trimmer(*trim) if trim else None
         return self._followers[key]
 
 

@@ -2,6 +2,7 @@
 
 from everystep.text.batch import BatchEncoding
 from everystep.text.detokenizer import Detokenizer, Trimmer
+from everystep.text.following import Follower, follow
 from everystep.text.pieces import Spelling
 from everystep.text.sandbox import TemplateLimits
 from everystep.text.settings import Settings
@@ -12,9 +13,11 @@ __all__ = [
     "BatchEncoding",
     "ChatTemplate",
     "Detokenizer",
+    "Follower",
     "Settings",
     "Spelling",
     "TemplateLimits",
     "Tokenizer",
     "Trimmer",
+    "follow",
 ]

@@ -342,6 +342,11 @@ class Tokenizer:
         """The special tokens, in the order of their ids."""
         return self.convert_ids_to_tokens(self.all_special_ids)
 
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer:
+        """`backend` under the name by which grammar libraries look for it."""
+        return self.backend
+
     @functools.cached_property
     def decoding(self) -> Decoding:
         """How tokens become text one at a time; UnsupportedError if they cannot."""

@@ -1,0 +1,144 @@
+"""What a called model gives beyond logits, and packed sequences, beside the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from everystep.api.model import LanguageModel
+from everystep.errors import ModelClassError, RequestError
+from everystep.models import build_model
+from tests.models.tiny import Tensors, ids, ours, reference_decoder, reference_t5
+
+IDS = ids(2, 9)
+MASK = torch.ones(2, 9).long()
+MASK[1, :3] = 0
+
+
+def close(found: Any, expected: Any) -> None:
+    """Equal within rounding (the reference's norms are of float32), also layer by layer."""
+    if isinstance(expected, torch.Tensor):
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
+        return
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2"])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, LanguageModel]:
+    torch.manual_seed(0)
+    config = {"sliding_window": 4} if request.param == "mistral" else {}
+    theirs = reference_decoder(request.param, torch.float64, **config)
+    theirs.set_attn_implementation("eager")
+    return theirs, LanguageModel(ours(theirs))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [True, False])
+def test_layers_and_attentions_are_the_references(
+    pair: tuple[Any, LanguageModel], cached: bool
+) -> None:
+    wanted: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
+    expected, found = (model(IDS, use_cache=cached, **wanted) for model in pair)
+    close(found.hidden_states, expected.hidden_states)
+    close(found.attentions, expected.attentions)
+    names = [name for name in expected if name != "past_key_values"]
+    assert [name for name in found if name != "past_key_values"] == names
+    plain = pair[1](IDS, use_cache=cached)
+    assert plain.hidden_states is None is plain.attentions
+    close(plain.logits, found.logits)
+
+
+@torch.no_grad()
+def test_of_a_piece_after_a_cache(pair: tuple[Any, LanguageModel]) -> None:
+    wanted: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
+    both = []
+    for model in pair:
+        past = model(IDS[:, :5]).past_key_values
+        both.append(model(IDS[:, 5:], past_key_values=past, **wanted))
+    close(both[1].hidden_states, both[0].hidden_states)
+    close(both[1].attentions, both[0].attentions)
+
+
+def test_labels_give_the_references_loss_and_gradient(pair: tuple[Any, LanguageModel]) -> None:
+    labels = IDS.clone()
+    mask = MASK.flip(1)  # beside a row that sees nothing the reference gives nan
+    labels[0, 4] = labels[1, 6:] = -100
+    model = LanguageModel(ours(pair[0])).requires_grad_()
+    expected = pair[0](IDS, attention_mask=mask, labels=labels)
+    found = model(IDS, attention_mask=mask, labels=labels)
+    close(found.loss.detach(), expected.loss.detach())
+    assert found[0] is found.loss and next(iter(found)) == "loss"
+    found.loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    with pytest.raises(RequestError, match=r"labels.*\(2, 9\).*\(2, 4\)"):
+        model(IDS, labels=labels[:, :4])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "places",
+    [
+        [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8]],
+        [[0, 0, 1, 2, 0, 1, 0, 1, 2], [3, 4, 5, 9, 10, 0, 1, 2, 3]],
+        [[0, 1, 2, 3, 4, 0, 1, 2, 3]],
+    ],
+)
+def test_sequences_packed_in_a_row_do_not_see_each_other(
+    pair: tuple[Any, LanguageModel], places: list[list[int]]
+) -> None:
+    positions = torch.tensor(places)
+    expected = pair[0](IDS, position_ids=positions.expand(2, 9), use_cache=False).logits
+    close(pair[1](IDS, position_ids=positions, use_cache=False).logits, expected)
+    if len(places) == 1:
+        alone = pair[1](IDS[:, 5:], use_cache=False).logits
+        close(expected[:, 5:], alone)
+    # With a mask or a cache a row is one sequence, whatever its positions, as in the reference.
+    for given in ({"attention_mask": torch.ones(2, 9).long(), "use_cache": False}, {}):
+        wanted = pair[0](IDS, position_ids=positions.expand(2, 9), **given).logits
+        close(pair[1](IDS, position_ids=positions, **given).logits, wanted)
+
+
+@torch.no_grad()
+def test_an_encoders_states_and_a_mask_of_the_decoder() -> None:
+    theirs = reference_t5(torch.float64)
+    model = LanguageModel(ours(theirs))
+    start, mask = ids(2, 5), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    states = theirs.get_encoder()(IDS, attention_mask=MASK)
+    given = {"attention_mask": MASK, "decoder_input_ids": start, "decoder_attention_mask": mask}
+    labels = ids(2, 5)
+    labels[1, :2] = -100
+    expected = theirs(IDS, **given, labels=labels, use_cache=False)
+    for prompt in (
+        {"input_ids": IDS},
+        {"encoder_outputs": states},
+        {"encoder_outputs": (states[0],)},
+    ):
+        found = model(**prompt, **given, labels=labels)
+        close(found.logits[mask.bool()], expected.logits[mask.bool()])
+        close(found.loss, expected.loss)
+    with pytest.raises(RequestError, match="encoder_outputs and a prompt"):
+        model(IDS, encoder_outputs=states, **given)
+    with pytest.raises(RequestError, match="no encoder states"):
+        model(encoder_outputs=7, **given)
+    decoder = LanguageModel(ours(reference_decoder("llama", torch.float64)))
+    for extra in ({"decoder_attention_mask": MASK}, {"encoder_outputs": states}):
+        with pytest.raises(RequestError, match=r"models with an encoder|a prompt"):
+            decoder(IDS, **extra)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_without_a_head_is_no_model_that_generates(tied: bool) -> None:
+    theirs = reference_decoder("llama", torch.float64, tie_word_embeddings=tied)
+    config = theirs.config.to_dict()
+    with pytest.raises(ModelClassError, match=r"no language head.*ForCausalLM"):
+        build_model(config, Tensors(theirs.model.state_dict()))
+    headless = {n: t for n, t in theirs.state_dict().items() if n != "lm_head.weight"}
+    if tied:
+        assert build_model(config, Tensors(headless)).vocab_size == 97
+    else:
+        with pytest.raises(ModelClassError, match="no language head"):
+            build_model(config, Tensors(headless))

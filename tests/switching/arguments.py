@@ -1,0 +1,228 @@
+"""Every argument of `model.generate`: a value that asks for something, what must stand beside it,
+and where it is refused or changes nothing.
+
+Without an entry in `REFUSED` or `WITHOUT_EFFECT` an argument must change what comes back, or the
+request that the engine gets.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import everystep as es
+from everystep.testing.tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer(320)
+IDS = TOKENIZER.encode("Is i")  # three ids, the last of which could go on as another
+PROMPT = torch.tensor([IDS])
+
+SAMPLED = {"do_sample": True, "seed": 3}
+BEAMS = {"num_beams": 3}
+OBJECT = {"return_dict_in_generate": True}
+TWICE = {"no_repeat_ngram_size": 1}
+
+
+def ban(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    scores[:, scores.argmax(-1)] = -torch.inf
+    return scores
+
+
+def stop_at_5(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    return torch.full((len(ids),), ids.shape[1] >= 5)
+
+
+class Recorder:
+    """A streamer whose text is part of what comes back."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def loop(model: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    return input_ids
+
+
+# name -> (value, what must stand beside it)
+ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    # how long
+    "max_length": (6, {"max_new_tokens": None}),
+    "max_new_tokens": (3, {}),
+    "min_length": (8, {"eos_token_id": "second"}),
+    "min_new_tokens": (5, {"eos_token_id": "second"}),
+    "early_stopping": ("never", BEAMS),
+    "max_time": (0.0, {}),
+    "stop_strings": ("text", {"tokenizer": TOKENIZER}),
+    # how tokens are chosen
+    "do_sample": (True, {"seed": 3}),
+    "num_beams": (3, {}),
+    "num_return_sequences": (2, BEAMS),
+    "penalty_alpha": (0.6, {"top_k": 4}),
+    "length_penalty": (-2.0, BEAMS),
+    "temperature": (3.0, SAMPLED),
+    "top_k": (2, SAMPLED),
+    "top_p": (0.2, SAMPLED),
+    "min_p": (0.5, SAMPLED),
+    "top_h": (0.2, SAMPLED),
+    "typical_p": (0.3, SAMPLED),
+    "epsilon_cutoff": (0.01, SAMPLED),
+    "eta_cutoff": (0.01, SAMPLED),
+    "top_n_sigma": (0.5, SAMPLED),
+    "xtc_probability": (1.0, SAMPLED),
+    "xtc_threshold": (0.4, {**SAMPLED, "xtc_probability": 0.5}),
+    "mirostat_tau": (2.0, SAMPLED),
+    "mirostat_eta": (0.9, {**SAMPLED, "mirostat_tau": 2.0}),
+    "dynatemp_range": (0.5, SAMPLED),
+    "dynatemp_exponent": (2.0, {**SAMPLED, "dynatemp_range": 0.5}),
+    "sampler_order": (["top_p", "temperature"], {**SAMPLED, "temperature": 2.0, "top_p": 0.5}),
+    # what becomes of the scores
+    "repetition_penalty": (2.0, {}),
+    "encoder_repetition_penalty": (3.0, {}),
+    "no_repeat_ngram_size": (1, {}),
+    "encoder_no_repeat_ngram_size": (1, {}),
+    "bad_words_ids": ("first", {}),
+    "renormalize_logits": (True, {}),
+    "forced_bos_token_id": (9, {}),
+    "forced_eos_token_id": (9, {}),
+    "remove_invalid_values": (True, {}),
+    "exponential_decay_length_penalty": ((1, 3.0), {"eos_token_id": 9}),
+    "suppress_tokens": ("first", {}),
+    "begin_suppress_tokens": ("first", {}),
+    "sequence_bias": ({(9,): 50.0}, {}),
+    "token_healing": (True, {"tokenizer": TOKENIZER}),
+    "guidance_scale": (3.0, {}),
+    "watermarking_config": (es.WatermarkingConfig(bias=9.0), {}),
+    "presence_penalty": (2.0, {}),
+    "frequency_penalty": (2.0, {}),
+    "logit_bias": ({9: 50.0}, {}),
+    "dry_multiplier": (3.0, {}),
+    "dry_base": (3.0, {"dry_multiplier": 1.0}),
+    "dry_allowed_length": (1, {"dry_multiplier": 1.0}),
+    "dry_sequence_breakers": ([9], {"dry_multiplier": 1.0}),
+    "diversity_penalty": (0.5, {}),
+    # what is kept and returned
+    "use_cache": (False, {}),
+    "cache_implementation": ("quantized", {}),
+    "cache_config": ({"nbits": 8}, {"cache_implementation": "quantized"}),
+    "max_cache_len": (32, {}),
+    "prefill_chunk_size": (2, {}),
+    "return_dict_in_generate": (True, {}),
+    **dict.fromkeys(
+        ("output_scores", "output_logits", "output_hidden_states", "output_attentions"),
+        (True, OBJECT),
+    ),
+    # tokens with a meaning
+    "pad_token_id": (7, {**SAMPLED, "eos_token_id": "second", "num_return_sequences": 8}),
+    "bos_token_id": (9, {}),
+    "eos_token_id": ("second", {}),
+    "decoder_start_token_id": (9, {}),
+    # drafts
+    "prompt_lookup_num_tokens": (3, {}),
+    "max_matching_ngram_size": (1, {"prompt_lookup_num_tokens": 3}),
+    "disable_compile": (True, {}),
+    # objects
+    "generation_config": (es.GenerationConfig(repetition_penalty=2.0), {}),
+    "logits_processor": ([ban], {}),
+    "stopping_criteria": ([stop_at_5], {}),
+    "prefix_allowed_tokens_fn": (lambda batch, ids: [5, 6], {}),
+    "seed": (4, {"do_sample": True}),
+    "logprobs": (2, OBJECT),
+    "prompt_logprobs": (2, OBJECT),
+    "tokenizer": (TOKENIZER, OBJECT),
+    "streamer": (Recorder(), {}),
+    "custom_generate": (loop, {}),
+    "negative_prompt_ids": (PROMPT.flip(1), {"guidance_scale": 2.0}),
+    "negative_prompt_attention_mask": (
+        torch.tensor([[0, 1, 1]]),
+        {"guidance_scale": 2.0, "negative_prompt_ids": PROMPT.flip(1)},
+    ),
+    # model inputs
+    "input_ids": (PROMPT, {}),
+    "attention_mask": (torch.tensor([[0, 1, 1]]), {}),
+    "inputs_embeds": (torch.zeros(1, 3, 16, dtype=torch.float64), {}),
+    "position_ids": (torch.tensor([[0, 5, 9]]), {}),
+    "decoder_input_ids": (PROMPT, {}),
+    "decoder_attention_mask": (torch.ones(1, 3).long(), {}),
+    "encoder_outputs": ((torch.zeros(1, 3, 16),), {}),
+    "past_key_values": (es.DynamicCache, {}),
+    # capabilities that are not built, and what has no place here
+    "use_mtp": (True, {}),
+    "dola_layers": ("low", {}),
+    "num_beam_groups": (2, {"num_beams": 4, "diversity_penalty": 0.5}),
+    "constraints": ([object()], BEAMS),
+    "force_words_ids": ([[5]], BEAMS),
+    "low_memory": (True, {}),
+    "is_assistant": (True, {}),
+    "num_assistant_tokens": (5, {}),
+    "num_assistant_tokens_schedule": ("heuristic", {}),
+    "assistant_confidence_threshold": (0.1, {}),
+    "assistant_early_exit": (2, {}),
+    "assistant_lookbehind": (5, {}),
+    "target_lookbehind": (5, {}),
+    "assistant_ensemble_weight": (0.5, {}),
+    "speculation_type": ("dflash", {}),
+    "compile_config": (es.CompileConfig(), {}),
+    "continuous_batching_config": ({"a": 1}, {}),
+    "assistant_model": (SimpleNamespace(), {}),
+    "assistant_tokenizer": (TOKENIZER, {}),
+    "synced_gpus": (True, {}),
+    "cache_params": (object(), {}),
+    "pixel_values": (torch.zeros(1), {}),
+    "pixel_values_videos": (torch.zeros(1), {}),
+    "input_features": (torch.zeros(1), {}),
+    "mm_encoder_outputs": (object(), {}),
+    "token_type_ids": (PROMPT, {}),
+    "trust_remote_code": (True, {}),
+    "logits_to_keep": (5, {}),
+    "use_model_defaults": (True, {}),
+    "return_legacy_cache": (True, {}),
+}
+
+EVERYWHERE = ("model.generate", "es.generate", "es.stream")
+OF_TEXTS = ("es.generate", "es.stream")
+_LATER = (
+    *("use_mtp", "dola_layers", "num_beam_groups", "constraints", "force_words_ids", "low_memory"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+    *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "compile_config"),
+    *("continuous_batching_config", "assistant_model", "assistant_tokenizer", "synced_gpus"),
+    *("cache_params", "pixel_values", "pixel_values_videos", "input_features"),
+    *("mm_encoder_outputs", "token_type_ids", "trust_remote_code", "logits_to_keep"),
+    *("use_model_defaults", "return_legacy_cache"),
+    *("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"),  # of this model
+)
+_RECTANGLES = (
+    *("output_scores", "output_logits", "output_hidden_states", "output_attentions"),
+    *("use_cache", "prefill_chunk_size", "max_cache_len"),
+    *("streamer", "custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"),
+    *("input_ids", "attention_mask", "inputs_embeds", "position_ids", "past_key_values"),
+)
+REFUSED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_LATER, EVERYWHERE),
+    **dict.fromkeys(_RECTANGLES, OF_TEXTS),
+}
+"""Argument -> the faces on which it is an error that says what to do."""
+
+WITHOUT_EFFECT: dict[str | tuple[str, str], str] = {
+    ("es.stream", "return_dict_in_generate"): "a stream's results are objects anyway",
+    "use_cache": "the tokens are those of a call with a cache",
+    "prefill_chunk_size": "the tokens are those of a prompt fed at once",
+    "max_cache_len": "for a static cache; a warning says so",
+    "renormalize_logits": "greedy choices are the same",
+    "remove_invalid_values": "there are none here",
+    "forced_bos_token_id": "for a prompt of one id",
+    "bos_token_id": "for a call without a prompt",
+    "decoder_start_token_id": "for a model with an encoder",
+    "diversity_penalty": "for groups of beams; a warning says so",
+    "disable_compile": "nothing is compiled",
+    "input_ids": "it is the prompt that was given anyway",
+}
+"""Argument, or face and argument -> why nothing changes in this call."""

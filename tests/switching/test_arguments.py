@@ -1,0 +1,216 @@
+"""Nothing asked for is dropped: every argument of `model.generate`, given to every way of calling,
+is honoured or refused with what to do.
+
+`FACES` is the list of ways; a further one is one more entry.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import everystep as es
+from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER
+from everystep.api.model import LanguageModel
+from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, OF_RECTANGLES
+from everystep.engine import Engine
+from everystep.engine.snapshot import fingerprint
+from everystep.errors import EverystepError
+from everystep.testing.models import tiny_llama
+from tests.cli.conftest import call, stage  # noqa: F401  (fixtures)
+from tests.cli.fakes import Stage
+from tests.cli.running import Caller
+from tests.switching.arguments import (
+    ASKED,
+    IDS,
+    PROMPT,
+    REFUSED,
+    TOKENIZER,
+    WITHOUT_EFFECT,
+    Recorder,
+)
+
+Given = dict[str, Any]
+BASE: Given = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return tiny_llama(vocab_size=320, hidden_size=16)
+
+
+# --- ways of calling ------------------------------------------------------------------------------
+
+
+def rectangle(model: LanguageModel, given: Given) -> Any:
+    return model.generate(**({} if "input_ids" in given else {"input_ids": PROMPT}), **given)
+
+
+def texts(model: LanguageModel, given: Given) -> Any:
+    return es.generate(model, given.pop("tokenizer", None), [IDS], **given)
+
+
+def events(model: LanguageModel, given: Given) -> Any:
+    with es.stream(model, given.pop("tokenizer", None), [IDS], **given) as stream:
+        return [*stream, *stream.results()]
+
+
+FACES: dict[str, Callable[[LanguageModel, Given], Any]] = {
+    "model.generate": rectangle,
+    "es.generate": texts,
+    "es.stream": events,
+}
+
+
+def seen(model: LanguageModel, face: str, given: Given) -> tuple[Any, list[str]]:
+    """What comes back, as plain values, and what the engine was asked for."""
+    asked: list[str] = []
+    submit, executor = Engine.submit, LanguageModel.executor
+
+    def opened(self: LanguageModel, *needs: Any, **how: Any) -> Any:
+        asked.append(repr((needs[1:], how.get("quantization"))))
+        return executor(self, *needs, **how)
+
+    def noted(engine: Engine, request: Any) -> Any:
+        parts = (request.stops, request.drafter, request.pad_token)
+        asked.append(f"{fingerprint(request)} {parts!r}")
+        return submit(engine, request)
+
+    torch.manual_seed(0)  # without a seed, calls about prompts take one from here
+    Engine.submit = noted  # type: ignore[method-assign]
+    LanguageModel.executor = opened  # type: ignore[method-assign]
+    try:
+        return plain(FACES[face](model, given)), asked
+    finally:
+        Engine.submit = submit  # type: ignore[method-assign]
+        LanguageModel.executor = executor  # type: ignore[method-assign]
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {one.name: getattr(value, one.name) for one in fields(value)}
+        left_out = ("timings", "effective_config", "past_key_values")
+        return {name: plain(one) for name, one in named.items() if name not in left_out}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value
+
+
+# --- values that depend on the model --------------------------------------------------------------
+
+
+def resolved(model: LanguageModel, name: str) -> tuple[Any, Given]:
+    """The value that is given, and what stands beside it."""
+    value, beside = ASKED[name]
+    new = model.generate(PROMPT, **BASE)[0, 3:].tolist()
+    for key, one in {name: value, **beside}.items():
+        if isinstance(one, str) and one in ("first", "second", "text"):
+            one = {"first": new[0], "second": new[1], "text": TOKENIZER.decode(new[:2])}[one]
+            one = [[one]] if key == "bad_words_ids" else [one] if "suppress" in key else one
+        if isinstance(one, Recorder):
+            one.seen.clear()
+        if one is es.DynamicCache:
+            one = es.DynamicCache()
+        if key == name:
+            value = one
+        else:
+            beside = {**beside, key: one}
+    return value, {**BASE, **beside}
+
+
+# --- the test -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("face", FACES)
+def test_an_argument_is_honoured_or_refused(model: LanguageModel, face: str, name: str) -> None:
+    value, beside = resolved(model, name)
+    given = {**beside, name: value}
+    if name == "inputs_embeds":
+        given["input_ids"] = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if face in REFUSED.get(name, ()):
+            taken = {key: one for key, one in given.items() if face not in REFUSED.get(key, ())}
+            with pytest.raises(EverystepError) as caught:
+                seen(model, face, {**taken, name: value})
+            text = str(caught.value)
+            assert name in text and text.endswith(".") and ". " in text
+            return
+        result, asked = seen(model, face, given)
+        before, asked_before = seen(model, face, {**beside})
+    if isinstance(value, Recorder):
+        assert value.seen[0] == PROMPT.tolist() and value.seen[-1] == "end"
+        return
+    if name in WITHOUT_EFFECT or (face, name) in WITHOUT_EFFECT:
+        assert result == before
+    elif result == before:  # then the engine was asked for something else, and not by chance
+        assert asked != asked_before == seen(model, face, {**resolved(model, name)[1]})[1]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_argument_that_nobody_knows_is_refused(model: LanguageModel, face: str) -> None:
+    for name in ("wibble", "num_beans"):
+        with pytest.raises(TypeError, match=name):
+            FACES[face](model, {name: 1})
+
+
+def test_the_table_holds_every_argument_of_ours() -> None:
+    ours = {*CONFIG_FIELDS, *OBJECTS, *OF_RECTANGLES, *MODEL_INPUTS}
+    assert {*ASKED} == {*ours, *ARGUMENTS_LATER, *ARGUMENTS_NEVER}
+
+
+def test_and_every_argument_of_the_reference() -> None:
+    config = transformers.GenerationConfig().to_dict()
+    named = inspect.signature(transformers.GenerationMixin.generate).parameters
+    theirs = {*config, *named} - {"self", "inputs", "kwargs", "transformers_version"}
+    assert {name for name in theirs - {*ASKED} if not name.startswith("_")} == set()
+
+
+def test_the_exceptions_are_arguments() -> None:
+    names = {one if isinstance(one, str) else one[1] for one in WITHOUT_EFFECT}
+    assert {*REFUSED, *names} <= {*ASKED}
+    assert {face for faces in REFUSED.values() for face in faces} <= {*FACES}
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+LINE: dict[str, tuple[list[str], Any]] = {
+    "max_new_tokens": (["--max-new-tokens", "3"], 3),
+    "do_sample": (["--do-sample"], True),
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_k": (["--top-k", "5"], 5),
+    "top_p": (["--top-p", "0.5"], 0.5),
+    "min_p": (["--min-p", "0.5"], 0.5),
+    "seed": (["--seed", "7", "--do-sample"], 7),
+    "num_beams": (["--num-beams", "3"], 3),
+    "num_return_sequences": (["--num-return-sequences", "2", "--do-sample"], 2),
+    "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
+    "stop_strings": (["--stop", "a", "--stop", "b"], ["a", "b"]),
+}
+"""Argument -> how it is asked for on the command line, and what reaches the library."""
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_command_line_hands_it_on_or_refuses_it(
+    name: str,
+    stage: Stage,  # noqa: F811
+    call: Caller,  # noqa: F811
+) -> None:
+    line, value = LINE.get(name, ([f"--{name.replace('_', '-')}", "1"], None))
+    outcome = call("generate", "hi there", *line)
+    if name in LINE:
+        ((_, options),) = stage.streams
+        assert outcome.code == 0 and options[name] == value
+    else:
+        assert outcome.code == 2 and stage.loads == []
+        assert f"--{name.replace('_', '-')}" in outcome.err and "--help" in outcome.err

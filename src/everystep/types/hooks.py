@@ -165,14 +165,13 @@ class BeforeStep:
             return self.given["embeds"]
         if self.start < prompt.length and prompt.embeds is not None:
             return prompt.embeds[self.start - prompt.before :]
-        inside = prompt.injected if self.start < prompt.length else None
-        if inside is None:
-            return self.embed(torch.from_numpy(self.ids))
+        ids, inside = torch.from_numpy(self.ids), prompt.injected
+        if inside is None or self.start >= prompt.length:
+            return self.embed(ids)
         here = (inside.positions >= self.start) & (inside.positions < self.start + self.count)
-        places, ids = torch.from_numpy(inside.positions[here] - self.start), self.ids
-        assert ids is not None, "what has injected embeddings has ids"
+        places = torch.from_numpy(inside.positions[here] - self.start)
         # The id at such a place may be beyond the vocabulary.
-        found = self.embed(torch.from_numpy(ids).index_fill(0, places, 0)).clone()
+        found = self.embed(ids.index_fill(0, places, 0)).clone()
         found[places.to(found.device)] = inside.embeds[torch.from_numpy(here)].to(found)
         return found
 

@@ -18,7 +18,7 @@ from everystep.engine.choices import Choices
 from everystep.strategies import single
 from everystep.testing.mutants import Mutant
 from everystep.testing.mutants import mutant as registering
-from everystep.types import Children, Extra, Group, Hooked, Sequence
+from everystep.types import Children, Extra, Group, Hooked, Sequence, TokenTable
 from everystep.types import batch as batches
 from everystep.types.batch import Batch, Places
 
@@ -82,11 +82,10 @@ _true_resume = snapshot.resume
 
 
 @mutant("restored draw out of step", (engine, "resume"))
-def _restored_siblings_draw_alike(group: Group, saved: dict[str, Any]) -> list[np.ndarray]:
-    tokens = _true_resume(group, saved)
+def _restored_siblings_draw_alike(group: Group, saved: dict[str, Any], table: TokenTable) -> None:
+    _true_resume(group, saved, table)
     for sequence in group.live:
         sequence.lineage = 0
-    return tokens
 
 
 _true_places = batches.places_of

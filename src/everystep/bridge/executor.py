@@ -51,6 +51,11 @@ class ForeignExecutor:
         self._cut_short = False
         self.abilities = self._able()
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(n,) ids -> (n, E) their embeddings, on the device of the module."""
+        with torch.no_grad():
+            return self._foreign.embed(ids.to(self.device))
+
     def _able(self) -> frozenset[str]:
         foreign, findings = self._foreign, self._findings
         able = {"hidden", "layers"} if findings.several else set()

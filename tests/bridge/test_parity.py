@@ -1,6 +1,6 @@
 """Through the bridge a model gives the tokens of its own `generate`, in float64, for any settings.
 
-Ten random calls of each family by default, 200 in all.
+Eight random calls of each family by default, 200 in all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import everystep as es
 from tests.bridge.families import FAMILIES, model_of, prompts, settings
 
-PER_BLOCK, BLOCKS = 10, 20
+PER_BLOCK, BLOCKS = 8, 25
 
 
 @pytest.mark.parametrize(

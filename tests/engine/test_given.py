@@ -195,11 +195,12 @@ def test_a_mask_says_what_is_seen(executor: Any, heads: int | None, way: str) ->
     own = [one for one in everyone(prompt) if not isinstance(one.strategy, Contrastive)]
     found = run(own, executor(model), way)
     masked = {one.request_id for one in own if one.prompt is prompt}
+    bare = {one.request_id: replace(one, prompt=replace(one.prompt, mask=None)) for one in own}
     wanted = {
-        one.request_id: textbook.generate(
-            one, MaskedPrefixes(model, prompt.mask) if one.request_id in masked else Prefixes(model)
+        name: textbook.generate(
+            one, MaskedPrefixes(model, prompt.mask) if name in masked else Prefixes(model)
         )
-        for one in own
+        for name, one in bare.items()
     }
     assert_equal(found, wanted)
 

@@ -203,9 +203,8 @@ def read_positions(positions: Any, rows: int, length: int) -> Tensor:
         what = "position_ids has the wrong shape"
         raise RequestError(what, wanted=wanted, got=tuple(positions.shape), do=do)
     if positions.numel() and int(positions.min()) < 0:
-        got = int(positions.min())
-        what = "position_ids holds a negative number"
-        raise RequestError(what, wanted="0 or more", got=got, do="Count from 0 on")
+        what, least = "position_ids holds a negative number", int(positions.min())
+        raise RequestError(what, wanted="0 or more", got=least, do="Count from 0 on")
     return positions.cpu()[None] if positions.dim() == 1 else positions.cpu()
 
 

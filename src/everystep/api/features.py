@@ -183,8 +183,8 @@ def _encoded(one: PromptInput, values: Rows, width: int) -> dict[int, Tensor]:
     for contents in groups.values():
         rows = list(contents.values())
         made = one.encoder(torch.stack([values[first][one.name] for first, *_ in rows]))
-        for own, features in zip(rows, _checked(one, made, len(rows), width), strict=True):
-            found.update(dict.fromkeys(own, features))
+        for alike_rows, features in zip(rows, _checked(one, made, len(rows), width), strict=True):
+            found.update(dict.fromkeys(alike_rows, features))
     return found
 
 
@@ -204,7 +204,7 @@ def _checked(one: PromptInput, made: Any, count: int, width: int) -> list[Tensor
         for part in each
     )
     if not right:
-        got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        got: object = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         if isinstance(made, list | tuple):
             got = [tuple(getattr(part, "shape", ())) for part in made]
         raise RequestError(

@@ -227,7 +227,8 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
     if given.get("encoder_outputs") is not None:
         states, places = _read_states(given)
         return EncoderSource(states=states, places=places), len(states)
-    if np.ndim(given.get("attention_mask")) > 2:
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() > 2:
         do = "Pass a (batch, length) mask"
         raise RequestError("an encoder reads no 4-D attention_mask", do=do)
     read = _read_rectangle(model, given, options)

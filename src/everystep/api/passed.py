@@ -54,10 +54,10 @@ class Passed:
 
     def prompt(self, row: int, first: int, last: int) -> Prompt:
         """The positions [first, last) of a row."""
-        hidden = None if self.square is None else (self.square[row], None)
-        if hidden is None:
-            hidden = holed(self.real[row, first:last])
-        mask, places = (None, None) if hidden is None else hidden
+        mask = None if self.square is None else self.square[row]
+        places: Tensor | None = None
+        if mask is None and (hidden := holed(self.real[row, first:last])) is not None:
+            mask, places = hidden
         if self.positions is not None:
             places = of_row(self.positions, row)[..., first:last]
         ids = None if self.ids is None else self.ids[row].copy()
@@ -110,7 +110,8 @@ def _read_content(
     array = None if ids is None else read_ids(ids, name, empty=embeds is not None)
     found = None if embeds is None else read_embeds(embeds, array, model.width)
     if array is not None:
-        known = array[~np.isin(array, [one.token for one in model.prompt_inputs])]
+        tokens = [one.token for one in model.prompt_inputs if one.token is not None]
+        known = array[~np.isin(array, tokens)]
         require_known(known, model.vocab_size if found is None else None, name)
         if found is None or array.shape[1]:
             return array, found, pad

@@ -160,8 +160,9 @@ class DraftRows:
     def _readable(self, sequence: Sequence) -> bool:
         """Whether the draft model knows all ids before the generated ones, at their positions."""
         ids = sequence.request.prompt.ids
-        known = ids is not None and not sequence.request.shift
-        return known and bool((ids < self.executor.vocab_size).all())
+        if ids is None or sequence.request.shift:
+            return False
+        return bool((ids < self.executor.vocab_size).all())
 
     def _choose(self, sequences: list[Sequence], table: TokenTable, done: int) -> None:
         """Every sequence's line holds one guess more, after the `done` that stand there."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from everystep.draws import SeededDraws
-from everystep.engine import Continuous, Engine, Guidance, Lockstep, audit
+from everystep.engine import Continuous, Engine, Guidance, Lockstep, Reuse, audit
 from everystep.engine.feed import Grant
 from everystep.engine.schedule import Join, Preempt
 from everystep.errors import CapacityError
@@ -22,6 +22,10 @@ from everystep.testing.hash_model import HashExecutor
 from everystep.types import Group, Prompt, Request
 
 VOCABULARY = 40
+
+
+# What prompts share is another question than what they take of a step.
+APART = Reuse(least=10_000)
 
 
 @dataclass
@@ -157,7 +161,7 @@ def test_only_those_are_granted_positions_who_can_use_them() -> None:
 
 def test_after_a_preemption_only_what_is_shared_is_reserved() -> None:
     asked = [request("wide", Sample(4), 100), request("next", Greedy(), 20)]
-    run = running(Continuous(token_budget=130), asked)
+    run = running(Continuous(token_budget=130, reuse=APART), asked)
     for _ in range(3):
         run.step()
     wide, other = (run.groups[one.request_id] for one in asked)
@@ -183,7 +187,7 @@ def test_what_needs_more_than_there_is_is_refused() -> None:
 
 
 def test_a_prompt_that_beams_share_counts_once() -> None:
-    scheduler = Continuous(max_positions=300)
+    scheduler = Continuous(max_positions=300, reuse=APART)
     beams = Beam(4, eos_count=0, max_new=50)
     run = running(scheduler, [request(name, beams, 100, 50) for name in ("one", "two")])
     for _ in range(5):

@@ -147,8 +147,9 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
         if not e.return_dict_in_generate:
             return _sequences(call, finished, model.device)
         out = _output(call, groups, finished, collector, model.device)
-    legacy = call.options.legacy_cache and past is not None
-    out.past_key_values = past.to_legacy_cache() if legacy else past
+    out.past_key_values = past
+    if past is not None and call.options.legacy_cache:
+        out.past_key_values = past.to_legacy_cache()
     out.timings = timings
     if call.requests[0].drafter is not None:
         counts = engine.counts

@@ -187,14 +187,12 @@ def _related(requests: tuple[Request, ...], draw: Dice) -> Iterator[Request]:
     """The requests, of which some begin as earlier ones do; their salts are few."""
     for place, request in enumerate(requests):
         own, other = request.prompt, requests[draw.between(0, max(place - 1, 0))].prompt
-        plain = own.embeds is None and own.ids is not None and other.ids is not None
-        if plain and draw.chance(0.6):
-            count = draw.between(1, 20)
-            ids = np.concatenate([other.ids[:count], own.ids[len(other.ids[:count]) :]])
-            alike = other.positions is None or draw.chance(0.5)
-            positions = None if alike else own.positions
-            prompt = replace(own, ids=ids[: own.length], positions=positions)
-            request = replace(request, prompt=prompt)
+        known = None if own.embeds is not None else own.ids
+        if known is not None and other.ids is not None and draw.chance(0.6):
+            head = other.ids[: draw.between(1, 20)][: own.length]
+            positions = None if other.positions is None or draw.chance(0.5) else own.positions
+            ids = np.concatenate([head, known[len(head) :]])
+            request = replace(request, prompt=replace(own, ids=ids, positions=positions))
         yield replace(request, salt=draw.one_of(None, None, None, "other"))
 
 

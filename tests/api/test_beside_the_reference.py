@@ -39,7 +39,7 @@ def both(pair: tuple[Any, LanguageModel], **given: Any) -> torch.Tensor:
     return found
 
 
-# --- values that say nothing new ------------------------------------------------------------------
+# --- values that say nothing new -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0, 0.7])
@@ -105,7 +105,7 @@ def contrastive(model: LanguageModel, ids: list[int], alpha: float, k: int, new:
     return ids
 
 
-# --- ids that are no tokens -----------------------------------------------------------------------
+# --- ids that are no tokens ----------------------------------------------------------------------
 
 NEEDS_ENDS: list[dict[str, Any]] = [
     {},
@@ -174,7 +174,7 @@ def test_a_prompt_cannot_hold_such_a_pad(model: LanguageModel) -> None:
         model.generate(torch.tensor([[48, 5, 6]]), pad_token_id=48, max_new_tokens=2)
 
 
-# --- what the reference warns of ------------------------------------------------------------------
+# --- what the reference warns of -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,3 +204,33 @@ def test_penalties_that_cannot_see_the_prompt_say_so(
 
 def test_a_class_says_that_it_generates() -> None:
     assert es.LanguageModel.can_generate() is True
+
+
+# --- processors called by hand --------------------------------------------------------------------
+
+SCORES = torch.randn(2, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+BLIND = [
+    es.TemperatureLogitsWarper(2.0),
+    es.TopKLogitsWarper(3),
+    es.TopPLogitsWarper(0.5),
+    es.MinPLogitsWarper(0.2),
+    es.TypicalLogitsWarper(0.5),
+    es.EpsilonLogitsWarper(0.01),
+    es.EtaLogitsWarper(0.01),
+    es.LogitNormalization(),
+    es.InfNanRemoveLogitsProcessor(),
+    es.SuppressTokensLogitsProcessor([3]),
+]
+
+
+@pytest.mark.parametrize("processor", BLIND, ids=lambda one: type(one).__name__)
+def test_what_looks_at_no_ids_needs_none(processor: Any) -> None:
+    found = processor(None, SCORES)
+    assert torch.equal(found, processor(torch.tensor([[5], [6]]), SCORES))
+
+
+@pytest.mark.parametrize("ids", [None, [[5], [6]], torch.tensor([5, 6])])
+def test_what_looks_at_ids_says_that_it_needs_them(ids: Any) -> None:
+    for processor in (es.RepetitionPenaltyLogitsProcessor(1.5), es.NoRepeatNGramLogitsProcessor(2)):
+        with pytest.raises(RequestError, match=r"ids.*\(rows, length\)"):
+            processor(ids, SCORES)

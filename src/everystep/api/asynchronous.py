@@ -11,8 +11,8 @@ from warnings import warn
 from everystep.api.engine_thread import EngineThread, Submission
 from everystep.api.model import LanguageModel
 from everystep.api.options import require_output_object
-from everystep.api.session import Generated, PromptLike, Session, listed
-from everystep.engine import Continuous
+from everystep.api.session import KEPT, Generated, PromptLike, Session, listed
+from everystep.engine import Continuous, Reuse
 from everystep.errors import RequestError
 from everystep.text import Tokenizer
 from everystep.types import Event
@@ -45,7 +45,7 @@ class AsyncEngine:
         limits = {"max_rows": max_rows, "token_budget": token_budget, "max_events": max_events}
         optional = {"max_positions": max_positions, "max_waiting": max_waiting}
         _require_positive(limits | {name: n for name, n in optional.items() if n is not None})
-        scheduler = Continuous(token_budget, max_rows, max_positions)
+        scheduler = Continuous(token_budget, max_rows, max_positions, reuse=Reuse(KEPT))
         self._session = Session(
             model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
         )

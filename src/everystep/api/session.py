@@ -52,7 +52,7 @@ OptionsLike = Mapping[str, Any] | GenerationConfig
 _OF_TEXTS = ("add_generation_prompt", "trim_stop_strings", "cache_salt")
 _ROWS = 32
 _TOKEN_BUDGET = 1024
-_KEPT = 4096
+KEPT = 4096
 """Positions that the rows of prompts that have ended may hold, for others to go on from."""
 
 
@@ -129,7 +129,7 @@ class Session:
         rows = max(_ROWS, *map(_rows_of, options))
         how = row_quantization(options[0].effective, model) if options else None
         executor = model.executor(self._abilities, quantization=how)
-        own = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(_KEPT))
+        own = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(KEPT))
         return Engine(executor, self._scheduler or own)
 
     def asked(self, given: Mapping[str, Any]) -> Options:

@@ -1,0 +1,190 @@
+"""What do hooks, bridged models, prefixes and saved runs cost?
+
+    scripts/bench inputs [--repeats 5] [--only hooks,bridge,beams,prefix,saved] [--out NAME]
+
+hooks: microseconds of a step with a hook that does nothing, less the same step without one.
+bridge: milliseconds of a step of a wrapped model, less those of a loop by hand over the same module
+and its cache. beams: seconds of four beams through the bridge, beside the module's own `generate`.
+prefix: the first token after 1,000 positions that another prompt has fed, beside a one-token step,
+and how many positions 32 such prompts feed together. saved: milliseconds to save and to resume a
+run of 1,000 positions. Medians; where two things are compared, they take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine_overhead import KINDS, PROMPT, WARM_UP, ReadyExecutor
+from parts.models import Models
+from parts.report import options, write
+
+import everystep as es
+from everystep.api.session import Session
+from everystep.engine import Engine, Lockstep
+
+PREFIX, NEW = 1_000, 48
+
+
+class Nothing(es.Hook):
+    """A hook that looks at nothing and adds nothing."""
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long it took."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def in_turn(repeats: int, **ways: Callable[[], object]) -> dict[str, float]:
+    """The median seconds of each way, which are called in turn, after each once to warm up."""
+    for way in ways.values():
+        way()
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            found[name].append(seconds(way))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def hooks(repeats: int) -> dict[str, Any]:
+    """Microseconds per step of one greedy row on an executor that answers at once."""
+    kind, steps = KINDS[0], 200 * repeats
+
+    def engine(*attached: es.Hook) -> Engine:
+        made = Engine(ReadyExecutor(1_000, 1, kind.listed), Lockstep())  # type: ignore[arg-type]
+        request = kind.request(0, np.arange(1, PROMPT + 1), WARM_UP + steps + 1, 0)
+        made.submit(replace(request, hooks=attached))
+        return made
+
+    plain, hooked = engine(), engine(Nothing())
+    for _ in range(WARM_UP):
+        plain.step(), hooked.step()
+    pairs = [(seconds(hooked.step), seconds(plain.step)) for _ in range(steps)]
+    with_hook, without = (1e6 * statistics.median(times) for times in zip(*pairs, strict=True))
+    return {"with_us": with_hook, "without_us": without, "hook_us": with_hook - without}
+
+
+def module() -> Any:
+    """A module of transformers with the default model's weights in float32, without an end."""
+    from transformers import LlamaForCausalLM
+
+    made = LlamaForCausalLM.from_pretrained(Models.default().float32(), dtype=torch.float32).eval()
+    made.generation_config.eos_token_id = None
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+def bridge(repeats: int) -> dict[str, Any]:
+    """Milliseconds per step, greedy, one row."""
+    theirs = module()
+    ours, ids = es.wrap(theirs), torch.arange(100, 132)[None]
+
+    @torch.no_grad()
+    def by_hand() -> None:
+        cache, fed = None, ids
+        for _ in range(NEW):
+            out = theirs(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    found = in_turn(
+        repeats,
+        hand=by_hand,
+        bridge=lambda: ours.generate(ids, **greedy),
+        transformers=lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), **greedy),
+    )
+    steps = {f"{name}_ms": 1e3 * value / NEW for name, value in found.items()}
+    return {**steps, "beside_ms": steps["bridge_ms"] - steps["hand_ms"]}
+
+
+def beams(repeats: int) -> dict[str, Any]:
+    """Seconds of a call with four beams."""
+    theirs = module()
+    ours, ids = es.wrap(theirs), torch.arange(100, 132)[None]
+    asked = {"max_new_tokens": NEW, "num_beams": 4, "do_sample": False}
+    mask = torch.ones_like(ids)
+    found = in_turn(
+        repeats,
+        bridge=lambda: ours.generate(ids, attention_mask=mask, **asked),
+        transformers=lambda: theirs.generate(ids, attention_mask=mask, **asked),
+    )
+    named = {f"{name}_s": value for name, value in found.items()}
+    return {**named, "ratio": found["transformers"] / found["bridge"]}
+
+
+def prefix(repeats: int) -> dict[str, Any]:
+    """Milliseconds on the native executor, and counts of fed positions."""
+    model, tokenizer = es.load(Models.default().gguf("Q8_0"))
+    shared = np.random.default_rng(0).integers(100, 40_000, PREFIX).tolist()
+    common = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    session = Session(model, tokenizer, (), None, 0, common)
+    first, later = [], []
+    for number in range(2 + 4 * repeats):
+        group = session.submit([*shared, 100 + number], number)
+        times = []
+        while group.live:
+            times.append(seconds(session.step))
+        if number > 1:
+            first.append(times[0])
+            later.append(times[1])
+    session = Session(model, tokenizer, (), None, 0, common)
+    groups = [session.submit([*shared, 100 + number], number) for number in range(32)]
+    while any(group.live for group in groups):
+        session.step()
+    hit, step = statistics.median(first), statistics.median(later)
+    counts = session.engine.counts
+    return {
+        "hit_ms": 1e3 * hit,
+        "step_ms": 1e3 * step,
+        "ratio": hit / step,
+        "fed_by_32": counts.fed,
+        "forked_by_32": counts.forked,
+    }
+
+
+def saved(repeats: int) -> dict[str, Any]:
+    """Milliseconds of a run with 1,000 positions."""
+    model, tokenizer = es.load(Models.default().gguf("Q8_0"))
+    ids = np.random.default_rng(0).integers(100, 40_000, PREFIX).tolist()
+    run = es.open(model, tokenizer, ids, max_new_tokens=16, do_sample=False)
+    for _ in range(4):
+        next(run)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.safetensors"
+        found = in_turn(
+            4 * repeats,
+            save=lambda: run.save(path),
+            resume=lambda: es.resume(path, model, tokenizer),
+        )
+        return {f"{name}_ms": 1e3 * value for name, value in found.items()}
+
+
+CASES = {"hooks": hooks, "bridge": bridge, "beams": beams, "prefix": prefix, "saved": saved}
+
+
+def main() -> None:
+    """Runs the cases one after another and writes a dated file."""
+    parser = options(__doc__, threads=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default=",".join(CASES))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found: dict[str, Any] = {}
+    for name in args.only.split(","):
+        found[name] = CASES[name](args.repeats)
+        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in found[name].items()}
+        print(name, shown, flush=True)
+    write("inputs", args, found, packages=("transformers",))
+
+
+if __name__ == "__main__":
+    main()

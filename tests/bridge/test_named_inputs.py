@@ -13,7 +13,12 @@ from torch import Tensor
 from transformers.models.qwen3_vl import Qwen3VLConfig
 
 import everystep as es
+from everystep.api.prepare import prepare
+from everystep.api.rectangle import read_call
+from everystep.engine import Continuous, Engine
+from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError
+from everystep.testing.drive import Run
 
 IMAGE, START, PAD = 50, 51, 1
 PATCH = 3 * 2 * 4 * 4
@@ -165,11 +170,112 @@ class TestImages:
         plain = pictures().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8)[0, 3:]
         assert list(own.values()) == [*answers(), plain.tolist()]
 
+    @pytest.mark.parametrize(("beams", "room"), [(1, 30), (3, 45)])
+    @pytest.mark.parametrize("budget", [4, 40])
+    def test_rows_that_lose_their_cache_read_them_again(
+        self, budget: int, beams: int, room: int
+    ) -> None:
+        wrapped = es.wrap(pictures())
+        given = {**batch(), "num_beams": beams, "max_new_tokens": 8}
+        options, inputs, _ = read_call(wrapped, given)
+        requests = prepare(wrapped, options, inputs).requests
+        rows = Continuous(budget, max_positions=room, reuse=Reuse(kept=100, least=2))
+        run = Run(Engine(wrapped.executor(requests[0].needs), rows))
+        for request in requests:
+            run.submit(request)
+        run.finish()
+        assert run.engine.counts.preemptions
+        found = [list(run.results[one.request_id][0].tokens) for one in requests]
+        assert found == answers(num_beams=beams)
+
+    def test_a_prefix_may_hold_them(self) -> None:
+        """What follows an image stands where the image's positions end."""
+        wrapped, (first, _) = es.wrap(pictures()), rows_of_batch()
+        prefix = es.prefill(wrapped, None, first)
+        (ours,) = es.generate(wrapped, None, [[13, 14]], prefix=prefix, max_new_tokens=8)
+        more = torch.cat([first["input_ids"], torch.tensor([13, 14])])[None]
+        types = (more == IMAGE).int()
+        whole = {**first, "input_ids": more, "mm_token_type_ids": types}
+        theirs = pictures().generate(**whole, max_new_tokens=8)[0, more.shape[1] :]
+        assert list(ours) == theirs.tolist()
+
+    def test_equal_ids_with_other_images_share_no_row(self) -> None:
+        one = rows_of_batch()[0]
+        other = {**one, "pixel_values": one["pixel_values"].flip(0)}
+        found = es.generate(pictures(), None, [one, other, one], max_new_tokens=8)
+        alone = [
+            es.generate(pictures(), None, [each], max_new_tokens=8)[0] for each in (one, other)
+        ]
+        assert [list(ids) for ids in found] == [list(alone[i]) for i in (0, 1, 0)]
+        assert list(alone[0]) == answers()[0] != list(alone[1])
+
+    def test_logits_are_those_of_the_reference(self) -> None:
+        given = {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+        ours = es.wrap(pictures()).generate(**batch(), **given)
+        theirs = pictures().generate(**batch(), **given)
+        for own, their in zip(ours.logits, theirs.logits, strict=True):
+            torch.testing.assert_close(own.double(), their.double(), rtol=1e-6, atol=1e-6)
+
+    def test_an_image_is_encoded_once_for_all_beams(self) -> None:
+        model, seen = pictures(), []
+        handle = model.model.visual.register_forward_hook(lambda *_: seen.append(1))
+        try:
+            es.wrap(model).generate(**batch(), max_new_tokens=6, num_beams=3)
+        finally:
+            handle.remove()
+        assert len(seen) == 2  # once per row
+
     def test_nothing_stays_on_the_module(self) -> None:
         model = pictures()
         model.model.rope_deltas = before = torch.tensor([[5]])
         es.wrap(model).generate(**batch(), max_new_tokens=2)
         assert model.model.rope_deltas is before
+
+
+class TestImagesWithoutGrids:
+    """Rows of a LLaVA, whose pixels have a batch dimension that counts images."""
+
+    @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (0, 2)])
+    def test_they_go_to_the_rows_with_their_places(self, counts: tuple[int, int]) -> None:
+        model = llava()
+        rows = [[5, *[IMAGE] * (4 * count), 6, 7] for count in counts]
+        width = max(map(len, rows))
+        ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+        generator = torch.Generator().manual_seed(3)
+        shape = (sum(counts), 3, 8, 8)
+        given = {
+            "attention_mask": (ids != PAD).long(),
+            "pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64),
+            "max_new_tokens": 6,
+            "num_beams": 2,
+        }
+        ours, theirs = es.wrap(model).generate(ids, **given), model.generate(ids, **given)
+        assert ours.tolist() == theirs.tolist()
+
+    def test_images_that_cannot_be_told_apart_are_to_be_listed(self) -> None:
+        ids = torch.tensor([[5, 6], [7, 8]])
+        with pytest.raises(RequestError, match="one tensor per row"):
+            es.wrap(llava()).generate(ids, pixel_values=torch.randn(3, 3, 8, 8), max_new_tokens=1)
+
+
+@cache
+def llava() -> Any:
+    text = transformers.LlamaConfig(**{**TEXT, "rope_parameters": None}, eos_token_id=None)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE
+    )
+    model = randomised(transformers.LlavaForConditionalGeneration(config))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = PAD
+    return model
 
 
 class TestTypes:
@@ -205,7 +311,9 @@ class TestTypes:
 @cache
 def gpt2() -> Any:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "n_positions": 64}
-    config = transformers.GPT2Config(**sizes, eos_token_id=None, bos_token_id=None, tie_word_embeddings=False)
+    config = transformers.GPT2Config(
+        **sizes, eos_token_id=None, bos_token_id=None, tie_word_embeddings=False
+    )
     config.pad_token_id = PAD
     return randomised(transformers.GPT2LMHeadModel(config))
 

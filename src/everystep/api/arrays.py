@@ -226,7 +226,7 @@ def read_named(spec: InputSpec, given: Any, rows: int, length: int) -> Tensor:
             got=tuple(values.shape),
             do="Pass one entry per prompt position" if spec.per == "token" else "Pass one per row",
         )
-    if not torch.can_cast(values.dtype, spec.dtype):
+    if not spec.takes(values.dtype):
         what = f"{spec.name} has the wrong type"
         raise RequestError(what, wanted=spec.dtype, got=values.dtype, do="Convert it first")
     return values

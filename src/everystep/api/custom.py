@@ -91,7 +91,7 @@ def refuse_unseen(call: Call) -> None:
         ("an encoder", call.inputs.source is not None),
         ("seed", call.options.seed is not None),
         ("a mask inside the prompt", any(one.mask is not None for one in call.inputs.prompts)),
-        ("named inputs", any(one.inputs for one in call.inputs.prompts)),
+        ("named inputs", any(one.inputs or one.whole for one in call.inputs.prompts)),
         ("prompt inputs", bool(call.inputs.values)),
         ("prefix", call.options.prefix is not None),
         ("hooks", bool(call.options.hooks)),

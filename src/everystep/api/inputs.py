@@ -139,6 +139,18 @@ def placed(inputs: Inputs, new: int) -> Inputs:
     return replace(inputs, prompts=tuple(prompts))
 
 
+def require_begun(inputs: Inputs) -> None:
+    """RequestError for a prompt whose images were to be read after positions that are cached."""
+    for prompt in inputs.prompts:
+        if prompt.whole and prompt.past is not None:
+            raise RequestError(
+                "what is given for a whole prompt cannot be read after cached positions",
+                wanted="no past_key_values and no prefix before it",
+                got=", ".join(sorted(prompt.whole)),
+                do="Pass the whole prompt without a cache",
+            )
+
+
 def behind(prompt: Prompt, count: int, per_token: frozenset[str]) -> Prompt:
     """The prompt, of which what is said by position says it behind `count` cached positions, which
     are seen by all that comes and not fed again."""

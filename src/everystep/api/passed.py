@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class Passed:
 
     `ids`: (B, T), of any T beside `embeds` (B, L, E). `real`: (B, L) bool, `square`: (B, 1 or H, L,
     L) bool or None. `positions`: (..., B or 1, L) or None. `named`: what the model declares.
+    `wholes`: (B,) what each prompt is given as a whole, () for nothing. `place`: what finds the
+    positions of such a prompt.
     """
 
     shape: tuple[int, int]
@@ -46,6 +48,8 @@ class Passed:
     square: Tensor | None
     positions: Tensor | None
     named: dict[str, tuple[InputSpec, Tensor]]
+    wholes: Sequence[Mapping[str, Tensor]] = ()
+    place: Callable[[Prompt], Prompt] | None = None
 
     @property
     def aligned(self) -> bool:
@@ -61,7 +65,7 @@ class Passed:
         if self.positions is not None:
             places = of_row(self.positions, row)[..., first:last]
         ids = None if self.ids is None else self.ids[row].copy()
-        return Prompt(
+        prompt = Prompt(
             ids=ids[first:last] if ids is not None and self.aligned else ids,
             embeds=None if self.embeds is None else self.embeds[row, first:last],
             positions=places,
@@ -70,7 +74,9 @@ class Passed:
                 for name, (spec, values) in self.named.items()
             },
             mask=mask,
+            whole=self.wholes[row] if self.wholes else {},
         )
+        return prompt if self.place is None else self.place(prompt)
 
 
 def read_passed(model: LanguageModel, given: Given, options: Options, name: str) -> Passed:
@@ -93,9 +99,26 @@ def read_passed(model: LanguageModel, given: Given, options: Options, name: str)
     named = {
         name: (spec, read_named(spec, given[name], rows, length))
         for name, spec in model.inputs.items()
-        if given.get(name) is not None
+        if given.get(name) is not None and not spec.open
     }
-    return Passed((rows, length), ids, embeds, real, square, positions, named)
+    passed = Passed((rows, length), ids, embeds, real, square, positions, named)
+    return _with_open(model, given, passed)
+
+
+def _with_open(model: LanguageModel, given: Given, passed: Passed) -> Passed:
+    """The same with inputs whose shape is known at the call alone."""
+    specs = {n: s for n, s in model.inputs.items() if s.open and given.get(n) is not None}
+    if not specs:
+        return passed
+    rows, length = passed.shape
+    known = [np.empty(0, dtype=np.int64)] * rows
+    if passed.aligned and passed.ids is not None:
+        known = [ids[real] for ids, real in zip(passed.ids, passed.real, strict=True)]
+    core: Any = model.core
+    media = core.media({name: given[name] for name in specs}, known, length)
+    named = passed.named | {name: (specs[name], one) for name, one in media.tokens.items()}
+    place = core.placed if given.get("position_ids") is None else None
+    return replace(passed, named=named, wholes=media.wholes, place=place)
 
 
 def _read_content(

@@ -14,7 +14,7 @@ from warnings import warn
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.features import with_features
 from everystep.api.healing import healed, require_healable
-from everystep.api.inputs import Inputs, placed
+from everystep.api.inputs import Inputs, placed, require_begun
 from everystep.api.options import Options, unseen_prompt
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.cache.containers import Cache
@@ -105,6 +105,7 @@ def prepare(
         made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
         cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
     inputs = placed(inputs, new)
+    require_begun(inputs)
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
     processors = _processors(model, options, inputs, new, strategy.width)

@@ -137,6 +137,8 @@ def _row(model: LanguageModel, name: str, value: Any) -> Any:
         except (ValueError, TypeError) as error:
             got = type(value).__name__
             raise RequestError(f"{name} is not a tensor", got=got) from error
+    if name in model.inputs and model.inputs[name].open:
+        return [value]  # of this one row
     if name in model.inputs:
         spec = model.inputs[name]
         rank = len(spec.shape) + (spec.per == "token")

@@ -80,6 +80,22 @@ class Block:
             hidden[row, start : start + len(values)] = values.to(hidden)
         return hidden
 
+    def named(self) -> dict[str, Tensor]:
+        """(R, length, ...) of what is given per position by name, 0 where there is none, and what
+        a prompt is given as a whole, which is alone then."""
+        found: dict[str, Tensor] = {}
+        for row, extra in enumerate(self.extras):
+            for name, start, values in extra.inputs:
+                if name == "embeds":
+                    continue
+                if name not in found:
+                    shape = (len(self.feeds), self.length, *values.shape[1:])
+                    found[name] = values.new_zeros(shape)
+                first = int(self.empty[row]) + start
+                found[name][row, first : first + len(values)] = values
+            found.update(extra.whole)
+        return found
+
     def mask(self, sheet: Sheet, dtype: torch.dtype) -> Tensor | None:
         """(R, heads, length, width) to be added to attention scores, where feeds bring masks."""
         masks = [extra.mask for extra in self.extras]
@@ -114,8 +130,14 @@ def kind_of(extra: Extra | None) -> tuple[object, ...] | None:
     if extra is None:
         return None
     embeds = any(one.name == "embeds" for one in extra.inputs)
+    named = frozenset(
+        (one.name, one.values.shape[1:], one.values.dtype)
+        for one in extra.inputs
+        if one.name != "embeds"
+    )
     wants = (extra.hidden or extra.layers, extra.attentions)
-    return (axes_of(extra), embeds, extra.mask is not None, bool(extra.adapters), *wants)
+    brings = (axes_of(extra), embeds, named, extra.mask is not None, bool(extra.adapters))
+    return (*brings, *wants)
 
 
 def step_of(work: Work, feeds: Sequence[int], step: int) -> Work:
@@ -168,6 +190,7 @@ def arguments(block: Block, sheet: Sheet, foreign: Foreign, findings: Findings) 
         given |= {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
         if foreign.positions:
             given[foreign.positions] = block.positions().to(device)
+        given |= {name: values.to(device) for name, values in block.named().items()}
         if (mask := block.mask(sheet, foreign.dtype)) is not None:
             given["attention_mask"] = mask.to(device)
         elif "attention_mask" in names:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
+from everystep.bridge.named import Media, declared, placed
 from everystep.bridge.own_inputs import prepares
 from everystep.bridge.trial import examine
 from everystep.errors import RequestError
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard, Store
-from everystep.types import Prompt
+from everystep.types import InputSpec, Prompt
 
 _KNOWN: WeakKeyDictionary[nn.Module, Findings] = WeakKeyDictionary()
 """What was found out of modules that still exist; their weights may change, their code not."""
@@ -39,6 +42,11 @@ class ForeignNetwork:
     stores: tuple[tuple[Store, ...], ...]
     encodes: bool
     foreign: Foreign = field(repr=False)
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """What the module takes by name beside ids or embeddings."""
+        return declared(self.foreign)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
@@ -85,6 +93,15 @@ class ForeignModel:
         """A fresh executor without rows."""
         own = prepares(self.foreign.base)
         return ForeignExecutor(self.foreign, self.findings, own=own)
+
+    def media(self, given: Mapping[str, Any], ids: Sequence[np.ndarray], length: int) -> Media:
+        """What rows of `length` positions, whose ids these are, are given by name."""
+        return Media(self.foreign, given, ids, length)
+
+    def placed(self, prompt: Prompt) -> Prompt:
+        """The prompt, with the positions that the module finds for what it is given."""
+        with ordinary_mode(), self.foreign.at_rest():
+            return placed(self.foreign, prompt)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""

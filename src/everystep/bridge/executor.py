@@ -20,9 +20,11 @@ from everystep.bridge.answers import answer_of
 from everystep.bridge.calls import Block, arguments, kind_of, step_of
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
+from everystep.bridge.named import declared, refused
 from everystep.bridge.own_inputs import Carried, carries, require_new
 from everystep.bridge.pasts import cache_of, past_of_row
 from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, emptied, keep_spare
+from everystep.errors import EverystepError
 from everystep.executors.process import leave_if_ending, out_of_memory
 from everystep.nn.modes import ordinary_mode
 from everystep.types import Answer, InputSpec, Past, StepOutput, Work, adapter_ability
@@ -46,7 +48,7 @@ class ForeignExecutor:
         self._freed: list[Carried] = []
         self.vocab_size: int = findings.vocab_size
         self.device: torch.device = foreign.device
-        self.inputs: Mapping[str, InputSpec] = {}
+        self.inputs: Mapping[str, InputSpec] = {one.name: one for one in declared(foreign)}
         self._places: dict[int, Place] = {}
         self._cut_short = False
         self.abilities = self._able()
@@ -64,6 +66,7 @@ class ForeignExecutor:
         able |= {"mask"} if findings.masks else set()
         able |= {"past"} if findings.exports else set()
         able |= {"encoder"} if foreign.encodes else set()
+        able |= self.inputs.keys()
         able |= {"positions"} if foreign.positions else set()
         if "inputs_embeds" in foreign.names and not foreign.encodes:
             able.add("embeds")
@@ -207,12 +210,13 @@ class ForeignExecutor:
         for feed, (row, count) in enumerate(zip(work.rows, work.counts, strict=True)):
             length = self._places[row].length
             alike = (length == 0) if ragged else length
-            alone = feed if self._own else None
+            extra = extras.get(feed)
+            alone = feed if self._own or (extra is not None and extra.whole) else None
             key = (
                 alone,
                 alike,
                 None if ragged and not length else count,
-                kind_of(extras.get(feed)),
+                kind_of(extra),
             )
             groups.setdefault(key, []).append(feed)
         return list(groups.values())
@@ -226,10 +230,7 @@ class ForeignExecutor:
             each = list(range(len(feeds)))
             return torch.cat([self._forward(step, each, {}) for step in steps], dim=1)
         sheet, given = self._prepared(block, places)
-        if (carried := places[0].carried) is not None:
-            output = self._called_as_it_says(block, places[0], carried, sheet, given)
-        else:
-            output = self._foreign.call(given)
+        output = self._called(block, places[0], sheet, given)
         sheet.cache = getattr(output, self._foreign.cache_name)
         sheet.width += block.length
         for index, (place, feed) in enumerate(zip(places, feeds, strict=True)):
@@ -239,6 +240,19 @@ class ForeignExecutor:
                 answers[feed] = answer_of(output, block, index, sheet)
         logits: Tensor = output.logits
         return logits
+
+    def _called(self, block: Block, place: Place, sheet: Sheet, given: dict[str, Any]) -> Any:
+        """What the module returns; RequestError where it refuses what a prompt is given."""
+        try:
+            if place.carried is not None:
+                return self._called_as_it_says(block, place, place.carried, sheet, given)
+            return self._foreign.call(given)
+        except (ValueError, IndexError, RuntimeError) as error:
+            whole = block.extras[0].whole
+            ours = isinstance(error, EverystepError) or out_of_memory(error) is not None
+            if ours or not whole:
+                raise
+            raise refused(whole, error) from error
 
     def _prepared(self, block: Block, places: list[Place]) -> tuple[Sheet, dict[str, Any]]:
         """The sheet that a forward extends, without a cache yet where rows begin, and what the

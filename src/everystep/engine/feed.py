@@ -190,7 +190,8 @@ class Feeds:
         inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
         if given:
             inputs = overlaid(inputs, given)
-        return Extra(inputs, positions, mask, request.adapters, hidden, layers, attentions)
+        wanted = (hidden, layers, attentions)
+        return Extra(inputs, positions, mask, request.adapters, *wanted, span.whole())
 
     def ask_prompt(self, group: Group, sequence: Sequence, count: int) -> int:
         """How many rows before those of its choice say how likely the prompt is."""

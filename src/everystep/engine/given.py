@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError
+from everystep.errors import InvariantError, RequestError
 from everystep.types import Given, InputSpec, Prompt, Request
 
 
@@ -44,13 +44,30 @@ class Span:
         for name, values in prompt.inputs.items():
             per = declared[name].per
             if per == "token":
-                part = values[self.start : self.stop]
+                part = self._with_after(values, declared[name].after)
             else:
                 count = self.count if per == "row" else self.inside
                 part = values.expand(count, *values.shape)
             if len(part):
                 found.append(Given(name, 0, part))
         return tuple(found)
+
+    def _with_after(self, values: Tensor, after: str) -> Tensor:
+        """What these positions are given of an input per token, generated ones as it says."""
+        part, beyond = values[self.start : self.stop], self.count - self.inside
+        if after == "nothing" or not beyond:
+            return part
+        last = values[-1:] if after == "last" else torch.zeros_like(values[-1:])
+        return torch.cat([part, last.expand(beyond, *last.shape[1:])])
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """What the prompt is given as a whole, where it is fed here."""
+        if not self.prompt.whole or not self.inside:
+            return {}
+        if self.start or self.inside < self.prompt.length:
+            wanted, got = f"all {self.prompt.length} positions", (self.start, self.stop)
+            raise InvariantError("a prompt was cut that is fed whole", wanted=wanted, got=got)
+        return self.prompt.whole
 
     def _injected(self) -> list[Given]:
         """What is injected here, one piece per run of neighbouring positions."""
@@ -121,10 +138,10 @@ def _misfits(
     """What is wrong, what was wanted and what was given."""
     for name, values in prompt.inputs.items():
         spec = declared[name]
-        shape = (prompt.length, *spec.shape) if spec.per == "token" else spec.shape
+        shape = spec.shape_of(prompt.length, values)
         if tuple(values.shape) != shape:
             yield f"the input {name!r}", shape, tuple(values.shape)
-        if not torch.can_cast(values.dtype, spec.dtype):
+        if not spec.takes(values.dtype):
             yield f"the input {name!r}", spec.dtype, values.dtype
     length, positions, mask = prompt.length, prompt.positions, prompt.mask
     if positions is not None:

@@ -186,8 +186,8 @@ class Hooking:
             fits, wanted = values.is_floating_point(), "floating point numbers"
         else:
             spec = self.executor.inputs[name]
-            shape = (count, *spec.shape) if spec.per == "token" else spec.shape
-            fits, wanted = torch.can_cast(values.dtype, spec.dtype), str(spec.dtype)
+            shape = spec.shape_of(count, values)
+            fits, wanted = spec.takes(values.dtype), str(spec.dtype)
         if tuple(values.shape) != shape:
             raise nonsense(hook, name, f"shape {shape}", f"shape {tuple(values.shape)}")
         if not fits:

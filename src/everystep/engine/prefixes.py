@@ -237,6 +237,7 @@ def _shares(request: Request) -> bool:
     return (
         prompt.encoder is None
         and prompt.mask is None
+        and not prompt.whole
         and not request.hooks
         and not (sees or request.strategy.reads.hidden)
     )

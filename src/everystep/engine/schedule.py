@@ -75,7 +75,7 @@ class Lockstep:
             return [Grant(group, NO_LIMIT, self.shares) for group in self.groups]
         units = [len(group.live) * (1 + len(group.request.companions)) for group in self.groups]
         grants = [
-            Grant(group, self.chunk * count, self.shares)
+            Grant(group, NO_LIMIT if _is_whole(group) else self.chunk * count, self.shares)
             for group, count in zip(self.groups, units, strict=True)
         ]
         return [grant for grant in grants if grant.group.pending > grant.tokens] or grants
@@ -85,7 +85,8 @@ class Lockstep:
 class Continuous:
     """Groups come and go: admitted in order of arrival while their rows fit.
 
-    `token_budget`: positions fed per step, drafts excluded. A group that finds too little of it
+    `token_budget`: positions fed per step, drafts excluded; a prompt that is never fed in pieces
+    may have more, with a step of its own. A group that finds too little of it
     left for its next choice is passed over, and comes first in a later step. `max_rows`: cache rows
     in use at once. `max_positions`: cached positions in use at once, or None; beyond it the
     youngest is preempted. `reuse`: as `Scheduler` says; a group that waits for another to feed what
@@ -156,11 +157,11 @@ class Continuous:
         for group in sorted(self.running, key=self._turn):
             if join is not None and not join(group, self.running, room):
                 continue
-            used = _usable(group, left)
+            used = _usable(group, left, first=left == self.token_budget)
             if used:
-                grants.append(Grant(group, left))
+                grants.append(Grant(group, max(left, used)))
                 self.served[id(group)] = self.steps
-                left -= used
+                left = max(left - used, 0)
         return grants
 
     def _turn(self, group: Group) -> tuple[int, bool, int]:
@@ -236,20 +237,32 @@ class Turns:
 
     def plan(self, preempt: Preempt, join: Join | None = None) -> list[Grant]:
         whose = [one for one in self.groups if one is self.turn and not one.finished]
-        return [Grant(one, self.token_budget) for one in whose]
+        most = [one.pending if _is_whole(one) else 0 for one in whose]
+        return [Grant(one, max(self.token_budget, m)) for one, m in zip(whose, most, strict=True)]
 
 
-def _usable(group: Group, left: int) -> int:
+def _usable(group: Group, left: int, *, first: bool) -> int:
     """How many of `left` positions the group can feed: all that it has to, for its next choice, or
     less of each row than its last position, which is of no use without the choice.
 
-    Where sequences have lost their rows, the first alone feeds, what all of them share at most.
+    Where sequences have lost their rows, the first alone feeds, what all of them share at most. A
+    prompt that is fed whole goes beyond what is left if it is the `first` of a step.
     """
     shared = group.live[0].pending - 1 - len(group.request.companions)
-    if scattered(group) and shared > 0:
+    apart = scattered(group) and shared > 0
+    if _is_whole(group):
+        all_of_it = shared if apart else group.pending
+        return all_of_it if first or all_of_it <= left else 0
+    if apart:
         return min(left, shared)
     pending = group.pending
     return pending if pending <= left else min(left, group.pending_chunks)
+
+
+def _is_whole(group: Group) -> bool:
+    """Whether it has yet to feed a prompt that is never fed in pieces."""
+    prompt = group.request.prompt
+    return bool(prompt.whole) and any(one.cached < prompt.length for one in group.live)
 
 
 def _has_rows(group: Group) -> bool:

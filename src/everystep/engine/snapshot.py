@@ -83,7 +83,7 @@ def fingerprint(request: Request) -> str:
         parts = (prompt.ids, prompt.embeds, prompt.positions, prompt.encoder, prompt.mask)
         inside = prompt.injected
         injected = () if inside is None else (inside.positions, inside.embeds)
-        for part in (*parts, *injected, *prompt.inputs.values()):
+        for part in (*parts, *injected, *prompt.inputs.values(), *prompt.whole.values()):
             plain = part.detach().float().cpu().numpy() if isinstance(part, Tensor) else part
             digest.update(b"-" if plain is None else np.ascontiguousarray(plain).tobytes())
     choices = (

@@ -131,7 +131,7 @@ class Request:
                 *(("truncate",) if self.drafter is not None else ()),
                 *(name for name in given for one in prompts if getattr(one, name) is not None),
                 *("embeds" for one in prompts if one.injected is not None),
-                *(name for one in prompts for name in one.inputs),
+                *(name for one in prompts for name in (*one.inputs, *one.whole)),
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),
                 *(("adapters",) if self.adapters else ()),

@@ -40,7 +40,9 @@ class Prompt:
     the embeddings and everything else sees the ids, of which there may be more or fewer.
     `injected`: embeddings of some positions of a prompt given as ids. `positions`: (n,) or
     (axes, n) position ids of the prompt and, where n is above `length`, of the first generated
-    tokens; None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`. `mask`:
+    tokens; None for 0, 1, ... `inputs`: what the model declares, by name; see `InputSpec`.
+    `whole`: what the forward that feeds the prompt, and no other, is given by name, such as images;
+    such a prompt is never fed in pieces. `mask`:
     (length, length) or (heads, length, length) bool: position i sees those j <= i where
     mask[..., i, j], itself always; a generated position sees what the prompt's last position sees
     of the prompt, and every generated position up to itself. `encoder`: (S, E) encoder states for
@@ -59,6 +61,7 @@ class Prompt:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     mask: Tensor | None = None
     injected: Injected | None = None
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
     length: int = field(init=False)
     follows: int = field(init=False)
     brings: bool = field(init=False)
@@ -71,7 +74,7 @@ class Prompt:
         last = length - 1 if own is None or not own.numel() else int(own.max())
         object.__setattr__(self, "follows", last + 1)
         given_more = (self.embeds, own, self.mask, self.injected)
-        brings = bool(self.inputs) or any(one is not None for one in given_more)
+        brings = bool(self.inputs or self.whole) or any(one is not None for one in given_more)
         object.__setattr__(self, "brings", brings)
 
     @property

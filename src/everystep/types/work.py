@@ -46,12 +46,25 @@ class InputSpec:
     `per`: "token": a prompt gives (length, *shape), one entry per position of it; "prompt": one
     entry (*shape), which every position of the prompt is given; "row": one entry, which generated
     positions are given too. `dtype`: what the model computes with; what can be cast to it is taken.
+    `open`: entries have any shape and type, and a prompt may also be given a value as a whole, see
+    `Prompt.whole`. `after`: what generated positions are given of an input per token.
     """
 
     name: str
     per: Literal["token", "row", "prompt"]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    open: bool = False
+    after: Literal["nothing", "zeros", "last"] = "nothing"
+
+    def shape_of(self, length: int, values: Tensor) -> tuple[int, ...]:
+        """The shape that values for `length` positions have to have."""
+        inner = tuple(values.shape[1:]) if self.open else self.shape
+        return (length, *inner) if self.per == "token" else inner
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether values of a type can be given."""
+        return self.open or torch.can_cast(dtype, self.dtype)
 
 
 class Given(NamedTuple):
@@ -74,7 +87,8 @@ class Extra:
     (1 or H, count, start + count) bool, what each fed position sees of the row; None: everything
     up to itself. `adapters`: (name, weight) pairs. `hidden`: the last hidden states, normalised;
     `layers`: the hidden states before the first layer and after each; `attentions`: the attention
-    weights of each layer are wanted.
+    weights of each layer are wanted. `whole`: what the prompt that this feed begins with is given
+    as a whole, by name.
     """
 
     inputs: tuple[Given, ...] = ()
@@ -84,6 +98,7 @@ class Extra:
     hidden: bool = False
     layers: bool = False
     attentions: bool = False
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

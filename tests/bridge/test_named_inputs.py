@@ -301,8 +301,9 @@ class TestTypes:
         model, ids = gpt2(), list(range(5, 25))
         kinds = [np.full(20, 30), np.r_[np.full(19, 30), 31], np.full(20, 41)]
         prompts = [{"input_ids": ids, "token_type_ids": kind} for kind in kinds]
-        found = es.generate(model, None, [*prompts, {"input_ids": ids}], max_new_tokens=8)
-        for own, kind in zip(found, [*kinds, None], strict=True):
+        prompts += [{"input_ids": ids}, {"input_ids": ids, "position_ids": range(20)}]
+        found = es.generate(model, None, prompts, max_new_tokens=8)
+        for own, kind in zip(found, [*kinds, None, None], strict=True):
             given = {} if kind is None else {"token_type_ids": torch.tensor(kind)[None]}
             theirs = model.generate(torch.tensor([ids]), max_new_tokens=8, **given)
             assert list(own) == theirs[0, 20:].tolist()

@@ -21,11 +21,15 @@ from torch import Tensor
 from everystep._version import __version__
 from everystep.api.hands import Asked
 from everystep.api.model import LanguageModel
+from everystep.api.prefixes import Prefix
+from everystep.bridge.core import ForeignModel
 from everystep.config import GenerationConfig
+from everystep.engine.snapshot import fingerprint
 from everystep.errors import FormatError, RequestError
 from everystep.files.atomic import write_atomic
 from everystep.files.safetensors import read_file
 from everystep.models import Model, weight_digest
+from everystep.types import nobodys
 from everystep.types.stored import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +50,7 @@ def write_run(run: Run, path: Path) -> None:
         "given": sorted(run._given),
         "memos": {n: memo for n, memo in _memos(run).items() if memo or not n},
         "number": run._number,
+        "prefix": prefix_digest(run._rules[0][1].asked.options.get("prefix")),
         "group": np.frombuffer(run._hands.engine.dump(run._group), np.uint8),
     }
     metadata = {
@@ -148,12 +153,14 @@ def _memos(run: Run) -> dict[int, dict[str, Any]]:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, list | tuple) and len(value) == 1:
+        (value,) = value  # the value of one row
     if not isinstance(value, Tensor | np.ndarray):
         raise RequestError(
             f"a run whose prompt has {name} cannot be saved",
             wanted="tensors alone",
             got=type(value).__name__,
-            do="Open the run from ids or embeddings",
+            do=f"Open the run with {name} as a tensor",
         )
     return torch.as_tensor(value).detach().cpu().contiguous()
 
@@ -167,12 +174,25 @@ _KNOWN: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
 
 def model_digest(model: LanguageModel) -> str:
     """Equal for models whose runs can be exchanged."""
-    core = model.core
-    weights = None if core.learns else _KNOWN.get(core)
-    if weights is None:
-        weights = _KNOWN[core] = weight_digest(core)
+    weights = _weights(model.core)
     how = f"{weights} {model.dtype} {model.cache_dtype}"
     return hashlib.sha256(how.encode()).hexdigest()
+
+
+def _weights(core: Model | ForeignModel) -> str:
+    if isinstance(core, ForeignModel):
+        return core.digest()
+    known = None if core.learns else _KNOWN.get(core)
+    if known is None:
+        known = _KNOWN[core] = weight_digest(core)
+    return known
+
+
+def prefix_digest(prefix: Any) -> str | None:
+    """Equal for prefixes of one prompt; None for anything else."""
+    if not isinstance(prefix, Prefix):
+        return None
+    return f"{len(prefix)} {fingerprint(nobodys(prefix.prompt))}"
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -31,6 +31,7 @@ class WrappedModel(LanguageModel):
         self._foreign = ForeignModel(module)
         self._core = cast(Any, self._foreign)
         self.name_or_path = str(getattr(module, "name_or_path", "") or "")
+        self._prompt_inputs = ()
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]

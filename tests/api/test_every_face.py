@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -92,6 +92,13 @@ def of_document() -> Asked:
     return Asked(document().model, prompt, {})
 
 
+def after_document() -> Asked:
+    """A document in two parts, each with features; the prefix has those of the first."""
+    first, second = of_document().prompt, {**of_document().prompt, "pixel_values": images(2)[1:]}
+    prefix = es.prefill(document().model, prompt=first)
+    return Asked(document().model, second, {"prefix": prefix}, ("prefix",))
+
+
 def of_layout() -> Asked:
     sides = torch.randint(0, SIDES, (len(IDS), 4), generator=torch.Generator().manual_seed(1))
     model = LanguageModel(layout_model(), executor="torch")
@@ -145,6 +152,10 @@ CASES: dict[str, Callable[[], Asked]] = {
         }.items()
     },
     "features": of_document,
+    "features and hooks": lambda: replace(
+        of_document(), options={"hooks": [Shaking()]}, again=("hooks",)
+    ),
+    "features after a prefix": after_document,
     "named inputs": of_layout,
 }
 
@@ -285,3 +296,41 @@ def test_what_cannot_be_saved_or_changed_is_refused(tmp_path: Path) -> None:
     for given in ({"hooks": [Shaking()]}, {"max_new_tokens": 3}, {"seed": 2}, {"logprobs": 1}):
         with pytest.raises(RequestError, match=next(iter(given))):
             es.prefill(ours(), input_ids=torch.tensor([IDS]), **given)
+
+
+def test_features_after_a_prefix_are_those_of_one_prompt() -> None:
+    one, parts = after_document(), of_document().prompt
+    ids = torch.tensor(one.prompt["input_ids"])
+    each = [document().embeds(ids, pixels, parts["bbox"][0]) for pixels in images(2)]
+    embeds = torch.cat(each, dim=1)[0]
+    wanted = es.generate(document().model, None, [{"inputs_embeds": embeds}], **QUIET)
+    assert es.generate(one.model, None, [one.prompt], **one.options, **QUIET) == wanted
+
+
+@dataclass(frozen=True)
+class Watching(es.Hook):
+    """Keeps what it is shown of the prompt, and gives the same."""
+
+    seen: list[Tensor]
+    gives: tuple[str, ...] = ("embeds",)
+
+    def before_step(self, step: es.BeforeStep) -> dict[str, Tensor]:
+        if not len(step.generated):
+            self.seen.append(step.embeds.clone())
+        return {"embeds": step.embeds}
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_hook_sees_features_at_their_places(chunk: int | None) -> None:
+    one, parts = of_document(), of_document().prompt
+    ids = torch.tensor(parts["input_ids"])
+    wanted = document().embeds(ids, parts["pixel_values"][0], parts["bbox"][0])[0]
+    seen: list[Tensor] = []
+    given = {
+        "input_ids": ids[None], "pixel_values": images(1), "bbox": parts["bbox"],
+        "prefill_chunk_size": chunk, "num_beams": 2, **QUIET,
+    }  # fmt: skip
+    found = one.model.generate(**given, hooks=[Watching(seen)])
+    assert found.tolist() == one.model.generate(**given).tolist()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], wanted, rtol=0, atol=1e-12)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from everystep.api.arrays import has_holes
-from everystep.api.options import MODEL_INPUTS
 from everystep.api.prefixes import Prefix, rest_of
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
 
@@ -97,19 +96,25 @@ def read_prompt(
 
 def refuse_inputs(model: LanguageModel, given: Mapping[str, Any]) -> None:
     """RequestError for inputs of one prompt among the keywords that all prompts have in common."""
-    for name in (*MODEL_INPUTS, *model.inputs, *(one.name for one in model.prompt_inputs)):
+    for name in _keys(model):
         if given.get(name) is not None:
+            beside = "" if name in _CONTENTS else "'text': ..., "
             raise RequestError(
                 f"{name} belongs to one prompt, and not to all of them",
                 wanted="a prompt that is a mapping",
                 got=f"{name} as a keyword",
-                do=f"Pass the prompt as {{'text': ..., {name!r}: ...}}",
+                do=f"Pass the prompt as {{{beside}{name!r}: ...}}",
             )
+
+
+def _keys(model: LanguageModel) -> tuple[str, ...]:
+    """What a prompt that is a mapping may hold."""
+    return (*_KEYS, *model.inputs, *(one.name for one in model.prompt_inputs))
 
 
 def _require_content(model: LanguageModel, prompt: Mapping[str, Any]) -> None:
     """RequestError unless the mapping has one content, and names that are known."""
-    known = (*_KEYS, *model.inputs, *(one.name for one in model.prompt_inputs))
+    known = _keys(model)
     for name in prompt:
         if name not in known:
             near = nearest(str(name), known)

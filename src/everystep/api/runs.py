@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from everystep.api.hands import Asked, Hands, Rules
 from everystep.api.model import LanguageModel
@@ -76,7 +76,7 @@ def resume(
 
 def _restored(
     state: Any,
-    passed: Mapping[str, Tensor],
+    passed: Mapping[str, Any],
     model: LanguageModel,
     tokenizer: Any,
     again: Mapping[str, Any],

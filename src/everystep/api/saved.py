@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from everystep.api.run import Run
 
 _FORMAT, _VERSION = "everystep.run", 1
-_PROMPT = "prompt."
+_PROMPT, _ROW = "prompt.", "row."
+"""Before the names of tensors of the prompt; the latter where they stood in a list of one row."""
 _PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
 
 
@@ -63,13 +64,14 @@ def write_run(run: Run, path: Path) -> None:
     }
     tensors = {"state": torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)}
     for name, value in run._passed.items():
-        tensors[_PROMPT + name] = _tensor(name, value)
+        listed = isinstance(value, list | tuple) and len(value) == 1
+        tensors[(_ROW if listed else _PROMPT) + name] = _tensor(name, value[0] if listed else value)
     write_atomic(path, save(tensors, metadata))
 
 
 def read_run(
     file: Path, model: LanguageModel, tokenizer: Any
-) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """What was saved, the prompt, and the names of keywords that are to be passed again.
 
     FormatError: the file is damaged, or of a newer version. RequestError: it is a run of another
@@ -77,11 +79,12 @@ def read_run(
     """
     tensors, metadata = read_file(file)
     _check_owner(file, metadata, model, tokenizer)
-    prompt = {
-        name.removeprefix(_PROMPT): tensors.load(name)
-        for name in tensors.names()
-        if name.startswith(_PROMPT)
-    }
+    prompt: dict[str, Any] = {}
+    for name in tensors.names():
+        if name.startswith(_PROMPT):
+            prompt[name.removeprefix(_PROMPT)] = tensors.load(name)
+        elif name.startswith(_ROW):
+            prompt[name.removeprefix(_ROW)] = [tensors.load(name)]
     state = from_bytes(tensors.load("state").numpy().tobytes())
     if not isinstance(state, dict):
         raise FormatError(f"{file} is damaged", got=type(state).__name__)
@@ -153,8 +156,6 @@ def _memos(run: Run) -> dict[int, dict[str, Any]]:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, list | tuple) and len(value) == 1:
-        (value,) = value  # the value of one row
     if not isinstance(value, Tensor | np.ndarray):
         raise RequestError(
             f"a run whose prompt has {name} cannot be saved",

@@ -17,6 +17,7 @@ from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import (
     CONFIG_FIELDS,
+    MODEL_INPUTS,
     Options,
     cut_by_default,
     read_options,
@@ -142,7 +143,8 @@ class Session:
         """What is asked for a prompt by these keywords."""
         refuse_inputs(self._model, given)
         refuse_of_rectangles(given)
-        options = read_options(self._model, given, (*_OF_TEXTS, *OF_TENSORS), self.tokenizer)
+        beside = (*_OF_TEXTS, *MODEL_INPUTS, *OF_TENSORS)
+        options = read_options(self._model, given, beside, self.tokenizer)
         refuse_rectangular(options.effective, in_steps=self._gives_steps)
         if not self._gives_events:
             require_output_object(options)

@@ -13,8 +13,7 @@ from torch import nn
 from everystep.api.engine_thread import EngineThread, Submission
 from everystep.api.model import LanguageModel
 from everystep.api.options import require_output_object
-from everystep.api.session import Generated, PromptLike, Session, TokenizerLike, listed
-from everystep.api.wrapped import wrap
+from everystep.api.session import Generated, PromptLike, Session, TokenizerLike, listed, paired
 from everystep.engine import Continuous
 from everystep.errors import RequestError
 from everystep.types import Event
@@ -49,7 +48,14 @@ class AsyncEngine:
         _require_positive(limits | {name: n for name, n in optional.items() if n is not None})
         scheduler = Continuous(token_budget, max_rows, max_positions)
         self._session = Session(
-            wrap(model), tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
+            paired(model, tokenizer),
+            tokenizer,
+            (),
+            None,
+            None,
+            {},
+            gives_events=True,
+            scheduler=scheduler,
         )
         self._thread = EngineThread(self._session, scheduler, max_waiting)
         self._max_events = max_events
@@ -91,7 +97,7 @@ class AsyncEngine:
         if not listed(prompt)[1]:
             raise RequestError(
                 "this is not one prompt",
-                wanted="a text, a list of ids, or a list of messages",
+                wanted="a text, a list of ids or of messages, or a mapping",
                 got=repr(prompt)[:60],
                 do="Call it once for each prompt",
             )

@@ -14,7 +14,7 @@ from everystep.api.model import LanguageModel
 from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, read_options
 from everystep.api.prefixes import Prefix, after_prefix, require_whole
 from everystep.api.prompts import PromptLike, TokenizerLike, read_prompt
-from everystep.api.wrapped import wrap
+from everystep.api.session import paired
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
@@ -46,7 +46,7 @@ def prefill(
     values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, RequestError for
     what does not fit.
     """
-    model = wrap(model)
+    model = paired(model, tokenizer)
     if model.core.network.encodes:
         raise UnsupportedError(
             "a model with an encoder has no prefix: its decoder starts from one token",

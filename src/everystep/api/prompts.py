@@ -147,6 +147,9 @@ def _row(model: LanguageModel, name: str, value: Any) -> Any:
         rank = len(spec.shape) + (spec.per == "token")
     else:
         rank = {"inputs_embeds": 2}.get(name, 1)
+    if name in ("input_ids", "inputs_embeds") and value.dim() > rank and value.shape[0] > 1:
+        do = "Pass each row as a prompt of its own, in a list, or call model.generate(**prompt)"
+        raise RequestError("a prompt has several rows", wanted=1, got=value.shape[0], do=do)
     if name == "position_ids" and value.dim() == 2 and value.shape[0] > 1:
         return value[:, None]  # one row of several axes
     if name == "attention_mask" and value.dim() == 2 and value.shape[0] > 1:

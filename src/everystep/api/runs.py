@@ -14,8 +14,7 @@ from everystep.api.hands import Asked, Hands, Rules
 from everystep.api.model import LanguageModel
 from everystep.api.run import Run
 from everystep.api.saved import prefix_digest, read_run, revived
-from everystep.api.session import PromptLike, Session, TokenizerLike
-from everystep.api.wrapped import wrap
+from everystep.api.session import PromptLike, Session, TokenizerLike, paired
 from everystep.errors import FormatError, RequestError
 
 
@@ -34,7 +33,7 @@ def open(
     """
     if prompt is None:
         raise RequestError("there is no prompt to open a run with", do="Pass a text or ids")
-    model = wrap(model)
+    model = paired(model, tokenizer)
     asked = Asked(options, int(torch.randint(2**62, ()).item()) if seed is None else seed)
     session = asked.session(model, tokenizer)
     passed = session.read(prompt, 0)
@@ -58,7 +57,7 @@ def resume(
     version. RequestError: another model, tokenizer, prefix or version of everystep, or a keyword
     that is missing.
     """
-    model = wrap(model)
+    model = paired(model, tokenizer)
     state, passed, absent = read_run(Path(path), model, tokenizer)
     _check_again(absent, again)
     if "prefix" in again and prefix_digest(again["prefix"]) != state.get("prefix"):

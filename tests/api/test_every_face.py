@@ -334,3 +334,36 @@ def test_a_hook_sees_features_at_their_places(chunk: int | None) -> None:
     assert found.tolist() == one.model.generate(**given).tolist()
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prefix_of_a_mapping_is_continued_by_embeddings(name: str) -> None:
+    model = MODELS[name]()
+    embeds, places = embedded(model), torch.tensor([0, 1, 2, 5, 6, 9])
+    first = {"inputs_embeds": embeds[:3], "position_ids": places[:3]}
+    rest = {"inputs_embeds": embeds[3:], "position_ids": places[3:]}
+    whole = {"inputs_embeds": embeds, "position_ids": places}
+    for search in SEARCHES.values():
+        options = {**QUIET, **search}
+        wanted = es.generate(model, None, [whole], **options)
+        assert es.generate(
+            model, None, [rest], prefix=es.prefill(model, prompt=first), **options
+        ) == (wanted)
+    of_ids = es.prefill(model, prompt={"input_ids": IDS[:3], "position_ids": places[:3]})
+    run = es.open(model, None, rest, prefix=of_ids, **QUIET)
+    assert [list(run.result().tokens)] == es.generate(model, None, [whole], **QUIET)
+
+
+def test_prompts_with_equal_features_share_them_in_an_engine_and_others_never() -> None:
+    model, ids = document().model, [*of_document().prompt["input_ids"], *range(5, 25)]
+    image, other = images(2)[:1], images(2)[1:]
+    given = {"bbox": boxes((2,))}
+    prompts = [{"input_ids": ids, "pixel_values": one, **given} for one in (image, image, other)]
+    asked = {**QUIET, "return_dict_in_generate": True}
+    alone = [es.generate(model, None, [prompt], **asked)[0] for prompt in prompts]
+    first, again, new = es.generate(model, None, prompts, **asked)
+    assert [one.tokens for one in (first, again, new)] == [one.tokens for one in alone]
+    assert (first.cached_tokens, again.cached_tokens) == (0, len(ids) - 1)
+    assert new.cached_tokens == 0
+    hooked = es.generate(model, None, prompts[:2], hooks=[Shaking()], **asked)
+    assert [one.cached_tokens for one in hooked] == [0, 0]

@@ -174,7 +174,8 @@ def _ids(
             do="Pass the tokenizer that es.load returned",
         )
     elif isinstance(prompt, str):
-        ids = torch.as_tensor(tokenizer.encode(prompt, add_special_tokens=prefix is None))
+        how = {} if prefix is None else {"add_special_tokens": False}
+        ids = torch.as_tensor(tokenizer.encode(prompt, **how))
     elif getattr(tokenizer, "chat_template", None) is None:
         raise TokenizerError(
             "messages need a chat template",

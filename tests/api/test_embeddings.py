@@ -94,6 +94,7 @@ OURS_ALONE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*a prompt given as embeddings has no ids")
 @pytest.mark.parametrize("option", [*IDS_SEEN, *OURS_ALONE])
 def test_ids_beyond_the_vocabulary_harm_no_processor(option: str) -> None:
     """What looks at ids passes them over: the rest is as without them."""

@@ -214,6 +214,8 @@ def test_boxes_of_the_prefix_and_of_what_follows_are_read_once() -> None:
 class Spelled:
     """A tokenizer of three-letter words, with a begin token and a plain chat template."""
 
+    chat_template = "plain"
+
     def __init__(self) -> None:
         self._own = spelled(40)
 

@@ -165,9 +165,9 @@ def test_its_defaults_are_those_of_the_module_at_the_time() -> None:
 @pytest.mark.parametrize(
     ("thing", "says"),
     [
-        (object(), "not a model that can generate"),
+        (object(), "this is no model"),
         (nn.Linear(2, 2), "not a model that can generate"),
-        (transformers.LlamaModel, "not a model that can generate"),
+        (transformers.LlamaModel, "this is no model"),
     ],
 )
 def test_what_cannot_generate_is_refused(thing: Any, says: str) -> None:

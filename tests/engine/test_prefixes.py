@@ -23,7 +23,8 @@ from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import ABILITIES, HashExecutor
 from everystep.testing.mutants import PREFIX_MUTANTS
 from everystep.testing.requests import random_mix
-from everystep.types import InputSpec, Prompt, Request, adapter_ability
+from everystep.types import Hook, InputSpec, Prompt, Request, adapter_ability
+from everystep.types.ends import Injected
 from tests.engine.test_interrupts import SMALL, Tripwire, finished
 from tests.executors.models import family_model, narrow_model
 
@@ -144,6 +145,14 @@ def changed(values: Tensor, place: int) -> Tensor:
 IDS = SHARED[:60]
 BOX = torch.arange(120).view(60, 2)
 STEPS = torch.arange(60) * 2
+LONG = torch.arange(80) * 2
+
+
+def featured(values: Tensor, *places: int) -> Prompt:
+    """Ids, and features at some of their places."""
+    return Prompt(ids=IDS, injected=Injected(np.array(places), values))
+
+
 CONTENT: dict[str, tuple[Prompt, Prompt, int]] = {
     "embeddings": (Prompt(embeds=embeds()), Prompt(embeds=changed(embeds(), 40)), 40),
     "equal embeddings": (Prompt(embeds=embeds()), Prompt(embeds=embeds()), 59),
@@ -168,6 +177,34 @@ CONTENT: dict[str, tuple[Prompt, Prompt, int]] = {
         Prompt(ids=IDS, positions=changed(STEPS.expand(3, 60).T, 25).T),
         25,
     ),
+    "features": (
+        featured(embeds(0, 2), 10, 40),
+        featured(changed(embeds(0, 2), 1), 10, 40),
+        40,
+    ),
+    "equal features": (featured(embeds(0, 2), 10, 40), featured(embeds(0, 2), 10, 40), 59),
+    "features elsewhere": (featured(embeds(0, 2), 10, 40), featured(embeds(0, 2), 30, 40), 0),
+    "features or none": (featured(embeds(0, 2), 10, 40), Prompt(ids=IDS), 0),
+    "embeddings beside ids of other widths": (
+        Prompt(embeds=embeds(), ids=IDS[:50]),
+        Prompt(embeds=embeds(), ids=IDS[10:55]),
+        59,
+    ),
+    "other embeddings beside the same ids": (
+        Prompt(embeds=embeds(), ids=IDS[:50]),
+        Prompt(embeds=embeds(1), ids=IDS[:50]),
+        0,
+    ),
+    "positions of what follows": (
+        Prompt(ids=IDS, positions=LONG),
+        Prompt(ids=IDS, positions=changed(LONG, 70)),
+        59,
+    ),
+    "positions, some of which follow": (
+        Prompt(ids=IDS, positions=LONG),
+        Prompt(ids=IDS, positions=changed(LONG, 20)),
+        20,
+    ),
     "ids": (Prompt(ids=IDS), Prompt(ids=np.r_[IDS[:33], IDS[:20]]), 33),
 }
 
@@ -177,6 +214,18 @@ CONTENT: dict[str, tuple[Prompt, Prompt, int]] = {
 def test_rows_are_shared_up_to_where_contents_differ(name: str, together: bool) -> None:
     one, other, count = CONTENT[name]
     assert forked(request("0", one), request("1", other), together) == count
+
+
+class Idle(Hook):
+    """Gives and wants nothing; an engine cannot know that before it asks."""
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_requests_with_hooks_share_nothing(together: bool) -> None:
+    plain, hooked = request("0", SHARED), request("1", SHARED, hooks=(Idle(),))
+    for first, other in ((plain, hooked), (hooked, plain), (hooked, hooked)):
+        pair = replace(first, request_id="0"), replace(other, request_id="1")
+        assert forked(*pair, together) == 0
 
 
 def test_a_conversation_goes_on_from_the_row_of_its_last_turn() -> None:

@@ -80,7 +80,7 @@ def best_executor(mix: Mix, max_rows: int | None) -> Executor:
 
 def reads_best(request: Request) -> bool:
     """A plain request whose strategy ranks a few scores."""
-    plain = not request.processors and request.readout is None
+    plain = not (request.processors or request.hooks) and request.readout is None
     few = isinstance(request.strategy, Greedy) or (
         isinstance(request.strategy, Beam) and not request.strategy.sampled
     )

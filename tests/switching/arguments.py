@@ -47,6 +47,13 @@ class Recorder:
         self.seen.append("end")
 
 
+class Louder(es.Hook):
+    gives = ("embeds",)
+
+    def before_step(self, step: es.BeforeStep) -> dict[str, torch.Tensor]:
+        return {"embeds": step.embeds.flip(-1)}
+
+
 def loop(model: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
     return input_ids
 
@@ -153,6 +160,9 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "decoder_attention_mask": (torch.ones(1, 3).long(), {}),
     "encoder_outputs": ((torch.zeros(1, 3, 16),), {}),
     "past_key_values": (es.DynamicCache, {}),
+    "prefix": (es.Prefix, {}),
+    "hooks": ([Louder()], {}),
+    "adapter_names": ("formal", {}),
     # capabilities that are not built, and what has no place here
     "use_mtp": (True, {}),
     "dola_layers": ("low", {}),
@@ -186,8 +196,8 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "return_legacy_cache": (True, {}),
 }
 
-EVERYWHERE = ("model.generate", "es.generate", "es.stream")
-OF_TEXTS = ("es.generate", "es.stream")
+EVERYWHERE = ("model.generate", "es.generate", "es.stream", "es.open")
+OF_TEXTS = ("es.generate", "es.stream", "es.open")
 _LATER = (
     *("use_mtp", "dola_layers", "num_beam_groups", "constraints", "force_words_ids", "low_memory"),
     *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
@@ -199,20 +209,26 @@ _LATER = (
     *("use_model_defaults", "return_legacy_cache"),
     *("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"),  # of this model
 )
+IN_PROMPTS = ("input_ids", "attention_mask", "inputs_embeds", "position_ids")
+"""What stands in a prompt that is a mapping, and is no keyword of a call about prompts."""
+_OF_STEPS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 _RECTANGLES = (
-    *("output_scores", "output_logits", "output_hidden_states", "output_attentions"),
-    *("use_cache", "prefill_chunk_size", "max_cache_len"),
+    *("use_cache", "prefill_chunk_size", "max_cache_len", "past_key_values"),
     *("streamer", "custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"),
-    *("input_ids", "attention_mask", "inputs_embeds", "position_ids", "past_key_values"),
 )
 REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LATER, EVERYWHERE),
     **dict.fromkeys(_RECTANGLES, OF_TEXTS),
+    **dict.fromkeys(_OF_STEPS, ("es.generate", "es.stream")),
+    "adapter_names": EVERYWHERE,  # by this model, which has none
 }
 """Argument -> the faces on which it is an error that says what to do."""
 
 WITHOUT_EFFECT: dict[str | tuple[str, str], str] = {
     ("es.stream", "return_dict_in_generate"): "a stream's results are objects anyway",
+    ("es.open", "return_dict_in_generate"): "a run's result is an object anyway",
+    ("es.open", "output_scores"): "a step shows its scores anyway",
+    ("es.open", "output_logits"): "a step shows its logits anyway",
     "use_cache": "the tokens are those of a call with a cache",
     "prefill_chunk_size": "the tokens are those of a prompt fed at once",
     "max_cache_len": "for a static cache; a warning says so",

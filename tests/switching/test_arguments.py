@@ -30,6 +30,8 @@ from tests.cli.running import Caller
 from tests.switching.arguments import (
     ASKED,
     IDS,
+    IN_PROMPTS,
+    OF_TEXTS,
     PROMPT,
     REFUSED,
     TOKENIZER,
@@ -53,19 +55,33 @@ def rectangle(model: LanguageModel, given: Given) -> Any:
     return model.generate(**({} if "input_ids" in given else {"input_ids": PROMPT}), **given)
 
 
+def prompt_of(given: Given) -> Given:
+    """The prompt as a mapping, with what of the arguments stands in it, which are taken out."""
+    return {"input_ids": IDS, **{name: given.pop(name) for name in IN_PROMPTS if name in given}}
+
+
 def texts(model: LanguageModel, given: Given) -> Any:
-    return es.generate(model, given.pop("tokenizer", None), [IDS], **given)
+    return es.generate(model, given.pop("tokenizer", None), [prompt_of(given)], **given)
 
 
 def events(model: LanguageModel, given: Given) -> Any:
-    with es.stream(model, given.pop("tokenizer", None), [IDS], **given) as stream:
+    prompts = [prompt_of(given)]
+    with es.stream(model, given.pop("tokenizer", None), prompts, **given) as stream:
         return [*stream, *stream.results()]
+
+
+def steps(model: LanguageModel, given: Given) -> Any:
+    prompt = prompt_of(given)
+    run = es.open(model, given.pop("tokenizer", None), prompt, **given)
+    shown = [(one.events, one.beams, one.hidden_states, one.attentions) for one in run]
+    return [*shown, run.result()]
 
 
 FACES: dict[str, Callable[[LanguageModel, Given], Any]] = {
     "model.generate": rectangle,
     "es.generate": texts,
     "es.stream": events,
+    "es.open": steps,
 }
 
 
@@ -120,6 +136,8 @@ def resolved(model: LanguageModel, name: str) -> tuple[Any, Given]:
             one.seen.clear()
         if one is es.DynamicCache:
             one = es.DynamicCache()
+        if one is es.Prefix:
+            one = es.prefill(model, prompt=IDS)
         if key == name:
             value = one
         else:
@@ -155,6 +173,19 @@ def test_an_argument_is_honoured_or_refused(model: LanguageModel, face: str, nam
         assert result == before
     elif result == before:  # then the engine was asked for something else, and not by chance
         assert asked != asked_before == seen(model, face, {**resolved(model, name)[1]})[1]
+
+
+@pytest.mark.parametrize("face", OF_TEXTS)
+@pytest.mark.parametrize("name", IN_PROMPTS)
+def test_what_belongs_to_a_prompt_is_no_keyword(model: LanguageModel, face: str, name: str) -> None:
+    calls: dict[str, Callable[..., Any]] = {
+        "es.generate": lambda **given: es.generate(model, None, [IDS], **given),
+        "es.stream": lambda **given: es.stream(model, None, [IDS], **given),
+        "es.open": lambda **given: es.open(model, None, IDS, **given),
+    }
+    with pytest.raises(EverystepError, match=f"{name}.*Pass the prompt as .*'{name}'"):
+        calls[face](**{name: ASKED[name][0]})
+    assert calls[face](**{name: None}, **BASE) is not None
 
 
 @pytest.mark.parametrize("face", FACES)

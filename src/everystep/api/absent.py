@@ -179,10 +179,8 @@ ALONE = {
 
 OF_STEPS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 """Those of them that a step of a run carries."""
-_AS_PROMPT = "Give the prompt as the third argument, or call model.generate"
 _THERE = "Call model.generate with it"
 OF_TENSORS = {
-    **dict.fromkeys(("input_ids", "attention_mask", "inputs_embeds", "position_ids"), _AS_PROMPT),
     **dict.fromkeys(("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"), _THERE),
     **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), _THERE),
     **dict.fromkeys(("past_key_values", "custom_generate"), _THERE),

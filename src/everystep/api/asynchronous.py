@@ -8,13 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 from warnings import warn
 
+from torch import nn
+
 from everystep.api.engine_thread import EngineThread, Submission
 from everystep.api.model import LanguageModel
 from everystep.api.options import require_output_object
-from everystep.api.session import KEPT, Generated, PromptLike, Session, listed
+from everystep.api.session import (
+    KEPT,
+    Generated,
+    PromptLike,
+    Session,
+    TokenizerLike,
+    listed,
+    paired,
+)
 from everystep.engine import Continuous, Reuse
 from everystep.errors import RequestError
-from everystep.text import Tokenizer
 from everystep.types import Event
 
 
@@ -33,8 +42,8 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: LanguageModel,
-        tokenizer: Tokenizer | None = None,
+        model: LanguageModel | nn.Module,
+        tokenizer: TokenizerLike | None = None,
         *,
         max_rows: int = 32,
         token_budget: int = 1024,
@@ -47,7 +56,14 @@ class AsyncEngine:
         _require_positive(limits | {name: n for name, n in optional.items() if n is not None})
         scheduler = Continuous(token_budget, max_rows, max_positions, reuse=Reuse(KEPT))
         self._session = Session(
-            model, tokenizer, (), None, None, {}, gives_events=True, scheduler=scheduler
+            paired(model, tokenizer),
+            tokenizer,
+            (),
+            None,
+            None,
+            {},
+            gives_events=True,
+            scheduler=scheduler,
         )
         self._thread = EngineThread(self._session, scheduler, max_waiting)
         self._max_events = max_events
@@ -89,7 +105,7 @@ class AsyncEngine:
         if not listed(prompt)[1]:
             raise RequestError(
                 "this is not one prompt",
-                wanted="a text, a list of ids, or a list of messages",
+                wanted="a text, a list of ids or of messages, or a mapping",
                 got=repr(prompt)[:60],
                 do="Call it once for each prompt",
             )

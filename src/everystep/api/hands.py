@@ -22,7 +22,10 @@ from everystep.nn.modes import inference_mode
 from everystep.types import Event, Group, Request
 
 _BUDGET = 1024
-_READ_ONCE = ("add_generation_prompt", "trim_stop_strings", "return_dict_in_generate")
+_READ_ONCE = (
+    *("add_generation_prompt", "trim_stop_strings", "return_dict_in_generate"),
+    *("prefix", "cache_salt", "adapter_names", "hooks"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +37,12 @@ class Asked:
 
     def session(self, model: LanguageModel, tokenizer: Any) -> Session:
         """What reads the prompt and prepares its call."""
+        if self.options.get("return_dict_in_generate") is False:
+            raise RequestError(
+                "return_dict_in_generate=False contradicts a run, whose result is an object",
+                wanted="True, or nothing",
+                do="Leave it out, and take run.result().text or .tokens",
+            )
         # A step has room for all that is else part of the output object alone.
         common = {**self.options, "return_dict_in_generate": True}
         return Session(model, tokenizer, [""], None, self.seed, common, gives_steps=True)
@@ -62,8 +71,10 @@ class Rules:
     def of(cls, asked: Asked, call: Call, first: Request | None = None) -> Rules:
         """Those of a prepared call."""
         (request,) = call.requests
-        room = int(call.options.effective.max_length) - call.inputs.prompt_width
-        return cls(asked, call.options, call.inputs, first or request, room)
+        room = int(call.options.effective.max_length) - call.inputs.counted_width
+        # The prompt stands after its prefix already.
+        options = replace(call.options, prefix=None)
+        return cls(asked, options, call.inputs, first or request, room)
 
     def request(self, model: LanguageModel, given: int, name: str) -> Request:
         """The request of a run with so many ids that were given, for which there is more room."""

@@ -198,12 +198,6 @@ def _read_rectangle(
     ids, (rows, width) = passed.ids, passed.shape
     guessed = given.get("attention_mask") is None
     spans = [span_of(real, row, guessed=guessed) for row, real in enumerate(passed.real)]
-    if ids is not None and passed.aligned:
-        # What is masked before a prompt is padding where it is one id, and else shown as it is.
-        alike = [(row[: span[0]] == row[0]).all() for row, span in zip(ids, spans, strict=True)]
-        spans = [
-            (first if same else 0, last) for (first, last), same in zip(spans, alike, strict=True)
-        ]
     place = given.get("position_ids")
     fills: tuple[int | None, ...] = ()
     if ids is not None and passed.aligned:

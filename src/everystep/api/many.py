@@ -20,9 +20,8 @@ from everystep.api.session import (
     TokenizerLike,
     is_messages,
     listed,
-    require_pair,
+    paired,
 )
-from everystep.api.wrapped import wrap
 from everystep.errors import RequestError
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.types import Event, FinishReason, Group
@@ -56,12 +55,11 @@ def generate(
     place whose reason is the error; "raise" raises the first error when all others have ended, with
     all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
     """
-    model = wrap(model)
+    model = paired(model, tokenizer)
     if on_error not in ("raise", "return"):
         raise RequestError(
             "on_error is impossible", wanted="'raise' or 'return'", got=repr(on_error)
         )
-    require_pair(model, tokenizer)
     if prompts is None:
         if options is not None or on_error == "return":
             raise RequestError(
@@ -104,7 +102,7 @@ def stream(
     too, as `BeamEvent`. A prompt that fails while it runs has its error as the reason of its last
     event; the others go on.
     """
-    model = wrap(model)
+    model = paired(model, tokenizer)
     many = list(listed(prompts)[0])
     if not many:
         raise RequestError("there is no prompt to stream", do="Pass at least one")
@@ -125,7 +123,7 @@ def chat(
     `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
     through the chat template.
     """
-    require_pair(model, tokenizer)
+    model = paired(model, tokenizer)
     config = options.get("generation_config")
     asked = {name: options.get(name, getattr(config, name, None)) for name in _SEVERAL}
     neutral = {"num_return_sequences": 1, "return_dict_in_generate": False, "on_error": "raise"}

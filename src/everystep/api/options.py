@@ -161,7 +161,7 @@ def read_options(
         prefix=read_prefix(given.get("prefix")),
         salt=_text("cache_salt", given.get("cache_salt")),
         hooks=_hooks(given.get("hooks")),
-        adapter_names=given.get("adapter_names"),
+        adapter_names=_known_adapters(given.get("adapter_names"), model.adapters),
     )
 
 
@@ -288,6 +288,19 @@ def _hooks(value: Any) -> tuple[Hook, ...]:
             do="Pass hooks=[MyHook()]",
         )
     return tuple(listed)
+
+
+def _known_adapters(value: Any, known: Sequence[str]) -> Any:
+    """The value; RequestError if it names an adapter that the model does not have."""
+    names = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
+    if strangers := [one for one in names if isinstance(one, str) and one not in known]:
+        raise RequestError(
+            "adapter_names has one that the model does not have",
+            wanted=", ".join(known) or "none",
+            got=repr(strangers[0]),
+            do="Load it with model.load_adapter first",
+        )
+    return value
 
 
 def _is_hook(value: object) -> bool:

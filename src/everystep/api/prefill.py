@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from everystep.api.features import Rows, with_features
 from everystep.api.inputs import read_inputs
 from everystep.api.model import LanguageModel
-from everystep.api.options import MODEL_INPUTS, read_options
+from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, read_options
 from everystep.api.prefixes import Prefix, after_prefix, require_whole
-from everystep.api.prompts import PromptLike, read_prompt
+from everystep.api.prompts import PromptLike, TokenizerLike, read_prompt
+from everystep.api.session import paired
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.modes import inference_mode
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
-from everystep.text import Tokenizer
 from everystep.types import Past, Prompt, Request, Wants
 
 _CHUNK = 1024
@@ -24,21 +28,25 @@ _CHUNK = 1024
 
 
 def prefill(
-    model: LanguageModel,
-    tokenizer: Tokenizer | None = None,
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None = None,
     prompt: PromptLike | None = None,
     *,
     prefix: Prefix | None = None,
+    adapter_names: str | None = None,
     **inputs: Any,
 ) -> Prefix:
     """The prompt is fed once, and everything that continues from it starts there.
 
-    `prompt`: a text, a list of ids, or messages, which are rendered without the beginning of an
-    answer. Without it, one row of what `model.generate` reads: `input_ids`, `inputs_embeds`,
-    `position_ids`, `attention_mask`. `prefix`: another one that this one goes on from. The handle
-    keeps a copy of the keys and values, `prefix.nbytes` of them. UnsupportedError for a model with
-    an encoder, RequestError for what does not fit.
+    `prompt`: a text, a list of ids, messages, which are rendered without the beginning of an
+    answer, or a mapping of any of these and what stands beside them, as for `es.generate`. Without
+    it, one row of what `model.generate` reads: `input_ids`, `inputs_embeds`, `position_ids`,
+    `attention_mask`, and what the model declares. `prefix`: another one that this one goes on from.
+    `adapter_names`: the adapter that it is fed with. The handle keeps a copy of the keys and
+    values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, RequestError for
+    what does not fit.
     """
+    model = paired(model, tokenizer)
     if model.core.network.encodes:
         raise UnsupportedError(
             "a model with an encoder has no prefix: its decoder starts from one token",
@@ -49,24 +57,43 @@ def prefill(
             "prefill needs one prompt", wanted="prompt, or inputs by name", got="both or neither"
         )
     given = {name: value for name, value in inputs.items() if value is not None}
+    _refuse_choices(given)
     if prompt is not None:
         given = read_prompt(model, tokenizer, prompt, starts_answer=False, prefix=prefix)
     if "past_key_values" in given:
         do = "Pass past_key_values to model.generate, or the whole prompt here"
         raise RequestError("a prefix is made from what is fed", got="past_key_values", do=do)
-    options = read_options(model, {**given, "prefix": prefix}, MODEL_INPUTS, tokenizer)
+    beside = {"prefix": prefix, "adapter_names": adapter_names}
+    options = read_options(model, {**given, **beside}, MODEL_INPUTS, tokenizer)
     read = after_prefix(model, read_inputs(model, given, options), options)
     if read.batch != 1:
         raise RequestError("a prefix is one row", wanted=1, got=read.batch, do="Make one per row")
     (own,) = read.prompts
     require_whole(own)
+    (adapters,) = options.adapters(1)
     with inference_mode():
-        past = _held(model, own)
-    return Prefix(replace(own, past=None), past, model.core)
+        past = _held(model, own, read.values, adapters)
+    return Prefix(replace(own, past=None), past, model.core, adapters)
 
 
-def _held(model: LanguageModel, prompt: Prompt) -> Past:
-    """What a row holds after the whole prompt."""
+def _refuse_choices(given: Mapping[str, Any]) -> None:
+    """RequestError for keywords that are about tokens, of which none is chosen here."""
+    if others := [name for name in given if name in CONFIG_FIELDS or name in OBJECTS]:
+        raise RequestError(
+            "nothing is chosen while a prefix is fed",
+            wanted="what is read, and adapter_names",
+            got=", ".join(others),
+            do="Pass these to the calls that go on from it",
+        )
+
+
+def _held(
+    model: LanguageModel,
+    prompt: Prompt,
+    values: Rows = (),
+    adapters: tuple[tuple[str, float], ...] = (),
+) -> Past:
+    """What a row holds after the whole prompt, with the features of its values."""
     request = Request(
         "prefix",
         prompt,
@@ -75,7 +102,9 @@ def _held(model: LanguageModel, prompt: Prompt) -> Past:
         stops=(MaxLength(0),),
         wants=Wants(cache=True),
         linger=True,
+        adapters=adapters,
     )
+    (request,) = with_features(model.prompt_inputs, (request,), values, model.width)
     engine = Engine(model.executor(request.needs), Lockstep(_CHUNK))
     group = engine.submit(request)
     while engine.pending:

@@ -25,12 +25,14 @@ class Prefix:
     """What a model holds of some positions; nothing changes it, so calls may share it in any order
     and from several threads.
 
-    `prompt`: what was read; `past`: what a row holds of it; `core`: the weights that it was fed to.
+    `prompt`: what was read; `past`: what a row holds of it; `core`: the weights that it was fed to;
+    `adapters`: what was asked for beside them, as in a request.
     """
 
     prompt: Prompt
     past: Past
     core: Any
+    adapters: tuple[tuple[str, float], ...] = ()
 
     def __len__(self) -> int:
         """How many positions it holds."""
@@ -120,9 +122,13 @@ def _require_fitting(
 ) -> None:
     """RequestError where a call cannot go on from the prefix."""
     e = options.effective
-    if prefix.core is not model.core:
+    if prefix.core != model.core:
         do = "Make it anew with this model, and after model.to() or a change of its weights"
         _refuse("is of another model", "the model that it was made with", "another", do)
+    if any(own != prefix.adapters for own in options.adapters(inputs.batch)):
+        got = repr(options.adapter_names)
+        do = "Make one for each adapter, with the same adapter_names"
+        _refuse("was fed with other adapters", [name for name, _ in prefix.adapters], got, do)
     if inputs.lead or any(prompt.past is not None for prompt in inputs.prompts):
         _refuse("and past_key_values both say what comes first", "one of the two", "both")
     if e.use_cache is False:

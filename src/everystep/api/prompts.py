@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from everystep.api.arrays import has_holes
-from everystep.api.options import MODEL_INPUTS
 from everystep.api.prefixes import Prefix, rest_of
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
 
@@ -97,19 +96,25 @@ def read_prompt(
 
 def refuse_inputs(model: LanguageModel, given: Mapping[str, Any]) -> None:
     """RequestError for inputs of one prompt among the keywords that all prompts have in common."""
-    for name in (*MODEL_INPUTS, *model.inputs, *(one.name for one in model.prompt_inputs)):
+    for name in _keys(model):
         if given.get(name) is not None:
+            beside = "" if name in _CONTENTS else "'text': ..., "
             raise RequestError(
                 f"{name} belongs to one prompt, and not to all of them",
                 wanted="a prompt that is a mapping",
                 got=f"{name} as a keyword",
-                do=f"Pass the prompt as {{'text': ..., {name!r}: ...}}",
+                do=f"Pass the prompt as {{{beside}{name!r}: ...}}",
             )
+
+
+def _keys(model: LanguageModel) -> tuple[str, ...]:
+    """What a prompt that is a mapping may hold."""
+    return (*_KEYS, *model.inputs, *(one.name for one in model.prompt_inputs))
 
 
 def _require_content(model: LanguageModel, prompt: Mapping[str, Any]) -> None:
     """RequestError unless the mapping has one content, and names that are known."""
-    known = (*_KEYS, *model.inputs, *(one.name for one in model.prompt_inputs))
+    known = _keys(model)
     for name in prompt:
         if name not in known:
             near = nearest(str(name), known)
@@ -144,6 +149,9 @@ def _row(model: LanguageModel, name: str, value: Any) -> Any:
         rank = len(spec.shape) + (spec.per == "token")
     else:
         rank = {"inputs_embeds": 2}.get(name, 1)
+    if name in ("input_ids", "inputs_embeds") and value.dim() > rank and value.shape[0] > 1:
+        do = "Pass each row as a prompt of its own, in a list, or call model.generate(**prompt)"
+        raise RequestError("a prompt has several rows", wanted=1, got=value.shape[0], do=do)
     if name == "position_ids" and value.dim() == 2 and value.shape[0] > 1:
         return value[:, None]  # one row of several axes
     if name == "attention_mask" and value.dim() == 2 and value.shape[0] > 1:
@@ -168,8 +176,9 @@ def _ids(
             do="Pass the tokenizer that es.load returned",
         )
     elif isinstance(prompt, str):
-        ids = torch.as_tensor(tokenizer.encode(prompt, add_special_tokens=prefix is None))
-    elif getattr(tokenizer, "chat_template", None) is None:
+        how = {} if prefix is None else {"add_special_tokens": False}
+        ids = torch.as_tensor(tokenizer.encode(prompt, **how))
+    elif getattr(tokenizer, "chat_template", ...) is None:
         raise TokenizerError(
             "messages need a chat template",
             wanted="a tokenizer with one",

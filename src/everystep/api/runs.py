@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from everystep.api.hands import Asked, Hands, Rules
 from everystep.api.model import LanguageModel
 from everystep.api.run import Run
-from everystep.api.saved import read_run, revived
-from everystep.api.session import PromptLike, Session
+from everystep.api.saved import prefix_digest, read_run, revived
+from everystep.api.session import PromptLike, Session, TokenizerLike, paired
 from everystep.errors import FormatError, RequestError
 
 
 def open(
-    model: LanguageModel,
-    tokenizer: Any = None,
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None = None,
     prompt: PromptLike | None = None,
     *,
     seed: int | None = None,
@@ -33,6 +33,7 @@ def open(
     """
     if prompt is None:
         raise RequestError("there is no prompt to open a run with", do="Pass a text or ids")
+    model = paired(model, tokenizer)
     asked = Asked(options, int(torch.randint(2**62, ()).item()) if seed is None else seed)
     session = asked.session(model, tokenizer)
     passed = session.read(prompt, 0)
@@ -43,17 +44,29 @@ def open(
 
 
 def resume(
-    path: str | PathLike[str], model: LanguageModel, tokenizer: Any = None, **again: Any
+    path: str | PathLike[str],
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None = None,
+    **again: Any,
 ) -> Run:
     """The run of a file that `run.save` or `everystep generate --save` wrote, ready for its next
     step; it ends as it would have without the interruption.
 
-    `again`: keywords of `es.open` whose values cannot be written, such as `logits_processor`, under
-    the same names. FormatError: the file is damaged, or of a newer version. RequestError: another
-    model, another tokenizer or another version of everystep, or a keyword that is missing.
+    `again`: keywords of `es.open` whose values cannot be written, such as `logits_processor`,
+    `hooks` and `prefix`, under the same names. FormatError: the file is damaged, or of a newer
+    version. RequestError: another model, tokenizer, prefix or version of everystep, or a keyword
+    that is missing.
     """
+    model = paired(model, tokenizer)
     state, passed, absent = read_run(Path(path), model, tokenizer)
     _check_again(absent, again)
+    if "prefix" in again and prefix_digest(again["prefix"]) != state.get("prefix"):
+        raise RequestError(
+            "the saved run stood after another prefix",
+            wanted="one that was made from the same prompt",
+            got=repr(again["prefix"]),
+            do="Make it again with everystep.prefill as it was made for es.open",
+        )
     try:
         return _restored(state, passed, model, tokenizer, again)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -62,7 +75,7 @@ def resume(
 
 def _restored(
     state: Any,
-    passed: Mapping[str, Tensor],
+    passed: Mapping[str, Any],
     model: LanguageModel,
     tokenizer: Any,
     again: Mapping[str, Any],

@@ -21,18 +21,23 @@ from torch import Tensor
 from everystep._version import __version__
 from everystep.api.hands import Asked
 from everystep.api.model import LanguageModel
+from everystep.api.prefixes import Prefix
+from everystep.bridge.core import ForeignModel
 from everystep.config import GenerationConfig
+from everystep.engine.snapshot import fingerprint
 from everystep.errors import FormatError, RequestError
 from everystep.files.atomic import write_atomic
 from everystep.files.safetensors import read_file
 from everystep.models import Model, weight_digest
+from everystep.types import nobodys
 from everystep.types.stored import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from everystep.api.run import Run
 
 _FORMAT, _VERSION = "everystep.run", 1
-_PROMPT = "prompt."
+_PROMPT, _ROW = "prompt.", "row."
+"""Before the names of tensors of the prompt; the latter where they stood in a list of one row."""
 _PROBE = "Hello, World! 12.5 naïve Ωμέγα 日本語 🙂\n\t{'a': 1}"
 
 
@@ -46,6 +51,7 @@ def write_run(run: Run, path: Path) -> None:
         "given": sorted(run._given),
         "memos": {n: memo for n, memo in _memos(run).items() if memo or not n},
         "number": run._number,
+        "prefix": prefix_digest(run._rules[0][1].asked.options.get("prefix")),
         "group": np.frombuffer(run._hands.engine.dump(run._group), np.uint8),
     }
     metadata = {
@@ -58,13 +64,14 @@ def write_run(run: Run, path: Path) -> None:
     }
     tensors = {"state": torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)}
     for name, value in run._passed.items():
-        tensors[_PROMPT + name] = _tensor(name, value)
+        listed = isinstance(value, list | tuple) and len(value) == 1
+        tensors[(_ROW if listed else _PROMPT) + name] = _tensor(name, value[0] if listed else value)
     write_atomic(path, save(tensors, metadata))
 
 
 def read_run(
     file: Path, model: LanguageModel, tokenizer: Any
-) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """What was saved, the prompt, and the names of keywords that are to be passed again.
 
     FormatError: the file is damaged, or of a newer version. RequestError: it is a run of another
@@ -72,11 +79,12 @@ def read_run(
     """
     tensors, metadata = read_file(file)
     _check_owner(file, metadata, model, tokenizer)
-    prompt = {
-        name.removeprefix(_PROMPT): tensors.load(name)
-        for name in tensors.names()
-        if name.startswith(_PROMPT)
-    }
+    prompt: dict[str, Any] = {}
+    for name in tensors.names():
+        if name.startswith(_PROMPT):
+            prompt[name.removeprefix(_PROMPT)] = tensors.load(name)
+        elif name.startswith(_ROW):
+            prompt[name.removeprefix(_ROW)] = [tensors.load(name)]
     state = from_bytes(tensors.load("state").numpy().tobytes())
     if not isinstance(state, dict):
         raise FormatError(f"{file} is damaged", got=type(state).__name__)
@@ -153,7 +161,7 @@ def _tensor(name: str, value: Any) -> Tensor:
             f"a run whose prompt has {name} cannot be saved",
             wanted="tensors alone",
             got=type(value).__name__,
-            do="Open the run from ids or embeddings",
+            do=f"Open the run with {name} as a tensor",
         )
     return torch.as_tensor(value).detach().cpu().contiguous()
 
@@ -167,12 +175,25 @@ _KNOWN: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
 
 def model_digest(model: LanguageModel) -> str:
     """Equal for models whose runs can be exchanged."""
-    core = model.core
-    weights = None if core.learns else _KNOWN.get(core)
-    if weights is None:
-        weights = _KNOWN[core] = weight_digest(core)
+    weights = _weights(model.core)
     how = f"{weights} {model.dtype} {model.cache_dtype}"
     return hashlib.sha256(how.encode()).hexdigest()
+
+
+def _weights(core: Model | ForeignModel) -> str:
+    if isinstance(core, ForeignModel):
+        return core.digest()
+    known = None if core.learns else _KNOWN.get(core)
+    if known is None:
+        known = _KNOWN[core] = weight_digest(core)
+    return known
+
+
+def prefix_digest(prefix: Any) -> str | None:
+    """Equal for prefixes of one prompt; None for anything else."""
+    if not isinstance(prefix, Prefix):
+        return None
+    return f"{len(prefix)} {fingerprint(nobodys(prefix.prompt))}"
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from everystep.api.absent import OF_TENSORS, refuse_of_rectangles, refuse_rectangular
 from everystep.api.caches import row_quantization
@@ -17,6 +18,7 @@ from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import (
     CONFIG_FIELDS,
+    MODEL_INPUTS,
     Options,
     cut_by_default,
     read_options,
@@ -31,6 +33,7 @@ from everystep.api.prompts import TokenizerLike as TokenizerLike
 from everystep.api.prompts import is_messages as is_messages
 from everystep.api.prompts import listed as listed
 from everystep.api.prompts import needed, read_prompt, refuse_inputs
+from everystep.api.wrapped import wrap
 from everystep.config import GenerationConfig
 from everystep.draws import seed_of
 from everystep.engine import Continuous, Engine, Reuse
@@ -142,7 +145,8 @@ class Session:
         """What is asked for a prompt by these keywords."""
         refuse_inputs(self._model, given)
         refuse_of_rectangles(given)
-        options = read_options(self._model, given, (*_OF_TEXTS, *OF_TENSORS), self.tokenizer)
+        beside = (*_OF_TEXTS, *MODEL_INPUTS, *OF_TENSORS)
+        options = read_options(self._model, given, beside, self.tokenizer)
         refuse_rectangular(options.effective, in_steps=self._gives_steps)
         if not self._gives_events:
             require_output_object(options)
@@ -315,10 +319,20 @@ class Session:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
+def paired(model: object, tokenizer: object) -> LanguageModel:
+    """The model, wrapped if it is one of another library.
+
+    ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
+    if isinstance(model, nn.Module):
+        model = wrap(model)
+    require_pair(model, tokenizer)
+    return cast(LanguageModel, model)
+
+
 def require_pair(model: object, tokenizer: object) -> None:
     """ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
     if not isinstance(model, LanguageModel):
-        swapped = isinstance(tokenizer, LanguageModel)
+        swapped = isinstance(tokenizer, LanguageModel | nn.Module)
         raise ModelClassError(
             "model and tokenizer are in each other's place" if swapped else "this is no model",
             wanted="the model first, then its tokenizer",

@@ -32,6 +32,7 @@ class WrappedModel(LanguageModel):
         self._core = cast(Any, self._foreign)
         self._prompt_inputs = ()
         self.name_or_path = str(getattr(module, "name_or_path", "") or "")
+        self._prompt_inputs = ()
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]

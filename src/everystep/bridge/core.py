@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,8 @@ from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard, Store
 from everystep.types import InputSpec, Prompt
 
+_NAMING = ("_name_or_path", "name_or_path", "transformers_version", "architectures")
+"""What a configuration says that tells nothing of the model."""
 _KNOWN: WeakKeyDictionary[nn.Module, Findings] = WeakKeyDictionary()
 """What was found out of modules that still exist; their weights may change, their code not."""
 
@@ -36,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignNetwork:
-    """What the api asks of the network of a model."""
+    """What the api asks of the network of a model; it declares no inputs of its own."""
 
     spec: Shape
     stores: tuple[tuple[Store, ...], ...]
@@ -68,6 +72,16 @@ class ForeignModel:
         stores = self.findings.stores
         self.network = ForeignNetwork(shape, stores, self.foreign.encodes, self.foreign)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both drive one module, as it lay when they were made."""
+        if not isinstance(other, ForeignModel):
+            return NotImplemented
+        one, two = self.foreign, other.foreign
+        return one.module is two.module and (one.dtype, one.device) == (two.dtype, two.device)
+
+    def __hash__(self) -> int:
+        return hash(self.foreign.module)
+
     @property
     def config(self) -> Any:
         """The configuration of the module, of its text part where it has several."""
@@ -88,6 +102,23 @@ class ForeignModel:
     def vocab_size(self) -> int:
         """The width of the logits."""
         return self.findings.vocab_size
+
+    def digest(self) -> str:
+        """Equal for modules of one class and configuration, with the same adapters at work, whose
+        weights agree in name, type, size and 64 values each."""
+        module, digest = self.foreign.module, hashlib.sha256()
+        config = {k: v for k, v in self.foreign.config.to_dict().items() if k not in _NAMING}
+        active = getattr(module, "active_adapters", ())
+        adapters = [] if callable(active) else sorted(active)
+        told = [type(module).__qualname__, type(self.foreign.base).__qualname__, adapters, config]
+        digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+        for name, held in sorted(module.state_dict().items()):
+            if isinstance(held, Tensor):
+                values, places = held.detach().reshape(-1), torch.linspace(0, held.numel() - 1, 64)
+                read = values[places.long()] if len(values) else values
+                digest.update(f"{name} {held.dtype} {tuple(held.shape)}".encode())
+                digest.update(read.to("cpu", torch.float64).numpy().tobytes())
+        return digest.hexdigest()
 
     def executor(self) -> ForeignExecutor:
         """A fresh executor without rows."""

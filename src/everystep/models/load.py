@@ -81,10 +81,15 @@ def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
 
 
 def _places(model: Model) -> Iterator[tuple[str, Weight, int, int]]:
-    """Checkpoint name, the weight that has it among its rows, and which of them."""
+    """Checkpoint name, the weight that has it among its rows, and which of them. What a network of
+    the caller's own has beside is named as there."""
     family = find_family(model.config.model_type)
     parts = {one.key: one.parts for one in family.parameters(model.spec)}
     for key, held in network_weights(model.network):
+        if key not in parts:
+            for one in held if isinstance(held, tuple) else (held,):
+                yield key, one, 0, one.shape[0]
+            continue
         if isinstance(held, tuple):
             for part, one in zip(parts[key], held, strict=True):
                 yield part.name, one, 0, one.shape[0]

@@ -7,7 +7,7 @@ joined, converted, quantised and placed. What a source is made of is not known h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -188,7 +188,13 @@ def _held(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
         yield f"{key}.weight", part.weight if isinstance(part, Norm) else part.matrix()
         if part.bias is not None:
             yield f"{key}.bias", part.bias
+    elif isinstance(part, Network):
+        # Inside a network of the caller's own.
+        for name, weight in network_weights(part):
+            yield f"{key}.{name}", weight
     elif isinstance(part, tuple):
         for index, layer in enumerate(part):
+            if not is_dataclass(layer):
+                continue
             for role in fields(layer):
                 yield from _held(f"{key}.{index}.{role.name}", getattr(layer, role.name))

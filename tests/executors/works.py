@@ -68,7 +68,9 @@ class History:
         """(T, V), by one forward over everything."""
         with torch.inference_mode():
             places = self.positions[..., None, :] if model.has_positions else None
-            return model.forward(None, None, places, self.inputs[None])[0]
+            # Without a mask, jumps of the positions would be the seams of packed sequences.
+            real = torch.ones(1, len(self.inputs), dtype=torch.int64)
+            return model.forward(None, real, places, self.inputs[None])[0]
 
     def watched(self, model: Model) -> Watcher:
         """The same forward with everything that can be seen inside."""

@@ -126,11 +126,11 @@ def test_positions_and_embeddings_may_be_given() -> None:
     reference = reference_decoder("llama", torch.float64)
     embeds = torch.randn(2, 9, 48, dtype=torch.float64)
     places = torch.tensor([[0, 1, 2, 5, 6, 7, 7, 8, 30], list(range(3, 12))])
-    # With positions but no mask the reference takes jumps for the seams of packed sequences.
+    # With positions but no mask jumps are taken for the seams of packed sequences.
     given = {"inputs_embeds": embeds, "position_ids": places, "attention_mask": torch.ones(2, 9)}
     with torch.no_grad():
         expected = reference(**given, use_cache=False).logits
-    found = ours(reference).forward(None, None, places, embeds)
+    found = ours(reference).forward(None, torch.ones(2, 9).long(), places, embeds)
     assert farthest(found, expected) < 1e-10
 
 

@@ -103,6 +103,7 @@ class FakeGenerated:
     finish_reason: FakeFinish
     score: float
     prompt_tokens: int
+    cached_tokens: int = 0
     logprobs: None = None
     prompt_logprobs: None = None
 

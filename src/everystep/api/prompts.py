@@ -178,7 +178,7 @@ def _ids(
     elif isinstance(prompt, str):
         how = {} if prefix is None else {"add_special_tokens": False}
         ids = torch.as_tensor(tokenizer.encode(prompt, **how))
-    elif getattr(tokenizer, "chat_template", ...) is None:
+    elif _cannot_chat(tokenizer):
         raise TokenizerError(
             "messages need a chat template",
             wanted="a tokenizer with one",
@@ -203,3 +203,9 @@ def _ids(
         raise RequestError("ids are not integers", wanted="integers", got=ids.dtype, do=do)
     found: np.ndarray = ids.detach().cpu().numpy()
     return found
+
+
+def _cannot_chat(tokenizer: TokenizerLike) -> bool:
+    """Whether messages cannot be rendered: no template, or nothing that could use one."""
+    able = callable(getattr(tokenizer, "apply_chat_template", None))
+    return not able or getattr(tokenizer, "chat_template", "its own") is None

@@ -30,7 +30,6 @@ class WrappedModel(LanguageModel):
         self.module = module
         self._foreign = ForeignModel(module)
         self._core = cast(Any, self._foreign)
-        self._prompt_inputs = ()
         self.name_or_path = str(getattr(module, "name_or_path", "") or "")
         self._prompt_inputs = ()
 

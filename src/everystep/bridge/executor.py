@@ -45,6 +45,7 @@ class ForeignExecutor:
         self._foreign = foreign
         # What a module carries on cannot be taken back.
         self._findings = replace(findings, cuts=False, ragged=False) if own else findings
+        self._forgets = findings.forgets
         self._freed: list[Carried] = []
         self.vocab_size: int = findings.vocab_size
         self.device: torch.device = foreign.device
@@ -64,7 +65,7 @@ class ForeignExecutor:
         foreign, findings = self._foreign, self._findings
         able = {"hidden", "layers"} if findings.several else set()
         able |= {"truncate"} if findings.cuts else set()
-        able |= {"cut"} if findings.cuts and not findings.forgets else set()
+        able |= {"cut"} if findings.cuts and not self._forgets else set()
         able |= {"mask"} if findings.masks else set()
         able |= {"past"} if findings.exports else set()
         able |= {"encoder"} if foreign.encodes else set()
@@ -148,7 +149,7 @@ class ForeignExecutor:
             for index, place in enumerate(places)
         ):
             own = {id(place) for place in places}
-            others = self._findings.forgets and any(
+            others = self._forgets and any(
                 one.sheet is first and id(one) not in own for one in self._places.values()
             )
             if not others:
@@ -256,8 +257,9 @@ class ForeignExecutor:
         """The sheet that a forward extends, without a cache yet where rows begin, and what the
         module is called with."""
         foreign, findings = self._foreign, self._findings
-        spare = max(0, int(block.work.logits[list(block.feeds)].max()) - 1)
-        spare = spare if findings.cuts and findings.forgets else 0
+        spare = 0
+        if findings.cuts and self._forgets:
+            spare = max(0, int(block.work.logits[list(block.feeds)].max()) - 1)
         if places[0].length:
             sheet = self._sheet(places)
         else:

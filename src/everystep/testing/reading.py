@@ -52,13 +52,10 @@ def masked(function: HashFunction, prompt: Prompt, place: int, key: int) -> int:
     """The key of a position that its prompt's mask lets see a part of what stands before it."""
     if prompt.mask is None:
         return key
-    length, own = prompt.length, prompt.mask.view(-1, prompt.length, prompt.length)
-    seen = torch.ones(len(own), place + 1, dtype=torch.bool)
+    length, own = prompt.length, prompt.mask.numpy().reshape(-1, prompt.length, prompt.length)
+    seen = np.ones((len(own), place + 1), dtype=bool)
     seen[:, :length] = own[:, min(place, length - 1), : place + 1]
-    if bool(seen.all()):
-        return key
-    (found,) = function.keys(seen.flatten()[None].float())
-    return function.joined(key, "mask", found)
+    return function.seeing(key, seen)
 
 
 def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:

@@ -58,6 +58,7 @@ def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel
     cache = given.get("past_key_values")
     if cache is None:
         return None
+    cache = model.core.own_cache(cache)
     if isinstance(cache, (tuple, list)) and not is_recurrent(model):
         cache = read_legacy(cache, model.windows, across=model.is_encoder_decoder)
     cache = require_cache(cache, model)

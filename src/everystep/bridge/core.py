@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everystep.bridge.caches import foreign_cache, is_foreign, own_cache
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
 from everystep.bridge.named import Media, declared, placed
 from everystep.bridge.own_inputs import prepares
 from everystep.bridge.trial import examine
+from everystep.cache.containers import Cache, DynamicCache
 from everystep.errors import RequestError
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard, Store
@@ -133,6 +135,20 @@ class ForeignModel:
         """The prompt, with the positions that the module finds for what it is given."""
         with ordinary_mode(), self.foreign.at_rest():
             return placed(self.foreign, prompt)
+
+    def own_cache(self, passed: Any) -> Any:
+        """What was passed as `past_key_values`, as a cache of this library where it can be one."""
+        if not is_foreign(passed) or not self.findings.exports:
+            return passed
+        return own_cache(passed, self.findings.stores)
+
+    def returned_cache(self, cache: Cache, passed: Any) -> Any:
+        """What a caller gets who passed the other: that object, filled, if it is foreign; a new one
+        of the module's kind for nothing; else the cache itself."""
+        own = getattr(cache, "self_attention_cache", cache)
+        if is_foreign(passed) or (passed is None and isinstance(own, DynamicCache)):
+            return foreign_cache(cache, self.findings.cache, passed)
+        return cache
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""

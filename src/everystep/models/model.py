@@ -67,6 +67,14 @@ class Model:
         stores = (one for layer in self.network.stores for one in layer)
         return not self.network.encodes and not all(isinstance(one, State) for one in stores)
 
+    def own_cache(self, passed: Any) -> Any:
+        """What was passed as `past_key_values`, as it is: there are no others that it could read."""
+        return passed
+
+    def returned_cache(self, cache: Cache, passed: Any) -> Any:
+        """What a caller gets who passed the other: the cache itself."""
+        return cache
+
     def forward(
         self,
         ids: Tensor | None,

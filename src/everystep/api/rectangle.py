@@ -305,7 +305,7 @@ def _encoder_fields(
 
 def _grown(layer: Tensor, start: int, width: int, axes: int) -> Tensor:
     """(1, S, E) or, with two axes, (1, H, S, S) -> without the first, S grown to `width`."""
-    after = width - start - layer.shape[-2]
+    after = max(0, width - start - layer.shape[-2])  # layers of images may have several sizes
     last = (start, after) if axes == 2 else (0, 0)
     return torch.nn.functional.pad(layer[0], (*last, start, after))
 

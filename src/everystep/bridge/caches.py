@@ -27,7 +27,7 @@ from everystep.errors import RequestError
 from everystep.nn.network import Store, Window
 
 _GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""Classes of layers that hold keys and values of all positions, or the last of them, as they are."""
+"""Classes of layers that hold keys and values of all positions, or of the last, as they are."""
 _DO = "Fill a DynamicCache(config=model.config), or leave past_key_values out"
 
 

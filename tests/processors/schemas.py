@@ -56,6 +56,8 @@ REFUSED: dict[str, tuple[Schema, ...]] = {
     "$dynamicRef": ({"$dynamicRef": "#a"},),
     "$dynamicAnchor": ({"$dynamicAnchor": "a"},),
     "x-guidance": ({"type": "object", "x-guidance": {"lenient": True}},),
+    "exclusiveMinimum": ({"exclusiveMinimum": 2, "allOf": [{"maximum": 2.5}]},),
+    "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": -2, "minimum": -2.5},),
     "minProperties": ({"type": "object", "minProperties": 2},),
     "format": ({"type": "string", "format": "regex"}, {"type": "string", "format": "iri"}),
 }

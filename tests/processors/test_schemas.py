@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -23,7 +24,6 @@ from tests.processors.schemas import REFUSED, VALUES, Schema, every_schema
 TOKENIZER = tiny_tokenizer()
 END = 2
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
-SHORTEST = sorted(range(5, 261), key=lambda id: id)
 
 
 @cache
@@ -35,8 +35,8 @@ def grammar_of(schema: Schema) -> Grammar:
     return compiled(read_source("schema", schema), vocabulary())
 
 
-def valid(schema: Schema, value: Any) -> bool:
-    return bool(jsonschema.Draft202012Validator(schema, format_checker=CHECKER).is_valid(value))
+def validator(schema: Schema) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(schema, format_checker=CHECKER)
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
@@ -44,7 +44,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
 
-def written(grammar: Grammar, pick: random.Random, most: int = 400) -> str | None:
+def written(grammar: Grammar, pick: random.Random, most: int = 150) -> str | None:
     """A text of the grammar, token by token from its masks; None where it has no end in sight."""
     place, line = GrammarPlace(grammar, 0, (END,)), np.zeros(most, np.int64)
     for length in range(most):
@@ -84,26 +84,25 @@ def test_there_are_enough_of_them() -> None:
 
 def test_nothing_that_a_schema_forbids_is_accepted() -> None:
     texts = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in VALUES]
-    let_through: Counter[bool] = Counter()
+    let_through: Counter[tuple[bool, bool]] = Counter()
     for schema, grammar in judge()[0]:
+        judging = validator(schema)
         for value, text in zip(VALUES, texts, strict=True):
-            if accepts(grammar, text):
-                assert valid(schema, value), (schema, text)
-                let_through[True] += 1
-            else:
-                let_through[valid(schema, value)] += 0
-    assert let_through[True] > 2_000  # they do accept what they should
+            accepted = accepts(grammar, text)
+            let_through[accepted, judging.is_valid(value)] += 1
+            assert not accepted or judging.is_valid(value), (schema, text)
+    # They accept what they should, but for numbers such as 1.0 and names in another order.
+    assert let_through[True, True] > 10 * let_through[False, True]
 
 
 def test_what_is_written_by_the_masks_is_valid() -> None:
     pick, ended = random.Random(0), 0
     for schema, grammar in judge()[0]:
-        for _ in range(3):
-            text = written(grammar, pick)
-            if text is not None:
-                assert valid(schema, json.loads(text)), (schema, text)
-                ended += 1
-    assert ended > 2 * len(judge()[0])
+        text = written(grammar, pick)
+        if text is not None:
+            assert validator(schema).is_valid(json.loads(text)), (schema, text)
+            ended += 1
+    assert ended > 0.8 * len(judge()[0])
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
@@ -111,7 +110,7 @@ def test_what_cannot_be_promised_is_refused_by_keyword(keyword: str) -> None:
     for schema in REFUSED[keyword]:
         inside = {"type": "object", "properties": {"a": {"type": "array", "items": schema}}}
         for asked, place in ((schema, "#"), (inside, "#/properties/a/items")):
-            with pytest.raises(RequestError, match=rf"'\{keyword}'|'{keyword}'") as found:
+            with pytest.raises(RequestError, match=re.escape(repr(keyword))) as found:
                 read_source("schema", asked)
             assert f"at {place}" in str(found.value)
 

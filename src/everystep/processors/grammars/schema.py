@@ -101,10 +101,14 @@ REFUSED: dict[str, str] = {
 """Keywords that no grammar here can enforce -> what to do."""
 
 
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+
+
 def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema itself, from which annotations are taken out; RequestError or UnsupportedError,
     which name keyword and place, where it says what cannot be followed."""
     waiting: list[tuple[str, Any]] = [("#", schema)]
+    bounds: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
     while waiting:
         place, one = waiting.pop()
         if isinstance(one, dict):
@@ -112,8 +116,11 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
                 del one[name]
             for name, value in one.items():
                 _check(place, name, value)
-            _check_together(place, one)
+            _check_count(place, one)
+            for name in _BOUNDS & one.keys():
+                bounds[name].setdefault(one[name], place)
             waiting += _inside(place, one)
+    _check_bounds(bounds)
     return schema
 
 
@@ -154,8 +161,8 @@ def _check(place: str, name: str, value: Any) -> None:
         raise RequestError(what, wanted=wanted, got=repr(value)[:80])
 
 
-def _check_together(place: str, schema: dict[str, Any]) -> None:
-    """RequestError for what keywords say only in one another's company."""
+def _check_count(place: str, schema: dict[str, Any]) -> None:
+    """UnsupportedError where a name that comes twice would be counted twice."""
     least, named = schema.get("minProperties", 0), len(set(schema.get("required", ())))
     if least > named + 1:
         raise UnsupportedError(
@@ -164,3 +171,21 @@ def _check_together(place: str, schema: dict[str, Any]) -> None:
             got=least,
             do="List the properties, and name them in required",
         )
+
+
+def _check_bounds(bounds: dict[str, dict[float, str]]) -> None:
+    """UnsupportedError for a whole number that is excluded, and less than one from the other bound:
+    version 1.9 of the library lets it through. Bounds of different places may meet in allOf."""
+    for excluded, others, sign in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        for value, place in bounds[excluded].items():
+            near = [b for name in others for b in bounds[name] if 0 < sign * (b - value) < 1]
+            if value == int(value) and near:
+                raise UnsupportedError(
+                    f"schema has an {excluded!r} at {place} too near to its other bound",
+                    wanted=f"a bound that is not whole, or one at least 1 from {near[0]}",
+                    got=value,
+                    do="Move one of the two",
+                )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everystep.engine.feed import NO_IDS
 from everystep.processors.grammars.grammar import GrammarPlace, has, tokens_in
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.types import Sequence, TokenTable

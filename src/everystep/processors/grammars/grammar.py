@@ -23,6 +23,8 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+SPACE = r"(?: |\n[ \t]{0,32})"
+"""What may stand between the parts of a JSON text, once: so that no text is spaced without end."""
 _KEPT = 64  # masks that are kept of a text
 
 
@@ -49,22 +51,25 @@ def compiled(source: GrammarSource, vocabulary: GrammarVocabulary) -> Grammar:
     made = library()
     limits = made.LLParserLimits(**_LIMITS)
     matcher = made.LLMatcher(vocabulary.table, _written(made, source), log_level=0, limits=limits)
-    require_sound(matcher, source)
-    grammar = Grammar(source, vocabulary, matcher)
-    if not grammar.mask(matcher.deep_copy()).any():
+    first = matcher.deep_copy()
+    if matcher.is_error() or (first.compute_bitmask() and not first.is_error()):
+        require_sound(matcher, source)
+    if "NoExtension" in first.get_error() or "NoExtension" in first.stop_reason():
         raise RequestError(
             f"{source.kind} allows no text that this tokenizer can spell",
             wanted="a grammar with at least one text",
             got=_told(source.text),
         )
-    return grammar
+    require_sound(first, source)
+    return Grammar(source, vocabulary, matcher)
 
 
 def _written(made: Any, source: GrammarSource) -> str:
     """The source as the library reads it."""
     matcher = made.LLMatcher
     if source.kind == "schema":
-        return str(matcher.grammar_from_json_schema(source.text))
+        spacing = {"whitespace_pattern": SPACE}
+        return str(matcher.grammar_from_json_schema(source.text, overrides=spacing))
     if source.kind == "regex":
         return str(matcher.grammar_from_regex(source.text))
     if source.kind == "grammar":
@@ -96,7 +101,16 @@ class GrammarPlace:
     the grammar does not allow there, as guesses may.
     """
 
-    __slots__ = ("_astray", "_beyond", "_ends", "_masks", "_matched", "_matcher", "grammar", "start")
+    __slots__ = (
+        "_astray",
+        "_beyond",
+        "_ends",
+        "_masks",
+        "_matched",
+        "_matcher",
+        "grammar",
+        "start",
+    )
 
     def __init__(self, grammar: Grammar, start: int, ends: tuple[int, ...]) -> None:
         self.start = start

@@ -105,9 +105,7 @@ class GrammarMask(LogitsProcessor):
             for sequence, length in zip(rows.sequences, lengths, strict=True)
         ]
 
-    def _require_some(
-        self, rows: Rows, masks: list[np.ndarray | None], scores: Tensor
-    ) -> None:
+    def _require_some(self, rows: Rows, masks: list[np.ndarray | None], scores: Tensor) -> None:
         """RequestError if a request has no row, of those without guesses, in which a token is left.
 
         In a search some hypotheses may have none: they are not gone on with.

@@ -6,6 +6,7 @@ place, never ignored; annotations change nothing. Source: JSON Schema Core and V
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,8 +46,10 @@ def _are_names(value: Any) -> bool:
 
 def _are_types(value: Any) -> bool:
     several = value if isinstance(value, list) else [value]
-    return bool(several) and all(one in _TYPES for one in several if isinstance(one, str)) and (
-        all(map(_is_text, several))
+    return (
+        bool(several)
+        and all(one in _TYPES for one in several if isinstance(one, str))
+        and (all(map(_is_text, several)))
     )
 
 
@@ -94,13 +97,17 @@ REFUSED: dict[str, str] = {
         ("unevaluatedProperties", "additionalItems", "unevaluatedItems"),
         "Use additionalProperties, or items, beside properties or prefixItems",
     ),
-    **dict.fromkeys(("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
-                    "Use $ref"),
+    **dict.fromkeys(
+        ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"), "Use $ref"
+    ),
     "x-guidance": "Leave it out: how a text is spaced is the model's choice",
 }
 """Keywords that no grammar here can enforce -> what to do."""
 
 
+_MOST_SCHEMAS = 1_000
+_MOST_REFERENCES = 300  # each of which may lead into the next
+_MOST_PATTERNS = 12  # that may meet, in time that grows with each by half
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
@@ -108,6 +115,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema itself, from which annotations are taken out; RequestError or UnsupportedError,
     which name keyword and place, where it says what cannot be followed."""
     waiting: list[tuple[str, Any]] = [("#", schema)]
+    counts: Counter[str] = Counter()
     bounds: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
     while waiting:
         place, one = waiting.pop()
@@ -117,10 +125,13 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
             for name, value in one.items():
                 _check(place, name, value)
             _check_count(place, one)
+            counts.update(one.keys() & {"$ref", "pattern"})
+            counts.update(schemas=1, allOf=len(one.get("allOf", ())))
             for name in _BOUNDS & one.keys():
                 bounds[name].setdefault(one[name], place)
             waiting += _inside(place, one)
     _check_bounds(bounds)
+    _check_size(counts)
     return schema
 
 
@@ -189,3 +200,20 @@ def _check_bounds(bounds: dict[str, dict[float, str]]) -> None:
                     got=value,
                     do="Move one of the two",
                 )
+
+
+def _check_size(counts: Counter[str]) -> None:
+    """UnsupportedError for a schema that could keep the library busy for long."""
+    meeting = min(counts["pattern"], counts["allOf"] + counts["$ref"])
+    for what, count, most in (
+        ("subschemas", counts["schemas"], _MOST_SCHEMAS),
+        ("uses of '$ref'", counts["$ref"], _MOST_REFERENCES),
+        ("patterns that may meet in 'allOf' or '$ref'", meeting, _MOST_PATTERNS),
+    ):
+        if count > most:
+            raise UnsupportedError(
+                f"schema has too many {what}",
+                wanted=f"at most {most}",
+                got=count,
+                do="Ask for less at a time",
+            )

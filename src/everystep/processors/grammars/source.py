@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,8 +15,19 @@ from everystep.processors.grammars.schema import check_schema
 Kind = Literal["schema", "regex", "grammar", "choices"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The keywords of a call that say what its texts have to follow."""
-LONGEST = 400_000
-"""How many characters a grammar may have."""
+LONGEST: dict[Kind, int] = {
+    "schema": 200_000,
+    "regex": 20_000,
+    "grammar": 20_000,
+    "choices": 50_000,
+}
+"""How many characters each may have: what is compiled within a second or so."""
+MOST_RULES = 1_000
+"""How many rules a Lark grammar may have; the library's stack bounds how deep they refer."""
+_RULE = re.compile(r"^[ \t]*[?!]?\w+[^:\n]*:", re.M)
+
+
+_LESS = "Ask for less at a time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +53,21 @@ def read_source(kind: Kind, value: Any) -> GrammarSource:
         got = repr(value) if isinstance(value, str) else type(value).__name__
         raise RequestError(f"{kind} is no text", wanted=what, got=got)
     _require_short(kind, text)
+    rules = len(_RULE.findall(text)) if kind == "grammar" else 0
+    if rules > MOST_RULES:
+        raise RequestError(
+            "grammar has too many rules", wanted=f"at most {MOST_RULES}", got=rules, do=_LESS
+        )
     return GrammarSource(kind, text)
 
 
-def _require_short(kind: str, text: str) -> None:
-    if len(text) > LONGEST:
+def _require_short(kind: Kind, text: str) -> None:
+    if len(text) > LONGEST[kind]:
         raise RequestError(
             f"{kind} is too long",
-            wanted=f"at most {LONGEST} characters",
+            wanted=f"at most {LONGEST[kind]} characters",
             got=len(text),
-            do="Ask for less at a time",
+            do=_LESS,
         )
 
 

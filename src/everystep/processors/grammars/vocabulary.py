@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import EverystepError, UnsupportedError
+from everystep.errors import UnsupportedError
 from everystep.text import Spelling
 
 
@@ -65,17 +65,12 @@ def vocabulary_of(tokenizer: Any, size: int) -> GrammarVocabulary:
 
 
 @lru_cache(maxsize=8)
-def _made(
-    spelling: Spelling, named: frozenset[int], size: int, known: int
-) -> GrammarVocabulary:
+def _made(spelling: Spelling, named: frozenset[int], size: int, known: int) -> GrammarVocabulary:
     added = spelling.backend.get_added_tokens_decoder()
     special = named.union(id for id, token in added.items() if token.special)
     spelled = _Spelled(
         spelling.backend,
-        [
-            _name(spelling.backend, id) if id in special else spelling(id)
-            for id in range(size)
-        ],
+        [_name(spelling.backend, id) if id in special else spelling(id) for id in range(size)],
         sorted(id for id in special if id < size),
     )
     made = library()

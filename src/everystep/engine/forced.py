@@ -56,10 +56,11 @@ class _Forcing:
         # A step that was broken off may have read guesses.
         place.rewind(sequence.visible)
         line, found = table.data[sequence.line, : sequence.visible], list[int]()
-        while len(found) < self.most and not place.over:
+        while len(found) < self.most:
             words = place.mask(line, len(line))
             only = None if words is None else tokens_in(words, 1)
-            if only is None or len(only) != 1:
+            # An end is chosen like any token: nothing comes after it that could be won.
+            if only is None or len(only) != 1 or int(only[0]) in place.ends:
                 break
             found.append(int(only[0]))
             line = np.append(line, only)

@@ -101,20 +101,11 @@ class GrammarPlace:
     the grammar does not allow there, as guesses may.
     """
 
-    __slots__ = (
-        "_astray",
-        "_beyond",
-        "_ends",
-        "_masks",
-        "_matched",
-        "_matcher",
-        "grammar",
-        "start",
-    )
+    __slots__ = ("_astray", "_beyond", "_masks", "_matched", "_matcher", "ends", "grammar", "start")
 
     def __init__(self, grammar: Grammar, start: int, ends: tuple[int, ...]) -> None:
         self.start = start
-        self.grammar, self._ends = grammar, ends
+        self.grammar, self.ends = grammar, ends
         self._masks: dict[int, np.ndarray | None] = {}
         self._begin()
 
@@ -128,11 +119,6 @@ class GrammarPlace:
     def length(self) -> int:
         """How many ids it covers, those before `start` included."""
         return self.start + self._matched + self._beyond
-
-    @property
-    def over(self) -> bool:
-        """Whether what it has read holds an id that ends the text, or one that is wrong."""
-        return self._beyond > 0
 
     def mask(self, line: np.ndarray, length: int) -> np.ndarray | None:
         """(words,) int32: a bit per id that may follow the first `length` ids of the line, which
@@ -151,7 +137,7 @@ class GrammarPlace:
     def _take(self, token: int) -> None:
         if self._beyond:
             self._beyond += 1
-        elif token in self._ends:
+        elif token in self.ends:
             self._beyond, self._astray = 1, not self._matcher.is_accepting()
         elif self._matcher.try_consume_tokens([token]) == 1:
             self._matched += 1
@@ -169,7 +155,7 @@ class GrammarPlace:
             words = self.grammar.mask(self._matcher)
             may_end = has(words, self.grammar.vocabulary.end)
             set_bit(words, self.grammar.vocabulary.end, False)
-        for token in self._ends:
+        for token in self.ends:
             set_bit(words, token, may_end)
         return words
 
@@ -190,7 +176,7 @@ class GrammarPlace:
     def copy(self) -> GrammarPlace:
         """One that stands there too; what changes is not shared."""
         other = GrammarPlace.__new__(GrammarPlace)
-        other.start, other.grammar, other._ends = self.start, self.grammar, self._ends
+        other.start, other.grammar, other.ends = self.start, self.grammar, self.ends
         other._matcher = self._matcher.deep_copy()
         other._matched, other._beyond, other._astray = self._matched, self._beyond, self._astray
         other._masks = dict(self._masks)

@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary as grammars read it: the bytes of every id, and which ids are special."""
+"""A tokenizer's vocabulary as grammars read it: the bytes of each id, and which are special."""
 
 from __future__ import annotations
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
+from everystep.api.grammars import read_grammar
 from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
+from everystep.processors.grammars.mask import GrammarMask
+from everystep.processors.grammars.source import KINDS
 from everystep.stops.criteria import MaxLengthCriteria
 from everystep.types import FinishReason
 from everystep.types.protocols import Draws, Hook
@@ -41,6 +44,7 @@ OBJECTS = (
     "prefix",
     "hooks",
     "adapter_names",
+    *KINDS,
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -67,8 +71,8 @@ class Options:
     `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
     texts lose the stop string that ended them. `legacy_cache`: whether the cache is returned as
     tuples. `prefix`: what comes before every prompt; `salt`: prompts of another one share no rows
-    with these. `adapter_names`: one for all rows or one each, None for what is active. The rest are
-    the caller's own objects.
+    with these. `adapter_names`: one for all rows or one each, None for what is active. `grammar`:
+    what the texts have to follow. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -89,6 +93,7 @@ class Options:
     legacy_cache: bool = False
     prefix: Prefix | None = None
     salt: str | None = None
+    grammar: GrammarMask | None = None
 
     @property
     def fill(self) -> int:
@@ -147,9 +152,10 @@ def read_options(
     for name in ("logprobs", "prompt_logprobs"):
         _require_count(name, given.get(name), model.vocab_size)
     prefix = given.get("prefix_allowed_tokens_fn")
+    special = _special_ids(effective, model.vocab_size)
     return Options(
         effective,
-        *_special_ids(effective, model.vocab_size),
+        *special,
         processors=_functions("logits_processor", given.get("logits_processor")),
         criteria=given.get("stopping_criteria"),
         prefix_allowed_tokens=require("prefix_allowed_tokens_fn", prefix, "__call__"),
@@ -162,6 +168,7 @@ def read_options(
         salt=_text("cache_salt", given.get("cache_salt")),
         hooks=_hooks(given.get("hooks")),
         adapter_names=_known_adapters(given.get("adapter_names"), model.adapters),
+        grammar=read_grammar(given, tokenizer, special[0], model.vocab_size),
     )
 
 

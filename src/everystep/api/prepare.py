@@ -13,6 +13,7 @@ from warnings import warn
 
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.features import with_features
+from everystep.api.grammars import with_forced
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed, require_begun
 from everystep.api.options import Options, unseen_prompt
@@ -108,11 +109,12 @@ def prepare(
     require_begun(inputs)
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
+    drafter = drafter if runs == "loop" else with_forced(drafter, options, strategy, model)
     processors = _processors(model, options, inputs, new, strategy.width)
     rows = options.captures or options.returns("output_scores", "output_logits")
     returned = rows or cache is not None
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
-    alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or not drafts)
+    alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
     readout = _readout(options)
     draws = options.draws(inputs.number, inputs.batch)
@@ -355,6 +357,7 @@ def _processors(
             prefix_allowed_tokens_fn=options.prefix_allowed_tokens,
             user=options.processors,
             encode=None if options.tokenizer is None else encode,
+            grammar=options.grammar,
         )
         return build(each[row], facts)
 

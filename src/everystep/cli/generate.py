@@ -14,6 +14,7 @@ import typer
 
 import everystep as es
 from everystep.cli import options as o
+from everystep.cli.grammars import Choices, GrammarFile, Regex, Schema, following
 from everystep.cli.loading import load
 from everystep.cli.reading import read_prompt
 from everystep.cli.runs import WatchedRun, refuse_prompt, resumed
@@ -54,6 +55,10 @@ def generate(
     num_return_sequences: o.NumReturnSequences = None,
     repetition_penalty: o.RepetitionPenalty = None,
     stop: o.Stop = None,
+    schema: Schema = None,
+    regex: Regex = None,
+    grammar: GrammarFile = None,
+    choices: Choices = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document: texts, tokens, reasons, times.")
     ] = False,
@@ -99,6 +104,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop_strings=stop or None,
     )
+    decoding |= following(schema, regex, grammar, choices)
     text = "" if resume is not None else read_prompt(prompt, file)
     started = time.perf_counter()
     offline = offline or context.obj

@@ -33,7 +33,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
             f"{given} and text through a pipe were both given; give one of them, or add </dev/null"
         )
     if file is not None:
-        text = _read_file(file)
+        text = read_text(file)
     elif argument not in (None, "-"):
         # The interpreter hands on bytes that are not UTF-8 as lone surrogates.
         text = _decoded(str(argument).encode("utf-8", "surrogateescape"), "the prompt")
@@ -56,14 +56,15 @@ def _has_input() -> bool:
     return False
 
 
-def _read_file(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """The text of a file, without its final line break; FileError where it cannot be read."""
     try:
         with file.open("rb") as opened:
             return _whole(opened.read(_LONGEST + 1), str(file))
     except FileNotFoundError as error:
         raise MissingFileError(f"there is no file {str(file)!r}.") from error
     except IsADirectoryError as error:
-        do = "Give a file that holds the prompt"
+        do = "Give a file that holds text"
         raise FileError(f"{str(file)!r} is a folder", do=do) from error
 
 

@@ -19,6 +19,7 @@ from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingC
 from everystep.errors import RequestError
 from everystep.processors import bias, length, repetition, warpers
 from everystep.processors.base import UserProcessor, reads_rows
+from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.stacking import at_row
@@ -37,7 +38,8 @@ class Facts:
     `first_row`: the call's row of the request's first sequence.
     `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or
     `UserProcessor`.
-    `encode`: a text's ids without special ones; None without a tokenizer.
+    `encode`: a text's ids without special ones; None without a tokenizer. `grammar`: what the text
+    has to follow.
     """
 
     eos: tuple[int, ...] = ()
@@ -52,6 +54,7 @@ class Facts:
     prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None
     user: tuple[Any, ...] = ()
     encode: Callable[[str], Sequence[int]] | None = None
+    grammar: GrammarMask | None = None
 
     @property
     def min_tokens_to_keep(self) -> int:
@@ -181,7 +184,7 @@ def _synthid(kind: Any, value: Any, values: Values, facts: Facts) -> Processor |
 
 # The one order of all processors: the reference's (`_get_logits_processor` of 5.23.0). Each is made
 # where its field, or one of its fields, has an effect. The caller's stand in the slot of
-# `UserProcessor`, before those that shape the distribution for sampling.
+# `UserProcessor`, and a grammar after them, before those that shape the distribution for sampling.
 Slots = dict[type, tuple[Maker, *tuple[str, ...]]]
 BEFORE: Slots = {
     bias.SequenceBiasLogitsProcessor: (_alone, "sequence_bias"),
@@ -222,7 +225,8 @@ AFTER: Slots = {
     warpers.LogitNormalization: (_switched, "renormalize_logits"),
 }
 _SAMPLING = (warpers.TemperatureLogitsWarper, DynamicTemperature, *SAMPLERS)
-CANONICAL: tuple[type, ...] = (*BEFORE, UserProcessor, *dict.fromkeys(_SAMPLING), *AFTER)
+_SHAPING = (*dict.fromkeys(_SAMPLING), *AFTER)
+CANONICAL: tuple[type, ...] = (*BEFORE, UserProcessor, GrammarMask, *_SHAPING)
 RANK: dict[type, int] = {kind: rank for rank, kind in enumerate(CANONICAL)}
 # What `sampler_order` calls them; those that it names come first, as it names them.
 NAMES: dict[type, str] = {
@@ -253,6 +257,7 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
         *map(_at_slot, guiding),
         *before,
         *map(_at_slot, free),
+        *((facts.grammar,) if facts.grammar else ()),
         *sorted(samplers, key=lambda one: place.get(NAMES[type(one)], len(place))),
         *_made(AFTER, effective, facts),
     )

@@ -48,6 +48,8 @@ class Contrastive:
         sequence = batch.sequences[s]
         if not sequence.provisional:  # the opening: there is nothing to choose between yet
             return torch.zeros((), dtype=torch.float64)
+        if sequence.score == 0.0:  # ruled out: it is here because nothing else was left
+            return torch.tensor(-torch.inf, dtype=torch.float64)
         pieces = [_directions(piece, units) for piece in batch.columns(s).pieces]
         last = pieces[-1][-1]
         earlier = (piece for piece in (*pieces[:-1], pieces[-1][:-1]) if len(piece))

@@ -241,7 +241,8 @@ def contrastive(prefix: Prefix, strategy: Contrastive) -> Hypothesis:
         for probability, token in zip(likely.values.tolist(), likely.indices.tolist(), strict=True):
             hidden = torch.nn.functional.normalize(prefix.hidden([*tokens, token]).double(), dim=-1)
             penalty = float((hidden[:-1] @ hidden[-1]).max())
-            ratings.append((1.0 - strategy.alpha) * probability - strategy.alpha * penalty)
+            rating = (1.0 - strategy.alpha) * probability - strategy.alpha * penalty
+            ratings.append(rating if probability else -np.inf)
         return int(likely.indices[int(np.argmax(ratings))])
 
     return follow(prefix, choose)

@@ -1,0 +1,128 @@
+"""The processor that lets a text follow its grammar: what may not follow becomes -inf.
+
+It stands after the bans and before the samplers, so that these share out what the grammar allows.
+Where few tokens may follow, as nearly everywhere between the values of a JSON text, it leaves a
+list of them, and the rest of the row is never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError
+from everystep.processors.base import LogitsProcessor, remembers
+from everystep.processors.best import is_wide
+from everystep.processors.grammars.grammar import Grammar, GrammarPlace, tokens_in
+from everystep.processors.stacking import Numbers, column
+from everystep.types import Rows, Scores, Sequence
+
+_FEW = 1024  # tokens of one row that are listed
+_KEY = "grammar"
+
+
+@dataclass(frozen=True)
+class GrammarMask(LogitsProcessor):
+    """Only what goes on with a text of the grammar may follow, and `ends` where one is complete.
+
+    `source`: the grammar as text. Ids before the first generated one are not part of the text. A
+    row that can no longer be part of a text, as one after a wrong guess, is left as it is.
+    RequestError where nothing is left of all rows of a request.
+    """
+
+    grammar: Grammar
+    ends: tuple[int, ...]
+    source: str
+
+    narrows = True
+
+    def place(self, sequence: Sequence, *, keeps: bool = True) -> GrammarPlace:
+        """Where the sequence stands: what it remembers, or, where nothing is to be kept, anew."""
+        memo = sequence.memo if keeps else {}
+        found: GrammarPlace | None = memo.get(_KEY)
+        if found is None or found.grammar is not self.grammar:
+            start = sequence.request.prompt_visible
+            found = memo[_KEY] = GrammarPlace(self.grammar, start, self.ends)
+        return found
+
+    def process(self, rows: Rows, scores: Tensor) -> Tensor:
+        return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
+
+    def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
+        masks = self._masks(rows)
+        banned = np.zeros(scores.shape, np.bool_)
+        for r, words in enumerate(masks):
+            if words is not None:
+                bits = np.unpackbits(words.view(np.uint8), count=banned.shape[1], bitorder="little")
+                np.equal(bits, 0, out=banned[r])
+        scores.masked_fill_(torch.from_numpy(banned).to(scores.device), -math.inf)
+        self._require_some(rows, masks, scores)
+        return scores
+
+    def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
+        """What may follow, as lists, where that is little or where the scores are lists."""
+        if scores.tokens is not None:
+            return self._of_lists(rows, scores) if scores.rest is None else None
+        if not is_wide(scores.values):
+            return None
+        masks = self._masks(rows)
+        listed = [None if words is None else tokens_in(words, _FEW) for words in masks]
+        known = [tokens for tokens in listed if tokens is not None]
+        if len(known) < len(listed):
+            return None
+        width = max(1, *map(len, known)) if known else 1
+        tokens = np.zeros((len(known), width), np.int64)
+        values = np.full(tokens.shape, -math.inf, dtype=scores.values.numpy().dtype)
+        for r, own in enumerate(known):
+            tokens[r, : len(own)], values[r, : len(own)] = own, scores.values.numpy()[r, own]
+        found = torch.from_numpy(values)
+        if temperature != 1.0:
+            found = found / column(temperature, found)
+        self._require_some(rows, masks, found)
+        return Scores(found, torch.from_numpy(tokens), scores.vocabulary)
+
+    def _of_lists(self, rows: Rows, scores: Scores) -> Scores:
+        masks = self._masks(rows)
+        banned = np.zeros(scores.values.shape, np.bool_)
+        for r, words in enumerate(masks):
+            if words is not None:
+                own = scores.tokens[r].numpy()  # type: ignore[index]
+                banned[r] = (words[own >> 5] >> (own & 31) & 1) == 0
+        kept = scores.values.masked_fill(torch.from_numpy(banned), -math.inf)
+        self._require_some(rows, masks, kept)
+        return replace(scores, values=kept, totals=None)
+
+    def _masks(self, rows: Rows) -> list[np.ndarray | None]:
+        """(R,) of each row the bits of what may follow, or None."""
+        keeps = remembers(rows)
+        lines, lengths = rows.table.data, rows.lengths.tolist()
+        return [
+            self.place(sequence, keeps=keeps).mask(lines[sequence.line], length)
+            for sequence, length in zip(rows.sequences, lengths, strict=True)
+        ]
+
+    def _require_some(self, rows: Rows, masks: list[np.ndarray | None], scores: Tensor) -> None:
+        """RequestError if a request has no row, of those without guesses, in which a token is left.
+
+        In a search some hypotheses may have none: they are not gone on with.
+        """
+        lost = (scores.amax(dim=-1) == -math.inf).cpu().numpy()
+        lost |= np.array([words is None for words in masks])
+        if not lost.any():
+            return
+        hopeful: dict[int, bool] = {}
+        for r, sequence in enumerate(rows.sequences):
+            if rows.lengths[r] == sequence.visible and sequence.finish is None:
+                key = id(sequence.request)
+                hopeful[key] = hopeful.get(key, False) or not lost[r]
+        if not all(hopeful.values()):
+            raise RequestError(
+                f"no token is left that {self.grammar.source.kind} allows",
+                wanted="a token that neither the grammar nor another setting rules out",
+                do="Relax what bans tokens, such as min_new_tokens or bad_words_ids, or what was "
+                "given after the prompt",
+            )

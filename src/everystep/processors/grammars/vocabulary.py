@@ -1,0 +1,101 @@
+"""A tokenizer's vocabulary as grammars read it: the bytes of each id, and which are special."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import tokenizers
+
+from everystep.errors import UnsupportedError
+from everystep.text import Spelling
+
+
+def library() -> Any:
+    """The library that parses; UnsupportedError where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UnsupportedError(
+            "schema, regex, grammar and choices need the library llguidance",
+            wanted="the extra 'grammar'",
+            got="none installed",
+            do="Install it: pip install 'everystep[grammar]'",
+        ) from error
+    return llguidance
+
+
+@dataclass(frozen=True, eq=False)
+class GrammarVocabulary:
+    """The `size` ids of a model, spelled by its tokenizer, and one more id that ends a text.
+
+    What really ends a text differs from request to request, so that grammars know none of it; the
+    mask allows the further id where a text may end. Ids without a token have no bytes, and no
+    grammar allows them. A grammar in the syntax of Lark may name special ids.
+    """
+
+    size: int
+    table: Any = field(repr=False)
+
+    @property
+    def end(self) -> int:
+        """The further id."""
+        return self.size
+
+    @property
+    def words(self) -> int:
+        """How many numbers of 32 bits a mask is."""
+        return (self.size + 1 + 31) // 32
+
+
+def vocabulary_of(tokenizer: Any, size: int) -> GrammarVocabulary:
+    """The first `size` ids of a tokenizer, made once; RequestError or UnsupportedError where it
+    does not say what its tokens spell."""
+    spelling = Spelling.of(tokenizer)
+    if spelling.decoding.joining == "words":
+        raise UnsupportedError(
+            "a grammar cannot follow this tokenizer, which puts spaces between tokens",
+            wanted="tokens that spell bytes",
+            got=type(tokenizer).__name__,
+            do="Leave the grammar out, or choose a model with another tokenizer",
+        )
+    named = frozenset(getattr(tokenizer, "all_special_ids", None) or ())
+    return _made(spelling, named, size, spelling.backend.get_vocab_size())
+
+
+@lru_cache(maxsize=8)
+def _made(spelling: Spelling, named: frozenset[int], size: int, known: int) -> GrammarVocabulary:
+    added = spelling.backend.get_added_tokens_decoder()
+    special = named.union(id for id, token in added.items() if token.special)
+    spelled = _Spelled(
+        spelling.backend,
+        [_name(spelling.backend, id) if id in special else spelling(id) for id in range(size)],
+        sorted(id for id in special if id < size),
+    )
+    made = library()
+    return GrammarVocabulary(size, made.LLTokenizer(made.TokenizerWrapper(spelled)))
+
+
+def _name(backend: tokenizers.Tokenizer, id: int) -> bytes:
+    return (backend.id_to_token(id) or "").encode()
+
+
+class _Spelled:
+    """What the library asks a tokenizer for."""
+
+    bos_token_id = None
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, tokens: list[bytes], special: list[int]
+    ) -> None:
+        self._backend = backend
+        self.tokens = [*tokens, b"<the text may end>"]
+        self.eos_token_id = len(tokens)
+        self.special_token_ids = [*special, self.eos_token_id]
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text is wanted")
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return [id for id in encoded.ids if id < self.eos_token_id]

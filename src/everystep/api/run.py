@@ -203,7 +203,7 @@ class Run:
         beams: tuple[LiveBeam, ...] = ()
         after = self._wording.copy()
         events = tuple(after(event) for event in mail.get(name, ()))
-        if group.live and not group.request.strategy.streams:
+        if not over(group) and not group.request.strategy.streams:
             beams = beam_event(group, self._hands.engine.table, after).beams
         self._ready.append(Step(self._number, events, beams, sight))
         self._wording, self._number = after, self._number + 1

@@ -277,6 +277,7 @@ class Session:
     def told(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
         """These hypotheses of a group."""
         length, wants = group.request.prompt.length, group.request.wants
+        asked = self._options_of(group.request.request_id).logprobs
         of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
         trim = self.trim(group)
         results = []
@@ -285,7 +286,7 @@ class Session:
             text = self._text(ids)
             if trim is not None:
                 text = Trimmer(*trim).finish(text, done.reason.matched)
-            known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
+            known = None if asked is None else choice_logprobs(done.memo, len(ids))
             counts = length, group.cached_tokens
             told = done.reason, done.score, *counts, known, of_prompt
             results.append(Generated(text, tuple(ids), *told))

@@ -16,7 +16,6 @@ from everystep.api.model import LanguageModel
 from everystep.errors import EverystepError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
-from tests.api.conftest import fed  # noqa: F401  (a fixture)
 from tests.api.runs import take
 
 TOKENIZER = tiny_tokenizer(320)

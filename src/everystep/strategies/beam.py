@@ -233,8 +233,9 @@ class Beam:
         best = self.best(group)[: self.returns]
         processed = bool(group.request.processors) or self.searches > 1
         if len(best) < self.returns:
-            # Bans may leave too few beams to end, and then a result is empty.
-            few = [_NOTHING] if processed or group.settled else []
+            # Bans may leave too few beams to end, as may the length, and then a result is empty.
+            scarce = processed or group.settled or self.returns > self.width
+            few = [_NOTHING] if scarce else []
             return [] if group.settled else group.live, [*best, *few]
         if group.settled:
             return [], best

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from everystep.outputs import GenerateDecoderOnlyOutput as GenerateDecoderOnlyOutput
     from everystep.outputs import GenerateEncoderDecoderOutput as GenerateEncoderDecoderOutput
+    from everystep.processors.allowed import AllowedSequences as AllowedSequences
     from everystep.processors.audio import (
         AlternatingCodebooksLogitsProcessor as AlternatingCodebooksLogitsProcessor,
     )
@@ -201,6 +202,7 @@ _NAMES = {
         GenerateBeamDecoderOnlyOutput GenerateBeamEncoderDecoderOutput
         GenerateDecoderOnlyOutput GenerateEncoderDecoderOutput
     """,
+    "processors.allowed": "AllowedSequences",
     "processors.audio": """
         AlternatingCodebooksLogitsProcessor BarkEosPrioritizerLogitsProcessor
         DiaEOSChannelFilterLogitsProcessor DiaEOSDelayPatternLogitsProcessor

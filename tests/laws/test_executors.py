@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from everystep.cache.formats import CacheDtype
-from everystep.engine import DraftModel
+from everystep.engine import Contrast, DraftModel
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
@@ -26,7 +26,7 @@ from everystep.testing.laws import Laws
 from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.testing.requests import Mix, random_mix
 from everystep.types import Prompt, Request
-from everystep.types.protocols import Drafter
+from everystep.types.protocols import Drafter, Readout
 from tests.executors.models import family_model, narrow_model
 
 WIDTH = 32
@@ -46,6 +46,7 @@ def _readable(request: Request, seed: int, width: int) -> Request:
         prompt=_flat(request.prompt, seed, width),
         companions=tuple(_flat(prompt, seed, width) for prompt in request.companions),
         drafter=_drafter(request),
+        readout=_readout(request),
     )
 
 
@@ -54,6 +55,13 @@ def _drafter(request: Request) -> Drafter | None:
     if isinstance(request.drafter, DraftModel):
         return DraftModel(partial(HashExecutor, 40), request.drafter.tokens)
     return request.drafter
+
+
+def _readout(request: Request) -> Readout | None:
+    """Amateurs with the vocabulary of the decoder."""
+    if isinstance(request.readout, Contrast):
+        return replace(request.readout, open=partial(HashExecutor, 40, 3))
+    return request.readout
 
 
 def _flat(prompt: Prompt, seed: int, width: int) -> Prompt:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import everystep as es
+from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(320)
@@ -140,6 +141,16 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "logits_processor": ([ban], {}),
     "stopping_criteria": ([stop_at_5], {}),
     "prefix_allowed_tokens_fn": (lambda batch, ids: [5, 6], {}),
+    "allowed_sequences": ([[9, 8], [9, 7]], {"eos_token_id": 2}),
+    "n_best": (4, BEAMS),
+    "best_of": (3, SAMPLED),
+    "majority": (len, {**SAMPLED, "best_of": 3}),
+    "scorer": (len, {**SAMPLED, "best_of": 3}),
+    "amateur_model": (tiny_llama(vocab_size=320, hidden_size=8), {}),
+    **{
+        name: (0.5, {"amateur_model": tiny_llama(vocab_size=320, hidden_size=8)})
+        for name in ("contrast_alpha", "contrast_beta")
+    },
     "seed": (4, {"do_sample": True}),
     "logprobs": (2, OBJECT),
     "prompt_logprobs": (2, OBJECT),

@@ -96,6 +96,9 @@ def refuse_unseen(call: Call) -> None:
         ("prompt inputs", bool(call.inputs.values)),
         ("prefix", call.options.prefix is not None),
         ("hooks", bool(call.options.hooks)),
+        ("amateur_model", call.options.contrast is not None),
+        ("n_best", call.options.n_best is not None),
+        ("best_of", call.options.best_of is not None),
     ):
         if asked:
             raise UnsupportedError(

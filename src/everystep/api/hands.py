@@ -19,6 +19,7 @@ from everystep.engine import Engine, Turns
 from everystep.engine.choices import StepRecord
 from everystep.errors import RequestError
 from everystep.nn.modes import inference_mode
+from everystep.strategies import Beam
 from everystep.types import Event, Group, Request
 
 _BUDGET = 1024
@@ -80,14 +81,18 @@ class Rules:
         """The request of a run with so many ids that were given, for which there is more room."""
         effective = self.options.effective.replaced("call", max_new_tokens=self.room + given)
         (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
-        alone, beside = is_one(made), self.first.companions
+        keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
+        if isinstance(strategy, Beam) and strategy.searches == 1:
+            # It may be asked for more hypotheses when it is over.
+            keeps, strategy = True, replace(strategy, gathers=True)
         return replace(
             made,
+            strategy=strategy,
             request_id=name,
             prompt=self.first.prompt,
             companions=beside if len(beside) == len(made.companions) else made.companions,
-            linger=alone,
-            keeps=alone,
+            linger=keeps,
+            keeps=keeps,
         )
 
 

@@ -7,14 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
+from everystep.api.allowing import read_allowed
+from everystep.api.answers import read_best_of, read_n_best
+from everystep.api.beside import read_contrast
 from everystep.api.grammars import read_grammar
 from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
+from everystep.engine import Contrast
 from everystep.errors import RequestError, UnknownArgumentError, nearest
+from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.grammars.source import KINDS
 from everystep.stops.criteria import MaxLengthCriteria
+from everystep.strategies import BestOf
 from everystep.types import FinishReason
 from everystep.types.protocols import Draws, Hook
 
@@ -38,6 +44,7 @@ OBJECTS = (
     "logits_processor",
     "stopping_criteria",
     "prefix_allowed_tokens_fn",
+    "allowed_sequences",
     "seed",
     "logprobs",
     "prompt_logprobs",
@@ -45,6 +52,13 @@ OBJECTS = (
     "hooks",
     "adapter_names",
     *KINDS,
+    "n_best",
+    "best_of",
+    "majority",
+    "scorer",
+    "amateur_model",
+    "contrast_alpha",
+    "contrast_beta",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -67,12 +81,14 @@ class Options:
 
     `effective`: every field of the configuration. `eos`, `pad`, `starts`: the special ids; `pad` is
     None only where nothing ends a sequence; `starts`: a decoder's first id, one for all rows or one
-    each. `seed`: one integer, from which each row gets its own, or one for each row.
-    `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
-    texts lose the stop string that ended them. `legacy_cache`: whether the cache is returned as
-    tuples. `prefix`: what comes before every prompt; `salt`: prompts of another one share no rows
-    with these. `adapter_names`: one for all rows or one each, None for what is active. `grammar`:
-    what the texts have to follow. The rest are the caller's own objects.
+    each. `allowed`: the sets of `allowed_sequences`, one for all rows or one each. `seed`: one
+    integer, from which each row gets its own, or one for each row. `starts_answer`: whether a chat
+    template begins the answer to the messages; `trims`: whether texts lose the stop string that
+    ended them. `legacy_cache`: whether the cache is returned as tuples. `prefix`: what comes before
+    every prompt; `salt`: prompts of another one share no rows with these. `contrast`: with which
+    model, and how. `n_best`: how many hypotheses of a search are returned; `best_of`: the strategy
+    that chooses among samples. `adapter_names`: one for all rows or one each, None for what is
+    active. `grammar`: what the texts have to follow. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -82,6 +98,7 @@ class Options:
     processors: tuple[Any, ...] = ()
     criteria: Any = None
     prefix_allowed_tokens: Any = None
+    allowed: tuple[AllowedSequences, ...] = ()
     tokenizer: Any = None
     seed: int | Sequence[int] | None = None
     logprobs: int | None = None
@@ -92,6 +109,9 @@ class Options:
     trims: bool = False
     legacy_cache: bool = False
     prefix: Prefix | None = None
+    contrast: Contrast | None = None
+    n_best: int | None = None
+    best_of: BestOf | None = None
     salt: str | None = None
     grammar: GrammarMask | None = None
 
@@ -159,6 +179,7 @@ def read_options(
         processors=_functions("logits_processor", given.get("logits_processor")),
         criteria=given.get("stopping_criteria"),
         prefix_allowed_tokens=require("prefix_allowed_tokens_fn", prefix, "__call__"),
+        allowed=read_allowed(given.get("allowed_sequences"), tokenizer),
         tokenizer=require("tokenizer", tokenizer, "decode"),
         seed=given.get("seed"),
         logprobs=given.get("logprobs"),
@@ -167,6 +188,9 @@ def read_options(
         prefix=read_prefix(given.get("prefix")),
         salt=_text("cache_salt", given.get("cache_salt")),
         hooks=_hooks(given.get("hooks")),
+        contrast=read_contrast(model, given),
+        n_best=read_n_best(given, effective),
+        best_of=read_best_of(given, effective, tokenizer),
         adapter_names=_known_adapters(given.get("adapter_names"), model.adapters),
         grammar=read_grammar(given, tokenizer, special[0], model.vocab_size),
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
+from everystep.api.allowing import allowed_in, length_of_allowed
+from everystep.api.beside import companions_of, readout_of
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.features import with_features
 from everystep.api.grammars import with_forced
@@ -22,14 +24,11 @@ from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
 from everystep.config.effective import for_rows
-from everystep.engine import Guidance, PromptLookup
+from everystep.engine import PromptLookup
 from everystep.engine.collect import kept_rows
 from everystep.errors import RequestError
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
-from everystep.processors.guidance import (
-    UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
-)
 from everystep.processors.order import Facts, build
 from everystep.processors.stacking import varies
 from everystep.stops.criteria import longest, merge
@@ -37,7 +36,7 @@ from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.text import Spelling
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Request, Wants
 from everystep.types.protocols import Drafter, Stop, Strategy
 
 if TYPE_CHECKING:
@@ -91,7 +90,8 @@ def prepare(
     inputs = after_prefix(model, inputs, options)
     if options.effective.token_healing:
         require_healable(inputs, options)
-    new = _most_new(options.effective, inputs, model.context)
+    most = length_of_allowed(options, DEFAULT_NEW)
+    new = _most_new(options.effective, inputs, model.context, most)
     options = replace(options, effective=_settled(options, inputs, new, model.context))
     reach = max(inputs.width + new, longest(options.criteria))
     strategy, drafter = _strategy(options, reach - inputs.width)
@@ -116,7 +116,7 @@ def prepare(
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
-    readout = _readout(options)
+    readout = readout_of(options, inputs)
     draws = options.draws(inputs.number, inputs.batch)
     adapters = options.adapters(inputs.batch)
     requests = tuple(
@@ -127,7 +127,7 @@ def prepare(
             draws=draws[row],
             processors=processors[row],
             stops=stops,
-            companions=() if readout is None else (_companion(inputs, row, model.vocab_size),),
+            companions=companions_of(options, inputs, row, model.vocab_size),
             readout=readout,
             drafter=drafter,
             wants=wants,
@@ -171,12 +171,13 @@ def completed(model: LanguageModel, call: Call) -> Call:
     return replace(call, requests=tuple(requests), heard=heard)
 
 
-def _most_new(e: Effective, inputs: Inputs, context: int | None) -> int:
+def _most_new(e: Effective, inputs: Inputs, context: int | None, default: int) -> int:
     """How many tokens may follow the positions of a prompt, which count once, whether they are ids,
     embeddings or both; padding counts with them, as it stands in the rectangle that is returned.
     Ids that are not those of the positions count beside them in `max_length`, as in the reference.
 
-    `max_new_tokens` wins over `max_length`; without either, 20, or as many as the context leaves.
+    `max_new_tokens` wins over `max_length`; without either, `default`, or as many as the context
+    leaves.
     """
     prompt = inputs.prompt_width
     if e.max_new_tokens is not None:
@@ -198,7 +199,7 @@ def _most_new(e: Effective, inputs: Inputs, context: int | None) -> int:
             got=f"{prompt} positions",
             do="Shorten the prompt, or set max_new_tokens",
         )
-    return DEFAULT_NEW if context is None else min(DEFAULT_NEW, context - prompt)
+    return default if context is None else min(default, context - prompt)
 
 
 def _settled(options: Options, inputs: Inputs, new: int, context: int | None) -> Effective:
@@ -257,7 +258,8 @@ def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
     if width > 1:
         beam = Beam(
             width=width,
-            returns=returns,
+            returns=options.n_best or returns,
+            keeps=options.n_best or 0,
             length_penalty=float(e.length_penalty),
             early_stopping=e.early_stopping,
             eos_count=len(options.eos),
@@ -265,6 +267,8 @@ def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
             sampled=bool(e.do_sample),
         )
         return beam, None
+    if options.best_of is not None:
+        return options.best_of, None
     if contrastive:
         return Contrastive(int(e.top_k), float(e.penalty_alpha)), None
     base = Sample(returns) if e.do_sample else Greedy()
@@ -308,10 +312,11 @@ def _wants(options: Options, inputs: Inputs, *, cached: bool, history: bool) -> 
             got=f"inputs_embeds and {inputs.width} ids" if inputs.width else "inputs_embeds only",
             do="Pass input_ids too, or leave prompt_logprobs out",
         )
+    judged = options.best_of is not None and options.best_of.by == "likelihood"
     return Wants(
         layers=options.returns("output_hidden_states"),
         attentions=options.returns("output_attentions"),
-        logprobs=options.logprobs,
+        logprobs=0 if judged and options.logprobs is None else options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
         cache=cached,
         history=history and options.returns("output_scores") and bool(options.criteria),
@@ -337,6 +342,7 @@ def _processors(
     least = 0 if e.min_new_tokens is not None else int(e.min_length or 0) - inputs.embeds_width
     each = for_rows(e.replaced("default", min_length=max(least, 0)), inputs.batch)
     beams = int(e.num_beams or 1)
+    allowed = allowed_in(options, inputs.batch, new, model.vocab_size)
 
     def encode(text: str) -> list[int]:
         ids: list[int] = options.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -356,6 +362,7 @@ def _processors(
             first_row=number if beams > 1 else number * width,
             prefix_allowed_tokens_fn=options.prefix_allowed_tokens,
             user=options.processors,
+            allowed=allowed[row] if allowed else None,
             encode=None if options.tokenizer is None else encode,
             grammar=options.grammar,
         )
@@ -366,6 +373,7 @@ def _processors(
         e.encoder_repetition_penalty != 1.0,
         e.encoder_no_repeat_ngram_size,
         options.prefix_allowed_tokens is not None,
+        len(options.allowed) > 1,
         *map(varies, options.processors),
     )
     return [made(row) for row in rows] if any(differ) else [made(0)] * inputs.batch
@@ -378,24 +386,3 @@ def _read_ids(options: Options, inputs: Inputs, row: int) -> tuple[int, ...] | N
     if inputs.prompts[row].ids is None:
         return None
     return tuple(inputs.visible(row, options.fill).tolist())
-
-
-def _readout(options: Options) -> Guidance | None:
-    scale = options.effective.guidance_scale
-    own = any(type(one) is _UnbatchedGuidance for one in options.processors)
-    return None if scale is None or scale == 1 or own else Guidance(float(scale))
-
-
-def _companion(inputs: Inputs, row: int, vocabulary: int) -> Prompt:
-    """Guidance reads the negative prompt, or the last token of the prompt, beside the row."""
-    if inputs.negative:
-        return inputs.negative[row]
-    ids = inputs.prompts[row].ids
-    if ids is None or ids[-1] >= vocabulary:
-        raise RequestError(
-            "guidance_scale needs something to guide away from",
-            wanted="negative_prompt_ids, or a prompt given as ids",
-            got="inputs_embeds only" if ids is None else f"a prompt that ends with id {ids[-1]}",
-            do="Pass negative_prompt_ids",
-        )
-    return Prompt(ids=ids[-1:])

@@ -21,13 +21,14 @@ import numpy as np
 
 from everystep.api.hands import Hands, Rules, is_one, over, read_ids, require_changeable
 from everystep.api.model import LanguageModel
-from everystep.api.session import Session
+from everystep.api.more import complete, more_of
+from everystep.api.session import Generated, Session
 from everystep.api.steps import Explanation, Step, explained
 from everystep.engine import Beginning
 from everystep.engine.logprobs import with_given
 from everystep.errors import RequestError
 from everystep.nn.modes import inference_mode
-from everystep.strategies import Beam, Greedy, Sample
+from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
 from everystep.types import Group, values_of
 
@@ -56,6 +57,7 @@ class Run:
         self._given: frozenset[int] = frozenset()
         self._memos: dict[int, dict[str, Any]] = {0: {}}
         self._ready: deque[Step] = deque()
+        self._shown: frozenset[int] = frozenset()  # the hypotheses that `more` has given
         self._number = 0
         self._wording = Wording(self.tokenizer)
         self._reword()
@@ -101,6 +103,21 @@ class Run:
             found = self._session.generated(self._group)
         return found[0] if len(found) == 1 else found
 
+    def more(self, n: int = 10) -> list[Generated]:
+        """The `n` best hypotheses that were not given yet, after taking all steps that are left.
+
+        The search goes on from where it stopped, to where one that keeps as many from the start
+        would stop: these are the best of what that one finds, less what this run has given; fewer
+        where the search finds no more. RequestError unless this is one beam search.
+        """
+        return more_of(self, n)
+
+    @property
+    def hypotheses(self) -> list[Generated]:
+        """Every hypothesis of a beam search that has ended so far, best first."""
+        with self._hands.lock:
+            return self._session.told(self._group, complete(self._group))
+
     def explain(self, position: int, rivals: int = 5, index: int = 0) -> Explanation:
         """Why this token: its logit, what each processor changed, the draw, the best `rivals`.
 
@@ -132,7 +149,8 @@ class Run:
         rules = [one for start, one in self._rules if start <= len(tokens)][-1]
         given = len([one for one in self._given if one < len(tokens)])
         request = rules.request(self.model, given, name)
-        strategy: Any = Sample() if isinstance(request.strategy, Sample) else Greedy()
+        draws = isinstance(request.strategy, Sample | BestOf)
+        strategy: Any = Sample() if draws else Greedy()
         if isinstance(request.strategy, Beam):
             strategy = replace(request.strategy, width=1, returns=1, searches=1)
         request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
@@ -185,7 +203,7 @@ class Run:
         beams: tuple[LiveBeam, ...] = ()
         after = self._wording.copy()
         events = tuple(after(event) for event in mail.get(name, ()))
-        if group.live and not group.request.strategy.streams:
+        if not over(group) and not group.request.strategy.streams:
             beams = beam_event(group, self._hands.engine.table, after).beams
         self._ready.append(Step(self._number, events, beams, sight))
         self._wording, self._number = after, self._number + 1

@@ -97,6 +97,7 @@ def _restored(
     group = hands.engine.restore(request, state["group"].tobytes())
     run = Run(model, session, passed, rules, hands, group)
     run._given, run._memos, run._number = given, state["memos"], state["number"]
+    run._shown = frozenset(state["shown"])
     return run
 
 

@@ -51,6 +51,7 @@ def write_run(run: Run, path: Path) -> None:
         "given": sorted(run._given),
         "memos": {n: memo for n, memo in _memos(run).items() if memo or not n},
         "number": run._number,
+        "shown": sorted(run._shown),
         "prefix": prefix_digest(run._rules[0][1].asked.options.get("prefix")),
         "group": np.frombuffer(run._hands.engine.dump(run._group), np.uint8),
     }

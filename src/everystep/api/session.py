@@ -48,7 +48,7 @@ from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.text import Trimmer
-from everystep.types import Event, FinishReason, Group, needs_of_hooks
+from everystep.types import Event, Finished, FinishReason, Group, needs_of_hooks
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
@@ -269,20 +269,24 @@ class Session:
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""
-        prompt, wants = group.request.prompt, group.request.wants
-        length = prompt.length
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
-            return [self._failed(error, done.tokens, length)]
+            return [self._failed(error, done.tokens, group.request.prompt.length)]
+        return self.told(group, group.request.strategy.finish(group))
+
+    def told(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
+        """These hypotheses of a group."""
+        length, wants = group.request.prompt.length, group.request.wants
+        asked = self._options_of(group.request.request_id).logprobs
         of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
         trim = self.trim(group)
         results = []
-        for done in group.request.strategy.finish(group):
+        for done in finished:
             ids = done.tokens.tolist()
             text = self._text(ids)
             if trim is not None:
                 text = Trimmer(*trim).finish(text, done.reason.matched)
-            known = None if wants.logprobs is None else choice_logprobs(done.memo, len(ids))
+            known = None if asked is None else choice_logprobs(done.memo, len(ids))
             counts = length, group.cached_tokens
             told = done.reason, done.score, *counts, known, of_prompt
             results.append(Generated(text, tuple(ids), *told))
@@ -363,8 +367,8 @@ def _require_alike(model: LanguageModel, first: Options, other: Options, whose: 
 
 def _rows_of(options: Options) -> int:
     """How many rows a prompt takes."""
-    e = options.effective
-    width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1))
+    e, samples = options.effective, 0 if options.best_of is None else options.best_of.width
+    width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1), samples)
     return width * (2 if e.guidance_scale else 1)
 
 

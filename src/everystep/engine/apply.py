@@ -299,8 +299,9 @@ def drop_rows(sequence: Sequence, ledger: Ledger) -> None:
 def abandoned(group: Group, reason: FinishReason, table: TokenTable, ledger: Ledger) -> Change:
     """Every live sequence ends here, with its settled tokens, and holds nothing any more."""
     change, strategy = Change(group, group.without_live()), group.request.strategy
+    over = group.settled and group.request.keeps  # its result stands
     for sequence in group.live:
-        if sequence.finish is None:
+        if sequence.finish is None and not over:
             if strategy.streams and sequence.index < strategy.returns:
                 name, count = group.request.request_id, sequence.generated - sequence.provisional
                 change.events += token_events(name, sequence.index, [], count, reason)

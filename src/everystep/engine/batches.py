@@ -90,7 +90,8 @@ class Scored:
     `sequences`: S of them; `group_of` (S,): the index of the group of each; `first` (S,): the first
     row of each.
     `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
-    reported. `given`: the same as scores; `beside`: (R, V) logits of each companion. `shown`: the
+    reported. `given`: the same as scores; `beside`: (R, V) logits of each companion and of another
+    model. `shown`: the
     scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
     """
 
@@ -161,6 +162,9 @@ def score(
     ]
     logits, given = _read(groups, rows, output, feeds)
     beside = [_take(output.logits, one) for one in rows[1:]]
+    if id(sources[0]) in feeds.beside:
+        pairs = zip(owner, place, strict=True)
+        beside.append(torch.stack([feeds.beside[id(sources[s])][i] for s, i in pairs]))
     scores = mixed(request, given, beside)
     if any(group.request.processors for group in groups):
         visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)

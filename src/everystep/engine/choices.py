@@ -6,6 +6,7 @@ that error, and the others choose without it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from everystep.strategies.single import Picked
 from everystep.types import (
     Answer,
     Children,
+    Event,
     FinishReason,
     Group,
     StepOutput,
@@ -61,6 +63,20 @@ class StepRecord:
     scored: Scored
     children: Children
     captures: Mapping[int, tuple[int, Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step changes, all of it: to put it in place twice is the same as once.
+
+    `over`: groups whose last event is among the `events`, which are all that wait to be taken.
+    """
+
+    changes: list[Change]
+    over: list[Group]
+    events: deque[Event]
+    history: History
+    records: deque[StepRecord]
 
 
 @dataclass(slots=True)

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import repeat
 from typing import cast
 
 import torch
 
+from everystep.engine.amateurs import Amateurs
 from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History, best_needed
-from everystep.engine.choices import Choices, Counts, StepRecord, failed
+from everystep.engine.choices import Choices, Commit, Counts, StepRecord, failed
 from everystep.engine.drafting import Drafters
 from everystep.engine.events import last_events, settled_events
 from everystep.engine.feed import Feeds, Grant, columns_of, feed, note_hidden, regroup
@@ -33,7 +33,7 @@ from everystep.engine.given import require_fitting
 from everystep.engine.hooks import Hooking, require_known_gifts
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes, Room
-from everystep.engine.reopen import Beginning, forked, reopened
+from everystep.engine.reopen import Beginning, Known, forked, reopened
 from everystep.engine.schedule import Scheduler
 from everystep.engine.snapshot import read, resume, written
 from everystep.errors import NOBODYS, UnsupportedError
@@ -51,20 +51,6 @@ from everystep.types import (
 )
 
 Observer = Callable[[StepRecord], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What a step changes, all of it: to put it in place twice is the same as once.
-
-    `over`: groups whose last event is among the `events`, which are all that wait to be taken.
-    """
-
-    changes: list[Change]
-    over: list[Group]
-    events: deque[Event]
-    history: History
-    records: deque[StepRecord]
 
 
 class Engine:
@@ -89,6 +75,7 @@ class Engine:
         self.ledger = Ledger()
         self.counts = Counts()
         self.drafters = Drafters()
+        self.amateurs = Amateurs()
         self._cuts = "cut" in executor.abilities
         self.prefixes = Prefixes(
             scheduler.reuse, self.table, self.ledger, executor.inputs, cuts=self._cuts
@@ -134,6 +121,7 @@ class Engine:
             )
         require_fitting(request, self.executor.inputs)
         self.drafters.open(request.drafter, self.executor.vocab_size)
+        self.amateurs.open(request.readout, self.executor.vocab_size)
         best = best_needed(request, self.executor.vocab_size) if self._reports_best else 0
         return Group(request, rank, best=best)
 
@@ -196,12 +184,13 @@ class Engine:
         resume(group, saved, self.table)
         return self._entered(group)
 
-    def fork(self, group: Group, request: Request) -> Group:
-        """A group like this one, with forks of its rows; `request`: the same under another id."""
+    def fork(self, group: Group, request: Request, known: Known | None = None) -> Group:
+        """A group like this one, with forks of its rows; `request`: the same under another id, or
+        one with another strategy that can go on with what is `known` then."""
         self.recover()
         twin = self._checked(request, self._submitted)
         self._entering.append((twin, self._submitted))
-        twin.become(forked(group, twin, self.table, self.ledger))
+        twin.become(forked(group, twin, self.table, self.ledger, known))
         return self._entered(twin)
 
     def replace(self, group: Group, request: Request, past: Beginning) -> None:
@@ -241,6 +230,7 @@ class Engine:
                 for unit in sequence.units:
                     unit.lose_row()
             self.drafters.restart()
+            self.amateurs.restart()
             self.prefixes.forget()
             self.ledger.restart(self.executor.audit())
             self.table.keep({sequence.line for sequence in live})
@@ -255,6 +245,8 @@ class Engine:
         feeds = self._feeds()
         feeds.ready = [grant.group for grant in grants if grant.chooses(self.table)]
         feeds.drafts, broken = self.drafters.propose(feeds.ready, self.scheduler.groups, self.table)
+        if not broken:
+            broken = self.amateurs.read(feeds, self.scheduler.groups)
         if not broken and any(grant.group.request.hooks for grant in grants):
             broken = self._hooking.ask(grants, feeds)
         if broken:
@@ -346,6 +338,8 @@ class Engine:
             elif not (request.linger and after.live and (alive or request.keeps)):
                 self._close(change)
                 over.append(change.group)
+            elif request.keeps and not change.group.finished:
+                change.events += last_events(after)
         events = [event for change in found for event in change.events]
         self._commit = Commit(
             found,
@@ -378,7 +372,8 @@ class Engine:
             release(sequence, self.ledger)
             change.closed.append(sequence.line)
         after.live = []
-        change.events += last_events(after)
+        if not (after.request.keeps and change.group.finished):  # else they were reported then
+            change.events += last_events(after)
 
     def _put_in_place(self) -> None:
         """Puts in place what a step has committed; calling it again changes nothing."""

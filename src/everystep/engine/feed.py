@@ -81,7 +81,8 @@ class Feeds:
     `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: of a group, the first of the rows
     that say how likely these prompt positions are. `hidden`: a sequence that reads its hidden
     states, the feed that they come with, and the position of the first. `sharing`: groups that
-    feed what their sequences share.
+    feed what their sequences share. `beside[id(sequence)]`: (n, V) what another model says of the n
+    rows of its choice.
     """
 
     table: TokenTable
@@ -104,6 +105,7 @@ class Feeds:
     prompt_rows: list[tuple[Group, int, range]] = field(default_factory=list)
     hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
     sharing: list[Group] = field(default_factory=list)
+    beside: dict[int, Tensor] = field(default_factory=dict)
     wanted: int = 0
     wanted_best: int = 0
     chunks: int = 0

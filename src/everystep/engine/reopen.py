@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,20 @@ class Beginning:
     lineage: int = 0
 
 
-def forked(group: Group, twin: Group, table: TokenTable, ledger: Ledger) -> Group:
+class Known(NamedTuple):
+    """What another strategy knows of a group that it goes on with, and whether that settles it."""
+
+    state: Any
+    settled: bool
+
+
+def forked(
+    group: Group, twin: Group, table: TokenTable, ledger: Ledger, known: Known | None = None
+) -> Group:
     """What `twin` becomes: all that the group is, on lines of its own and forks of its rows."""
     request, after = twin.request, group.without_live()
+    if known is not None:
+        after.state, after.settled, after.reported = known.state, known.settled, 0
     after.request, after.rank, after.best = request, twin.rank, twin.best
     for sequence in group.live:
         line = -1 if sequence.line < 0 else table.fork(sequence.line, sequence.visible)

@@ -157,12 +157,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         for r, sequence in enumerate(rows.sequences):
             batch_id = self.first + sequence.index // self.num_beams
             mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]])] = 0
-        constrained = scores + mask
-        hopeless = constrained.amax(dim=-1).isneginf()
-        if not bool(hopeless.any()):
-            return constrained
-        whole = self._all_beams(rows, hopeless.cpu().numpy())
-        return torch.where(torch.from_numpy(whole)[:, None].to(scores.device), mask, constrained)
+        return only_allowed(rows, scores, mask, self.num_beams)
 
     def _tokens(self, batch_id: int, ids: Tensor) -> list[int]:
         tokens = list(self.prefix_allowed_tokens_fn(batch_id, ids))
@@ -175,14 +170,26 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
             )
         return tokens
 
-    def _all_beams(self, rows: Rows, hopeless: np.ndarray) -> np.ndarray:
-        """(R,) whether every row of the same search at the same place is hopeless."""
-        keys = [
-            (id(sequence.request), sequence.index // self.num_beams, int(length))
-            for sequence, length in zip(rows.sequences, rows.lengths, strict=True)
-        ]
-        hopeful = {key for key, lost in zip(keys, hopeless, strict=True) if not lost}
-        return np.array([key not in hopeful for key in keys])
+
+def only_allowed(rows: Rows, scores: Tensor, mask: Tensor, num_beams: int) -> Tensor:
+    """(R, n) scores with a mask of 0 and -inf added; where that leaves nothing in all rows of a
+    search of `num_beams`, the mask."""
+    constrained = scores + mask
+    hopeless = constrained.amax(dim=-1).isneginf()
+    if not bool(hopeless.any()):
+        return constrained
+    whole = _in_all_beams(rows, hopeless.cpu().numpy(), num_beams)
+    return torch.where(torch.from_numpy(whole)[:, None].to(scores.device), mask, constrained)
+
+
+def _in_all_beams(rows: Rows, hopeless: np.ndarray, num_beams: int) -> np.ndarray:
+    """(R,) whether every row of the same search at the same place is hopeless."""
+    keys = [
+        (id(sequence.request), sequence.index // num_beams, int(length))
+        for sequence, length in zip(rows.sequences, rows.lengths, strict=True)
+    ]
+    hopeful = {key for key, lost in zip(keys, hopeless, strict=True) if not lost}
+    return np.array([key not in hopeful for key in keys])
 
 
 @dataclass(frozen=True)

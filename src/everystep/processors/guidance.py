@@ -26,6 +26,15 @@ def guided(logits: Tensor, other: Tensor, scale: float) -> Tensor:
     return scale * (given - against) + against
 
 
+def contrasted(logits: Tensor, other: Tensor, alpha: float, beta: float) -> Tensor:
+    """log p - beta * log q of two (R, V) logits, -inf where p is below alpha times its highest (Li
+    et al. 2023)."""
+    given = torch.log_softmax(logits, dim=-1)
+    against = torch.log_softmax(other.to(given), dim=-1)
+    implausible = given < given.amax(dim=-1, keepdim=True) + math.log(alpha)
+    return (given - beta * against).masked_fill_(implausible, -math.inf)
+
+
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
     """Guides away from another prompt, which the model reads in calls of its own.
 

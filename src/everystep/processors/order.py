@@ -18,6 +18,7 @@ from everystep.config.fields import FIELDS
 from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingConfig
 from everystep.errors import RequestError
 from everystep.processors import bias, length, repetition, warpers
+from everystep.processors.allowed import AllowedSequences, AllowedSequencesLogitsProcessor
 from everystep.processors.base import UserProcessor, reads_rows
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -38,8 +39,8 @@ class Facts:
     `first_row`: the call's row of the request's first sequence.
     `user`: callables of (input_ids, scores), instances of classes in `CANONICAL`, or
     `UserProcessor`.
-    `encode`: a text's ids without special ones; None without a tokenizer. `grammar`: what the text
-    has to follow.
+    `allowed`: what `allowed_sequences` says of this row. `encode`: a text's ids without special
+    ones; None without a tokenizer. `grammar`: what the text has to follow.
     """
 
     eos: tuple[int, ...] = ()
@@ -53,6 +54,7 @@ class Facts:
     first_row: int = 0
     prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]] | None = None
     user: tuple[Any, ...] = ()
+    allowed: AllowedSequences | None = None
     encode: Callable[[str], Sequence[int]] | None = None
     grammar: GrammarMask | None = None
 
@@ -130,6 +132,10 @@ def _prefix(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     return kind(value, facts.beams, first=facts.first_row)
 
 
+def _allowed(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
+    return kind(value, facts.eos, facts.beams)
+
+
 def _forced_eos(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     if facts.max_length is None:
         raise RequestError(
@@ -199,6 +205,7 @@ BEFORE: Slots = {
     length.MinLengthLogitsProcessor: (_min_length, "min_length"),
     length.MinNewTokensLengthLogitsProcessor: (_new_tokens, "min_new_tokens"),
     bias.PrefixConstrainedLogitsProcessor: (_prefix, "prefix_allowed_tokens_fn"),
+    AllowedSequencesLogitsProcessor: (_allowed, "allowed_sequences"),
     length.ForcedBOSTokenLogitsProcessor: (_alone, "forced_bos_token_id"),
     length.ForcedEOSTokenLogitsProcessor: (_forced_eos, "forced_eos_token_id"),
     bias.InfNanRemoveLogitsProcessor: (_switched, "remove_invalid_values"),
@@ -248,7 +255,11 @@ def build(effective: Values, facts: Facts) -> tuple[Processor, ...]:
     # Row by row, where the caller's have a value per row; an object that is given twice runs once.
     user = (at_row(one, facts.row, facts.rows) if reads_rows(one) else one for one in facts.user)
     free = list({id(one): one for one in user}.values())
-    values = {**effective, "prefix_allowed_tokens_fn": facts.prefix_allowed_tokens_fn}
+    values = {
+        **effective,
+        "prefix_allowed_tokens_fn": facts.prefix_allowed_tokens_fn,
+        "allowed_sequences": facts.allowed,
+    }
     before, free = _replaced(_made(BEFORE, values, facts), free)
     guiding, free = _guiding(effective, free)
     samplers = _made(SAMPLERS, effective, facts) if effective["do_sample"] else []

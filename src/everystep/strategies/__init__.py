@@ -2,11 +2,13 @@
 
 from everystep.strategies.base import strategy, strategy_named, strategy_names
 from everystep.strategies.beam import Beam
+from everystep.strategies.best_of import BestOf
 from everystep.strategies.contrastive import Contrastive
 from everystep.strategies.single import Greedy, Sample
 
 __all__ = [
     "Beam",
+    "BestOf",
     "Contrastive",
     "Greedy",
     "Sample",

@@ -36,7 +36,9 @@ class Beam:
     ranked for every beam, so that all can go on. `max_new`: the most tokens a hypothesis can have
     (for `early_stopping="never"`). `sampled`: candidates are drawn without replacement. `searches`:
     into how many searches the beams are divided; a token loses `diversity` for every earlier search
-    that chose it in the same step.
+    that chose it in the same step. `keeps`: how many finished hypotheses a search ranks before it
+    may stop, where that is more than its beams. `gathers`: every finished hypothesis is kept, also
+    those that are not ranked, so that a search can go on for more of them; see `widened`.
     """
 
     width: int
@@ -48,6 +50,8 @@ class Beam:
     sampled: bool = False
     searches: int = 1
     diversity: float = 0.0
+    keeps: int = 0
+    gathers: bool = False
     streams: ClassVar[bool] = False
 
     @property
@@ -64,6 +68,11 @@ class Beam:
     def beams(self) -> int:
         """How many beams a search has."""
         return self.width // self.searches
+
+    @cached_property
+    def slots(self) -> int:
+        """How many finished hypotheses a search ranks."""
+        return max(self.beams, self.keeps)
 
     @cached_property
     def ranked(self) -> int:
@@ -149,7 +158,7 @@ class Beam:
         power = _divisors([length**self.length_penalty for length in lengths])
         horizon = _divisors([self.horizon(n) ** self.length_penalty for n in lengths])
         final = found.scores / power
-        empty = BeamBank.empty(self.searches, self.beams)
+        empty = BeamBank.empty(self.searches, self.slots)
         before = BeamBank.joined([group.state or empty for group in batch.groups])
         bank, search, rank, serial = before.enter(final, found.ended, lengths, self)
         bank, settled = bank.settle(found.going[:, :1] / horizon, found.ended, self)
@@ -169,7 +178,8 @@ class Beam:
         states = held = None
         if bank is not before:
             states = bank.of_requests(self.searches)
-            held = [frozenset(own.serials.ravel().tolist()) for own in states]
+            if not self.gathers:
+                held = [frozenset(own.serials.ravel().tolist()) for own in states]
         return Children(
             parents,
             found.token[owner, ranks].reshape(-1, 1),
@@ -193,7 +203,7 @@ class Beam:
         return paths
 
     def best(self, group: Group) -> list[Finished]:
-        """The `width` best of what the banks hold, in their order, and of what was cut short."""
+        """The best of what the banks hold, in their order, and of what was cut short."""
         slots: list[int] = group.state.serials.ravel().tolist() if group.state else []
 
         def place(done: Finished) -> tuple[float, int]:
@@ -201,15 +211,31 @@ class Beam:
             return -done.score, self.width if done.serial < 0 else slots.index(done.serial)
 
         held = [done for done in group.done if done.serial < 0 or done.serial in slots]
-        return sorted(held, key=place)[: self.width]
+        return sorted(held, key=place)[: max(self.width, self.keeps)]
+
+    def widened(self, group: Group) -> BeamBank:
+        """What this search, had it run from the start, would know of a group whose search of fewer
+        `keeps` is over: live beams do not depend on what is kept, and the narrower one stopped
+        first. For one search, whose hypotheses were gathered."""
+        every = sorted((one for one in group.done if one.serial >= 0), key=lambda one: -one.score)
+        bank, count = BeamBank.empty(1, self.slots), len(every[: self.slots])
+        bank.scores[0, :count] = [one.score for one in every[:count]]
+        bank.serials[0, :count] = [one.serial for one in every[:count]]
+        bank.filled[0, :count] = True
+        best = max(sequence.score for sequence in group.live)
+        horizon = _divisors([self.horizon(group.live[0].generated) ** self.length_penalty])
+        # Where all candidates ended, what is live is none of them.
+        spent = np.array([[best < _NEVER / 2]])
+        return bank.settle(np.array([[best]], np.float32) / horizon, spent, self)[0]
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The live beams that can still get among the `returns` best, and those finished."""
         best = self.best(group)[: self.returns]
         processed = bool(group.request.processors) or self.searches > 1
         if len(best) < self.returns:
-            # Bans may leave too few beams to end, and then a result is empty.
-            few = [_NOTHING] if processed or group.settled else []
+            # Bans may leave too few beams to end, as may the length, and then a result is empty.
+            scarce = processed or group.settled or self.returns > self.width
+            few = [_NOTHING] if scarce else []
             return [] if group.settled else group.live, [*best, *few]
         if group.settled:
             return [], best
@@ -287,11 +313,12 @@ class BeamBank:
         self, final: np.ndarray, ended: np.ndarray, lengths: list[int], beam: Beam
     ) -> tuple[BeamBank, np.ndarray, np.ndarray, np.ndarray]:
         """(N, ranked) candidates of N lengths, and which ended -> the bank with those that it
-        takes, and of these the search, rank and number."""
+        takes, and of these, or of all where they are gathered, the search, rank and number."""
         width, place = self.scores.shape[1], np.arange(beam.ranked)
-        just = ended & (place < width) & self._takes(beam)
+        complete = ended & (place < beam.beams)
+        just = complete & self._takes(beam)
         moved = self._moved(final, just, beam)
-        if not moved.any():
+        if not moved.any() and not (beam.gathers and complete.any()):
             none = np.empty(0, np.int64)
             return self, none, none, none
         groups = np.arange(len(final))[:, None]
@@ -304,7 +331,7 @@ class BeamBank:
         numbered = np.concatenate([self.serials, serials], axis=1)[groups, best]
         taken = np.zeros(merged.shape, dtype=bool)
         taken[groups, best] = True
-        search, rank = (taken[:, width:] & just).nonzero()
+        search, rank = (complete if beam.gathers else taken[:, width:] & just).nonzero()
         after = replace(
             self,
             scores=np.where(moved, best_scores, self.scores),

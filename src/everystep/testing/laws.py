@@ -27,7 +27,7 @@ Results = dict[str, list[Hypothesis]]
 Executors = Callable[[Mix, int | None], Executor]
 
 
-# The first nine count mixes, the others happenings.
+# The first thirteen count mixes, the others happenings.
 FLOORS = {
     "mixes": 2_000,
     "beams": 400,
@@ -38,6 +38,10 @@ FLOORS = {
     "diverse": 100,
     "draft_models": 100,
     "hooks": 400,
+    "best_of": 200,
+    "n_best": 150,
+    "allowed": 200,
+    "contrast": 100,
     "preemptions_in_decode": 500,
     "forks": 1_000,
     "long_children": 500,

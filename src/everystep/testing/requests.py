@@ -17,17 +17,19 @@ import torch
 from torch import Tensor
 
 from everystep.draws import SeededDraws
-from everystep.engine import DraftModel, Guidance, PromptLookup, Reuse
+from everystep.engine import Contrast, DraftModel, Guidance, PromptLookup, Reuse
+from everystep.processors.allowed import AllowedSequencesLogitsProcessor
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies import Beam, BestOf, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
+from everystep.testing.wide_requests import widened
 from everystep.types import Injected, Prompt, Request
 from everystep.types.protocols import Drafter, Hook
 
@@ -79,7 +81,13 @@ def kinds(request: Request) -> list[str]:
         "speculation": request.drafter is not None,
         "draft_models": isinstance(request.drafter, DraftModel),
         "contrastive": isinstance(strategy, Contrastive),
-        "guidance": request.readout is not None,
+        "guidance": isinstance(request.readout, Guidance),
+        "contrast": isinstance(request.readout, Contrast),
+        "best_of": isinstance(strategy, BestOf),
+        "n_best": isinstance(strategy, Beam) and strategy.keeps > 0,
+        "allowed": any(
+            isinstance(one, AllowedSequencesLogitsProcessor) for one in request.processors
+        ),
         "hooks": bool(request.hooks),
     }
     return [name for name, holds in named.items() if holds]
@@ -90,9 +98,13 @@ def random_mix(seed: int) -> Mix:
     draw = Dice(np.random.default_rng([seed, 0]))
     function = HashFunction(draw.between(12, 40), EMBED_DIM)
     count = draw.between(1, 6)
-    further, hooking = (Dice(np.random.default_rng([seed, stream])) for stream in (1, 2))
+    streams = (Dice(np.random.default_rng([seed, stream])) for stream in (1, 2, 4))
+    further, hooking, wider = streams
     requests = tuple(
-        replace(_request(f"request {i}", function, draw, further), hooks=_hooks(hooking))
+        replace(
+            widened(_request(f"request {i}", function, draw, further), function, wider),
+            hooks=_hooks(hooking),
+        )
         for i in range(count)
     )
     requests = _related(requests, Dice(np.random.default_rng([seed, 3])))

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,18 @@ class Forbid:
         result = scores.clone()
         result[torch.from_numpy(rows.lengths % self.every == 0), self.token] = -torch.inf
         return result
+
+
+@dataclass(frozen=True)
+class Residue:
+    """The answer or score of a sample: the sum of its ids modulo `base`; None for 0, if `skips`."""
+
+    base: int
+    skips: bool = False
+
+    def __call__(self, ids: np.ndarray) -> int | None:
+        found = int(ids.sum()) % self.base
+        return None if self.skips and not found else found
 
 
 @dataclass(slots=True)

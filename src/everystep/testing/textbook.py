@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from everystep.draws import fork_lineage
-from everystep.engine import Guidance
 from everystep.errors import UnsupportedError
-from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies import Beam, BestOf, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.reading import keys_of, logits, logits_after, masked, states_of
+from everystep.testing.textbook_best import best_of
+from everystep.testing.textbook_mixing import mix
 from everystep.types import (
     AfterStep,
     BeforeStep,
@@ -66,8 +67,9 @@ def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
     strategy = request.strategy
     if isinstance(strategy, Greedy):
         return [follow(prefix, lambda scores, _: int(scores.argmax()))]
-    if isinstance(strategy, Sample):
-        return [sample(prefix, index) for index in range(strategy.width)]
+    if isinstance(strategy, Sample | BestOf):
+        samples = [sample(prefix, index) for index in range(strategy.width)]
+        return best_of(prefix, strategy, samples) if isinstance(strategy, BestOf) else samples
     if isinstance(strategy, Beam):
         return diverse_beams(prefix, strategy)
     if isinstance(strategy, Contrastive):
@@ -111,10 +113,7 @@ class Prefix:
             mixed = torch.full((self.function.vocab_size,), -torch.inf)
             mixed[forced[0]] = 0.0
             return mixed
-        mixed = logits_after(self.function, *self._read(tokens))
-        if isinstance(self.request.readout, Guidance):
-            other = logits(self.function, self.request.companions[0], tokens).log_softmax(-1)
-            mixed = self.request.readout.scale * (mixed.log_softmax(-1) - other) + other
+        mixed = mix(self.request, self.raw(tokens), tokens, logits, self.function)
         if self.request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in self.request.processors:
@@ -122,6 +121,10 @@ class Prefix:
             rows = Rows(table, [sequence], np.array([sequence.visible]))
             mixed = processor(rows, mixed[None])[0]
         return mixed
+
+    def raw(self, tokens: list[int]) -> Tensor:
+        """(V,) logits of what may follow the tokens, as the model says."""
+        return logits_after(self.function, *self._read(tokens))
 
     def hidden(self, tokens: list[int]) -> Tensor:
         """(T, E) hidden state of every position."""
@@ -250,7 +253,7 @@ def contrastive(prefix: Prefix, strategy: Contrastive) -> Hypothesis:
 
 @dataclass
 class Beams:
-    """The state of one search: W running hypotheses and W slots for finished ones."""
+    """The state of one search: W running hypotheses and slots for finished ones."""
 
     running: list[list[int]]
     scores: Tensor
@@ -260,15 +263,15 @@ class Beams:
     over: bool = False
 
     @classmethod
-    def opening(cls, width: int) -> Beams:
+    def opening(cls, width: int, slots: int) -> Beams:
         """Equal siblings, of which only the first counts."""
-        never = torch.full((width,), _NEVER)
-        scores = torch.cat([torch.zeros(1), never[1:]])
-        return cls([[] for _ in range(width)], scores, never, [None] * width)
+        scores, never = torch.full((width,), _NEVER), torch.full((slots,), _NEVER)
+        scores[0] = 0.0
+        return cls([[] for _ in range(width)], scores, never, [None] * slots)
 
     @property
     def filled(self) -> Tensor:
-        """(W,) which slots hold a finished hypothesis."""
+        """(slots,) which slots hold a finished hypothesis."""
         return torch.tensor([slot is not None for slot in self.bank])
 
 
@@ -279,7 +282,8 @@ def diverse_beams(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
     loses something for every earlier search that chose it.
     """
     beams = strategy.width // strategy.searches
-    searches = [Beams.opening(beams) for _ in range(strategy.searches)]
+    slots = max(beams, strategy.keeps)
+    searches = [Beams.opening(beams, slots) for _ in range(strategy.searches)]
     while not all(search.over for search in searches):
         chosen: list[int] = []
         for search in searches:
@@ -289,7 +293,7 @@ def diverse_beams(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
     if strategy.searches > 1:
         finished.sort(key=lambda hypothesis: -hypothesis.score)
     missing = Hypothesis((), _NEVER, "length")
-    return (finished + [missing] * strategy.width)[: strategy.returns]
+    return (finished + [missing] * strategy.returns)[: strategy.returns]
 
 
 def _advance(prefix: Prefix, strategy: Beam, beams: Beams, chosen: list[int]) -> None:
@@ -348,7 +352,7 @@ def _store(
                 new[i] = Hypothesis(tuple(continued[i]), float(final[i]), reason)
     absent = torch.tensor([hypothesis is None for hypothesis in new])
     merged = torch.cat([beams.banked, final + absent.float() * _NEVER])
-    beams.banked, best = torch.topk(merged, len(beams.running))
+    beams.banked, best = torch.topk(merged, len(beams.bank))
     slots = [*beams.bank, *new]
     beams.bank = [slots[i] for i in best.tolist()]
 

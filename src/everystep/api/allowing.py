@@ -1,0 +1,90 @@
+"""`allowed_sequences`: what a call may answer with, read once and held against the call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from everystep.errors import RequestError
+from everystep.processors.allowed import AllowedSequences
+
+if TYPE_CHECKING:
+    from everystep.api.options import Options
+
+
+def read_allowed(value: Any, tokenizer: Any) -> tuple[AllowedSequences, ...]:
+    """The sets of sequences in the keyword, one for all rows or one each; none without it."""
+    if value is None:
+        return ()
+    if isinstance(value, AllowedSequences):
+        return (value,)
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise RequestError(
+            "allowed_sequences is of another kind",
+            wanted="a list of texts or of lists of ids, or an AllowedSequences",
+            got=repr(value),
+            do="Pass a list, also for one sequence",
+        )
+    given = [*value]
+    if given and all(isinstance(one, AllowedSequences) for one in given):
+        return tuple(given)
+    return (AllowedSequences(given, tokenizer),)
+
+
+def length_of_allowed(options: Options, default: int) -> int:
+    """How many tokens an answer may have where nothing says so: the longest sequence and an end, if
+    sequences are given."""
+    return max((one.longest + 1 for one in options.allowed), default=default)
+
+
+def allowed_in(
+    options: Options, rows: int, new: int, vocabulary: int
+) -> tuple[AllowedSequences, ...]:
+    """The set of each of so many rows; none where everything is allowed.
+
+    RequestError where a row cannot answer with every sequence of its set: `new` is the most tokens
+    it can have.
+    """
+    sets, ends = options.allowed, options.eos
+    if not sets:
+        return ()
+    if len(sets) not in (1, rows):
+        raise RequestError(
+            "allowed_sequences does not fit the call",
+            wanted=f"one set, or {rows} of them",
+            got=len(sets),
+            do="Pass one AllowedSequences, or one per row of the prompt",
+        )
+    if not ends:
+        raise RequestError(
+            "allowed_sequences needs an end token, with which a complete sequence ends",
+            wanted="eos_token_id",
+            got="none",
+            do="Set eos_token_id",
+        )
+    for one in dict.fromkeys(sets):
+        _require_within(one, ends, new, vocabulary)
+    return sets * (rows // len(sets))
+
+
+def _require_within(one: AllowedSequences, ends: tuple[int, ...], new: int, size: int) -> None:
+    if one.largest >= size:
+        raise RequestError(
+            "allowed_sequences names ids beyond the vocabulary",
+            wanted=f"ids below {size}",
+            got=one.largest,
+            do="Use ids of this model's tokenizer",
+        )
+    if one.goes_on_after(ends):
+        raise RequestError(
+            "a sequence of allowed_sequences goes on after an end token",
+            wanted="end tokens at the ends of sequences, or nowhere",
+            got=f"one of {', '.join(map(str, ends))} inside",
+            do="Leave end tokens out",
+        )
+    if one.longest > new:
+        raise RequestError(
+            "a sequence of allowed_sequences is longer than an answer may be",
+            wanted=f"at most {new} tokens",
+            got=one.longest,
+            do="Raise max_new_tokens, or leave it out",
+        )

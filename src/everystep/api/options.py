@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
+from everystep.api.drafts import Assistant, read_assistant, with_draft_notices
 from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
@@ -41,6 +42,8 @@ OBJECTS = (
     "prefix",
     "hooks",
     "adapter_names",
+    "assistant_model",
+    "assistant_tokenizer",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -67,8 +70,8 @@ class Options:
     `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
     texts lose the stop string that ended them. `legacy_cache`: whether the cache is returned as
     tuples. `prefix`: what comes before every prompt; `salt`: prompts of another one share no rows
-    with these. `adapter_names`: one for all rows or one each, None for what is active. The rest are
-    the caller's own objects.
+    with these. `adapter_names`: one for all rows or one each, None for what is active. `assistant`:
+    a second model, which drafts. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -89,6 +92,8 @@ class Options:
     legacy_cache: bool = False
     prefix: Prefix | None = None
     salt: str | None = None
+    assistant: Assistant | None = None
+    assistant_tokenizer: Any = None
 
     @property
     def fill(self) -> int:
@@ -144,6 +149,8 @@ def read_options(
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
     effective = _with_pad_notice(effective, model.vocab_size)
+    assistant = read_assistant(given)
+    effective = with_draft_notices(effective, assistant)
     for name in ("logprobs", "prompt_logprobs"):
         _require_count(name, given.get(name), model.vocab_size)
     prefix = given.get("prefix_allowed_tokens_fn")
@@ -162,6 +169,10 @@ def read_options(
         salt=_text("cache_salt", given.get("cache_salt")),
         hooks=_hooks(given.get("hooks")),
         adapter_names=_known_adapters(given.get("adapter_names"), model.adapters),
+        assistant=assistant,
+        assistant_tokenizer=require(
+            "assistant_tokenizer", given.get("assistant_tokenizer"), "encode", "decode", "get_vocab"
+        ),
     )
 
 

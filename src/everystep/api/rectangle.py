@@ -152,8 +152,9 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
         out.past_key_values = past.to_legacy_cache()
     out.timings = timings
     if call.requests[0].drafter is not None:
-        counts = engine.counts
+        counts, gained = engine.counts, engine.drafters.lengths.costs.gained_seconds
         out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
+        out.speculation["gained_seconds"] = gained
     return out
 
 

@@ -2,11 +2,14 @@
 
 from everystep.engine.audit import audit
 from everystep.engine.batches import Guidance
-from everystep.engine.drafting import DraftModel, PromptLookup
+from everystep.engine.draft_model import DraftModel
 from everystep.engine.engine import Engine
+from everystep.engine.lookup import PromptLookup
+from everystep.engine.other_words import OtherDraftModel
 from everystep.engine.prefixes import Reuse
 from everystep.engine.reopen import Beginning
 from everystep.engine.schedule import Continuous, Lockstep, Turns
+from everystep.engine.spelling import Tokenizers
 
 __all__ = [
     "Beginning",
@@ -15,8 +18,10 @@ __all__ = [
     "Engine",
     "Guidance",
     "Lockstep",
+    "OtherDraftModel",
     "PromptLookup",
     "Reuse",
+    "Tokenizers",
     "Turns",
     "audit",
 ]

@@ -172,7 +172,7 @@ class SharedDraws:
         return _possible(drawn, probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
-        # Whether drafts are accepted the reference decides by numbers of this type.
+        # The reference accepts drafts by numbers of this type.
         kind = torch.float32 if stream == "accept" else torch.float64
         drawn = torch.rand(places.slots, n, dtype=kind)
         return drawn[torch.from_numpy(places.slot)]

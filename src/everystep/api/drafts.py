@@ -10,19 +10,28 @@ from torch import nn
 
 from everystep.bridge.core import ForeignModel
 from everystep.config import Effective
-from everystep.engine import DraftModel, OtherDraftModel, PromptLookup, Tokenizers
+from everystep.engine import (
+    Corpus,
+    CorpusLookup,
+    DraftModel,
+    OtherDraftModel,
+    PromptLookup,
+    Tokenizers,
+)
 from everystep.errors import ModelClassError, RequestError, UnsupportedError
 from everystep.executors.base import Executor
 from everystep.models import first_layers
 from everystep.types import Verification
-from everystep.types.protocols import Drafter, Schedule, Strategy
+from everystep.types.protocols import MATCHING, Drafter, Schedule, Strategy
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
     from everystep.api.options import Options
 
 _MODEL = "assistant_model"
+_CORPUS = "draft_corpus"
 _EXIT, _LOOKUP = "assistant_early_exit", "prompt_lookup_num_tokens"
+_COPIED, _NGRAM, _CORPUS_NGRAM = 10, 2, 16  # ids drafted from a corpus, and looked up, by default
 _OF_MODELS = (
     *("num_assistant_tokens", "assistant_confidence_threshold", "assistant_ensemble_weight"),
     *("target_lookbehind", "assistant_lookbehind"),
@@ -85,11 +94,26 @@ def read_assistant(given: Mapping[str, Any]) -> Assistant | None:
     return found
 
 
-def with_draft_notices(effective: Effective, assistant: Assistant | None) -> Effective:
+def read_corpus(given: Mapping[str, Any]) -> Corpus | None:
+    """The texts to copy drafts from among the keywords of a call; RequestError for others."""
+    value = given.get(_CORPUS)
+    if value is None or isinstance(value, Corpus):
+        return value
+    raise RequestError(
+        "draft_corpus is of another kind",
+        wanted="an everystep.Corpus",
+        got=type(value).__name__,
+        do="Pass everystep.Corpus(texts, tokenizer)",
+    )
+
+
+def with_draft_notices(
+    effective: Effective, assistant: Assistant | None, corpus: Corpus | None
+) -> Effective:
     """With a notice to a caller who sets how to draft where nothing does."""
     drafts = assistant is not None or effective[_EXIT] is not None
     names = () if drafts else _OF_MODELS
-    if not drafts and effective[_LOOKUP] is None:
+    if not drafts and effective[_LOOKUP] is None and corpus is None:
         names = (*names, *_OF_DRAFTS)
     notices = tuple(
         f"{name} has no effect, as no model drafts. Pass assistant_model, or leave {name} out."
@@ -114,32 +138,50 @@ def drafts_of(
     vocabularies differ.
     """
     e = options.effective
-    asked = {_EXIT: e[_EXIT], _LOOKUP: e[_LOOKUP], _MODEL: options.assistant}
+    asked = {
+        _CORPUS: options.corpus,
+        _EXIT: e[_EXIT],
+        _LOOKUP: e[_LOOKUP],
+        _MODEL: options.assistant,
+    }
     names = [name for name, value in asked.items() if value is not None]
     if not names:
-        return None, Verification()
-    if len(names) > 1:
+        return None, MATCHING
+    if len(names) > 1 and names != [_CORPUS, _LOOKUP]:
         raise RequestError(
             f"{' and '.join(names)} both draft", wanted="one of them", do="Leave one out"
         )
     if not strategy.reads.alone:
         _refuse_search(names[0], e, strategy)
-    verification = _verification(options, models=_LOOKUP not in names)
-    if e[_LOOKUP] is not None:
-        ngram = 2 if e.max_matching_ngram_size is None else int(e.max_matching_ngram_size)
-        schedule = _schedule(options, None, verification)
-        return PromptLookup(int(e[_LOOKUP]), ngram, options.eos, schedule), verification
+    copies = options.corpus is not None or e[_LOOKUP] is not None
+    verification = _verification(options, models=not copies)
+    if copies:
+        return _copier(options, _schedule(options, None, verification)), verification
     assistant = options.assistant or _early(model, int(e[_EXIT]))
     length = (
         int(_said(options, assistant, "num_assistant_tokens")),
         _schedule(options, assistant, verification),
         float(_said(options, assistant, "assistant_confidence_threshold")),
+        options.eos,
     )
     tokenizers = _tokenizers(model, options, assistant)
     if tokenizers is None:
         return DraftModel(assistant, *length), verification
     by: Literal["tokens", "text"] = "tokens" if e.do_sample else "text"
     return OtherDraftModel(assistant, tokenizers, by, *length), verification
+
+
+def _copier(options: Options, schedule: Schedule) -> Drafter:
+    """What copies from the sequence itself, from a corpus, or from both."""
+    e = options.effective
+    size = e.max_matching_ngram_size
+    own = None
+    if e[_LOOKUP] is not None:
+        own = PromptLookup(int(e[_LOOKUP]), int(size or _NGRAM), options.eos, schedule)
+    if options.corpus is None and own is not None:
+        return own
+    tokens, longest = int(e[_LOOKUP] or _COPIED), int(size or _CORPUS_NGRAM)
+    return CorpusLookup(options.corpus, tokens, longest, options.eos, schedule, own)
 
 
 def _said(options: Options, assistant: Assistant | None, name: str) -> Any:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
-from everystep.api.drafts import Assistant, read_assistant, with_draft_notices
+from everystep.api.drafts import Assistant, read_assistant, read_corpus, with_draft_notices
 from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
+from everystep.engine import Corpus
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.stops.criteria import MaxLengthCriteria
 from everystep.types import FinishReason
@@ -44,6 +45,7 @@ OBJECTS = (
     "adapter_names",
     "assistant_model",
     "assistant_tokenizer",
+    "draft_corpus",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -71,7 +73,8 @@ class Options:
     texts lose the stop string that ended them. `legacy_cache`: whether the cache is returned as
     tuples. `prefix`: what comes before every prompt; `salt`: prompts of another one share no rows
     with these. `adapter_names`: one for all rows or one each, None for what is active. `assistant`:
-    a second model, which drafts. The rest are the caller's own objects.
+    a second model, which drafts; `corpus`: texts to copy drafts from. The rest are the caller's own
+    objects.
     """
 
     effective: Effective
@@ -94,6 +97,7 @@ class Options:
     salt: str | None = None
     assistant: Assistant | None = None
     assistant_tokenizer: Any = None
+    corpus: Corpus | None = None
 
     @property
     def fill(self) -> int:
@@ -149,8 +153,8 @@ def read_options(
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
     effective = _with_pad_notice(effective, model.vocab_size)
-    assistant = read_assistant(given)
-    effective = with_draft_notices(effective, assistant)
+    assistant, corpus = read_assistant(given), read_corpus(given)
+    effective = with_draft_notices(effective, assistant, corpus)
     for name in ("logprobs", "prompt_logprobs"):
         _require_count(name, given.get(name), model.vocab_size)
     prefix = given.get("prefix_allowed_tokens_fn")
@@ -170,6 +174,7 @@ def read_options(
         hooks=_hooks(given.get("hooks")),
         adapter_names=_known_adapters(given.get("adapter_names"), model.adapters),
         assistant=assistant,
+        corpus=corpus,
         assistant_tokenizer=require(
             "assistant_tokenizer", given.get("assistant_tokenizer"), "encode", "decode", "get_vocab"
         ),

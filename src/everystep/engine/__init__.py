@@ -2,6 +2,7 @@
 
 from everystep.engine.audit import audit
 from everystep.engine.batches import Guidance
+from everystep.engine.corpus import Corpus, CorpusLookup
 from everystep.engine.draft_model import DraftModel
 from everystep.engine.engine import Engine
 from everystep.engine.lookup import PromptLookup
@@ -14,6 +15,8 @@ from everystep.engine.spelling import Tokenizers
 __all__ = [
     "Beginning",
     "Continuous",
+    "Corpus",
+    "CorpusLookup",
     "DraftModel",
     "Engine",
     "Guidance",

@@ -43,7 +43,8 @@ class DraftModel:
     Each guess is what the request itself would choose from the draft model's scores: with its
     processors, its strategy and, where they are seeded, its draws. `open`: a fresh executor of the
     draft model, with the ability "truncate". A draft ends with the first guess that is less likely
-    than `threshold`. Sequences whose prompt has no ids, or ids beyond the vocabulary, are not
+    than `threshold`, or one of `stop_ids`. Sequences whose prompt has no ids, or ids beyond the
+    vocabulary, are not
     drafted for. Source: Leviathan et al. 2023; the reference's AssistedCandidateGenerator.
     """
 
@@ -51,6 +52,7 @@ class DraftModel:
     tokens: int = 5
     schedule: Schedule = "constant"
     threshold: float = 0.0
+    stop_ids: tuple[int, ...] = ()
 
     def start(self, vocabulary: int) -> Drafting:
         executor = self.open()
@@ -62,7 +64,15 @@ class DraftModel:
                 do="Choose a draft model with the tokenizer of the model itself, or pass "
                 "tokenizer and assistant_tokenizer",
             )
-        return Guesses(DraftFeeds(executor), self.threshold)
+        return Guesses(DraftFeeds(executor), Until(self.threshold, self.stop_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """What ends a draft: a guess that is less likely than the threshold, or one of the ids."""
+
+    threshold: float
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -144,10 +154,10 @@ class DraftFeeds:
 
 @dataclass(slots=True)
 class Guesses:
-    """A draft model at work: its feeds, and from which probability on it goes on guessing."""
+    """A draft model at work: its feeds, and what ends its drafts."""
 
     feeds: DraftFeeds
-    threshold: float
+    until: Until
 
     def propose(
         self, sequences: list[Sequence], table: TokenTable, limits: list[int]
@@ -161,10 +171,10 @@ class Guesses:
         made = Made({id(sequence): 0 for sequence, _ in asked})
         going, done = asked, 0
         while going:
-            sure = self._choose([sequence for sequence, _ in going], table, done, made)
+            open_ones = self._choose([sequence for sequence, _ in going], table, done, made)
             done += 1
-            pairs = zip(going, sure, strict=True)
-            going = [(s, most) for (s, most), likely in pairs if likely and most > done]
+            pairs = zip(going, open_ones, strict=True)
+            going = [(s, most) for (s, most), goes_on in pairs if goes_on and most > done]
         forget_guesses([sequence for sequence, _ in asked])
         return [made.draft(sequence, table) for sequence in sequences]
 
@@ -182,8 +192,8 @@ class Guesses:
     def _choose(
         self, sequences: list[Sequence], table: TokenTable, done: int, made: Made
     ) -> list[bool]:
-        """Every line holds one guess more, after the `done` that stand there; whether it was
-        likely enough to go on."""
+        """Every line holds one guess more, after the `done` that stand there; whether the draft
+        may go on."""
         lengths = np.array([s.visible + done for s in sequences], dtype=np.int64)
         held = [self._row(sequence) for sequence in sequences]
         lines = [
@@ -191,7 +201,7 @@ class Guesses:
             for s, row, n in zip(sequences, held, lengths.tolist(), strict=True)
         ]
         rows = Rows(table, sequences, lengths)
-        return guess(rows, self.feeds.logits(held, lines), done, self.threshold, made)
+        return guess(rows, self.feeds.logits(held, lines), done, self.until, made)
 
     def _row(self, sequence: Sequence) -> DraftRow:
         key = f"draft row {id(self)}"
@@ -223,25 +233,26 @@ class Made:
         return Draft(ids, None if scores is None else torch.stack(scores))
 
 
-def guess(rows: Rows, scores: Tensor, done: int, threshold: float, made: Made) -> list[bool]:
+def guess(rows: Rows, scores: Tensor, done: int, until: Until, made: Made) -> list[bool]:
     """Writes after every row what its request would choose from the scores (R, V), after `done`
-    guesses; whether each was as likely as the threshold."""
-    likely = np.ones(len(rows), dtype=bool)
+    guesses; whether the drafts may go on."""
+    goes_on = np.ones(len(rows), dtype=bool)
     for own in _alike(rows.sequences):
         part = rows.select(own)
         given = apply(part, Scores.of(scores[torch.from_numpy(own)])).rising()
         chosen = _chosen(part, given, done).cpu().clamp(min=0)
         verification = part.sequences[0].request.verification
-        if threshold > 0 or verification.reads:
+        if until.threshold > 0 or verification.reads:
             given = given.whole()
             found = given.values.softmax(dim=-1).cpu().gather(1, chosen[:, None])[:, 0]
-            likely[own] = (found >= threshold).numpy()
+            goes_on[own] = (found >= until.threshold).numpy()
+        goes_on[own] &= ~np.isin(chosen.numpy(), until.stop_ids)
         for r, (sequence, token) in enumerate(zip(part.sequences, chosen.tolist(), strict=True)):
             rows.table.data[sequence.line, part.lengths[r]] = token
             made.counts[id(sequence)] = done + 1
             if verification.reads:
                 made.scores.setdefault(id(sequence), []).append(given.values[r])
-    return likely.tolist()
+    return goes_on.tolist()
 
 
 def forget_guesses(sequences: list[Sequence]) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from everystep.engine.draft_model import DraftFeeds, DraftRow, Made, forget_guesses, guess
+from everystep.engine.draft_model import DraftFeeds, DraftRow, Made, Until, forget_guesses, guess
 from everystep.engine.feed import NO_IDS, common_length
 from everystep.engine.spelling import SharedTokens, Tokenizers
 from everystep.executors.base import Executor
@@ -36,13 +36,15 @@ class OtherDraftModel:
     tokens: int = 5
     schedule: Schedule = "constant"
     threshold: float = 0.0
+    stop_ids: tuple[int, ...] = ()
 
     def start(self, vocabulary: int) -> Drafting:
         feeds = DraftFeeds(self.open())
+        until = Until(self.threshold, self.stop_ids)
         if self.by == "text":
-            return TextGuesses(feeds, self.tokenizers, self.threshold, vocabulary)
+            return TextGuesses(feeds, self.tokenizers, until, vocabulary)
         shared = self.tokenizers.shared(vocabulary, feeds.executor.vocab_size)
-        return TokenGuesses(feeds, self.tokenizers, self.threshold, vocabulary, shared)
+        return TokenGuesses(feeds, self.tokenizers, until, vocabulary, shared)
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class OtherGuesses:
 
     feeds: DraftFeeds
     tokenizers: Tokenizers
-    threshold: float
+    until: Until
     vocabulary: int
 
     def restart(self) -> None:
@@ -141,13 +143,13 @@ class TokenGuesses(OtherGuesses):
                 row.follow(lines[id(sequence)])
             logits = self.feeds.logits([row.held for row in rows], [row.ids for row in rows])
             at = Rows(table, own, np.array([sequence.visible + done for sequence in own]))
-            sure = guess(at, self.shared.scores(logits), done, self.threshold, made)
+            open_ones = guess(at, self.shared.scores(logits), done, self.until, made)
             done += 1
             left = []
-            for (sequence, most), likely in zip(going, sure, strict=True):
+            for (sequence, most), goes_on in zip(going, open_ones, strict=True):
                 token = int(table.data[sequence.line, sequence.visible + done - 1])
                 other = self.shared.other_id(token)
-                if likely and done < most and other is not None:
+                if goes_on and done < most and other is not None:
                     lines[id(sequence)] = np.append(lines[id(sequence)], other)
                     left.append((sequence, most))
             going = left
@@ -178,7 +180,7 @@ class TextGuesses(OtherGuesses):
             for (sequence, most), token, chance in answers:
                 own = guesses[id(sequence)]
                 own.append(token)
-                if chance >= self.threshold and len(own) < most:
+                if chance >= self.until.threshold and len(own) < most:
                     left.append((sequence, most))
             going = left
         return [self._spelled(sequence, table, guesses.get(id(sequence))) for sequence in sequences]

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
@@ -28,9 +29,15 @@ def assistant() -> LanguageModel:
 
 
 @cache
-def spelled_alike() -> LanguageModel:
-    """The same weights under a tokenizer that has the same tokens and one more."""
-    return tiny_llama(seed=2, vocab_size=320)
+def writer() -> LanguageModel:
+    """A model whose best tokens are letters and words."""
+    found = tiny_llama(seed=2, vocab_size=320)
+    found.requires_grad_()
+    unseen = [one for one in range(320) if not LONG.decode([one]).strip(" ").isalpha()]
+    unseen += LONG.all_special_ids
+    with torch.no_grad():
+        dict(found.named_parameters())["head.weight"][unseen] = 0.0
+    return found
 
 
 def asked(other: LanguageModel, tokenizer: Any, **more: Any) -> dict[str, Any]:
@@ -63,15 +70,14 @@ def test_drafts_in_other_words_change_nothing(way: dict[str, Any], lookbehind: i
 def test_the_same_words_by_another_tokenizer_are_right() -> None:
     """A tokenizer with one token less makes other ids of no text here."""
     fewer = tiny_tokenizer(319)
-    options = asked(spelled_alike(), fewer, max_new_tokens=20, eos_token_id=None)
+    options = asked(writer(), fewer, max_new_tokens=20, eos_token_id=None)
     for way in ({}, {"do_sample": True, "seed": 3, "top_k": 3}):
-        out = model().generate(**options, **way)
-        spoken = out.speculation
-        assert spoken["accepted"] > 0.3 * spoken["drafted"] > 0
+        spoken = writer().generate(**options, **way).speculation
+        assert spoken["accepted"] > 0.8 * spoken["drafted"] > 0
 
 
 def test_equal_tokenizers_need_no_translation() -> None:
-    options = asked(spelled_alike(), tiny_tokenizer(320), max_new_tokens=20, eos_token_id=None)
+    options = asked(model(), tiny_tokenizer(320), max_new_tokens=20, eos_token_id=None)
     out = model().generate(**options)
     assert out.speculation["accepted"] == out.speculation["drafted"]
 

@@ -141,6 +141,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "assistant_model": (ASSISTANT, {}),
     "assistant_tokenizer": (OTHER, {"assistant_model": ASSISTANT, "tokenizer": TOKENIZER}),
     "assistant_early_exit": (1, {}),
+    "draft_corpus": (es.Corpus([[5, 6, 7]]), {}),
     "num_assistant_tokens": (5, DRAFTED),
     "num_assistant_tokens_schedule": ("heuristic", DRAFTED),
     "assistant_confidence_threshold": (0.1, DRAFTED),

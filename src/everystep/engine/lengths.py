@@ -19,9 +19,9 @@ from everystep.types.protocols import Drafter
 
 _KEY = "drafts"
 _SAMPLES = 5  # of which the median counts
-_TRIED = 4  # how long the first drafts are, from which their cost is learned
+_TRIED = 2  # how long the first drafts are, from which their cost is learned
 _PROBE = 2  # how long a draft is that is made to see whether drafts have become better
-_SHARE = 0.02  # of the time that such drafts may cost
+_SHARE = 0.01  # of the time that such drafts may cost
 _MARGIN = 1.02  # by which a draft must be expected to pay
 _FADING = 0.9  # what each later draft leaves of what earlier ones have told
 _SLOPE = 0.1  # of a step's cost that a further position is taken to add, before that is known

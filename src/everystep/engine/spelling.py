@@ -35,8 +35,16 @@ class Tokenizers:
             found = longest_run(said[first:], again)
             if found is not None:
                 before, after = found
-                return np.concatenate([said[: first + before], again[after:]])
+                spliced = np.concatenate([said[: first + before], again[after:]])
+                if self._agree(ids[max(start - self.own_lookbehind, 0) :], spliced, len(again)):
+                    return spliced
         return _encoded(self.other, _decoded(self.own, ids), special=True)
+
+    def _agree(self, ids: np.ndarray, said: np.ndarray, more: int) -> bool:
+        """Whether both end in the same text, going by a few ids more than were spelled again."""
+        own = _decoded(self.own, ids)
+        other = _decoded(self.other, said[max(len(said) - more - self.own_lookbehind, 0) :])
+        return own.endswith(other) or other.endswith(own)
 
     def understood(self, ids: np.ndarray, said: np.ndarray, guesses: np.ndarray) -> np.ndarray:
         """The guesses that follow what was said, as ids that follow the model's own."""

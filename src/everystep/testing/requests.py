@@ -16,7 +16,16 @@ import numpy as np
 import torch
 
 from everystep.draws import SeededDraws
-from everystep.engine import DraftModel, Guidance, PromptLookup, Reuse
+from everystep.engine import (
+    Corpus,
+    CorpusLookup,
+    DraftModel,
+    Guidance,
+    OtherDraftModel,
+    PromptLookup,
+    Reuse,
+    Tokenizers,
+)
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -27,13 +36,15 @@ from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
+from everystep.testing.tokenizer import Letters
 from everystep.types import Injected, Prompt, Request
-from everystep.types.protocols import Drafter, Hook
+from everystep.types.protocols import Drafter, Hook, Schedule
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 EMBED_DIM = 4
+_SCHEDULES: tuple[Schedule, ...] = ("constant", "heuristic")
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,9 @@ def kinds(request: Request) -> list[str]:
         "diverse": isinstance(strategy, Beam) and strategy.searches > 1,
         "sampling": sampled,
         "speculation": request.drafter is not None,
-        "draft_models": isinstance(request.drafter, DraftModel),
+        "draft_models": isinstance(request.drafter, DraftModel | OtherDraftModel),
+        "other_words": isinstance(request.drafter, OtherDraftModel),
+        "corpora": isinstance(request.drafter, CorpusLookup),
         "contrastive": isinstance(strategy, Contrastive),
         "guidance": request.readout is not None,
         "hooks": bool(request.hooks),
@@ -95,6 +108,8 @@ def random_mix(seed: int) -> Mix:
         for i in range(count)
     )
     requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 3]))))
+    changing = Dice(np.random.default_rng([seed, 4]))
+    requests = tuple(_drafted_otherwise(request, function, changing) for request in requests)
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
 
@@ -250,6 +265,27 @@ def _drafter(function: HashFunction, draw: Dice) -> Drafter:
         opened = partial(HashExecutor, function.vocab_size, dim)
         return DraftModel(opened, tokens=draw.between(1, 4))
     return PromptLookup(tokens=draw.between(1, 6), max_ngram=draw.between(1, 3))
+
+
+def _drafted_otherwise(request: Request, function: HashFunction, draw: Dice) -> Request:
+    """The request, perhaps with a drafter that makes other drafts, or of other lengths."""
+    drafter, size = request.drafter, function.vocab_size
+    if isinstance(drafter, DraftModel) and draw.chance(0.4):
+        shift = draw.between(-2, 3)
+        tokenizers = Tokenizers(
+            Letters(size), Letters(size + 2, shift), draw.between(1, 4), draw.between(1, 4)
+        )
+        opened = partial(HashExecutor, size + 2, EMBED_DIM)
+        by = draw.one_of("tokens", "text")
+        drafter = OtherDraftModel(opened, tokenizers, by, drafter.tokens)
+    elif isinstance(drafter, PromptLookup) and draw.chance(0.2):
+        corpus = Corpus([draw.ids(size, draw.between(2, 30)).tolist() for _ in range(2)])
+        prompt = drafter if draw.chance(0.5) else None
+        drafter = CorpusLookup(corpus, drafter.tokens, draw.between(2, 6), prompt=prompt)
+    if isinstance(drafter, DraftModel | OtherDraftModel):
+        threshold = draw.one_of(0.0, 0.0, 0.2)
+        drafter = replace(drafter, schedule=draw.one_of(*_SCHEDULES), threshold=threshold)
+    return replace(request, drafter=drafter)
 
 
 def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:

@@ -259,7 +259,7 @@ def test_rows_that_left_keep_their_share_of_the_noise() -> None:
     torch.manual_seed(5)
     numbers = torch.rand(9, 2, dtype=torch.float64)
     torch.manual_seed(5)
-    assert torch.equal(SharedDraws().uniform("accept", at(where, left), 2), numbers[left])
+    assert torch.equal(SharedDraws().uniform("xtc", at(where, left), 2), numbers[left])
 
 
 # --- seeds ----------------------------------------------------------------------------------------

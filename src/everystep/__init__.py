@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from everystep.config import SynthIDTextWatermarkingConfig as SynthIDTextWatermarkingConfig
     from everystep.config import WatermarkingConfig as WatermarkingConfig
     from everystep.draws import set_seed as set_seed
+    from everystep.engine.corpus import Corpus as Corpus
     from everystep.errors import EverystepError as EverystepError
     from everystep.outputs import GenerateBeamDecoderOnlyOutput as GenerateBeamDecoderOnlyOutput
     from everystep.outputs import (
@@ -197,6 +198,7 @@ _NAMES = {
         WatermarkingConfig
     """,
     "draws": "set_seed",
+    "engine.corpus": "Corpus",
     "errors": "EverystepError",
     "outputs": """
         GenerateBeamDecoderOnlyOutput GenerateBeamEncoderDecoderOutput

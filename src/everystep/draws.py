@@ -8,7 +8,7 @@ position), so that a choice depends on nothing else.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
@@ -172,8 +172,13 @@ class SharedDraws:
         return _possible(drawn, probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
-        drawn = torch.rand(places.slots, n, dtype=torch.float64)
+        # The reference accepts drafts by numbers of this type.
+        kind = torch.float32 if stream == "accept" else torch.float64
+        drawn = torch.rand(places.slots, n, dtype=kind)
         return drawn[torch.from_numpy(places.slot)]
+
+    def beside(self, stream: str) -> SharedDraws:
+        return self
 
     def _noise(self, probabilities: Tensor, places: Places) -> Tensor:
         full = probabilities.new_empty(places.slots, probabilities.shape[1]).exponential_()
@@ -186,15 +191,17 @@ class SharedDraws:
 class SeededDraws:
     """Draws that depend on (seed, stream, lineage, position) alone.
 
-    Rows of several requests are drawn in one call: the seeds come with the places.
+    Rows of several requests are drawn in one call: the seeds come with the places. `stream`: that
+    of the choices.
     """
 
     seed: int
+    stream: str = field(default="choice", repr=False)
     whole_rows: ClassVar[bool] = False
 
     def choose(self, scores: Scores, places: Places) -> Tensor:
         """Inverse of the cumulative distribution, so that one number makes one choice."""
-        numbers = self.uniform("choice", places)
+        numbers = self.uniform(self.stream, places)
         if not scores.listed or scores.tokens is None:
             return _drawn(scores.whole().values, numbers)
         place = _drawn(scores.values, numbers).numpy()
@@ -205,12 +212,15 @@ class SeededDraws:
         self, probabilities: Tensor, places: Places, count: int
     ) -> Tensor:
         """Gumbel top-k (Kool et al. 2019): the numbers are keyed by token, not by rank."""
-        noise = self.uniform("choice", places, probabilities.shape[1]).to(probabilities.device)
+        noise = self.uniform(self.stream, places, probabilities.shape[1]).to(probabilities.device)
         keys = probabilities.double().log() - torch.log(-torch.log(noise))
         return _possible(torch.topk(keys, count).indices, probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         return torch.from_numpy(uniform(places.seed, stream, places.lineage, places.position, n))
+
+    def beside(self, stream: str) -> SeededDraws:
+        return SeededDraws(self.seed, stream)
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:

@@ -16,9 +16,19 @@ from everystep.strategies import Greedy, Sample
 from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import Mix, random_mix
-from everystep.types import Children, Request, Rows, Sequence, StepOutput, TokenTable, Work
+from everystep.types import (
+    Children,
+    Draft,
+    Request,
+    Rows,
+    Sequence,
+    StepOutput,
+    TokenTable,
+    Work,
+)
 from everystep.types.batch import Batch
 from everystep.types.candidates import Candidates
+from everystep.types.protocols import Schedule
 
 SEEDS = range(25)
 SCHEDULERS: list[Callable[[], Lockstep | Continuous]] = [
@@ -38,6 +48,8 @@ class Fails:
     call: int
     error: Exception
     calls: list[int] = field(default_factory=list, hash=False, compare=False)
+    tokens: ClassVar[int] = 2
+    schedule: ClassVar[Schedule] = "constant"
 
     def count(self) -> None:
         """One call more."""
@@ -48,9 +60,11 @@ class Fails:
     def start(self, vocabulary: int) -> Fails:
         return self
 
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
+    def propose(
+        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
+    ) -> list[Draft]:
         self.count()
-        return [np.empty(0, np.int64)] * len(sequences)
+        return [Draft(np.empty(0, np.int64))] * len(sequences)
 
     def restart(self) -> None: ...
 

@@ -7,7 +7,6 @@ request that the engine gets.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +22,10 @@ PROMPT = torch.tensor([IDS])
 SAMPLED = {"do_sample": True, "seed": 3}
 BEAMS = {"num_beams": 3}
 OBJECT = {"return_dict_in_generate": True}
+ASSISTANT = tiny_llama(seed=1, vocab_size=320, hidden_size=16)
+OTHER = tiny_tokenizer(300)
+DRAFTED = {"assistant_model": ASSISTANT}
+TRANSLATED = {**DRAFTED, "assistant_tokenizer": OTHER, "tokenizer": TOKENIZER}
 TWICE = {"no_repeat_ngram_size": 1}
 
 
@@ -135,6 +138,17 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     # drafts
     "prompt_lookup_num_tokens": (3, {}),
     "max_matching_ngram_size": (1, {"prompt_lookup_num_tokens": 3}),
+    "assistant_model": (ASSISTANT, {}),
+    "assistant_tokenizer": (OTHER, {"assistant_model": ASSISTANT, "tokenizer": TOKENIZER}),
+    "assistant_early_exit": (1, {}),
+    "draft_corpus": (es.Corpus([[5, 6, 7]]), {}),
+    "num_assistant_tokens": (5, DRAFTED),
+    "num_assistant_tokens_schedule": ("heuristic", DRAFTED),
+    "assistant_confidence_threshold": (0.1, DRAFTED),
+    "assistant_lookbehind": (5, TRANSLATED),
+    "target_lookbehind": (5, TRANSLATED),
+    "assistant_ensemble_weight": (0.5, DRAFTED),
+    "draft_verification": ("rejection", {**SAMPLED, **DRAFTED}),
     "disable_compile": (True, {}),
     # objects
     "generation_config": (es.GenerationConfig(repetition_penalty=2.0), {}),
@@ -182,18 +196,9 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "force_words_ids": ([[5]], BEAMS),
     "low_memory": (True, {}),
     "is_assistant": (True, {}),
-    "num_assistant_tokens": (5, {}),
-    "num_assistant_tokens_schedule": ("heuristic", {}),
-    "assistant_confidence_threshold": (0.1, {}),
-    "assistant_early_exit": (2, {}),
-    "assistant_lookbehind": (5, {}),
-    "target_lookbehind": (5, {}),
-    "assistant_ensemble_weight": (0.5, {}),
     "speculation_type": ("dflash", {}),
     "compile_config": (es.CompileConfig(), {}),
     "continuous_batching_config": ({"a": 1}, {}),
-    "assistant_model": (SimpleNamespace(), {}),
-    "assistant_tokenizer": (TOKENIZER, {}),
     "synced_gpus": (True, {}),
     "cache_params": (object(), {}),
     "pixel_values": (torch.zeros(1), {}),
@@ -211,10 +216,8 @@ EVERYWHERE = ("model.generate", "es.generate", "es.stream", "es.open")
 OF_TEXTS = ("es.generate", "es.stream", "es.open")
 _LATER = (
     *("use_mtp", "dola_layers", "num_beam_groups", "constraints", "force_words_ids", "low_memory"),
-    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
-    *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "compile_config"),
-    *("continuous_batching_config", "assistant_model", "assistant_tokenizer", "synced_gpus"),
+    *("is_assistant", "speculation_type", "compile_config"),
+    *("continuous_batching_config", "synced_gpus"),
     *("cache_params", "pixel_values", "pixel_values_videos", "input_features"),
     *("mm_encoder_outputs", "token_type_ids", "trust_remote_code", "logits_to_keep"),
     *("use_model_defaults", "return_legacy_cache"),

@@ -95,7 +95,7 @@ def seen(model: LanguageModel, face: str, given: Given) -> tuple[Any, list[str]]
         return executor(self, *needs, **how)
 
     def noted(engine: Engine, request: Any) -> Any:
-        parts = (request.stops, request.drafter, request.pad_token)
+        parts = (request.stops, request.drafter, request.verification, request.pad_token)
         asked.append(f"{fingerprint(request)} {parts!r}")
         return submit(engine, request)
 

@@ -193,7 +193,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "force_words_ids asks for constrained beams": {"num_beams": 6, "force_words_ids": [[5, 6]]},
     "dola_layers asks for DoLa": {"dola_layers": "high"},
-    "assistant_model asks for drafting": {"assistant_model": object()},
     "synced_gpus asks for stepping together": {"synced_gpus": True},
 }  # fmt: skip
 

@@ -18,8 +18,8 @@ _TOGETHER = {
     AssistedCandidateGenerator CandidateGenerator DFlashTokenCandidateGenerator
     EarlyExitCandidateGenerator PromptLookupCandidateGenerator
     """: (
-        "drafts are made by the engine's strategies, not by objects of the caller",
-        "Set prompt_lookup_num_tokens in the call",
+        "drafts are made by the engine, not by objects of the caller",
+        "Pass assistant_model, or set prompt_lookup_num_tokens or assistant_early_exit",
     ),
     """
     ContinuousBatchingConfig ContinuousBatchingManager ContinuousMixin FIFOScheduler
@@ -93,10 +93,8 @@ def refuse_name(name: str, asking: FrameType) -> NoReturn:
 
 
 _BY_LOOKUP = "Set prompt_lookup_num_tokens, which drafts without a second model"
-_SECOND_MODEL = ("drafting with a second model", _BY_LOOKUP)
 _ENCODED = "Declare what encodes them as a PromptInput of that name in model.prompt_inputs"
 ARGUMENTS_LATER = {
-    **dict.fromkeys(("assistant_model", "assistant_tokenizer"), _SECOND_MODEL),
     "cache_params": ("a state of recurrent layers", "Pass the whole prompt as input_ids"),
     "pixel_values": ("images", f"{_ENCODED}, or pass their embeddings among inputs_embeds"),
     "pixel_values_videos": ("videos", f"{_ENCODED}, or pass their embeddings among inputs_embeds"),
@@ -129,7 +127,6 @@ ARGUMENTS_NEVER = {
 """Names that are known and have no place here -> why, and what to do."""
 _BEAMS = "Set num_beams alone, or bad_words_ids and sequence_bias to steer words"
 FIELDS_LATER = {
-    "assistant_early_exit": ("speculation with the model's own early layers", _BY_LOOKUP),
     "dola_layers": ("DoLa", "Leave it out, or set penalty_alpha and top_k for contrastive search"),
     "constraints": ("constrained beams", _BEAMS),
     "force_words_ids": ("constrained beams", _BEAMS),
@@ -137,22 +134,14 @@ FIELDS_LATER = {
     "speculation_type": ("block drafters", _BY_LOOKUP),
     "low_memory": ("sequential beams", "Leave it out: beams share their prompt's memory"),
     "compile_config": ("compiled forwards", "Leave it out: forwards run as they are"),
-    "assistant_ensemble_weight": ("ensemble verification", _BY_LOOKUP),
     "num_beam_groups": ("diverse beams", "Set num_beams with do_sample=True for various beams"),
     "continuous_batching_config": (
         "settings of the continuous scheduler",
         "Call everystep.generate(model, tokenizer, prompts), which schedules by itself",
     ),
-    **dict.fromkeys(
-        (
-            "is_assistant",
-            "num_assistant_tokens",
-            "num_assistant_tokens_schedule",
-            "assistant_confidence_threshold",
-            "assistant_lookbehind",
-            "target_lookbehind",
-        ),
-        _SECOND_MODEL,
+    "is_assistant": (
+        "a draft on its own",
+        "Pass the model as assistant_model to a call of another",
     ),
 }
 """Fields that are read and checked, whose capability is not built yet -> what it is, what to do."""

@@ -28,7 +28,14 @@ from everystep.executors.choice import (
     open_executor,
     refuse_cache_dtype,
 )
-from everystep.models import Model, convert_model, learning_weights, named_weights, weight_bytes
+from everystep.models import (
+    Model,
+    convert_model,
+    first_layers,
+    learning_weights,
+    named_weights,
+    weight_bytes,
+)
 from everystep.models.load import usable_device
 from everystep.nn.network import Heard, Window
 from everystep.outputs import (
@@ -242,14 +249,19 @@ class LanguageModel:
         return chosen(self._core, self._executor)
 
     def executor(
-        self, needs: Set[str] = frozenset(), quantization: Quantization | None = None
+        self,
+        needs: Set[str] = frozenset(),
+        quantization: Quantization | None = None,
+        layers: int | None = None,
     ) -> Executor:
         """A fresh executor with no rows that has the abilities in `needs`.
 
-        `quantization`: how its rows will keep what they hold, None for full precision.
+        `quantization`: how its rows will keep what they hold, None for full precision. `layers`: it
+        runs the first so many layers alone, None for all.
         """
+        core = self._core if layers is None else first_layers(self._core, layers)
         return open_executor(
-            self._core, self._executor, needs, quantization, self._cache_dtype, self._adapters
+            core, self._executor, needs, quantization, self._cache_dtype, self._adapters
         )
 
     def __call__(
@@ -341,11 +353,11 @@ class LanguageModel:
         tokens do not depend on its batch. `seed`: one integer, or one per row. `logprobs=k`,
         `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the k best there,
         before any processor; part of the output object (`TokenLogprobs`). `hooks`: what sees every
-        step and adds to it, see `Hook`. `custom_generate`: a decoding loop of the caller's, see
-        `api/custom.py`.
+        step and adds to it, see `Hook`. `assistant_model`: a smaller model, which drafts; with a
+        seed the tokens are those without it. `custom_generate`: a decoding loop of the caller's,
+        see `api/custom.py`.
         """
         refuse_argument("synced_gpus", synced_gpus)
-        refuse_argument("assistant_model", assistant_model)
         first: object = inputs
         if isinstance(first, Mapping):
             what, got = "the first argument is a mapping", type(first).__name__
@@ -372,5 +384,6 @@ class LanguageModel:
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "hooks": hooks,
+            "assistant_model": assistant_model,
         }
         return generate(self, given)

@@ -10,11 +10,13 @@ from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argume
 from everystep.api.allowing import read_allowed
 from everystep.api.answers import read_best_of, read_n_best
 from everystep.api.beside import read_contrast
+from everystep.api.drafts import Assistant, read_assistant, read_corpus, with_draft_notices
 from everystep.api.grammars import read_grammar
+from everystep.api.objects import read_adapters, read_functions, read_hooks, read_text, require
 from everystep.api.prefixes import Prefix, read_prefix
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
-from everystep.engine import Contrast
+from everystep.engine import Contrast, Corpus
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
@@ -59,6 +61,9 @@ OBJECTS = (
     "amateur_model",
     "contrast_alpha",
     "contrast_beta",
+    "assistant_model",
+    "assistant_tokenizer",
+    "draft_corpus",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -88,7 +93,8 @@ class Options:
     every prompt; `salt`: prompts of another one share no rows with these. `contrast`: with which
     model, and how. `n_best`: how many hypotheses of a search are returned; `best_of`: the strategy
     that chooses among samples. `adapter_names`: one for all rows or one each, None for what is
-    active. `grammar`: what the texts have to follow. The rest are the caller's own objects.
+    active. `grammar`: what the texts have to follow. `assistant`: a second model, which drafts;
+    `corpus`: texts to copy drafts from. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -114,6 +120,9 @@ class Options:
     best_of: BestOf | None = None
     salt: str | None = None
     grammar: GrammarMask | None = None
+    assistant: Assistant | None = None
+    assistant_tokenizer: Any = None
+    corpus: Corpus | None = None
 
     @property
     def fill(self) -> int:
@@ -169,6 +178,8 @@ def read_options(
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
     effective = _with_pad_notice(effective, model.vocab_size)
+    assistant, corpus = read_assistant(given), read_corpus(given)
+    effective = with_draft_notices(effective, assistant, corpus)
     for name in ("logprobs", "prompt_logprobs"):
         _require_count(name, given.get(name), model.vocab_size)
     prefix = given.get("prefix_allowed_tokens_fn")
@@ -176,7 +187,7 @@ def read_options(
     return Options(
         effective,
         *special,
-        processors=_functions("logits_processor", given.get("logits_processor")),
+        processors=read_functions("logits_processor", given.get("logits_processor")),
         criteria=given.get("stopping_criteria"),
         prefix_allowed_tokens=require("prefix_allowed_tokens_fn", prefix, "__call__"),
         allowed=read_allowed(given.get("allowed_sequences"), tokenizer),
@@ -186,13 +197,18 @@ def read_options(
         prompt_logprobs=given.get("prompt_logprobs"),
         legacy_cache=bool(given.get("return_legacy_cache")),
         prefix=read_prefix(given.get("prefix")),
-        salt=_text("cache_salt", given.get("cache_salt")),
-        hooks=_hooks(given.get("hooks")),
+        salt=read_text("cache_salt", given.get("cache_salt")),
+        hooks=read_hooks(given.get("hooks")),
         contrast=read_contrast(model, given),
         n_best=read_n_best(given, effective),
         best_of=read_best_of(given, effective, tokenizer),
-        adapter_names=_known_adapters(given.get("adapter_names"), model.adapters),
+        adapter_names=read_adapters(given.get("adapter_names"), model.adapters),
         grammar=read_grammar(given, tokenizer, special[0], model.vocab_size),
+        assistant=assistant,
+        corpus=corpus,
+        assistant_tokenizer=require(
+            "assistant_tokenizer", given.get("assistant_tokenizer"), "encode", "decode", "get_vocab"
+        ),
     )
 
 
@@ -255,20 +271,6 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
         raise UnknownArgumentError(f"generate() knows no {noun} {listed}", do=do)
 
 
-def require(name: str, value: Any, *methods: str) -> Any:
-    """The value, which is None or has the methods (`__call__` among them); RequestError if not."""
-    missing = [method for method in methods if not callable(getattr(value, method, None))]
-    if value is None or not missing:
-        return value
-    wanted = "a function" if methods == ("__call__",) else f"an object with {', '.join(methods)}"
-    raise RequestError(
-        f"{name} is of another kind",
-        wanted=wanted,
-        got=repr(value),
-        do=f"Pass such an object as {name}, or leave it out",
-    )
-
-
 def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     """(rows,) what was given, where it is one integer or as many as there are rows."""
     several = isinstance(seed, Sequence) and not isinstance(seed, str)
@@ -281,64 +283,6 @@ def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
         got=repr(seed),
         do="Pass one seed, or one per row of the prompt or prompt of the list",
     )
-
-
-def _functions(name: str, value: Any) -> tuple[Any, ...]:
-    """The functions in a list argument, none without it; RequestError for anything else."""
-    if value is None:
-        return ()
-    listed = isinstance(value, (list, tuple))
-    if listed and all(callable(one) for one in value):
-        return tuple(value)
-    strangers = [one for one in value if not callable(one)] if listed else [value]
-    raise RequestError(
-        f"{name} is not a list of functions",
-        wanted="a list of callables of (input_ids, scores)",
-        got=repr(strangers[0]),
-        do=f"Pass {name}=[...] with an object that can be called",
-    )
-
-
-def _text(name: str, value: object) -> str | None:
-    """The value, which is None or a text; RequestError if not."""
-    if value is None or isinstance(value, str):
-        return value
-    raise RequestError(f"{name} is of another kind", wanted="a text", got=repr(value))
-
-
-def _hooks(value: Any) -> tuple[Hook, ...]:
-    """The hooks in a list argument, none without it; RequestError for anything else."""
-    listed = [] if value is None else value
-    several = isinstance(listed, (list, tuple))
-    strangers = [one for one in listed if not _is_hook(one)] if several else [value]
-    if strangers:
-        raise RequestError(
-            "hooks is not a list of hooks",
-            wanted="a list of objects of classes that derive from everystep.Hook",
-            got=repr(strangers[0]),
-            do="Pass hooks=[MyHook()]",
-        )
-    return tuple(listed)
-
-
-def _known_adapters(value: Any, known: Sequence[str]) -> Any:
-    """The value; RequestError if it names an adapter that the model does not have."""
-    names = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
-    if strangers := [one for one in names if isinstance(one, str) and one not in known]:
-        raise RequestError(
-            "adapter_names has one that the model does not have",
-            wanted=", ".join(known) or "none",
-            got=repr(strangers[0]),
-            do="Load it with model.load_adapter first",
-        )
-    return value
-
-
-def _is_hook(value: object) -> bool:
-    members = ("on_prompt", "before_step", "after_step")
-    named = all(isinstance(getattr(value, name, None), tuple) for name in ("gives", "reads"))
-    callables = all(callable(getattr(value, name, None)) for name in members)
-    return named and callables and not isinstance(value, type)
 
 
 def _require_count(name: str, value: object, vocabulary: int) -> None:

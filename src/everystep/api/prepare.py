@@ -14,6 +14,7 @@ from warnings import warn
 from everystep.api.allowing import allowed_in, length_of_allowed
 from everystep.api.beside import companions_of, readout_of
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
+from everystep.api.drafts import drafts_of
 from everystep.api.features import with_features
 from everystep.api.grammars import with_forced
 from everystep.api.healing import healed, require_healable
@@ -24,7 +25,6 @@ from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
 from everystep.config.effective import for_rows
-from everystep.engine import PromptLookup
 from everystep.engine.collect import kept_rows
 from everystep.errors import RequestError
 from everystep.nn.network import Heard
@@ -37,7 +37,7 @@ from everystep.stops.strings import StopStrings
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.text import Spelling
 from everystep.types import Request, Wants
-from everystep.types.protocols import Drafter, Stop, Strategy
+from everystep.types.protocols import Stop, Strategy
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -94,7 +94,8 @@ def prepare(
     new = _most_new(options.effective, inputs, model.context, most)
     options = replace(options, effective=_settled(options, inputs, new, model.context))
     reach = max(inputs.width + new, longest(options.criteria))
-    strategy, drafter = _strategy(options, reach - inputs.width)
+    strategy = _strategy(options, reach - inputs.width)
+    drafter, verification = drafts_of(model, options, strategy)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
     cache, hidden = past, strategy.reads.hidden and runs != "loop"
     if options.prefix is not None and hidden:
@@ -130,6 +131,7 @@ def prepare(
             companions=companions_of(options, inputs, row, model.vocab_size),
             readout=readout,
             drafter=drafter,
+            verification=verification,
             wants=wants,
             max_length=reach - inputs.pads[row] + prompt.hidden,
             pad_prefix=inputs.pads[row],
@@ -239,24 +241,15 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
     warn(text, UserWarning, stacklevel=6)
 
 
-def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
-    """What the configuration names: the one place that makes strategies and drafters.
+def _strategy(options: Options, most: int) -> Strategy:
+    """What the configuration names: the one place that makes strategies.
 
     `most`: the most new tokens that a row can get.
     """
     e = options.effective
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
-    contrastive = not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1
-    if e.prompt_lookup_num_tokens is not None and (width > 1 or contrastive):
-        raise RequestError(
-            "prompt_lookup_num_tokens cannot be combined with "
-            f"{'num_beams > 1' if width > 1 else 'penalty_alpha'}",
-            wanted="greedy decoding or sampling",
-            got=f"prompt_lookup_num_tokens={e.prompt_lookup_num_tokens}",
-            do="Leave one of the two out",
-        )
     if width > 1:
-        beam = Beam(
+        return Beam(
             width=width,
             returns=options.n_best or returns,
             keeps=options.n_best or 0,
@@ -266,16 +259,11 @@ def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
             max_new=most,
             sampled=bool(e.do_sample),
         )
-        return beam, None
     if options.best_of is not None:
-        return options.best_of, None
-    if contrastive:
-        return Contrastive(int(e.top_k), float(e.penalty_alpha)), None
-    base = Sample(returns) if e.do_sample else Greedy()
-    if e.prompt_lookup_num_tokens is None:
-        return base, None
-    ngram = 2 if e.max_matching_ngram_size is None else int(e.max_matching_ngram_size)
-    return base, PromptLookup(int(e.prompt_lookup_num_tokens), ngram, options.eos)
+        return options.best_of
+    if not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1:
+        return Contrastive(int(e.top_k), float(e.penalty_alpha))
+    return Sample(returns) if e.do_sample else Greedy()
 
 
 def _stops(options: Options, visible: int) -> tuple[Stop, ...]:

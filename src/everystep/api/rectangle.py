@@ -15,13 +15,13 @@ from torch import Tensor
 from everystep.api.caches import fill_cache, hide_past, read_cache, with_seen
 from everystep.api.custom import refuse_unseen, run_loop, take_own
 from everystep.api.inputs import EncoderSource, Inputs, read_inputs, with_negative
+from everystep.api.objects import require
 from everystep.api.options import (
     MODEL_INPUTS,
     OF_RECTANGLES,
     Options,
     cut_by_default,
     read_options,
-    require,
     require_output_object,
 )
 from everystep.api.prepare import Call, completed, prepare
@@ -153,8 +153,9 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None, passed: An
         out.past_key_values = own.to_legacy_cache()
     out.timings = timings
     if call.requests[0].drafter is not None:
-        counts = engine.counts
+        counts, gained = engine.counts, engine.drafters.lengths.costs.gained_seconds
         out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
+        out.speculation["gained_seconds"] = gained
     return out
 
 

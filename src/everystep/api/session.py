@@ -16,6 +16,7 @@ from everystep.api.absent import OF_TENSORS, refuse_of_rectangles, refuse_rectan
 from everystep.api.caches import row_quantization
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
+from everystep.api.objects import require
 from everystep.api.options import (
     CONFIG_FIELDS,
     MODEL_INPUTS,
@@ -23,7 +24,6 @@ from everystep.api.options import (
     cut_by_default,
     read_options,
     read_seeds,
-    require,
     require_output_object,
 )
 from everystep.api.prepare import Call, completed, prepare

@@ -65,9 +65,20 @@ class WrappedModel(LanguageModel):
         return dict(counts.most_common())
 
     def executor(
-        self, needs: Set[str] = frozenset(), quantization: Quantization | None = None
+        self,
+        needs: Set[str] = frozenset(),
+        quantization: Quantization | None = None,
+        layers: int | None = None,
     ) -> Executor:
-        """A fresh executor with no rows; UnsupportedError for rows that are to be quantised."""
+        """A fresh executor with no rows; UnsupportedError for rows that are to be quantised, and
+        for a part of the layers."""
+        if layers is not None:
+            raise UnsupportedError(
+                "the layers of a wrapped model run as its own library runs them",
+                wanted="all of them",
+                got=f"the first {layers}",
+                do="Leave assistant_early_exit out, or load the model with everystep.load_model",
+            )
         if quantization is not None:
             raise UnsupportedError(
                 "rows of a wrapped model lie in cache objects of its own library",

@@ -18,6 +18,7 @@ from torch import Tensor
 from everystep.draws import fork_lineage
 from everystep.engine.apply import sprout
 from everystep.engine.feed import NO_IDS, Feeds, columns_of
+from everystep.engine.rejection import judged
 from everystep.engine.sequels import Sequels
 from everystep.processors.guidance import guided
 from everystep.processors.pipeline import apply, best_read
@@ -67,7 +68,7 @@ def best_needed(request: Request, vocabulary: int) -> int:
     the whole row is read."""
     wants, reads = request.wants, request.strategy.reads
     likelihoods = wants.logprobs is not None or wants.prompt_logprobs is not None
-    if request.readout is not None or wants.history or likelihoods:
+    if request.readout is not None or wants.history or likelihoods or request.verification.reads:
         return 0
     if any({"scores", "logits"} & {*hook.reads} for hook in request.hooks):
         return 0
@@ -91,8 +92,8 @@ class Scored:
     row of each.
     `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
     reported. `given`: the same as scores; `beside`: (R, V) logits of each companion and of another
-    model. `shown`: the
-    scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
+    model. `offered`: the scores, or what drafts that are accepted by chance leave of them.
+    `shown`: the scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
     """
 
     batch: Batch
@@ -104,6 +105,7 @@ class Scored:
     given: Scores
     beside: list[Tensor]
     scores: Scores
+    offered: Scores
     shown: History
     sequels: Sequels | None = None
 
@@ -119,7 +121,7 @@ class Scored:
 
     def pick(self, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """What the strategy reduces the scores to in its next round."""
-        return self.groups[0].request.strategy.pick(self.batch, self.scores, earlier)
+        return self.groups[0].request.strategy.pick(self.batch, self.offered, earlier)
 
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
@@ -182,22 +184,31 @@ def score(
     reached = np.array(place) + len(history) + 1 if shown else None
     width = max([group.request.strategy.width for group in groups])
     slot = [groups[g].rank * width + s.index for g, s in zip(group_of, sequences, strict=True)]
+    slots = width * submitted
+    if drafted:
+        # Of rows whose drafts are judged by chance only one is left to draw.
+        slot = owner if request.verification.rejects else list(range(len(follow)))
+        slots = slot[-1] + 1
     batch = Batch(
         groups=groups,
         sequences=follow,
         group_of=np.array([group_of[s] for s in owner], dtype=np.int64),
         table=feeds.table,
-        slot=np.arange(len(follow)) if drafted else np.array(slot, dtype=np.int64),
-        slots=len(follow) if drafted else width * submitted,
+        slot=np.array(slot, dtype=np.int64),
+        slots=slots,
         draws=request.draws,
         vocabulary=output.logits.shape[-1],
         columns=lambda s: columns_of(sources[s]),
         stops=_stops(follow, feeds.table, shown or None, reached, sequels),
     )
     first = [row for row, i in enumerate(place) if i == 0]
-    return Scored(
-        batch, sequences, group_of, drafts, first, logits, given, beside, scores, shown, sequels
-    )
+    offered = scores
+    if drafted:
+        each = zip(sequences, first, drafts, sources, strict=True)
+        judges = [(s.request, row, ids, feeds.drawn_from.get(id(own))) for s, row, ids, own in each]
+        offered = judged(scores, batch, judges)
+    read = (logits, given, beside, scores, offered, shown, sequels)
+    return Scored(batch, sequences, group_of, drafts, first, *read)
 
 
 def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:

@@ -18,6 +18,7 @@ from everystep.engine.apply import Change, abandoned, changes, forget
 from everystep.engine.batches import History, Scored, score
 from everystep.engine.feed import Feeds
 from everystep.engine.ledger import Ledger
+from everystep.engine.lengths import note_drafts
 from everystep.engine.logprobs import note_choices, with_prompt
 from everystep.errors import NOBODYS
 from everystep.strategies.single import Picked
@@ -145,6 +146,7 @@ class Choices:
             longer = children.counts > 1
             self.counts.long_children += int(longer.sum())
             self.counts.accepted += int((children.counts[longer] - 1).sum())
+            note_drafts(scored.sequences, scored.drafts, (children.counts - 1).tolist())
         if scored.shown:
             self.history = scored.shown[: len(before) + int(children.counts.max())]
         if self.observed:

@@ -244,7 +244,7 @@ class Engine:
         self.prefixes.shrink(self.scheduler.room)
         feeds = self._feeds()
         feeds.ready = [grant.group for grant in grants if grant.chooses(self.table)]
-        feeds.drafts, broken = self.drafters.propose(feeds.ready, self.scheduler.groups, self.table)
+        broken = self.drafters.propose(feeds, self.scheduler.groups, self.counts.accepted)
         if not broken:
             broken = self.amateurs.read(feeds, self.scheduler.groups)
         if not broken and any(grant.group.request.hooks for grant in grants):
@@ -265,6 +265,7 @@ class Engine:
         )
         choices.make()
         self._end(choices.changes, choices)
+        self.drafters.note_step(feeds, self.counts.accepted)
 
     def _join(self, group: Group, running: list[Group], room: Room) -> bool:
         """Whether the group may feed; it holds what it found in the rows of others."""

@@ -75,7 +75,8 @@ class Feeds:
     `declared`: the inputs that prompts may give, by name; see `Executor.inputs`. `hooking`: what
     asks hooks; `hooked[id(sequence)]`: what they give for the positions of its feed, and
     `foreseen[id(sequence)]` for each drafted one of them. `ready`: the groups that will choose.
-    `drafts[id(sequence)]`: the ids that its feed holds beyond its own.
+    `drafts[id(sequence)]`: the ids that its feed holds beyond its own; `drawn_from[...]`: the
+    scores (n, V) that they were drawn from, if they were.
     `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
     `first_row[id(unit)]`: the first of either that belongs to a choice of a sequence or companion;
     `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: of a group, the first of the rows
@@ -93,6 +94,7 @@ class Feeds:
     foreseen: dict[int, list[Mapping[str, Tensor]]] = field(default_factory=dict)
     ready: list[Group] = field(default_factory=list)
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
+    drawn_from: dict[int, Tensor] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)

@@ -27,7 +27,7 @@ Results = dict[str, list[Hypothesis]]
 Executors = Callable[[Mix, int | None], Executor]
 
 
-# The first thirteen count mixes, the others happenings.
+# The first fifteen count mixes, the others happenings.
 FLOORS = {
     "mixes": 2_000,
     "beams": 400,
@@ -37,6 +37,8 @@ FLOORS = {
     "guidance": 300,
     "diverse": 100,
     "draft_models": 100,
+    "other_words": 30,
+    "corpora": 60,
     "hooks": 400,
     "best_of": 200,
     "n_best": 150,

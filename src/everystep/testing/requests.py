@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from everystep.draws import SeededDraws
-from everystep.engine import Contrast, DraftModel, Guidance, PromptLookup, Reuse
+from everystep.engine import (
+    Contrast,
+    Corpus,
+    CorpusLookup,
+    DraftModel,
+    Guidance,
+    OtherDraftModel,
+    PromptLookup,
+    Reuse,
+    Tokenizers,
+)
 from everystep.processors.allowed import AllowedSequencesLogitsProcessor
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
@@ -29,6 +39,7 @@ from everystep.strategies import Beam, BestOf, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
+from everystep.testing.tokenizer import Letters
 from everystep.testing.wide_requests import widened
 from everystep.types import Injected, Prompt, Request
 from everystep.types.protocols import Drafter, Hook
@@ -37,6 +48,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 EMBED_DIM = 4
+_SCHEDULES = ("constant", "heuristic")
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,9 @@ def kinds(request: Request) -> list[str]:
         "diverse": isinstance(strategy, Beam) and strategy.searches > 1,
         "sampling": sampled,
         "speculation": request.drafter is not None,
-        "draft_models": isinstance(request.drafter, DraftModel),
+        "draft_models": isinstance(request.drafter, DraftModel | OtherDraftModel),
+        "other_words": isinstance(request.drafter, OtherDraftModel),
+        "corpora": isinstance(request.drafter, CorpusLookup),
         "contrastive": isinstance(strategy, Contrastive),
         "guidance": isinstance(request.readout, Guidance),
         "contrast": isinstance(request.readout, Contrast),
@@ -107,7 +121,9 @@ def random_mix(seed: int) -> Mix:
         )
         for i in range(count)
     )
-    requests = _related(requests, Dice(np.random.default_rng([seed, 3])))
+    requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 3]))))
+    changing = Dice(np.random.default_rng([seed, 5]))
+    requests = tuple(_drafted_otherwise(request, function, changing) for request in requests)
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
 
@@ -311,6 +327,27 @@ def _drafter(function: HashFunction, draw: Dice) -> Drafter:
         opened = partial(HashExecutor, function.vocab_size, dim)
         return DraftModel(opened, tokens=draw.between(1, 4))
     return PromptLookup(tokens=draw.between(1, 6), max_ngram=draw.between(1, 3))
+
+
+def _drafted_otherwise(request: Request, function: HashFunction, draw: Dice) -> Request:
+    """The request, perhaps with a drafter that makes other drafts, or of other lengths."""
+    drafter, size = request.drafter, function.vocab_size
+    if isinstance(drafter, DraftModel) and draw.chance(0.4):
+        shift = draw.between(-2, 3)
+        tokenizers = Tokenizers(
+            Letters(size), Letters(size + 2, shift), draw.between(1, 4), draw.between(1, 4)
+        )
+        opened = partial(HashExecutor, size + 2, EMBED_DIM)
+        by = draw.one_of("tokens", "text")
+        drafter = OtherDraftModel(opened, tokenizers, by, drafter.tokens)
+    elif isinstance(drafter, PromptLookup) and draw.chance(0.2):
+        corpus = Corpus([draw.ids(size, draw.between(2, 30)).tolist() for _ in range(2)])
+        prompt = drafter if draw.chance(0.5) else None
+        drafter = CorpusLookup(corpus, drafter.tokens, draw.between(2, 6), prompt=prompt)
+    if isinstance(drafter, DraftModel | OtherDraftModel):
+        threshold = draw.one_of(0.0, 0.0, 0.2)
+        drafter = replace(drafter, schedule=draw.one_of(*_SCHEDULES), threshold=threshold)
+    return replace(request, drafter=drafter)
 
 
 def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:

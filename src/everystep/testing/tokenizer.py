@@ -58,3 +58,26 @@ def _merges() -> list[tuple[str, str]]:
         for end in range(1, len(spelled)):
             merges["".join(spelled[:end]), spelled[end]] = None
     return list(merges)
+
+
+class Letters:
+    """A tokenizer with one token per letter; the letters of id 0, 1, ... begin `shift` letters on.
+
+    Two of them say the same in different ids, as far as both have the letters.
+    """
+
+    def __init__(self, vocab_size: int, shift: int = 0) -> None:
+        self.tokens = [chr(0x4E00 + shift + id) for id in range(vocab_size)]
+        self._ids = {token: id for id, token in enumerate(self.tokens)}
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token -> id."""
+        return dict(self._ids)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of some ids."""
+        return "".join(self.tokens[id] for id in ids)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text, without the letters that it does not have."""
+        return [self._ids[letter] for letter in text if letter in self._ids]

@@ -38,7 +38,18 @@ from everystep.types.hooks import BeforeStep as BeforeStep
 from everystep.types.hooks import Hooked as Hooked
 from everystep.types.hooks import Next as Next
 from everystep.types.hooks import PromptMoment as PromptMoment
-from everystep.types.protocols import Drafter, Draws, Hook, Processor, Readout, Stop, Strategy
+from everystep.types.protocols import (
+    MATCHING,
+    Drafter,
+    Draws,
+    Hook,
+    Processor,
+    Readout,
+    Stop,
+    Strategy,
+)
+from everystep.types.protocols import Draft as Draft
+from everystep.types.protocols import Verification as Verification
 from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
@@ -74,10 +85,10 @@ class Wants:
 class Request:
     """A prompt and every resolved choice; nothing in it changes while it runs.
 
-    `drafter` proposes tokens that the strategy may accept; None for none. `companions` are further
-    prompts whose rows mirror each sequence and appear in no output. `adapters`: (name, weight)
-    pairs of the adapters that all its feeds ask for. `hooks` see every step and may add to it.
-    `salt`: only requests of equal salt share what their prompts begin with.
+    `drafter` proposes tokens that the strategy may accept, judged as `verification` says; None for
+    none. `companions` are further prompts whose rows mirror each sequence and appear in no output.
+    `adapters`: (name, weight) pairs of the adapters that all its feeds ask for. `hooks` see every
+    step and may add to it. `salt`: only requests of equal salt share what their prompts begin with.
     `linger` keeps finished sequences in the batch, fed with `pad_token`, until all are done; with
     `keeps` their group stays even then, and keeps their rows until it is cancelled or replaced. The
     pad prefix is made of `prefix_token`, or of `pad_token` where that is None. `shift`: visible
@@ -94,6 +105,7 @@ class Request:
     companions: tuple[Prompt, ...] = ()
     readout: Readout | None = None
     drafter: Drafter | None = None
+    verification: Verification = MATCHING
     wants: Wants = Wants()
     max_length: int = 2**31
     pad_prefix: int = 0

@@ -120,6 +120,9 @@ class Draws(Protocol):
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         """(R, n) numbers in (0, 1) from a named stream."""
 
+    def beside(self, stream: str) -> Draws:
+        """Draws of the same kind and seed whose choices depend on none of these."""
+
 
 class Stop(Protocol):
     """A function of candidates; equal stops of different requests are called once."""
@@ -138,13 +141,53 @@ class Readout(Protocol):
         """(R, V) logits of the sequences and of each companion -> (R, V)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """Ids (n,) that may follow a sequence; `scores` (n, V): what each was drawn from, as softmax
+    reads them, None where nothing was drawn."""
+
+    ids: np.ndarray
+    scores: Tensor | None = None
+
+
+Schedule = Literal["constant", "heuristic", "costs"]
+"""How long drafts are: always so many ids; two more after a draft that was right, one fewer after
+one that was not; or as many as pay, by what steps have cost and drafts have gained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How drafts are judged.
+
+    By default an id counts if it is what the strategy chooses. With `rejects` it counts with the
+    probability p / q, where it was drawn from q and the strategy draws from p, and the first that
+    does not is drawn anew from what p has beyond q: equal in distribution. With `weight` below 1 a
+    mixture, weight * p + (1 - weight) * q, stands in the place of p, which changes the results.
+    Source: Leviathan et al. 2023, algorithm 1; for the mixture the reference's
+    `assistant_ensemble_weight`.
+    """
+
+    rejects: bool = False
+    weight: float = 1.0
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads what drafts were drawn from."""
+        return self.rejects or self.weight < 1
+
+
+MATCHING = Verification()
+
+
 class Drafting(Protocol):
     """A drafter at work for one engine."""
 
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
-        """Per sequence the ids that may follow it, as many as there is room for at most.
+    def propose(
+        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
+    ) -> list[Draft]:
+        """Per sequence the ids that may follow it, as many as its limit at most.
 
-        None of the sequences has ended, and each has room for at least one.
+        None of the sequences has ended, and each limit is at least one.
         """
 
     def restart(self) -> None:
@@ -156,6 +199,14 @@ class Drafting(Protocol):
 
 class Drafter(Protocol):
     """A frozen value that guesses how sequences go on; equal ones work together."""
+
+    @property
+    def tokens(self) -> int:
+        """How many ids a draft holds, at first or at most."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """How that number changes."""
 
     def start(self, vocabulary: int) -> Drafting:
         """A drafter at work for an engine with so many ids, with storage of its own if it needs

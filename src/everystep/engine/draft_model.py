@@ -1,0 +1,291 @@
+"""Drafts of a smaller model of the same vocabulary.
+
+It has an executor and cache rows of its own, one per sequence, which are forked, cut and freed with
+the sequence because they are one of its memories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.engine.batches import later
+from everystep.engine.feed import NO_IDS
+from everystep.engine.ledger import Ledger
+from everystep.errors import RequestError, UnsupportedError
+from everystep.executors.base import Executor
+from everystep.processors.pipeline import apply
+from everystep.strategies.base import Batch
+from everystep.types import (
+    Columns,
+    Draft,
+    Prompt,
+    Rows,
+    Scores,
+    Sequence,
+    TokenTable,
+    Work,
+    is_memory,
+)
+from everystep.types.protocols import Drafting, Schedule
+
+_NO_DRAFT = Draft(NO_IDS)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A smaller model of the same vocabulary guesses `tokens` ids, one after another.
+
+    Each guess is what the request itself would choose from the draft model's scores: with its
+    processors, its strategy and, where they are seeded, its draws. `open`: a fresh executor of the
+    draft model, with the ability "truncate". A draft ends with the first guess that is less likely
+    than `threshold`, or one of `stop_ids`. Sequences whose prompt has no ids, or ids beyond the
+    vocabulary, are not
+    drafted for. Source: Leviathan et al. 2023; the reference's AssistedCandidateGenerator.
+    """
+
+    open: Callable[[], Executor]
+    tokens: int = 5
+    schedule: Schedule = "constant"
+    threshold: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+
+    def start(self, vocabulary: int) -> Drafting:
+        executor = self.open()
+        if executor.vocab_size != vocabulary:
+            raise RequestError(
+                "the draft model has another vocabulary",
+                wanted=f"{vocabulary} ids",
+                got=executor.vocab_size,
+                do="Choose a draft model with the tokenizer of the model itself, or pass "
+                "tokenizer and assistant_tokenizer",
+            )
+        return Guesses(DraftFeeds(executor), Until(self.threshold, self.stop_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """What ends a draft: a guess that is less likely than the threshold, or one of the ids."""
+
+    threshold: float
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class DraftRow:
+    """The draft model's cache row of one sequence: a memory, which holds `cached` positions.
+
+    It can be cut back to any length from `floor` on, or to 0: see `Executor.abilities`. `skips`:
+    how many visible ids it does not read, those of the pad prefix.
+    """
+
+    ledger: Ledger
+    row: int
+    skips: int = 0
+    cached: int = 0
+    floor: int = 0
+
+    def copy(self) -> DraftRow:
+        return DraftRow(
+            self.ledger, self.ledger.fork(self.row), self.skips, self.cached, self.floor
+        )
+
+    def rewind(self, length: int) -> None:
+        """The row holds at most what it reads of the first `length` visible ids."""
+        self.keep(length - self.skips)
+
+    def keep(self, length: int) -> None:
+        """The row holds at most `length` positions."""
+        length = max(length, 0)
+        if self.cached > length:
+            # What cannot be taken back is fed again.
+            self.cached = length if length >= self.floor else 0
+            self.floor = min(self.floor, self.cached)
+            self.ledger.truncate(self.row, self.cached)
+
+    def release(self) -> None:
+        self.ledger.free(self.row)
+
+
+@dataclass(slots=True)
+class DraftFeeds:
+    """A draft model's executor, and what happened to its rows since the last forward."""
+
+    executor: Executor
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def __post_init__(self) -> None:
+        if "truncate" not in self.executor.abilities:
+            raise UnsupportedError(
+                "what this draft model has read cannot be taken back",
+                wanted="an executor with the ability 'truncate'",
+                got=", ".join(sorted(self.executor.abilities)) or "none",
+                do="Choose another model as the assistant",
+            )
+
+    def allocate(self, ids: np.ndarray) -> int:
+        """A new row for a prompt with these ids."""
+        return self.ledger.allocate(Prompt(ids))
+
+    def logits(self, held: list[DraftRow], ids: list[np.ndarray]) -> Tensor:
+        """(S, V) float32 logits of what follows S lines of ids, which the rows hold from now on.
+
+        Each row holds a part of its line already, and not all of it.
+        """
+        verbs, _, _ = self.ledger.drain()
+        tokens = [own[row.cached :] for row, own in zip(held, ids, strict=True)]
+        work = Work(
+            verbs,
+            np.array([row.row for row in held]),
+            np.array([row.cached for row in held]),
+            np.array([len(own) for own in tokens]),
+            np.ones(len(held), dtype=np.int64),
+            np.concatenate(tokens),
+        )
+        cuts = "cut" in self.executor.abilities
+        for row, own in zip(held, ids, strict=True):
+            row.cached, row.floor = len(own), 0 if cuts else len(own) - 1
+        return self.executor.run(work).logits.to(torch.float32)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """A draft model at work: its feeds, and what ends its drafts."""
+
+    feeds: DraftFeeds
+    until: Until
+
+    def propose(
+        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
+    ) -> list[Draft]:
+        """Per sequence as many guesses as its limit, fewer where one was unlikely."""
+        asked = [(s, n) for s, n in zip(sequences, limits, strict=True) if self._readable(s)]
+        for sequence, most in asked:
+            table.reserve(sequence.visible + most)
+            # A step that was broken off may have left guesses in the row.
+            self._row(sequence).rewind(sequence.visible - 1)
+        made = Made({id(sequence): 0 for sequence, _ in asked})
+        going, done = asked, 0
+        while going:
+            open_ones = self._choose([sequence for sequence, _ in going], table, done, made)
+            done += 1
+            pairs = zip(going, open_ones, strict=True)
+            going = [(s, most) for (s, most), goes_on in pairs if goes_on and most > done]
+        forget_guesses([sequence for sequence, _ in asked])
+        return [made.draft(sequence, table) for sequence in sequences]
+
+    def restart(self) -> None:
+        self.feeds.ledger.restart(self.feeds.executor.audit())
+
+    def held(self) -> int:
+        return len(self.feeds.ledger.held)
+
+    def _readable(self, sequence: Sequence) -> bool:
+        """Whether the draft model knows all ids before the generated ones."""
+        ids = sequence.request.prompt.ids
+        return ids is not None and bool((ids < self.feeds.executor.vocab_size).all())
+
+    def _choose(
+        self, sequences: list[Sequence], table: TokenTable, done: int, made: Made
+    ) -> list[bool]:
+        """Every line holds one guess more, after the `done` that stand there; whether the draft
+        may go on."""
+        lengths = np.array([s.visible + done for s in sequences], dtype=np.int64)
+        held = [self._row(sequence) for sequence in sequences]
+        lines = [
+            table.data[s.line, row.skips : n]
+            for s, row, n in zip(sequences, held, lengths.tolist(), strict=True)
+        ]
+        rows = Rows(table, sequences, lengths)
+        return guess(rows, self.feeds.logits(held, lines), done, self.until, made)
+
+    def _row(self, sequence: Sequence) -> DraftRow:
+        key = f"draft row {id(self)}"
+        if key not in sequence.memo:
+            prompt = sequence.request.prompt
+            row = self.feeds.allocate(NO_IDS if prompt.ids is None else prompt.ids)
+            sequence.memo[key] = DraftRow(self.feeds.ledger, row, sequence.request.pad_prefix)
+        held: DraftRow = sequence.memo[key]
+        return held
+
+
+# --- guesses --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Guesses so far: how many, by the id of the sequence; and what they were drawn from."""
+
+    counts: dict[int, int]
+    scores: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def draft(self, sequence: Sequence, table: TokenTable) -> Draft:
+        """The guesses that stand on the sequence's line."""
+        count = self.counts.get(id(sequence), 0)
+        if not count:
+            return _NO_DRAFT
+        ids = table.data[sequence.line, sequence.visible : sequence.visible + count].copy()
+        scores = self.scores.get(id(sequence))
+        return Draft(ids, None if scores is None else torch.stack(scores))
+
+
+def guess(rows: Rows, scores: Tensor, done: int, until: Until, made: Made) -> list[bool]:
+    """Writes after every row what its request would choose from the scores (R, V), after `done`
+    guesses; whether the drafts may go on."""
+    goes_on = np.ones(len(rows), dtype=bool)
+    for own in _alike(rows.sequences):
+        part = rows.select(own)
+        given = apply(part, Scores.of(scores[torch.from_numpy(own)])).rising()
+        chosen = _chosen(part, given, done).cpu().clamp(min=0)
+        verification = part.sequences[0].request.verification
+        if until.threshold > 0 or verification.reads:
+            given = given.whole()
+            found = given.values.softmax(dim=-1).cpu().gather(1, chosen[:, None])[:, 0]
+            goes_on[own] = (found >= until.threshold).numpy()
+        goes_on[own] &= ~np.isin(chosen.numpy(), until.stop_ids)
+        for r, (sequence, token) in enumerate(zip(part.sequences, chosen.tolist(), strict=True)):
+            rows.table.data[sequence.line, part.lengths[r]] = token
+            made.counts[id(sequence)] = done + 1
+            if verification.reads:
+                made.scores.setdefault(id(sequence), []).append(given.values[r])
+    return goes_on.tolist()
+
+
+def forget_guesses(sequences: list[Sequence]) -> None:
+    """The rows of draft models keep the guesses; what processors remember of them goes."""
+    for sequence in sequences:
+        for value in sequence.memo.values():
+            if is_memory(value) and not hasattr(value, "release"):
+                value.rewind(sequence.visible)
+
+
+def _alike(sequences: list[Sequence]) -> list[np.ndarray]:
+    """Which sequences choose alike, with equal kinds of draws."""
+    found: dict[object, list[int]] = {}
+    for s, sequence in enumerate(sequences):
+        request = sequence.request
+        kind = (request.strategy, type(request.draws), request.verification)
+        found.setdefault(kind, []).append(s)
+    return [np.array(own) for own in found.values()]
+
+
+def _chosen(rows: Rows, given: Scores, done: int) -> Tensor:
+    """(R,) what the requests of the rows, which choose alike, would choose."""
+    request = rows.sequences[0].request
+    rejects = request.verification.rejects
+    if request.draws.whole_rows and not rejects:  # unseeded draws are the verifier's alone
+        return given.whole().values.argmax(dim=-1)
+    after = [later(sequence, done) for sequence in rows.sequences]
+    numbers = np.arange(len(after))
+    # Where drafts are rejected by chance, guesses must not depend on what decides that.
+    draws = request.draws.beside("draft") if rejects else request.draws
+    batch = Batch(
+        [], after, numbers, rows.table, numbers, len(after), draws, given.vocabulary,
+        lambda _: Columns(), lambda parents, _: [None] * len(parents),
+    )  # fmt: skip
+    (tokens,) = request.strategy.pick(batch, given)
+    return tokens

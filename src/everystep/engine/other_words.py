@@ -1,0 +1,197 @@
+"""Drafts of a model with another tokenizer.
+
+It reads the text of the sequence in its own tokens, in a cache row that is brought up to date by
+the ids that both have in common. It guesses tokens that both vocabularies have, or text, which is
+then spelled in the model's own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from everystep.engine.draft_model import DraftFeeds, DraftRow, Made, Until, forget_guesses, guess
+from everystep.engine.feed import NO_IDS, common_length
+from everystep.engine.spelling import SharedTokens, Tokenizers
+from everystep.executors.base import Executor
+from everystep.types import Draft, Rows, Sequence, TokenTable
+from everystep.types.protocols import Drafting, Schedule
+
+
+@dataclass(frozen=True)
+class OtherDraftModel:
+    """A draft model with another tokenizer; see `DraftModel`.
+
+    `by`: "tokens" for guesses among the tokens that both vocabularies have, made as the request
+    would choose (Timor et al. 2025); "text" for its own best tokens, whose text is encoded again
+    (the reference's universal assisted decoding).
+    """
+
+    open: Callable[[], Executor]
+    tokenizers: Tokenizers
+    by: Literal["tokens", "text"]
+    tokens: int = 5
+    schedule: Schedule = "constant"
+    threshold: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+
+    def start(self, vocabulary: int) -> Drafting:
+        feeds = DraftFeeds(self.open())
+        until = Until(self.threshold, self.stop_ids)
+        if self.by == "text":
+            return TextGuesses(feeds, self.tokenizers, until, vocabulary)
+        shared = self.tokenizers.shared(vocabulary, feeds.executor.vocab_size)
+        return TokenGuesses(feeds, self.tokenizers, until, vocabulary, shared)
+
+
+@dataclass(slots=True)
+class SpelledRow:
+    """A draft model's row of one sequence, and what it holds: a memory.
+
+    `said`: what the draft model reads for the first `visible` ids of the sequence, which the row
+    need not hold yet.
+    """
+
+    held: DraftRow
+    ids: np.ndarray
+    said: np.ndarray
+    visible: int = 0
+
+    def copy(self) -> SpelledRow:
+        return SpelledRow(self.held.copy(), self.ids, self.said, self.visible)
+
+    def rewind(self, length: int) -> None:
+        """What was said goes if it says more than the first `length` ids; the row is compared when
+        it is needed."""
+        if self.visible > length:
+            self.said, self.visible = NO_IDS, 0
+
+    def release(self) -> None:
+        self.held.release()
+
+    def follow(self, line: np.ndarray) -> None:
+        """The row holds a part of the line, and will hold all of it after the next forward."""
+        self.held.keep(min(common_length([self.ids, line]), len(line) - 1))
+        self.ids = line
+
+
+@dataclass(slots=True)
+class OtherGuesses:
+    """A draft model with another tokenizer at work."""
+
+    feeds: DraftFeeds
+    tokenizers: Tokenizers
+    until: Until
+    vocabulary: int
+
+    def restart(self) -> None:
+        self.feeds.ledger.restart(self.feeds.executor.audit())
+
+    def held(self) -> int:
+        return len(self.feeds.ledger.held)
+
+    def asked(
+        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
+    ) -> list[tuple[Sequence, int]]:
+        """The sequences whose text is known, each with its limit; their rows are told all of it."""
+        found = []
+        for sequence, most in zip(sequences, limits, strict=True):
+            known = sequence.request.prompt.ids
+            if known is None or (known >= self.vocabulary).any():
+                continue
+            ids = own_ids(sequence, table)
+            row = self.row(sequence)
+            row.said = self.tokenizers.told(ids, row.said, row.visible)
+            row.visible = len(ids)
+            if len(row.said):
+                found.append((sequence, most))
+        return found
+
+    def row(self, sequence: Sequence) -> SpelledRow:
+        """What the draft model keeps of the sequence."""
+        key = f"draft row {id(self)}"
+        if key not in sequence.memo:
+            held = DraftRow(self.feeds.ledger, self.feeds.allocate(NO_IDS))
+            sequence.memo[key] = SpelledRow(held, NO_IDS, NO_IDS)
+        found: SpelledRow = sequence.memo[key]
+        return found
+
+
+@dataclass(slots=True)
+class TokenGuesses(OtherGuesses):
+    """Guesses among the tokens that both vocabularies have."""
+
+    shared: SharedTokens
+
+    def propose(
+        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
+    ) -> list[Draft]:
+        """Per sequence as many guesses as its limit, fewer where one was unlikely."""
+        going = asked = self.asked(sequences, table, limits)
+        made = Made({id(sequence): 0 for sequence, _ in asked})
+        lines = {id(sequence): self.row(sequence).said for sequence, _ in asked}
+        for sequence, most in asked:
+            table.reserve(sequence.visible + most)
+        done = 0
+        while going:
+            own = [sequence for sequence, _ in going]
+            rows = [self.row(sequence) for sequence in own]
+            for sequence, row in zip(own, rows, strict=True):
+                row.follow(lines[id(sequence)])
+            logits = self.feeds.logits([row.held for row in rows], [row.ids for row in rows])
+            at = Rows(table, own, np.array([sequence.visible + done for sequence in own]))
+            open_ones = guess(at, self.shared.scores(logits), done, self.until, made)
+            done += 1
+            left = []
+            for (sequence, most), goes_on in zip(going, open_ones, strict=True):
+                token = int(table.data[sequence.line, sequence.visible + done - 1])
+                other = self.shared.other_id(token)
+                if goes_on and done < most and other is not None:
+                    lines[id(sequence)] = np.append(lines[id(sequence)], other)
+                    left.append((sequence, most))
+            going = left
+        forget_guesses([sequence for sequence, _ in asked])
+        return [made.draft(sequence, table) for sequence in sequences]
+
+
+@dataclass(slots=True)
+class TextGuesses(OtherGuesses):
+    """Guesses of the draft model in its own tokens, spelled in those of the model."""
+
+    def propose(
+        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
+    ) -> list[Draft]:
+        """Per sequence the ids of a text of as many tokens as its limit, or fewer."""
+        asked = self.asked(sequences, table, limits)
+        guesses: dict[int, list[int]] = {id(sequence): [] for sequence, _ in asked}
+        going = asked
+        while going:
+            rows = [self.row(sequence) for sequence, _ in going]
+            for (sequence, _), row in zip(going, rows, strict=True):
+                more = np.array(guesses[id(sequence)], dtype=np.int64)
+                row.follow(np.concatenate([row.said, more]))
+            logits = self.feeds.logits([row.held for row in rows], [row.ids for row in rows])
+            highest, chosen = logits.softmax(dim=-1).max(dim=-1)
+            left = []
+            answers = zip(going, chosen.tolist(), highest.tolist(), strict=True)
+            for (sequence, most), token, chance in answers:
+                own = guesses[id(sequence)]
+                own.append(token)
+                if chance >= self.until.threshold and len(own) < most:
+                    left.append((sequence, most))
+            going = left
+        return [self._spelled(sequence, table, guesses.get(id(sequence))) for sequence in sequences]
+
+    def _spelled(self, sequence: Sequence, table: TokenTable, guesses: list[int] | None) -> Draft:
+        if not guesses:
+            return Draft(NO_IDS)
+        said, other = self.row(sequence).said, np.array(guesses, dtype=np.int64)
+        return Draft(self.tokenizers.understood(own_ids(sequence, table), said, other))
+
+
+def own_ids(sequence: Sequence, table: TokenTable) -> np.ndarray:
+    """The ids of a sequence without its pad prefix."""
+    return table.data[sequence.line, sequence.request.pad_prefix : sequence.visible]

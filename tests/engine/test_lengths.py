@@ -1,0 +1,155 @@
+"""Drafts as long as they pay: on machines whose clock the work itself moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from everystep.draws import SeededDraws
+from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLookup
+from everystep.engine.lengths import Costs, DraftRecord, best_lengths
+from everystep.stops.ends import MaxLength
+from everystep.strategies import Greedy, Sample
+from everystep.testing.drive import Run
+from everystep.testing.hash_model import HashExecutor
+from everystep.testing.requests import EMBED_DIM
+from everystep.types import Prompt, Request, StepOutput, Work
+from everystep.types.protocols import Drafter
+
+VOCABULARY, NEW = 20, 200
+IDS = np.array([1, 3, 1, 2, 1, 3])
+
+
+@dataclass
+class Machine:
+    """Time passes when something is run."""
+
+    now: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def clock(self) -> float:
+        return self.now
+
+
+class Timed(HashExecutor):
+    """Takes so long per run, and per position."""
+
+    def __init__(self, machine: Machine, run: float, position: float, dim: int = EMBED_DIM) -> None:
+        super().__init__(VOCABULARY, dim)
+        self.machine, self.costs = machine, (run, position)
+
+    def run(self, work: Work) -> StepOutput:
+        fed = int(work.counts.sum()) if len(work.rows) else 0
+        self.machine.now += (self.costs[0] + self.costs[1] * fed) if fed else 0.0
+        return super().run(work)
+
+
+def request(number: int, drafter: Drafter | None, **more: Any) -> Request:
+    length = len(IDS) + NEW
+    ids = np.append(IDS, number)
+    stops = (MaxLength(length + 1),)
+    strategy = Sample() if number % 2 else Greedy()
+    found: Request = Request(
+        str(number), Prompt(ids), strategy, SeededDraws(number), (), stops, drafter=drafter,
+        max_length=length + 1, **more,
+    )  # fmt: skip
+    return found
+
+
+def seconds(machine: Machine, drafter: Drafter | None, rows: int) -> tuple[float, Engine, Any]:
+    """How long it takes, the engine, and what came out."""
+    engine = Engine(Timed(machine, 1.0, 0.05), Lockstep())
+    engine.drafters.lengths.costs.clock = machine.clock
+    going, begin = Run(engine), machine.now
+    for number in range(rows):
+        going.submit(request(number, drafter))
+    going.finish()
+    found = [done.tokens.tolist() for group in going.groups.values() for done in group.done]
+    return machine.now - begin, engine, found
+
+
+RIGHT, WRONG = EMBED_DIM, EMBED_DIM - 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "price", "dim"),
+    [
+        *((1, price, dim) for price in (0.02, 3.0) for dim in (RIGHT, WRONG)),
+        *((3, 0.02, RIGHT), (3, 0.4, WRONG)),
+    ],
+)
+def test_drafts_never_cost_more_than_they_gain(rows: int, price: float, dim: int) -> None:
+    machine = Machine()
+    opened = partial(Timed, machine, price, 0.0, dim)
+    plain, _, wanted = seconds(machine, None, rows)
+    drafter = DraftModel(opened, 8, "costs")
+    drafted, engine, found = seconds(machine, drafter, rows)
+    always, _, _ = seconds(machine, DraftModel(opened, 8), rows)
+    assert found == wanted
+    assert drafted < plain / 0.97
+    gained = engine.drafters.lengths.costs.gained_seconds
+    assert abs(plain - drafted - gained) < 0.05 * plain
+    if dim == EMBED_DIM and price < 0.1:
+        assert drafted < plain / 2  # and nearly as fast as drafting always
+        assert drafted < 1.25 * always
+    if dim != EMBED_DIM or price > 1:
+        assert drafted < always
+
+
+def test_copies_that_are_never_right_cost_nothing() -> None:
+    machine = Machine()
+    plain, _, wanted = seconds(machine, None, 2)
+    drafted, _, found = seconds(machine, PromptLookup(8, 1, schedule="costs"), 2)
+    assert found == wanted and drafted < plain / 0.97
+
+
+def test_lengths_follow_the_chances_of_each_sequence() -> None:
+    drafter = PromptLookup(10, schedule="costs")
+    costs = Costs()
+    for fed in range(1, 30):
+        costs.note_step(fed, fed, 0.0, 1 + 0.02 * fed, 0.0)
+    costs.note_round(drafter, 1, 0.0)
+    sure, fair, poor = best_lengths(costs, drafter, np.array([0.95, 0.5, 0.02]), 3)
+    assert sure > fair > 0 and poor == 0
+    costs.note_round(drafter, 1, 100.0)
+    costs.rounds[drafter].popleft()
+    assert best_lengths(costs, drafter, np.array([0.95, 0.5, 0.02]), 3) == [0, 0, 0]
+
+
+def test_what_a_step_takes_is_read_off_its_neighbours() -> None:
+    costs = Costs()
+    for fed, taken in ((2, 1.0), (2, 1.2), (2, 9.0), (6, 2.0)):
+        costs.note_step(fed, fed, 0.0, taken, 0.0)
+    assert costs.seconds(np.array([1, 2, 4, 6, 8])).tolist() == [1.2, 1.2, 1.6, 2.0, 2.4]
+    assert costs.knows(2) and costs.knows(4) and not costs.knows(7) and not costs.knows(6)
+
+
+def test_a_record_fades() -> None:
+    record = DraftRecord(5)
+    for _ in range(30):
+        record.note(4, 4)
+    assert record.chance > 0.9 and record.tokens == 65
+    for _ in range(30):
+        record.note(4, 0)
+    assert record.chance < 0.15 and record.tokens == 35
+    assert record.copy() == record and record.copy() is not record
+
+
+def test_neighbours_come_and_go() -> None:
+    machine = Machine()
+    drafter = DraftModel(partial(Timed, machine, 0.02, 0.0), 6, "costs")
+    engine = Engine(Timed(machine, 1.0, 0.05), Continuous(64, 4))
+    engine.drafters.lengths.costs.clock = machine.clock
+    going = Run(engine)
+    for number in range(6):
+        going.submit(request(number, drafter if number % 3 else None))
+        going.step()
+    going.finish()
+    _, _, wanted = seconds(machine, None, 6)
+    found = [done.tokens.tolist() for group in going.groups.values() for done in group.done]
+    assert found == wanted
+    assert engine.counts.accepted > 300

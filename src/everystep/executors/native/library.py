@@ -112,6 +112,8 @@ class StepWork(Structure):
         *((name, c_void_p) for name in ("logits", "totals")),
         *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals")),
         *((name, c_void_p) for name in ("best_hidden", "hidden")),
+        ("early", c_int64),
+        *((name, c_void_p) for name in ("early_layers", "early_hidden")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         ("ahead", c_int64),
@@ -129,7 +131,7 @@ _FUNCTIONS = {
     "es_import": (None, c_void_p, c_void_p, c_int64, c_void_p),
     "es_rest": (None, c_void_p),
     "es_guesses": (None, c_void_p, POINTER(c_int64)),
-    "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p),
+    "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     "es_run": (c_int32, c_void_p, POINTER(StepWork), c_int32),
 }
 """What each function of the library returns, and what it is given."""

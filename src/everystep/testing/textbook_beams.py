@@ -63,7 +63,7 @@ def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
 def _step(prefix: Prefix, strategy: BankedBeams, search: Running, chosen: list[int] | None) -> bool:
     """One step of a search; `chosen`: what earlier ones go on with. Whether a limit is reached."""
     size = len(search.beams)
-    scores = torch.stack([prefix.scores(tokens, chosen) for tokens in search.beams])
+    scores = torch.stack([prefix.scores_beside(tokens, chosen) for tokens in search.beams])
     total = scores + torch.tensor(search.scores)[:, None]
     best = torch.topk(total.flatten(), max(2, 1 + strategy.eos_count) * size)
     going: list[tuple[list[int], float]] = []

@@ -102,7 +102,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "drafts": {"prompt_lookup_num_tokens": 3},
     "no cache": {"use_cache": False},
     "chunks": {"prefill_chunk_size": 1},
-    "quantised rows": {"cache_implementation": "dynamic"},
 }
 
 

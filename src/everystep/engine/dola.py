@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from everystep.errors import InvariantError
@@ -43,10 +42,10 @@ class DoLa:
 def _furthest(final: Tensor, early: Tensor) -> Tensor:
     """(R, V) per row the candidate of the highest Jensen-Shannon divergence from the last layer, of
     equals the first."""
-    late, known = final.softmax(dim=-1), final.log_softmax(dim=-1)
-    between = 0.5 * (late + early.softmax(dim=-1))
-    apart = F.kl_div(known.expand_as(between), between, reduction="none").mean(dim=-1)
-    apart = apart + F.kl_div(early.log_softmax(dim=-1), between, reduction="none").mean(dim=-1)
+    known, said = final.log_softmax(dim=-1), early.log_softmax(dim=-1)
+    between = 0.5 * (known.exp() + said.exp())
+    # The sum of KL(m | p) and KL(m | q), of m = (p + q) / 2.
+    apart = (2 * torch.xlogy(between, between) - between * (known + said)).mean(dim=-1)
     best = apart.argmax(dim=0)  # (R,)
     return early[best, torch.arange(len(best), device=best.device)]
 

@@ -157,18 +157,19 @@ class PhrasalConstraint(DisjunctiveConstraint):
 def _trie(words: list[list[int]]) -> dict[int, Any]:
     """The words as nested dicts; RequestError where one begins another, or is there twice."""
     root: dict[int, Any] = {}
+    ends = []
     for word in words:
-        level, new = root, False
+        level = root
         for token in word:
-            new |= token not in level
             level = level.setdefault(token, {})
-        if not new or level:
-            raise RequestError(
-                "one word of a DisjunctiveConstraint begins another",
-                wanted="words of which none is the beginning of another",
-                got=repr(words),
-                do="Leave the longer one out: where it occurs, the shorter one does",
-            )
+        ends.append(level)
+    if any(ends) or len({id(end) for end in ends}) < len(words):
+        raise RequestError(
+            "one word of a DisjunctiveConstraint begins another",
+            wanted="words of which none is the beginning of another",
+            got=repr(words),
+            do="Leave the longer one out: where it occurs, the shorter one does",
+        )
     return root
 
 

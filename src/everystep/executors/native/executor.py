@@ -21,6 +21,7 @@ from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of, past_of
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
+from everystep.executors.native.early import EarlyLayers
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import obstacles, open_runner, program_of
@@ -128,32 +129,20 @@ class NativeExecutor:
         room, listed = self._room(work, most)
         wanted = [f for f, extra in work.extras.items() if extra.hidden]
         hidden = torch.empty(len(work.tokens), self._program.structure.width) if wanted else None
-        early = _early_of(work)
-        inputs = torch.empty(len(early), len(work.tokens), self._program.structure.width)
-        self._step(work, room, listed, places, hidden, early, inputs)
+        early = None
+        if any(extra.early for extra in work.extras.values()):
+            early = EarlyLayers(work, self._program.structure.width, self.vocab_size)
+        self._step(work, room, listed, places, hidden, early)
         best = room.best
         if best is not None and min(most) < max(most):
             room = replace(room, best=_ended(best, work))
-        if hidden is None and not early:
-            return room
         answers: dict[int, Answer] = {}
         if hidden is not None:
             parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
-            answers |= {f: Answer(hidden=parts[f]) for f in wanted}
-        ends = work.counts.cumsum().tolist()
-        for f, extra in work.extras.items() if early else ():
-            if extra.early:
-                own = slice(ends[f] - int(work.logits[f]), ends[f])
-                states = inputs[[early.index(layer) for layer in extra.early], own]
-                answers[f] = replace(answers.get(f, Answer()), early=self._heads_view(states))
-        return replace(room, answers=answers)
-
-    def _heads_view(self, states: Tensor) -> Tensor:
-        """(..., E) hidden states before any layer -> (..., V) what the head alone makes of them."""
-        logits = torch.empty(*states.shape[:-1], self.vocab_size)
-        rows, given = states.shape[:-1].numel(), states.contiguous()
-        check(self._library.es_read_out(self._runner, given.data_ptr(), rows, logits.data_ptr(), 0))
-        return logits
+            answers = {f: Answer(hidden=parts[f]) for f in wanted}
+        for f, logits in early.answers().items() if early else ():
+            answers[f] = replace(answers.get(f, Answer()), early=logits)
+        return replace(room, answers=answers) if answers else room
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -211,7 +200,7 @@ class NativeExecutor:
         """(R, E) last hidden states -> (n, V) logits of the given rows, those of their step."""
         states = hidden[rows]
         logits = torch.empty(len(rows), self.vocab_size)
-        given = states.data_ptr(), len(rows), logits.data_ptr(), 1
+        given = states.data_ptr(), len(rows), logits.data_ptr()
         check(self._library.es_read_out(self._runner, *given))
         return logits
 
@@ -243,8 +232,7 @@ class NativeExecutor:
         listed: Tensor | None,
         places: np.ndarray | None,
         hidden: Tensor | None,
-        early: list[int],
-        inputs: Tensor,
+        early: EarlyLayers | None,
     ) -> None:
         feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
         copies, longest, spare = self.rows.extend(*feeds)
@@ -264,9 +252,10 @@ class NativeExecutor:
             step.embed = (GivenEmbeds * len(embeds))(*given)
         results = (room.logits, room.totals, listed, hidden)
         step.logits, step.totals, step.best_hidden, step.hidden = map(_address, results)
-        layers = np.array(early, np.int64)
-        step.early, step.early_hidden = len(early), inputs.data_ptr() if early else None
-        step.early_layers = layers.ctypes.data if early else None
+        if early is None:
+            step.early = step.early_rows = 0
+        else:
+            early.write(step)
         lists = (None, None, None) if best is None else (best.values, best.tokens, best.totals)
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values, step.best_tokens, step.best_totals = map(_address, lists)
@@ -300,11 +289,6 @@ class NativeExecutor:
         step.tokens, step.feeds, step.ids = tokens, feeds, first
         step.rows, step.starts, step.counts, step.wanted, step.best = after
         step.stride, step.pages = table.shape[1], self._table[1]
-
-
-def _early_of(work: Work) -> list[int]:
-    """The layers whose inputs some feed wants to have read out."""
-    return sorted({layer for extra in work.extras.values() for layer in extra.early})
 
 
 def _ended(best: Scores, work: Work) -> Scores:

@@ -114,6 +114,8 @@ class StepWork(Structure):
         *((name, c_void_p) for name in ("best_hidden", "hidden")),
         ("early", c_int64),
         *((name, c_void_p) for name in ("early_layers", "early_hidden")),
+        ("early_rows", c_int64),
+        *((name, c_void_p) for name in ("early_places", "early_logits")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         ("ahead", c_int64),
@@ -131,7 +133,7 @@ _FUNCTIONS = {
     "es_import": (None, c_void_p, c_void_p, c_int64, c_void_p),
     "es_rest": (None, c_void_p),
     "es_guesses": (None, c_void_p, POINTER(c_int64)),
-    "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_int32),
+    "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p),
     "es_run": (c_int32, c_void_p, POINTER(StepWork), c_int32),
 }
 """What each function of the library returns, and what it is given."""

@@ -89,10 +89,10 @@ void es_guesses(void* runner, int64_t* out) {
     out[1] = of(runner).guess().true_ones();
 }
 
-// Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm, or what the
-// head alone makes of them if they are not to be capped. What was begun ahead goes on.
-int32_t es_read_out(void* runner, const float* hidden, int64_t rows, float* logits, int32_t capped) {
-    return failure_of([&] { of(runner).read_out(hidden, rows, logits, capped != 0); });
+// Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm. What was begun
+// ahead goes on.
+int32_t es_read_out(void* runner, const float* hidden, int64_t rows, float* logits) {
+    return failure_of([&] { of(runner).read_out(hidden, rows, logits); });
 }
 
 int32_t es_run(void* runner, const Work* work, int32_t threads) {

@@ -165,6 +165,7 @@ void Runner::run(const Work& work, int threads) {
         for (int64_t i = 0; i < work.copies; ++i) pages_.copy(work.copy_from[i], work.copy_to[i]);
         for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
             run_part(make_part(work, begin));
+        if (work.early_rows) read_early(work);
     }
     if (work.ahead && !turn.is_crowded()) run_ahead(work);
 }
@@ -471,8 +472,31 @@ void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, float c
         multiply_panel(model_.head, panel, in, rows, use);
 }
 
-void Runner::read_out(const float* hidden, int64_t rows, float* logits, bool capped) const {
-    const float cap = capped ? model_.final_softcap : 0;
+void Runner::read_early(const Work& work) {
+    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
+    const bool coded = reads_codes(model_.head);
+    for (int64_t begin = 0; begin < work.early_rows; begin += kTogether) {
+        const int64_t count = std::min<int64_t>(kTogether, work.early_rows - begin);
+        InputBuffer in(count, model_.width);
+        in.expect(count);
+        for (int64_t row = 0; row < count; ++row) {
+            const float* from = work.early_hidden + work.early_places[begin + row] * model_.width;
+            std::copy_n(from, model_.width, in.row(row));
+            if (coded) quantise_row(in.inputs(), row);
+        }
+        crew_->run([&](Member& member) {
+            crew_->share(member, groups, [&](int64_t group) {
+                head_columns(group, in.inputs(), count, 0, [&](int64_t row) {
+                    return work.early_logits + (begin + row) * model_.vocabulary +
+                           group * Head::kColumns;
+                });
+            });
+        });
+    }
+}
+
+void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
+    const float cap = model_.final_softcap;
     const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
     const bool coded = reads_codes(model_.head);
     for (int64_t begin = 0; begin < rows; begin += kTogether) {

@@ -48,7 +48,7 @@ class Runner {
 
     // Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm, bit for bit
     // those of their step. It runs on the caller's thread in memory of its own: others may be ahead.
-    void read_out(const float* hidden, int64_t rows, float* logits, bool capped) const;
+    void read_out(const float* hidden, int64_t rows, float* logits) const;
 
     // There are at least so many pages.
     void reserve(int64_t pages);
@@ -98,6 +98,7 @@ class Runner {
     void embed_token(const Part& part, int64_t token);
     void run_layer(Member& member, const Part& part, int64_t index);
     void finish(Member& member, const Part& part);
+    void read_early(const Work& work);
     template <class Place>
     void head_columns(int64_t group, const Inputs& in, int64_t rows, float cap, Place place) const;
     void place(const Part& part, int64_t layer, int64_t token);

@@ -158,6 +158,10 @@ if TYPE_CHECKING:
     from everystep.stops.criteria import StoppingCriteriaList as StoppingCriteriaList
     from everystep.stops.criteria import StopStringCriteria as StopStringCriteria
     from everystep.stops.criteria import validate_stopping_criteria as validate_stopping_criteria
+    from everystep.strategies.constraints import Constraint as Constraint
+    from everystep.strategies.constraints import ConstraintListState as ConstraintListState
+    from everystep.strategies.constraints import DisjunctiveConstraint as DisjunctiveConstraint
+    from everystep.strategies.constraints import PhrasalConstraint as PhrasalConstraint
     from everystep.streamers import AsyncTextIteratorStreamer as AsyncTextIteratorStreamer
     from everystep.streamers import BaseStreamer as BaseStreamer
     from everystep.streamers import BeamEvent as BeamEvent
@@ -243,6 +247,9 @@ _NAMES = {
         ConfidenceCriteria EosTokenCriteria MaxLengthCriteria MaxTimeCriteria
         StopStringCriteria StoppingCriteria StoppingCriteriaList
         validate_stopping_criteria
+    """,
+    "strategies.constraints": """
+        Constraint ConstraintListState DisjunctiveConstraint PhrasalConstraint
     """,
     "streamers": """
         AsyncTextIteratorStreamer BaseStreamer BeamEvent LiveBeam TextIteratorStreamer

@@ -14,9 +14,9 @@ from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLoo
 from everystep.engine.lengths import Costs, DraftRecord, best_lengths
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
+from everystep.testing.dice import EMBED_DIM
 from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import EMBED_DIM
 from everystep.types import Prompt, Request, StepOutput, Work
 from everystep.types.protocols import Drafter
 

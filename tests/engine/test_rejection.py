@@ -16,10 +16,10 @@ from everystep.engine import DraftModel, Engine, Lockstep, PromptLookup
 from everystep.processors.warpers import TemperatureLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Greedy, Sample
+from everystep.testing.dice import EMBED_DIM
 from everystep.testing.drive import Run
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import EMBED_DIM
 from everystep.testing.textbook import Prefix
 from everystep.types import Prompt, Request, Verification
 from everystep.types.protocols import Drafter, Draws

@@ -21,9 +21,10 @@ from torch import Tensor
 from everystep.adapters import Delta, LoRA, lora, read_lora
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, named_weights
+from everystep.testing.dice import Dice
 from everystep.testing.drive import Run, run_scheduled, run_together
 from everystep.testing.mutants import replaced
-from everystep.testing.requests import Dice, random_schedule
+from everystep.testing.requests import random_schedule
 from everystep.testing.textbook import Hypothesis
 from everystep.types import Extra, Request, Verb, Work
 from tests.adapters.making import PROJECTIONS, merge, random_lora, write_folder

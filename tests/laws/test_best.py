@@ -16,10 +16,11 @@ from everystep.engine import Engine, Lockstep
 from everystep.engine.choices import StepRecord
 from everystep.executors.base import Executor
 from everystep.strategies import Beam, Greedy
+from everystep.testing.dice import EMBED_DIM
 from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.hash_model import ABILITIES, HashExecutor
 from everystep.testing.laws import Laws
-from everystep.testing.requests import EMBED_DIM, Mix, random_mix
+from everystep.testing.requests import Mix, random_mix
 from everystep.types import Request, Scores, StepOutput, Work
 
 

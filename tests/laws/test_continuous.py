@@ -26,9 +26,10 @@ from everystep.engine.collect import Collector, kept_rows
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import EverystepError
 from everystep.outputs import TokenLogprobs
+from everystep.testing.dice import Dice
 from everystep.testing.drive import Run, run_scheduled
 from everystep.testing.mutants import MUTANTS
-from everystep.testing.requests import Dice, random_schedule
+from everystep.testing.requests import random_schedule
 from everystep.types import FinishReason, Request
 from tests.laws.calls import MODELS, Call, calls
 from tests.parity.models import CATALOGUE, subject

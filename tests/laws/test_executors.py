@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from everystep.cache.formats import CacheDtype
-from everystep.engine import Contrast, DraftModel
+from everystep.engine import Contrast, DoLa, DraftModel
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
@@ -46,7 +46,7 @@ def _readable(request: Request, seed: int, width: int) -> Request:
         prompt=_flat(request.prompt, seed, width),
         companions=tuple(_flat(prompt, seed, width) for prompt in request.companions),
         drafter=_drafter(request),
-        readout=_readout(request),
+        readout=_readout(request.readout),
     )
 
 
@@ -57,11 +57,13 @@ def _drafter(request: Request) -> Drafter | None:
     return request.drafter
 
 
-def _readout(request: Request) -> Readout | None:
-    """Amateurs with the vocabulary of the decoder."""
-    if isinstance(request.readout, Contrast):
-        return replace(request.readout, open=partial(HashExecutor, 40, 3))
-    return request.readout
+def _readout(readout: Readout | None) -> Readout | None:
+    """Layers that a decoder of two has, amateurs with its vocabulary."""
+    if isinstance(readout, Contrast):
+        return replace(readout, open=partial(HashExecutor, 40, 3))
+    if isinstance(readout, DoLa):
+        return DoLa(tuple(dict.fromkeys(layer % 2 for layer in readout.layers)), readout.then)
+    return readout
 
 
 def _flat(prompt: Prompt, seed: int, width: int) -> Prompt:

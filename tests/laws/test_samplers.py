@@ -22,9 +22,10 @@ from everystep.processors.repetition import (
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from everystep.strategies import Beam
+from everystep.testing.dice import Dice
 from everystep.testing.drive import Run, hash_executor, run_together
 from everystep.testing.laws import Laws
-from everystep.testing.requests import Dice, Mix, random_mix
+from everystep.testing.requests import Mix, random_mix
 from everystep.types import COLUMNS, Group, Request
 
 

@@ -188,12 +188,13 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefix": (es.Prefix, {}),
     "hooks": ([Louder()], {}),
     "adapter_names": ("formal", {}),
+    # searches and layers
+    "num_beam_groups": (2, {"num_beams": 4, "diversity_penalty": 0.5}),
+    "dola_layers": ("low", {}),
+    "constraints": ([es.PhrasalConstraint([9, 8])], BEAMS),
+    "force_words_ids": ([[9, 8]], BEAMS),
     # capabilities that are not built, and what has no place here
     "use_mtp": (True, {}),
-    "dola_layers": ("low", {}),
-    "num_beam_groups": (2, {"num_beams": 4, "diversity_penalty": 0.5}),
-    "constraints": ([object()], BEAMS),
-    "force_words_ids": ([[5]], BEAMS),
     "low_memory": (True, {}),
     "is_assistant": (True, {}),
     "speculation_type": ("dflash", {}),
@@ -215,8 +216,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
 EVERYWHERE = ("model.generate", "es.generate", "es.stream", "es.open")
 OF_TEXTS = ("es.generate", "es.stream", "es.open")
 _LATER = (
-    *("use_mtp", "dola_layers", "num_beam_groups", "constraints", "force_words_ids", "low_memory"),
-    *("is_assistant", "speculation_type", "compile_config"),
+    *("use_mtp", "low_memory", "is_assistant", "speculation_type", "compile_config"),
     *("continuous_batching_config", "synced_gpus"),
     *("cache_params", "pixel_values", "pixel_values_videos", "input_features"),
     *("mm_encoder_outputs", "token_type_ids", "trust_remote_code", "logits_to_keep"),

@@ -70,7 +70,7 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def readout_of(options: Options, inputs: Inputs) -> Guidance | Contrast | None:
+def mixing_of(options: Options, inputs: Inputs) -> Guidance | Contrast | None:
     """How logits become one row; RequestError where the amateur cannot read a prompt."""
     scale = options.effective.guidance_scale
     own = any(type(one) is _UnbatchedGuidance for one in options.processors)
@@ -106,7 +106,7 @@ def companions_of(
 ) -> tuple[Prompt, ...]:
     """The prompts whose rows follow those of a prompt: guidance reads the negative prompt, or the
     last token of the prompt, beside the row."""
-    if not isinstance(readout_of(options, inputs), Guidance):
+    if not isinstance(mixing_of(options, inputs), Guidance):
         return ()
     if inputs.negative:
         return (inputs.negative[row],)

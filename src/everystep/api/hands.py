@@ -82,7 +82,7 @@ class Rules:
         effective = self.options.effective.replaced("call", max_new_tokens=self.room + given)
         (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
         keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
-        if isinstance(strategy, Beam) and strategy.searches == 1:
+        if isinstance(strategy, Beam):
             # It may be asked for more hypotheses when it is over.
             keeps, strategy = True, replace(strategy, gathers=True)
         return replace(

@@ -72,7 +72,7 @@ def _widen(run: Run, keeps: int) -> None:
 
 def _require_search(group: Group) -> None:
     strategy = group.request.strategy
-    if not isinstance(strategy, Beam) or strategy.searches > 1:
+    if not isinstance(strategy, Beam):
         raise RequestError(
             "only a beam search has further hypotheses",
             wanted="a run with num_beams above 1, in one group",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
 from everystep.api.allowing import allowed_in, length_of_allowed
-from everystep.api.beside import companions_of, readout_of
+from everystep.api.beside import companions_of
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.drafts import drafts_of
 from everystep.api.features import with_features
@@ -21,6 +21,8 @@ from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed, require_begun
 from everystep.api.options import Options, unseen_prompt
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
+from everystep.api.readouts import readout_of
+from everystep.api.searches import beams_of, require_groups, require_known_words
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
@@ -34,7 +36,7 @@ from everystep.processors.stacking import varies
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
-from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies import Contrastive, Greedy, Sample
 from everystep.text import Spelling
 from everystep.types import Request, Wants
 from everystep.types.protocols import Stop, Strategy
@@ -96,13 +98,15 @@ def prepare(
     reach = max(inputs.width + new, longest(options.criteria))
     strategy = _strategy(options, reach - inputs.width)
     drafter, verification = drafts_of(model, options, strategy)
+    require_groups(options)
+    require_known_words(strategy, model.vocab_size)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
     cache, hidden = past, strategy.reads.hidden and runs != "loop"
     if options.prefix is not None and hidden:
         refuse_unseen_states()
     if past is not None:
-        require_possible(past, options, positions, drafts=drafts, hidden=hidden)
-        inputs = continued(inputs, past, strategy.width)
+        require_possible(past, options, positions, drafts=drafts)
+        inputs = continued(inputs, past, strategy.width, hidden=hidden)
     elif runs != "continuous":
         made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
         cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
@@ -117,7 +121,7 @@ def prepare(
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
-    readout = readout_of(options, inputs)
+    readout = readout_of(model, options, inputs)
     draws = options.draws(inputs.number, inputs.batch)
     adapters = options.adapters(inputs.batch)
     requests = tuple(
@@ -249,16 +253,7 @@ def _strategy(options: Options, most: int) -> Strategy:
     e = options.effective
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
     if width > 1:
-        return Beam(
-            width=width,
-            returns=options.n_best or returns,
-            keeps=options.n_best or 0,
-            length_penalty=float(e.length_penalty),
-            early_stopping=e.early_stopping,
-            eos_count=len(options.eos),
-            max_new=most,
-            sampled=bool(e.do_sample),
-        )
+        return beams_of(options, width, returns, most)
     if options.best_of is not None:
         return options.best_of
     if not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1:

@@ -151,8 +151,8 @@ class Run:
         request = rules.request(self.model, given, name)
         draws = isinstance(request.strategy, Sample | BestOf)
         strategy: Any = Sample() if draws else Greedy()
-        if isinstance(request.strategy, Beam):
-            strategy = replace(request.strategy, width=1, returns=1, searches=1)
+        if request.strategy.reads.scores == "log_probs":
+            strategy = Beam(width=1)
         request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
         every: list[Any] = [*self._group.live, *self._group.done]
         lineage = next((one.lineage for one in every if one.index == index), 0)

@@ -85,7 +85,9 @@ class Sight:
         something."""
         request, found = self.request, []
         given = self._scored.given.select(self._rows)
-        scores = mixed(request, given, [one[self._rows] for one in self._scored.beside])
+        beside, early = self._scored.beside, self._scored.early
+        early = None if early is None else early[:, self._rows]
+        scores = mixed(request, given, [one[self._rows] for one in beside], early)
         if scores is not given:
             readout = request.readout
             name = "log_softmax" if readout is None else type(readout).__name__.lower()

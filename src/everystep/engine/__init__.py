@@ -4,6 +4,7 @@ from everystep.engine.amateurs import Contrast
 from everystep.engine.audit import audit
 from everystep.engine.batches import Guidance
 from everystep.engine.corpus import Corpus, CorpusLookup
+from everystep.engine.dola import DoLa
 from everystep.engine.draft_model import DraftModel
 from everystep.engine.engine import Engine
 from everystep.engine.lookup import PromptLookup
@@ -19,6 +20,7 @@ __all__ = [
     "Contrast",
     "Corpus",
     "CorpusLookup",
+    "DoLa",
     "DraftModel",
     "Engine",
     "Guidance",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -36,8 +36,9 @@ class Contrast:
     open: Callable[[], Executor] = field(repr=False)
     alpha: float = 0.1
     beta: float = 1.0
+    layers: ClassVar[tuple[int, ...]] = ()
 
-    def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
+    def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
         """(R, V) logits of the sequences and of the amateur -> (R, V)."""
         return contrasted(logits, companions[0], self.alpha, self.beta)
 

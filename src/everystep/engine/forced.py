@@ -6,65 +6,57 @@ drafter may guess, as far as the grammar allows what it guesses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
 from everystep.processors.grammars.grammar import GrammarPlace, has, tokens_in
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.types import Sequence, TokenTable
-from everystep.types.protocols import Drafter, Drafting
+from everystep.types.protocols import Draft, Drafter, Drafting, Schedule
 
 _MOST = 32
 
 
 @dataclass(frozen=True)
 class ForcedTokens:
-    """The tokens that a request's grammar forces, up to `most` at a time; where it forces none,
-    what `beside` guesses."""
+    """The tokens that a request's grammar forces, up to `tokens` at a time; where it forces none,
+    what `beside` guesses, as many as it says."""
 
     beside: Drafter | None = None
-    most: int = _MOST
+    tokens: int = _MOST
+    schedule: ClassVar[Schedule] = "constant"
 
     def start(self, vocabulary: int) -> Drafting:
         beside = None if self.beside is None else self.beside.start(vocabulary)
-        return _Forcing(self.most, beside)
+        guesses = 0 if self.beside is None else self.beside.tokens
+        return _Forcing(guesses, beside)
 
 
 @dataclass(slots=True)
 class _Forcing:
-    """At work for an engine."""
+    """At work for an engine; `guesses`: how many ids the other drafter may guess."""
 
-    most: int
+    guesses: int
     beside: Drafting | None = field(default=None)
 
-    def propose(self, sequences: list[Sequence], table: TokenTable) -> list[np.ndarray]:
+    def propose(
+        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
+    ) -> list[Draft]:
         places = [_place(sequence) for sequence in sequences]
         found = [
-            self._forced(place, sequence, table)
-            for place, sequence in zip(places, sequences, strict=True)
+            Draft(_forced(place, sequence, table, most))
+            for place, sequence, most in zip(places, sequences, limits, strict=True)
         ]
-        free = [s for s, draft in enumerate(found) if not len(draft)]
+        free = [s for s, draft in enumerate(found) if not len(draft.ids)]
         if self.beside is not None and free:
-            guesses = self.beside.propose([sequences[s] for s in free], table)
+            shorter = [min(limits[s], self.guesses) for s in free]
+            guesses = self.beside.propose([sequences[s] for s in free], table, shorter)
             for s, guess in zip(free, guesses, strict=True):
-                found[s] = _allowed(places[s], sequences[s], guess, table)
+                ids = _allowed(places[s], sequences[s], guess.ids, table)
+                found[s] = replace(guess, ids=ids)
         return found
-
-    def _forced(self, place: GrammarPlace, sequence: Sequence, table: TokenTable) -> np.ndarray:
-        """The ids that alone may follow, one after another."""
-        # A step that was broken off may have read guesses.
-        place.rewind(sequence.visible)
-        line, found = table.data[sequence.line, : sequence.visible], list[int]()
-        while len(found) < self.most:
-            words = place.mask(line, len(line))
-            only = None if words is None else tokens_in(words, 1)
-            # An end is chosen like any token: nothing comes after it that could be won.
-            if only is None or len(only) != 1 or int(only[0]) in place.ends:
-                break
-            found.append(int(only[0]))
-            line = np.append(line, only)
-        return np.array(found, dtype=np.int64)
 
     def restart(self) -> None:
         if self.beside is not None:
@@ -72,6 +64,22 @@ class _Forcing:
 
     def held(self) -> int:
         return 0 if self.beside is None else self.beside.held()
+
+
+def _forced(place: GrammarPlace, sequence: Sequence, table: TokenTable, most: int) -> np.ndarray:
+    """The ids that alone may follow, one after another."""
+    # A step that was broken off may have read guesses.
+    place.rewind(sequence.visible)
+    line, found = table.data[sequence.line, : sequence.visible], list[int]()
+    while len(found) < most:
+        words = place.mask(line, len(line))
+        only = None if words is None else tokens_in(words, 1)
+        # An end is chosen like any token: nothing comes after it that could be won.
+        if only is None or len(only) != 1 or int(only[0]) in place.ends:
+            break
+        found.append(int(only[0]))
+        line = np.append(line, only)
+    return np.array(found, dtype=np.int64)
 
 
 def _place(sequence: Sequence) -> GrammarPlace:

@@ -21,7 +21,10 @@ from everystep.processors import bias, length, repetition, warpers
 from everystep.processors.allowed import AllowedSequences, AllowedSequencesLogitsProcessor
 from everystep.processors.base import UserProcessor, reads_rows
 from everystep.processors.grammars.mask import GrammarMask
-from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from everystep.processors.guidance import (
+    HammingDiversityLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.stacking import at_row
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
@@ -91,6 +94,11 @@ def _encoder(kind: Any, value: Any, values: Values, facts: Facts) -> Processor |
 
 def _logit_bias(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     return kind(tuple(value.items()))
+
+
+def _diversity(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+    groups = values["num_beam_groups"] or 1
+    return kind(value, facts.beams, groups) if groups > 1 else None
 
 
 def _occurrence(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
@@ -195,6 +203,7 @@ Slots = dict[type, tuple[Maker, *tuple[str, ...]]]
 BEFORE: Slots = {
     bias.SequenceBiasLogitsProcessor: (_alone, "sequence_bias"),
     bias.LogitBias: (_logit_bias, "logit_bias"),
+    HammingDiversityLogitsProcessor: (_diversity, "diversity_penalty"),
     repetition.EncoderRepetitionPenaltyLogitsProcessor: (_encoder, "encoder_repetition_penalty"),
     repetition.RepetitionPenaltyLogitsProcessor: (_alone, "repetition_penalty"),
     repetition.OccurrencePenalty: (_occurrence, "presence_penalty", "frequency_penalty"),

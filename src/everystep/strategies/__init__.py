@@ -3,13 +3,17 @@
 from everystep.strategies.base import strategy, strategy_named, strategy_names
 from everystep.strategies.beam import Beam
 from everystep.strategies.best_of import BestOf
+from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.contrastive import Contrastive
+from everystep.strategies.diverse import DiverseBeam
 from everystep.strategies.single import Greedy, Sample
 
 __all__ = [
     "Beam",
     "BestOf",
+    "ConstrainedBeam",
     "Contrastive",
+    "DiverseBeam",
     "Greedy",
     "Sample",
     "strategy",

@@ -15,8 +15,9 @@ from everystep.engine import Continuous, Engine, Lockstep, audit
 from everystep.engine.engine import Observer
 from everystep.errors import InvariantError
 from everystep.executors.base import Executor
+from everystep.testing.dice import EMBED_DIM
 from everystep.testing.hash_model import HashExecutor
-from everystep.testing.requests import EMBED_DIM, Mix, Schedule
+from everystep.testing.requests import Mix, Schedule
 from everystep.testing.textbook import Hypothesis
 from everystep.types import Event, Group, Request
 

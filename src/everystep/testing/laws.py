@@ -14,9 +14,10 @@ from dataclasses import replace
 from everystep.errors import InvariantError
 from everystep.executors.base import Executor
 from everystep.strategies import Beam
+from everystep.testing.dice import EMBED_DIM
 from everystep.testing.drive import Run, hash_executor, run_scheduled, run_together
 from everystep.testing.hash_function import HashFunction
-from everystep.testing.requests import EMBED_DIM, Mix, kinds
+from everystep.testing.requests import Mix, kinds
 from everystep.testing.strict import StrictExecutor
 from everystep.testing.textbook import Hypothesis, generate
 from everystep.types import Request
@@ -27,7 +28,7 @@ Results = dict[str, list[Hypothesis]]
 Executors = Callable[[Mix, int | None], Executor]
 
 
-# The first fifteen count mixes, the others happenings.
+# The first seventeen count mixes, the others happenings.
 FLOORS = {
     "mixes": 2_000,
     "beams": 400,
@@ -36,6 +37,8 @@ FLOORS = {
     "contrastive": 200,
     "guidance": 300,
     "diverse": 100,
+    "constrained": 60,
+    "dola": 200,
     "draft_models": 100,
     "other_words": 30,
     "corpora": 60,

@@ -13,14 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from everystep.draws import SeededDraws
 from everystep.engine import (
     Contrast,
     Corpus,
     CorpusLookup,
+    DoLa,
     DraftModel,
     Guidance,
     OtherDraftModel,
@@ -29,25 +28,41 @@ from everystep.engine import (
     Tokenizers,
 )
 from everystep.processors.allowed import AllowedSequencesLogitsProcessor
+from everystep.processors.guidance import HammingDiversityLogitsProcessor
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Beam, BestOf, Contrastive, Greedy, Sample
+from everystep.strategies import (
+    Beam,
+    BestOf,
+    ConstrainedBeam,
+    Contrastive,
+    DiverseBeam,
+    Greedy,
+    Sample,
+)
+from everystep.strategies.classic import BankedBeams
+from everystep.strategies.constraints import (
+    Constraint,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+)
+from everystep.testing.dice import EMBED_DIM, Dice
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
+from everystep.testing.random_prompts import furnished, random_prompt, related
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
 from everystep.testing.tokenizer import Letters
 from everystep.testing.wide_requests import widened
-from everystep.types import Injected, Prompt, Request
-from everystep.types.protocols import Drafter, Hook
+from everystep.types import Prompt, Request
+from everystep.types.protocols import Drafter, Strategy
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-EMBED_DIM = 4
 _SCHEDULES = ("constant", "heuristic")
 
 
@@ -87,21 +102,23 @@ def kinds(request: Request) -> list[str]:
     strategy = request.strategy
     sampled = isinstance(strategy, Sample) or (isinstance(strategy, Beam) and strategy.sampled)
     named = {
-        "beams": isinstance(strategy, Beam),
-        "diverse": isinstance(strategy, Beam) and strategy.searches > 1,
+        "beams": isinstance(strategy, Beam | BankedBeams),
+        "diverse": isinstance(strategy, DiverseBeam),
+        "constrained": isinstance(strategy, ConstrainedBeam),
+        "dola": isinstance(request.readout, DoLa),
         "sampling": sampled,
         "speculation": request.drafter is not None,
         "draft_models": isinstance(request.drafter, DraftModel | OtherDraftModel),
         "other_words": isinstance(request.drafter, OtherDraftModel),
         "corpora": isinstance(request.drafter, CorpusLookup),
         "contrastive": isinstance(strategy, Contrastive),
-        "guidance": isinstance(request.readout, Guidance),
         "contrast": isinstance(request.readout, Contrast),
         "best_of": isinstance(strategy, BestOf),
         "n_best": isinstance(strategy, Beam) and strategy.keeps > 0,
         "allowed": any(
             isinstance(one, AllowedSequencesLogitsProcessor) for one in request.processors
         ),
+        "guidance": bool(request.companions),
         "hooks": bool(request.hooks),
     }
     return [name for name, holds in named.items() if holds]
@@ -115,14 +132,15 @@ def random_mix(seed: int) -> Mix:
     streams = (Dice(np.random.default_rng([seed, stream])) for stream in (1, 2, 4))
     further, hooking, wider = streams
     requests = tuple(
-        replace(
-            widened(_request(f"request {i}", function, draw, further), function, wider),
-            hooks=_hooks(hooking),
+        _hooked(
+            widened(_request(f"request {i}", function, draw, further), function, wider), hooking
         )
         for i in range(count)
     )
-    requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 3]))))
-    changing = Dice(np.random.default_rng([seed, 5]))
+    requests = tuple(_hooked(request, hooking) for request in requests)
+    changing, reading = (Dice(np.random.default_rng([seed, stream])) for stream in (5, 6))
+    requests = tuple(_contrasted(request, reading) for request in requests)
+    requests = tuple(related(requests, Dice(np.random.default_rng([seed, 3]))))
     requests = tuple(_drafted_otherwise(request, function, changing) for request in requests)
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
@@ -134,46 +152,21 @@ def mixes() -> SearchStrategy[Mix]:
     return strategies.integers(0, 2**32 - 1).map(random_mix)
 
 
-@dataclass(frozen=True)
-class Dice:
-    """Named throws of one generator."""
-
-    rng: np.random.Generator
-
-    def chance(self, probability: float) -> bool:
-        return bool(self.rng.random() < probability)
-
-    def between(self, low: int, high: int) -> int:
-        """A whole number, both ends included."""
-        return int(self.rng.integers(low, high + 1))
-
-    def one_of(self, *choices: Any) -> Any:
-        return choices[self.between(0, len(choices) - 1)]
-
-    def ids(self, vocab_size: int, count: int) -> np.ndarray:
-        """(count,) ids; mostly a phrase over and over."""
-        ids = self.rng.integers(0, vocab_size, count)
-        if count and self.chance(0.7):
-            phrase = ids[: self.between(2, 5)]
-            ids = np.tile(phrase, -(-count // len(phrase)))[:count]
-        return ids.astype(np.int64)
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 
 def _request(name: str, function: HashFunction, draw: Dice, further: Dice) -> Request:
-    prompt = _furnished(_prompt(function, draw), function, further)
+    prompt = furnished(random_prompt(function, draw), function, further)
     ends = tuple(draw.ids(function.vocab_size, draw.between(0, 3)).tolist())
     pad_prefix = draw.between(1, 4) if draw.chance(0.3) else 0
     max_new = draw.between(1, 12)
-    strategy = _strategy(draw, len(set(ends)), max_new)
+    strategy = _strategy(draw, len(set(ends)), max_new, function.vocab_size)
     request = Request(
         request_id=name,
         prompt=prompt,
         strategy=strategy,
         draws=SeededDraws(draw.between(0, 2**31)),
-        processors=_processors(function.vocab_size, draw),
+        processors=_processors(function.vocab_size, draw, strategy),
         max_length=prompt.length + max_new,
         pad_prefix=pad_prefix,
     )
@@ -188,137 +181,65 @@ def _request(name: str, function: HashFunction, draw: Dice, further: Dice) -> Re
     return request
 
 
-def _hooks(draw: Dice) -> tuple[Hook, ...]:
+def _hooked(request: Request, draw: Dice) -> Request:
     if draw.chance(0.85):
-        return ()
+        return request
     numbers = (draw.between(1, 3), draw.one_of(0, 0, 3, 5), draw.one_of(0, 0, 7))
-    first = Murmur(*numbers, scored=draw.chance(0.4))
-    return (first, Murmur(draw.between(1, 2), 0, 0)) if draw.chance(0.3) else (first,)
+    # Of equal beams of several searches the textbook remembers one.
+    first = Murmur(*numbers, scored=draw.chance(0.4) and request.strategy.rounds == 1)
+    hooks = (first, Murmur(draw.between(1, 2), 0, 0)) if draw.chance(0.3) else (first,)
+    return replace(request, hooks=hooks)
 
 
-def _prompt(function: HashFunction, draw: Dice) -> Prompt:
-    length = draw.between(1, 20)
-    ids: np.ndarray | None = draw.ids(function.vocab_size, length)
-    embeds = positions = encoder = None
-    if draw.chance(0.15):
-        embeds = torch.from_numpy(draw.rng.standard_normal((length, EMBED_DIM)).astype(np.float32))
-        ids = draw.one_of(None, ids)
-    if draw.chance(0.15):
-        shape = draw.one_of((length,), (3, length))
-        positions = torch.from_numpy(draw.rng.integers(0, 30, shape))
-    if draw.chance(0.1):
-        size = (draw.between(1, 5), EMBED_DIM)
-        encoder = torch.from_numpy(draw.rng.standard_normal(size).astype(np.float32))
-    return Prompt(ids, embeds, positions, encoder)
+def _contrasted(request: Request, draw: Dice) -> Request:
+    """The request, perhaps with what earlier layers say."""
+    layers = draw.one_of((0,), (0, 3), (4, 1, 2))
+    mixed = isinstance(request.readout, Contrast)
+    if mixed or not request.strategy.reads.alone or draw.chance(0.88):
+        return request
+    return replace(request, readout=DoLa(layers, request.readout))
 
 
-def _related(requests: tuple[Request, ...], draw: Dice) -> tuple[Request, ...]:
-    """The requests, of which most begin as an earlier one does; their salts are few."""
-    made: list[Request] = []
-    for request in requests:
-        own = request.prompt
-        alike = [one for one in made if (one.prompt.embeds is None) == (own.embeds is None)]
-        shared = [one for one in alike if not (one.hooks or _reads_more(one.prompt))]
-        if alike and draw.chance(0.85):
-            other = draw.one_of(*(shared or alike)).prompt
-            request = replace(request, prompt=_begun(own, other, draw))
-        made.append(replace(request, salt=draw.one_of(*[None] * 5, "other")))
-    return tuple(made)
-
-
-def _reads_more(prompt: Prompt) -> bool:
-    """Whether no other request may share what it begins with."""
-    return prompt.encoder is not None or prompt.mask is not None
-
-
-def _begun(own: Prompt, other: Prompt, draw: Dice) -> Prompt:
-    """The prompt, in its length, which begins with the ids or embeddings of the other, and mostly
-    with all that its positions are given."""
-    count = min(own.length, other.length, draw.one_of(20, draw.between(1, 20)))
-    embeds, ids = own.embeds, own.ids
-    if embeds is not None and other.embeds is not None:
-        embeds = torch.cat([other.embeds[:count], embeds[count:]])
-    elif ids is not None and other.ids is not None:
-        ids = np.concatenate([other.ids[:count], ids[count:]])
-    prompt = replace(own, ids=ids, embeds=embeds)
-    if draw.chance(0.15):
-        return prompt
-    return replace(
-        prompt,
-        positions=_places_begun(own, other.positions, count),
-        injected=_features_begun(own, other.injected, count),
-    )
-
-
-def _places_begun(own: Prompt, theirs: Tensor | None, count: int) -> Tensor | None:
-    """Position ids, of which the first `count` are theirs; none where they have none."""
-    if theirs is None:
-        return None
-    shape, ours = theirs.shape[:-1], own.positions
-    if ours is None or ours.shape[:-1] != shape:
-        ours = torch.arange(own.length).expand(*shape, -1)
-    return torch.cat([theirs[..., :count], ours[..., count:]], dim=-1)
-
-
-def _features_begun(own: Prompt, theirs: Injected | None, count: int) -> Injected | None:
-    """Features, theirs at the first `count` positions; none where they have none."""
-    if theirs is None:
-        return None
-    parts = [(theirs, theirs.positions < count)]
-    if own.injected is not None:
-        parts.append((own.injected, own.injected.positions >= count))
-    return Injected(
-        np.concatenate([one.positions[here] for one, here in parts]),
-        torch.cat([one.embeds[torch.from_numpy(here)] for one, here in parts]),
-    )
-
-
-def _furnished(prompt: Prompt, function: HashFunction, draw: Dice) -> Prompt:
-    """The prompt, perhaps with features among its ids, ids of its own beside embeddings, position
-    ids beyond its end, and a mask."""
-    length = prompt.length
-    if prompt.embeds is None and draw.chance(0.15):
-        places = np.flatnonzero(draw.rng.random(length) < 0.5)
-        embeds = draw.rng.standard_normal((len(places), EMBED_DIM)).astype(np.float32)
-        prompt = replace(prompt, injected=Injected(places, torch.from_numpy(embeds)))
-    elif prompt.embeds is not None and draw.chance(0.4):
-        ids = draw.ids(function.vocab_size, draw.between(1, 2 * length))
-        prompt = replace(prompt, ids=ids)
-    if prompt.positions is not None and draw.chance(0.3):
-        more = torch.from_numpy(draw.rng.integers(0, 40, (*prompt.positions.shape[:-1], 3)))
-        prompt = replace(prompt, positions=torch.cat([prompt.positions, more], dim=-1))
-    if draw.chance(0.12):
-        shape = draw.one_of((length, length), (2, length, length))
-        seen = torch.from_numpy(draw.rng.random(shape) < 0.7) | torch.eye(length, dtype=torch.bool)
-        prompt = replace(prompt, mask=seen.tril())
-    return prompt
-
-
-def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
+def _strategy(draw: Dice, eos_count: int, max_new: int, vocabulary: int) -> Any:
     makers: list[tuple[int, Callable[[], Any]]] = [
         (4, Greedy),
         (7, lambda: Sample(draw.between(1, 4))),
-        (3, lambda: _beam(draw, eos_count, max_new)),
+        (3, lambda: _beam(draw, eos_count, max_new, vocabulary)),
         (1, lambda: Contrastive(draw.between(2, 4), draw.one_of(0.1, 0.6))),
     ]
     weights = np.array([weight for weight, _ in makers])
     return makers[int(draw.rng.choice(len(makers), p=weights / weights.sum()))][1]()
 
 
-def _beam(draw: Dice, eos_count: int, max_new: int) -> Beam:
+def _beam(draw: Dice, eos_count: int, max_new: int, vocabulary: int) -> Beam | BankedBeams:
     width = draw.between(2, 4)
-    diverse = width == 4 and draw.chance(0.8)
-    return Beam(
+    groups = draw.one_of(2, 4) if width == 4 and draw.chance(0.8) else 1
+    search = (
         width,
-        searches=draw.one_of(2, 4) if diverse else 1,
-        returns=draw.between(1, width),
-        length_penalty=draw.one_of(1.0, 0.0, *([] if diverse else [-0.5]), 2.0),
-        early_stopping=draw.one_of(False, True, *([] if diverse else ["never"])),
-        eos_count=eos_count,
-        max_new=max_new,
-        sampled=not diverse and draw.chance(0.4),
-        diversity=draw.one_of(0.5, 2.0) if diverse else 0.0,
+        draw.between(1, width),
+        draw.one_of(1.0, 0.0, -0.5, 2.0),
+        draw.one_of(False, True, "never"),
+        eos_count,
+        max_new,
     )
+    if groups > 1:
+        return DiverseBeam(*search, groups=groups)
+    beam = Beam(*search, sampled=draw.chance(0.4))
+    words = Dice(np.random.default_rng(draw.between(0, 2**31)))
+    return beam if words.chance(0.6) else ConstrainedBeam(*search, _words(words, vocabulary))
+
+
+def _words(draw: Dice, vocabulary: int) -> tuple[Constraint, ...]:
+    """One to three constraints, some of several words."""
+    found: list[Constraint] = []
+    for _ in range(draw.between(1, 3)):
+        if draw.chance(0.6):
+            found.append(PhrasalConstraint(draw.ids(vocabulary, draw.between(1, 3)).tolist()))
+            continue
+        firsts = dict.fromkeys(draw.ids(vocabulary, 3).tolist())
+        words = [[one, *draw.ids(vocabulary, draw.between(0, 2)).tolist()] for one in firsts]
+        found.append(DisjunctiveConstraint(words))
+    return tuple(found)
 
 
 def _drafter(function: HashFunction, draw: Dice) -> Drafter:
@@ -350,7 +271,7 @@ def _drafted_otherwise(request: Request, function: HashFunction, draw: Dice) -> 
     return replace(request, drafter=drafter)
 
 
-def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:
+def _processors(vocab_size: int, draw: Dice, strategy: Strategy) -> tuple[Any, ...]:
     token, every = draw.between(0, vocab_size - 1), draw.between(1, 3)
     known = (  # in the canonical order, own ones before those that cut the distribution
         (0.15, RepetitionPenaltyLogitsProcessor(draw.one_of(1.3, 0.8))),
@@ -362,7 +283,10 @@ def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:
         (0.15, TopKLogitsWarper(draw.between(6, 10))),
         (0.1, TopPLogitsWarper(draw.one_of(0.8, 0.95))),
     )
-    return tuple(processor for probability, processor in known if draw.chance(probability))
+    chosen = tuple(processor for probability, processor in known if draw.chance(probability))
+    if strategy.rounds == 1:
+        return chosen
+    return (HammingDiversityLogitsProcessor(draw.one_of(0.5, 2.0), 4, 2), *chosen)
 
 
 # --- schedules ------------------------------------------------------------------------------------

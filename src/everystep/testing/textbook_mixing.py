@@ -17,13 +17,17 @@ Ask = Callable[[HashFunction, Prompt, list[int]], Tensor]
 
 
 def mix(
-    request: Request, logits: Tensor, tokens: list[int], ask: Ask, function: HashFunction
+    request: Request,
+    readout: Any,
+    logits: Tensor,
+    tokens: list[int],
+    ask: Ask,
+    function: HashFunction,
 ) -> Tensor:
-    """(V,) logits of what may follow the tokens -> what the request chooses from.
+    """(V,) logits of what may follow the tokens -> what the readout of the request makes of them.
 
     `ask(function, prompt, tokens)`: the logits of what may follow a prompt and tokens.
     """
-    readout = request.readout
     if isinstance(readout, Guidance):
         other = ask(function, request.companions[0], tokens).log_softmax(-1)
         return readout.scale * (logits.log_softmax(-1) - other) + other

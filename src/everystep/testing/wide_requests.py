@@ -17,7 +17,7 @@ from everystep.testing.rules import Forbid, Residue
 from everystep.types import Request, Wants
 
 if TYPE_CHECKING:
-    from everystep.testing.requests import Dice
+    from everystep.testing.dice import Dice
 
 
 def widened(request: Request, function: HashFunction, draw: Dice) -> Request:
@@ -25,7 +25,7 @@ def widened(request: Request, function: HashFunction, draw: Dice) -> Request:
     strategy = request.strategy
     if isinstance(strategy, Sample) and request.drafter is None and draw.chance(0.4):
         request = _judged(request, draw)
-    elif isinstance(strategy, Beam) and strategy.searches == 1 and draw.chance(0.4):
+    elif isinstance(strategy, Beam) and draw.chance(0.4):
         keeps = draw.between(1, 9)
         returns = draw.between(1, max(keeps, strategy.width))
         wider = replace(strategy, keeps=keeps, returns=returns, gathers=draw.chance(0.5))

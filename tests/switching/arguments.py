@@ -22,6 +22,7 @@ PROMPT = torch.tensor([IDS])
 SAMPLED = {"do_sample": True, "seed": 3}
 BEAMS = {"num_beams": 3}
 OBJECT = {"return_dict_in_generate": True}
+TEXTS = {"tokenizer": TOKENIZER, "eos_token_id": 2}
 TWICE = {"no_repeat_ngram_size": 1}
 
 
@@ -163,6 +164,11 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefix": (es.Prefix, {}),
     "hooks": ([Louder()], {}),
     "adapter_names": ("formal", {}),
+    # what texts have to follow
+    "schema": ({"type": "integer"}, TEXTS),
+    "regex": ("[a-z]+", TEXTS),
+    "grammar": ('start: "a" start | "b"', TEXTS),
+    "choices": (["yes", "no"], TEXTS),
     # capabilities that are not built, and what has no place here
     "use_mtp": (True, {}),
     "dola_layers": ("low", {}),

@@ -183,7 +183,7 @@ def test_forced_tokens_are_drafts_that_are_never_rejected() -> None:
     ids = TOKENIZER(PROMPTS[0], return_tensors="pt")
     out = model().generate(**ids, tokenizer=TOKENIZER, schema=SCHEMA, **COMMON)
     told = out.speculation
-    assert told["drafted"] == told["accepted"] > 20
+    assert told["drafted"] == told["accepted"] >= 10
     (request, *_) = requests("greedy")
     assert request.drafter == ForcedTokens()
     assert requests("lookup")[0].drafter == ForcedTokens(PromptLookup(3, 2, (2,)))
@@ -214,7 +214,7 @@ def test_a_run_can_be_taken_back_explained_and_given_text() -> None:
     run.rewind(9)
     assert run.result().tokens == wanted
     why = run.explain(4)
-    assert why.token == wanted[4]
+    assert why.chosen.token == wanted[4] and "GrammarMask" in str(why)
     run.rewind(len(wanted))
     run.send('{"name": "zoe"')
     text = run.result().text
@@ -330,3 +330,20 @@ def test_the_callers_own_processor_sees_what_it_saw() -> None:
 def test_the_mask_is_one_of_the_processors() -> None:
     (request, *_) = requests("top_k")
     assert [type(one) is GrammarMask for one in request.processors] == [True, False, False, False]
+
+
+@pytest.mark.native
+def test_the_best_of_a_row_decide_as_whole_rows_do() -> None:
+    """Natively, greedy search sees the best of a row, unless somebody watches it."""
+    own = tiny_tokenizer(9_000)
+    wide = tiny_llama(1, dtype=torch.float32, vocab_size=9_000, hidden_size=16)
+    reads: list[int] = []
+    for kind, asked in GRAMMARS.items():
+        given = {**asked, "max_new_tokens": 50}
+        (found,) = es.generate(wide, own, PROMPTS[:1], **given, return_dict_in_generate=True)
+        run = es.open(wide, own, PROMPTS[0], **given)
+        engine = Engine(wide.executor(), Continuous(64, 4))
+        reads.append(engine.submit(run._group.request).best)
+        assert found.tokens == run.result().tokens
+        assert found.finish_reason.kind == "length" or follows(kind, found.text)
+    assert "native" in wide.runs_on and reads == [64] * len(GRAMMARS)

@@ -26,6 +26,7 @@ ASSISTANT = tiny_llama(seed=1, vocab_size=320, hidden_size=16)
 OTHER = tiny_tokenizer(300)
 DRAFTED = {"assistant_model": ASSISTANT}
 TRANSLATED = {**DRAFTED, "assistant_tokenizer": OTHER, "tokenizer": TOKENIZER}
+TEXTS = {"tokenizer": TOKENIZER, "eos_token_id": 2}
 TWICE = {"no_repeat_ngram_size": 1}
 
 
@@ -193,6 +194,11 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "dola_layers": ("low", {}),
     "constraints": ([es.PhrasalConstraint([9, 8])], BEAMS),
     "force_words_ids": ([[9, 8]], BEAMS),
+    # what texts have to follow
+    "schema": ({"type": "integer"}, TEXTS),
+    "regex": ("[a-z]+", TEXTS),
+    "grammar": ('start: "a" start | "b"', TEXTS),
+    "choices": (["yes", "no"], TEXTS),
     # capabilities that are not built, and what has no place here
     "use_mtp": (True, {}),
     "low_memory": (True, {}),

@@ -227,11 +227,16 @@ LINE: dict[str, tuple[list[str], Any]] = {
     "num_return_sequences": (["--num-return-sequences", "2", "--do-sample"], 2),
     "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
     "stop_strings": (["--stop", "a", "--stop", "b"], ["a", "b"]),
+    "regex": (["--regex", "a+"], "a+"),
+    "choices": (["--choices", "a", "--choices", "b"], ["a", "b"]),
 }
 """Argument -> how it is asked for on the command line, and what reaches the library."""
 
 
-@pytest.mark.parametrize("name", ASKED)
+LINE_OF_FILES = ("schema", "grammar")  # tests/cli/test_grammars.py
+
+
+@pytest.mark.parametrize("name", [name for name in ASKED if name not in LINE_OF_FILES])
 def test_the_command_line_hands_it_on_or_refuses_it(
     name: str,
     stage: Stage,  # noqa: F811

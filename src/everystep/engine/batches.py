@@ -21,7 +21,7 @@ from everystep.engine.feed import NO_IDS, Feeds, columns_of
 from everystep.engine.rejection import judged
 from everystep.engine.sequels import Sequels
 from everystep.processors.guidance import guided
-from everystep.processors.pipeline import apply, best_read
+from everystep.processors.pipeline import apply, best_read, decided
 from everystep.stops.check import check
 from everystep.strategies.base import Batch
 from everystep.strategies.single import Picked
@@ -76,6 +76,8 @@ def best_needed(request: Request, vocabulary: int) -> int:
         return 0
     if not request.processors:
         count = reads.best
+    elif reads.best == 1 and decided(request.processors, vocabulary):
+        count = MOST_BEST
     elif reads.shortlists and reads.scores == "logits" and not request.draws.whole_rows:
         count = best_read(request.processors, vocabulary)
     else:

@@ -44,6 +44,10 @@ class LogitsProcessor:
     """Whether it changes every score by itself, and raises no lower one above a higher one; lists
     whose rest is above -inf go through `few` of such processors, and of those with a `best`."""
 
+    decides: ClassVar[bool] = False
+    """Whether `few` leaves, of the best of a row, the best that it allows, and reads the row where
+    that is not among them."""
+
     narrows: bool = False
     """Whether it leaves a list of every list, which it may then change in place of the row."""
 

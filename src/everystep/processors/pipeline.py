@@ -22,7 +22,7 @@ from everystep.processors.best import is_few
 from everystep.processors.order import RANK
 from everystep.processors.stacking import stack_key, stacked
 from everystep.processors.warpers import TemperatureLogitsWarper
-from everystep.types import Rows, Scores
+from everystep.types import MOST_BEST, Rows, Scores
 from everystep.types.protocols import Processor
 
 Processors = tuple[Processor, ...]
@@ -41,6 +41,13 @@ def best_read(processors: Processors, vocabulary: int) -> int:
         return 0
     count = next((one.best for one in ours if not one.ordered), 0)
     return count if is_few(count, vocabulary) else 0
+
+
+def decided(processors: Processors, vocabulary: int) -> bool:
+    """Whether the best that they leave of a row is found among as many of its best as an executor
+    reports, or by reading the row."""
+    ours = [one for one in processors if isinstance(one, LogitsProcessor) and one.decides]
+    return len(ours) == len(processors) and is_few(MOST_BEST, vocabulary)
 
 
 def apply(rows: Rows, scores: Scores, *, owned: bool = False) -> Scores:

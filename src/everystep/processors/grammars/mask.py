@@ -39,6 +39,7 @@ class GrammarMask(LogitsProcessor):
     source: str
 
     narrows = True
+    decides = True
 
     def place(self, sequence: Sequence, *, keeps: bool = True) -> GrammarPlace:
         """Where the sequence stands: what it remembers, or, where nothing is to be kept, anew."""
@@ -66,7 +67,7 @@ class GrammarMask(LogitsProcessor):
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         """What may follow, as lists, where that is little or where the scores are lists."""
         if scores.tokens is not None:
-            return self._of_lists(rows, scores) if scores.rest is None else None
+            return self._of_lists(rows, scores)
         if not is_wide(scores.values):
             return None
         masks = self._masks(rows)
@@ -93,8 +94,20 @@ class GrammarMask(LogitsProcessor):
                 own = scores.tokens[r].numpy()  # type: ignore[index]
                 banned[r] = (words[own >> 5] >> (own & 31) & 1) == 0
         kept = scores.values.masked_fill(torch.from_numpy(banned), -math.inf)
-        self._require_some(rows, masks, kept)
-        return replace(scores, values=kept, totals=None)
+        if scores.rest is None or scores.read is None:
+            self._require_some(rows, masks, kept)
+            return replace(scores, values=kept, totals=None)
+        read = scores.read
+
+        def left(some: Tensor) -> Tensor:
+            return self.overwrite(rows.select(some.numpy()), read(some).clone())
+
+        found = replace(scores, values=kept, totals=None, read=left)
+        undecided = torch.nonzero((kept <= scores.rest).all(dim=1)).view(-1)
+        if not len(undecided):
+            return found
+        best, token = left(undecided).max(dim=1, keepdim=True)
+        return found.put(undecided, Scores(best, token, scores.vocabulary))
 
     def _masks(self, rows: Rows) -> list[np.ndarray | None]:
         """(R,) of each row the bits of what may follow, or None."""

@@ -95,6 +95,7 @@ def refuse_unseen(call: Call) -> None:
         ("prompt inputs", bool(call.inputs.values)),
         ("prefix", call.options.prefix is not None),
         ("hooks", bool(call.options.hooks)),
+        ("strategy", call.options.strategy is not None),
     ):
         if asked:
             raise UnsupportedError(

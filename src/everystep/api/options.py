@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
 from everystep.api.prefixes import Prefix, read_prefix
+from everystep.api.strategies import read_strategy, refuse_beside
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 from everystep.stops.criteria import MaxLengthCriteria
 from everystep.types import FinishReason
-from everystep.types.protocols import Draws, Hook
+from everystep.types.protocols import Draws, Hook, Strategy
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -41,6 +42,8 @@ OBJECTS = (
     "prefix",
     "hooks",
     "adapter_names",
+    "strategy",
+    "strategy_options",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -67,8 +70,9 @@ class Options:
     `starts_answer`: whether a chat template begins the answer to the messages; `trims`: whether
     texts lose the stop string that ended them. `legacy_cache`: whether the cache is returned as
     tuples. `prefix`: what comes before every prompt; `salt`: prompts of another one share no rows
-    with these. `adapter_names`: one for all rows or one each, None for what is active. The rest are
-    the caller's own objects.
+    with these. `adapter_names`: one for all rows or one each, None for what is active. `strategy`:
+    one that is not the library's own, in place of what the fields say. The rest are the caller's
+    own objects.
     """
 
     effective: Effective
@@ -89,6 +93,7 @@ class Options:
     legacy_cache: bool = False
     prefix: Prefix | None = None
     salt: str | None = None
+    strategy: Strategy | None = None
 
     @property
     def fill(self) -> int:
@@ -141,8 +146,11 @@ def read_options(
     named = (*model.inputs, *(one.name for one in model.prompt_inputs))
     _refuse_unknown(given, {*OBJECTS, *named, *beside})
     config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
+    config, own = read_strategy(config, given.get("strategy"), given.get("strategy_options"))
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
+    if own is not None:
+        refuse_beside(effective, own)
     effective = _with_pad_notice(effective, model.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         _require_count(name, given.get(name), model.vocab_size)
@@ -162,6 +170,7 @@ def read_options(
         salt=_text("cache_salt", given.get("cache_salt")),
         hooks=_hooks(given.get("hooks")),
         adapter_names=_known_adapters(given.get("adapter_names"), model.adapters),
+        strategy=own,
     )
 
 

@@ -108,7 +108,7 @@ def prepare(
     require_begun(inputs)
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
-    processors = _processors(model, options, inputs, new, strategy.width)
+    processors = _processors(model, options, inputs, new, strategy)
     rows = options.captures or options.returns("output_scores", "output_logits")
     returned = rows or cache is not None
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
@@ -235,11 +235,14 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
 
 
 def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
-    """What the configuration names: the one place that makes strategies and drafters.
+    """What the call brings, or the configuration names: the one place that makes drafters, and
+    strategies of the library.
 
     `most`: the most new tokens that a row can get.
     """
-    e = options.effective
+    e, own = options.effective, options.strategy
+    if own is not None:  # what the model's configuration says of searches is not about it
+        e = e.replaced("call", num_beams=1, penalty_alpha=None)
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
     contrastive = not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1
     if e.prompt_lookup_num_tokens is not None and (width > 1 or contrastive):
@@ -263,7 +266,7 @@ def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
         return beam, None
     if contrastive:
         return Contrastive(int(e.top_k), float(e.penalty_alpha)), None
-    base = Sample(returns) if e.do_sample else Greedy()
+    base = own or (Sample(returns) if e.do_sample else Greedy())
     if e.prompt_lookup_num_tokens is None:
         return base, None
     ngram = 2 if e.max_matching_ngram_size is None else int(e.max_matching_ngram_size)
@@ -325,14 +328,14 @@ def _watches(processors: Sequence[tuple[Any, ...]], stops: Sequence[Stop]) -> bo
 
 
 def _processors(
-    model: LanguageModel, options: Options, inputs: Inputs, new: int, width: int
+    model: LanguageModel, options: Options, inputs: Inputs, new: int, strategy: Strategy
 ) -> list[tuple[Any, ...]]:
     """One tuple per row; the same one for all rows unless something depends on the row."""
     e, rows = options.effective, range(inputs.batch)
     # In visible ids: positions of embeddings count, and `min_new_tokens` goes before `min_length`.
     least = 0 if e.min_new_tokens is not None else int(e.min_length or 0) - inputs.embeds_width
     each = for_rows(e.replaced("default", min_length=max(least, 0)), inputs.batch)
-    beams = int(e.num_beams or 1)
+    beams = 1 if strategy.streams else strategy.width
 
     def encode(text: str) -> list[int]:
         ids: list[int] = options.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -349,7 +352,7 @@ def _processors(
             vocab_size=model.vocab_size,
             row=row,
             rows=inputs.batch,
-            first_row=number if beams > 1 else number * width,
+            first_row=number if beams > 1 else number * strategy.width,
             prefix_allowed_tokens_fn=options.prefix_allowed_tokens,
             user=options.processors,
             encode=None if options.tokenizer is None else encode,

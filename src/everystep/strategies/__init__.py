@@ -1,15 +1,18 @@
 """How choices are made: frozen values that read scores and return children."""
 
-from everystep.strategies.base import strategy, strategy_named, strategy_names
+from everystep.strategies.base import Reads, strategy, strategy_named, strategy_names
 from everystep.strategies.beam import Beam
 from everystep.strategies.contrastive import Contrastive
-from everystep.strategies.single import Greedy, Sample
+from everystep.strategies.single import Greedy, Sample, continue_each, in_order
 
 __all__ = [
     "Beam",
     "Contrastive",
     "Greedy",
+    "Reads",
     "Sample",
+    "continue_each",
+    "in_order",
     "strategy",
     "strategy_named",
     "strategy_names",

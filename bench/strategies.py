@@ -4,10 +4,11 @@
                              [--executors native,torch] [--no-reference]
 
 Each case is a pair of calls of the default model, one with the strategy and one that it is compared
-with, which take turns; the figure is the median over pairs of the seconds of the one divided by
-those of the other, with the quarters beside it. The same pair is taken of transformers in the same
-run, with its own weights in float32, where it has the strategy. `aim` is what the ratio should be
-at most, or, for what gains, at least. A further strategy is a further line of CASES.
+with, which take turns. What counts is the time beyond that of a call for one token; the figure is
+the median over pairs of the one divided by the other, with the quarters beside it. The same pair is
+taken of transformers in the same run, with float32 weights, where it has the strategy. `aim` is
+what the figure should be at most, or, for what gains, how many times as fast at least. A further
+strategy is a further line of CASES.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import everystep as es
 PASSAGE, TIMES, SHORT = 48, 4, 32
 GREEDY: Mapping[str, Any] = {"strategy": "greedy"}
 THEIR_GREEDY: Mapping[str, Any] = {"do_sample": False}
+BEAMS: Mapping[str, Any] = {"num_beams": 4}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Case:
     prompt: str = "short"
     rows: int = 1
     theirs: Mapping[str, Any] | None = None
+    base_of_theirs: Mapping[str, Any] = field(default_factory=dict)
 
     def keywords(self, model: Any, tokenizer: Any) -> Mapping[str, Any]:
         """What the model is asked with."""
@@ -53,9 +56,15 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "beams": Case({"strategy": "beam"}, 1.4, theirs={"num_beams": 4}),
-    "beams in a batch": Case({"strategy": "beam"}, 4.0, rows=8, theirs={"num_beams": 4}),
-    "drawn beams": Case({"strategy": "beam_sample", "seed": 0}, 1.2, base={"strategy": "beam"}),
+    "beams": Case({"strategy": "beam"}, 1.4, theirs=BEAMS),
+    "beams in a batch": Case({"strategy": "beam"}, 4.0, rows=8, theirs=BEAMS),
+    "drawn beams": Case(
+        {"strategy": "beam_sample", "seed": 0},
+        1.2,
+        base={"strategy": "beam"},
+        theirs={**BEAMS, "do_sample": True},
+        base_of_theirs=BEAMS,
+    ),
     "sampling": Case({"strategy": "sample", "seed": 0}, 1.2, theirs={"do_sample": True}),
     "contrastive": Case({"strategy": "contrastive"}, 1.6),
     "guided": Case({"strategy": "guided"}, 2.0, theirs={"guidance_scale": 1.5}),
@@ -87,17 +96,15 @@ def prompt(case: Case) -> torch.Tensor:
     return torch.tensor([row * TIMES if case.prompt == "copying" else row for row in rows])
 
 
-def paired(
-    repeats: int, first: Callable[[], object], second: Callable[[], object]
-) -> dict[str, Any]:
-    """Medians of both, and of their ratios; who begins changes with every pair."""
+def paired(repeats: int, first: Callable[[], float], second: Callable[[], float]) -> dict[str, Any]:
+    """Medians of the seconds of both, and of their ratios; who begins changes with every pair."""
     first(), second()
     pairs = []
     for turn in range(repeats):
         if turn % 2:
-            other, one = seconds(second), seconds(first)
+            other, one = second(), first()
         else:
-            one, other = seconds(first), seconds(second)
+            one, other = first(), second()
         pairs.append((one, other))
     ratios = sorted(one / other for one, other in pairs)
     quarter = len(ratios) // 4
@@ -112,15 +119,23 @@ def paired(
 def ours(case: Case, executor: str, repeats: int, new: int) -> dict[str, Any]:
     """The pair on one executor of this library."""
     model, tokenizer = loaded(executor)
-    ids, fixed = prompt(case), {"max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
-    asked = {**case.keywords(model, tokenizer), **fixed}
+    ids, asked = prompt(case), case.keywords(model, tokenizer)
+    fixed = {"eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+
+    def call(options: Mapping[str, Any], count: int) -> Any:
+        return model.generate(ids, max_new_tokens=count, **options, **fixed)
+
     found = paired(
         repeats,
-        lambda: model.generate(ids, **asked),
-        lambda: model.generate(ids, **case.base, **fixed),
+        lambda: after_first(lambda count: call(asked, count), new),
+        lambda: after_first(lambda count: call(case.base, count), new),
     )
-    out = model.generate(ids, return_dict_in_generate=True, **asked)
-    return {**found, "speculation": getattr(out, "speculation", None)}
+    return {**found, "speculation": call(asked, new).speculation}
+
+
+def after_first(call: Callable[[int], object], new: int) -> float:
+    """The seconds that `call` takes for so many tokens beyond those for one."""
+    return seconds(lambda: call(new)) - seconds(lambda: call(1))
 
 
 @cache
@@ -144,11 +159,15 @@ def reference() -> Any:
 def beside(case: Case, repeats: int, new: int) -> dict[str, Any]:
     """The same pair of transformers."""
     model, ids = reference(), prompt(case)
-    fixed = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new}
-    asked = {**THEIR_GREEDY, **(case.theirs or {}), **fixed}
-    base = {**THEIR_GREEDY, **fixed}
+    fixed = {**THEIR_GREEDY, "attention_mask": torch.ones_like(ids)}
+
+    def call(options: Mapping[str, Any], count: int) -> Any:
+        return model.generate(ids, max_new_tokens=count, **{**fixed, **options})
+
     return paired(
-        repeats, lambda: model.generate(ids, **asked), lambda: model.generate(ids, **base)
+        repeats,
+        lambda: after_first(lambda count: call(case.theirs or {}, count), new),
+        lambda: after_first(lambda count: call(case.base_of_theirs, count), new),
     )
 
 
@@ -157,6 +176,13 @@ def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     value = 1 / found["ratio"] if case.gains else found["ratio"]
     reached = value >= case.aim if case.gains else value <= case.aim
     return {**found, "figure": value, "aim": case.aim, "gains": case.gains, "reached": reached}
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, a line of which is on standard output."""
+    sign = "≥" if row["gains"] else "≤"
+    print(f"{row['case']}, {row['engine']}: {row['figure']:.3f} ({sign} {row['aim']})", flush=True)
+    return row
 
 
 def main() -> None:
@@ -174,15 +200,10 @@ def main() -> None:
         case = CASES[name]
         for executor in args.executors.split(","):
             found = judged(case, ours(case, executor, args.repeats, args.new))
-            rows.append({"case": name, "engine": f"everystep, {executor}", **found})
+            rows.append(shown({"case": name, "engine": f"everystep, {executor}", **found}))
         if case.theirs is not None and not args.no_reference:
             found = judged(case, beside(case, args.repeats, args.new))
-            rows.append({"case": name, "engine": "transformers", **found})
-        for row in rows:
-            if row["case"] == name:
-                sign = "≥" if row["gains"] else "≤"
-                figure = f"{row['figure']:.3f} ({sign} {row['aim']})"
-                print(f"{name}, {row['engine']}: {figure}", flush=True)
+            rows.append(shown({"case": name, "engine": "transformers", **found}))
     write("strategies", args, {"rows": rows}, packages=("transformers",))
 
 

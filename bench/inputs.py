@@ -34,7 +34,13 @@ PREFIX, NEW = 1_000, 48
 
 
 class Nothing(es.Hook):
-    """A hook that looks at nothing and adds nothing."""
+    """A hook that is asked at every moment, looks at nothing and adds nothing."""
+
+    def before_step(self, step: es.BeforeStep) -> None:
+        """It gives nothing."""
+
+    def after_step(self, step: es.AfterStep) -> None:
+        """Nothing follows."""
 
 
 def seconds(work: Callable[[], object]) -> float:

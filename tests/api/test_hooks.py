@@ -63,7 +63,7 @@ class Remaining(es.Hook):
     gives: tuple[str, ...] = ("embeds",)
 
     def before_step(self, step: es.BeforeStep) -> dict[str, Tensor]:
-        left = torch.tensor([step.max_length - place for place in step.positions])
+        left = torch.tensor([step.request.max_length - place for place in step.positions])
         embeds = step.embeds
         return {"embeds": embeds + signal(left, embeds.shape[1]).to(embeds)}
 

@@ -41,7 +41,7 @@ class Left(es.Hook):
     gives: tuple[str, ...] = ("embeds",)
 
     def on_prompt(self, prompt: es.PromptMoment) -> int:
-        return prompt.max_length - prompt.prompt.length
+        return prompt.request.max_length - prompt.request.prompt.length
 
     def before_step(self, step: es.BeforeStep) -> dict[str, Tensor]:
         left = torch.arange(step.count - 1, -1, -1) + step.memory + 1

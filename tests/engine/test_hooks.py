@@ -256,7 +256,7 @@ def test_drafts_that_are_given_the_right_thing_are_taken() -> None:
     """A hook that looks at positions alone costs no draft."""
 
     def before(step: BeforeStep) -> Mapping[str, Tensor]:
-        left = torch.tensor([step.max_length - place for place in step.positions])
+        left = torch.tensor([step.request.max_length - place for place in step.positions])
         return {"embeds": step.embeds + left[:, None] * 0.5}
 
     taken = []

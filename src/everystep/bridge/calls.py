@@ -21,25 +21,24 @@ _PLAIN = Extra()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """The feeds `feeds` of a work, in one rectangle of R rows and `length` columns; `empty`: (R,)
-    how many columns stand before each."""
+    """The feeds `feeds` of a work, in one rectangle of R rows and `length` columns.
+
+    `empty`: (R,) how many columns stand before each. `extras`: (R,) what they bring and want.
+    """
 
     work: Work
     feeds: Sequence[int]
     length: int
     empty: np.ndarray
+    extras: Sequence[Extra]
 
     @classmethod
     def of(cls, work: Work, feeds: Sequence[int]) -> Block:
         """The rectangle that is as long as the longest of the feeds."""
         counts = work.counts[list(feeds)]
         length = int(counts.max())
-        return cls(work, feeds, length, length - counts)
-
-    @property
-    def extras(self) -> list[Extra]:
-        """(R,) what the feeds bring and want."""
-        return [self.work.extras.get(feed, _PLAIN) for feed in self.feeds]
+        extras = [work.extras.get(feed, _PLAIN) for feed in feeds]
+        return cls(work, feeds, length, length - counts, extras)
 
     def tokens(self) -> np.ndarray:
         """(R, length) ids, 0 where there is none."""

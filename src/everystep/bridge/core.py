@@ -131,14 +131,14 @@ class ForeignModel:
 
     def placed(self, prompt: Prompt) -> Prompt:
         """The prompt, with the positions that the module finds for what it is given."""
-        with ordinary_mode(), self.foreign.at_rest():
+        with ordinary_mode(), self.foreign.at_rest(self.foreign.parts()):
             return placed(self.foreign, prompt)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
         if prompt.embeds is None and prompt.ids is None:
             raise RequestError("there is nothing to encode", wanted="ids or embeddings")
-        with ordinary_mode(), self.foreign.at_rest():
+        with ordinary_mode(), self.foreign.at_rest(self.foreign.parts()):
             ids = None if prompt.ids is None else torch.from_numpy(prompt.ids)[None]
             embeds = None if prompt.embeds is None else prompt.embeds[None].to(self.dtype)
             shows = {} if heard is None else {"output_hidden_states": True}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from everystep.bridge.answers import answer_of
 from everystep.bridge.calls import Block, arguments, kind_of, step_of
@@ -25,7 +25,7 @@ from everystep.bridge.own_inputs import Carried, carries, require_new
 from everystep.bridge.pasts import cache_of, past_of_row
 from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, emptied, keep_spare
 from everystep.errors import EverystepError
-from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.executors.process import in_process, out_of_memory
 from everystep.nn.modes import ordinary_mode
 from everystep.types import Answer, InputSpec, Past, StepOutput, Work, adapter_ability
 
@@ -45,12 +45,15 @@ class ForeignExecutor:
         self._foreign = foreign
         # What a module carries on cannot be taken back.
         self._findings = replace(findings, cuts=False, ragged=False) if own else findings
+        self._forgets = findings.forgets
         self._freed: list[Carried] = []
         self.vocab_size: int = findings.vocab_size
         self.device: torch.device = foreign.device
         self.inputs: Mapping[str, InputSpec] = {one.name: one for one in declared(foreign)}
         self._places: dict[int, Place] = {}
         self._cut_short = False
+        # Listed anew when a row begins: a walk through all modules takes longer than our own work.
+        self._parts: tuple[nn.Module, ...] = ()
         self.abilities = self._able()
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ class ForeignExecutor:
         foreign, findings = self._foreign, self._findings
         able = {"hidden", "layers"} if findings.several else set()
         able |= {"truncate"} if findings.cuts else set()
-        able |= {"cut"} if findings.cuts and not findings.forgets else set()
+        able |= {"cut"} if findings.cuts and not self._forgets else set()
         able |= {"mask"} if findings.masks else set()
         able |= {"past"} if findings.exports else set()
         able |= {"encoder"} if foreign.encodes else set()
@@ -82,20 +85,16 @@ class ForeignExecutor:
         `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
         runs out. After any error or interrupt the executor can be used, but has no rows.
         """
-        leave_if_ending()
-        try:
-            with ordinary_mode(), self._foreign.at_rest():
-                if self._cut_short:
-                    self._drop(self._places.values())
-                    self._places = {}
-                self._cut_short = True
-                output = self._run(work)
-            self._cut_short = False
-            return output
-        except (MemoryError, RuntimeError) as error:
-            if (shortage := out_of_memory(error)) is None:
-                raise
-            raise shortage from error
+        if not self._parts or any(verb[0] == "allocate" for verb in work.verbs):
+            self._parts = self._foreign.parts()
+        with in_process(), ordinary_mode(), self._foreign.at_rest(self._parts):
+            if self._cut_short:
+                self._drop(self._places.values())
+                self._places = {}
+            self._cut_short = True
+            output = self._run(work)
+        self._cut_short = False
+        return output
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -150,7 +149,7 @@ class ForeignExecutor:
             for index, place in enumerate(places)
         ):
             own = {id(place) for place in places}
-            others = self._findings.forgets and any(
+            others = self._forgets and any(
                 one.sheet is first and id(one) not in own for one in self._places.values()
             )
             if not others:
@@ -258,8 +257,9 @@ class ForeignExecutor:
         """The sheet that a forward extends, without a cache yet where rows begin, and what the
         module is called with."""
         foreign, findings = self._foreign, self._findings
-        spare = max(0, int(block.work.logits[list(block.feeds)].max()) - 1)
-        spare = spare if findings.cuts and findings.forgets else 0
+        spare = 0
+        if findings.cuts and self._forgets:
+            spare = max(0, int(block.work.logits[list(block.feeds)].max()) - 1)
         if places[0].length:
             sheet = self._sheet(places)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -88,11 +88,15 @@ class Foreign:
         mask = torch.ones(shape, dtype=torch.int64, device=self.device)
         return encoder(**read, attention_mask=mask, return_dict=True, **shows)
 
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The module and all modules inside it."""
+        return tuple(self.module.modules())
+
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Within, modules are in evaluation mode and no gradient is kept; afterwards their modes
-        and the attributes of the watched ones are what they were."""
-        trained = [one for one in self.module.modules() if one.training]
+    def at_rest(self, parts: Iterable[nn.Module]) -> Iterator[None]:
+        """Within, these modules are in evaluation mode and no gradient is kept; afterwards their
+        modes and the attributes of the watched ones are what they were."""
+        trained = [one for one in parts if one.training]
         before = [(one, dict(vars(one)), dict(one._buffers)) for one in self.watched]
         try:
             for one in trained:
@@ -109,7 +113,7 @@ class Foreign:
     def watch(self, act: Callable[[], None]) -> None:
         """Watches, beside those that are watched, the modules whose attributes `act` changes, and
         puts those back now."""
-        before = [(one, dict(vars(one))) for one in self.module.modules()]
+        before = [(one, dict(vars(one))) for one in self.parts()]
         act()
         changed = [(one, old) for one, old in before if _differs(vars(one), old)]
         for one, old in changed:

@@ -35,7 +35,7 @@ def examine(foreign: Foreign) -> Findings:
     ModelClassError for a module without logits, UnsupportedError for one without a cache object.
     """
     ids = _plain_ids(foreign)
-    with ordinary_mode(), foreign.at_rest():
+    with ordinary_mode(), foreign.at_rest(foreign.parts()):
         found: list[Findings] = []
         foreign.watch(lambda: found.append(_first(foreign, ids)))
         return _Trial(foreign, ids, found[0]).findings()

@@ -156,6 +156,8 @@ class Hooking:
         """What all hooks together give for these positions, by name."""
         given: dict[str, Tensor] = {}
         for hook, memory in zip(request.hooks, memories, strict=True):
+            if type(hook).before_step is Hook.before_step:  # it gives nothing
+                continue
             step = BeforeStep(request, start, count, memory, given, self.embed, line)
             found = hook.before_step(step)
             if found is None:

@@ -126,6 +126,8 @@ class Sequels:
         memories, forced, stop, changed = [*before], state.forced[1:], None, False
         forcing: Hook | None = None
         for h, hook in enumerate(request.hooks):
+            if type(hook).after_step is Hook.after_step:  # nothing follows
+                continue
             step = AfterStep(request, token, position, before[h], hook.reads, reading, line)
             then = hook.after_step(step)
             if then is None:

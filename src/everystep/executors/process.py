@@ -18,7 +18,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -29,6 +30,18 @@ from everystep.errors import CapacityError
 _PACKAGE = __name__.partition(".")[0]
 _PATIENCE = 5.0  # seconds
 _HARD = 2  # omp_pause_hard
+
+
+@contextmanager
+def in_process() -> Iterator[None]:
+    """Within, a step runs; SystemExit where the interpreter ends, CapacityError without memory."""
+    leave_if_ending()
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if (shortage := out_of_memory(error)) is None:
+            raise
+        raise shortage from error
 
 
 def leave_if_ending() -> None:

@@ -24,7 +24,7 @@ from everystep.executors.positions import (
     position_ids,
     row_lengths,
 )
-from everystep.executors.process import leave_if_ending, out_of_memory
+from everystep.executors.process import in_process
 from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode
@@ -82,19 +82,13 @@ class TorchExecutor:
         `logits` are float64 for a float64 model and float32 otherwise. CapacityError where memory
         runs out. After any error or interrupt the executor can be used, but has no rows.
         """
-        leave_if_ending()
-        try:
-            with inference_mode():
-                if self._cut_short:
-                    self.cache = self._fresh_rows()
-                self._cut_short = True
-                output = self._run(work)
-            self._cut_short = False
-            return output
-        except (MemoryError, RuntimeError) as error:
-            if (shortage := out_of_memory(error)) is None:
-                raise
-            raise shortage from error
+        with in_process(), inference_mode():
+            if self._cut_short:
+                self.cache = self._fresh_rows()
+            self._cut_short = True
+            output = self._run(work)
+        self._cut_short = False
+        return output
 
     def _run(self, work: Work) -> StepOutput:
         places = position_ids(work, self._network.axes)

@@ -58,6 +58,13 @@ class HashFunction:
             further = mix_one(further * _GOLDEN + byte & _MASK)
         return mix_one(key * _GOLDEN + further & _MASK)
 
+    def seeing(self, key: int, seen: np.ndarray) -> int:
+        """The key of an input that sees (heads, n) of the n positions up to its own, bool."""
+        if seen.all():
+            return key
+        bits = torch.tensor([[*seen.shape, *np.packbits(seen).tolist()]], dtype=torch.float32)
+        return self.joined(key, "mask", self.keys(bits)[0])
+
     def start(self, encoder: Tensor | None) -> int:
         """The state of the empty prefix, which reads the encoder's states if there are any."""
         state = _START

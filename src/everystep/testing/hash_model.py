@@ -63,26 +63,21 @@ class HashExecutor(StrictExecutor):
             found = self.function.keys(values.flatten(1).float())
             for i, key in enumerate(found, start):
                 keys[i] = key if name == "embeds" else self.function.joined(keys[i], name, key)
-        if (mask := feed.extra.mask) is None:
+        if feed.extra.mask is None:
             return keys
-        return [self._masked(mask, feed.start, i, key) for i, key in enumerate(keys)]
-
-    def _masked(self, mask: Tensor, start: int, i: int, key: int) -> int:
-        """The key of a position that sees only a part of what stands before it."""
-        place = start + i
-        require(not mask[:, i, place + 1 :].any(), "a position sees what stands after it")
-        seen = mask[:, i, : place + 1]
-        if bool(seen.all()):
-            return key
-        (found,) = self.function.keys(seen.flatten()[None].float())
-        return self.function.joined(key, "mask", found)
+        mask = feed.extra.mask.numpy()
+        for i, place in enumerate(range(feed.start, feed.start + feed.count)):
+            require(not mask[:, i, place + 1 :].any(), "a position sees what stands after it")
+            keys[i] = self.function.seeing(keys[i], mask[:, i, : place + 1])
+        return keys
 
     def _logits(self, row: Row, first: int) -> Tensor:
         """(n, V) after each position from `first` on."""
+        if first == row.length:
+            return torch.empty(0, self.vocab_size)
         keys, states = row.parts
         earlier = np.concatenate([np.zeros(1, np.uint64), keys])[first:-1]
-        pairs = np.stack([earlier, keys[first:]], axis=1)
-        return self.function.logits(states[first:], pairs)
+        return self.function.logits(states[first:], np.array([earlier, keys[first:]]).T)
 
     def _answer(self, row: Row, feed: Feed) -> Answer:
         extra, states, hidden = feed.extra, row.parts[1][feed.start :], self.function.hidden

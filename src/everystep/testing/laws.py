@@ -43,7 +43,7 @@ FLOORS = {
     "long_children": 500,
     "chunk_feeds": 2_000,
     "cancelled": 100,
-    "reused": 150,
+    "reused": 1_000,
 }
 
 

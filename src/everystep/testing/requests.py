@@ -7,13 +7,14 @@ chunked, groups wait and rows are taken away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from everystep.draws import SeededDraws
 from everystep.engine import DraftModel, Guidance, PromptLookup, Reuse
@@ -94,7 +95,7 @@ def random_mix(seed: int) -> Mix:
         replace(_request(f"request {i}", function, draw, further), hooks=_hooks(hooking))
         for i in range(count)
     )
-    requests = tuple(_related(requests, Dice(np.random.default_rng([seed, 3]))))
+    requests = _related(requests, Dice(np.random.default_rng([seed, 3])))
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
 
@@ -183,17 +184,65 @@ def _prompt(function: HashFunction, draw: Dice) -> Prompt:
     return Prompt(ids, embeds, positions, encoder)
 
 
-def _related(requests: tuple[Request, ...], draw: Dice) -> Iterator[Request]:
-    """The requests, of which some begin as earlier ones do; their salts are few."""
-    for place, request in enumerate(requests):
-        own, other = request.prompt, requests[draw.between(0, max(place - 1, 0))].prompt
-        known = None if own.embeds is not None else own.ids
-        if known is not None and other.ids is not None and draw.chance(0.6):
-            head = other.ids[: draw.between(1, 20)][: own.length]
-            positions = None if other.positions is None or draw.chance(0.5) else own.positions
-            ids = np.concatenate([head, known[len(head) :]])
-            request = replace(request, prompt=replace(own, ids=ids, positions=positions))
-        yield replace(request, salt=draw.one_of(None, None, None, "other"))
+def _related(requests: tuple[Request, ...], draw: Dice) -> tuple[Request, ...]:
+    """The requests, of which most begin as an earlier one does; their salts are few."""
+    made: list[Request] = []
+    for request in requests:
+        own = request.prompt
+        alike = [one for one in made if (one.prompt.embeds is None) == (own.embeds is None)]
+        shared = [one for one in alike if not (one.hooks or _reads_more(one.prompt))]
+        if alike and draw.chance(0.85):
+            other = draw.one_of(*(shared or alike)).prompt
+            request = replace(request, prompt=_begun(own, other, draw))
+        made.append(replace(request, salt=draw.one_of(*[None] * 5, "other")))
+    return tuple(made)
+
+
+def _reads_more(prompt: Prompt) -> bool:
+    """Whether no other request may share what it begins with."""
+    return prompt.encoder is not None or prompt.mask is not None
+
+
+def _begun(own: Prompt, other: Prompt, draw: Dice) -> Prompt:
+    """The prompt, in its length, which begins with the ids or embeddings of the other, and mostly
+    with all that its positions are given."""
+    count = min(own.length, other.length, draw.one_of(20, draw.between(1, 20)))
+    embeds, ids = own.embeds, own.ids
+    if embeds is not None and other.embeds is not None:
+        embeds = torch.cat([other.embeds[:count], embeds[count:]])
+    elif ids is not None and other.ids is not None:
+        ids = np.concatenate([other.ids[:count], ids[count:]])
+    prompt = replace(own, ids=ids, embeds=embeds)
+    if draw.chance(0.15):
+        return prompt
+    return replace(
+        prompt,
+        positions=_places_begun(own, other.positions, count),
+        injected=_features_begun(own, other.injected, count),
+    )
+
+
+def _places_begun(own: Prompt, theirs: Tensor | None, count: int) -> Tensor | None:
+    """Position ids, of which the first `count` are theirs; none where they have none."""
+    if theirs is None:
+        return None
+    shape, ours = theirs.shape[:-1], own.positions
+    if ours is None or ours.shape[:-1] != shape:
+        ours = torch.arange(own.length).expand(*shape, -1)
+    return torch.cat([theirs[..., :count], ours[..., count:]], dim=-1)
+
+
+def _features_begun(own: Prompt, theirs: Injected | None, count: int) -> Injected | None:
+    """Features, theirs at the first `count` positions; none where they have none."""
+    if theirs is None:
+        return None
+    parts = [(theirs, theirs.positions < count)]
+    if own.injected is not None:
+        parts.append((own.injected, own.injected.positions >= count))
+    return Injected(
+        np.concatenate([one.positions[here] for one, here in parts]),
+        torch.cat([one.embeds[torch.from_numpy(here)] for one, here in parts]),
+    )
 
 
 def _furnished(prompt: Prompt, function: HashFunction, draw: Dice) -> Prompt:
@@ -283,7 +332,7 @@ def random_schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
         preempt_rate=draw.one_of(0.0, 0.1, 0.3),
         audits=draw.chance(0.5),
         seed=draw.between(0, 2**31),
-        reuse=Reuse(kept=draw.one_of(0, 12, 80), least=draw.one_of(1, 1, 3)),
+        reuse=Reuse(kept=draw.one_of(0, 30, 80), least=draw.one_of(1, 1, 3)),
     )
 
 

@@ -91,12 +91,12 @@ class Murmur(Hook):
     reads: tuple[str, ...] = ("scores", "hidden")
 
     def on_prompt(self, moment: PromptMoment) -> int:
-        return moment.prompt.length
+        return moment.request.prompt.length
 
     def before_step(self, step: BeforeStep) -> Mapping[str, Tensor] | None:
         if step.count == 1 and len(step.generated) % self.every:
             return None
-        ahead = torch.tensor([step.max_length - place for place in step.positions])
+        ahead = torch.tensor([step.request.max_length - place for place in step.positions])
         return {"embeds": step.embeds + (ahead + step.memory % 7)[:, None] * 0.25}
 
     def after_step(self, step: AfterStep) -> Next | None:

@@ -142,7 +142,7 @@ class StrictExecutor(ABC):
         require(0 <= feed.logits <= feed.count, f"row {feed.row} wants logits of unfed positions")
         missing = _asked(feed.extra) - self.abilities
         require(not missing, f"{', '.join(sorted(missing))}: an executor without them was asked")
-        given = np.zeros(feed.count, dtype=bool)
+        given, ids = np.zeros(feed.count, dtype=bool), feed.tokens
         for name, start, values in feed.extra.inputs:
             stop = start + len(values)
             require(start >= 0 and stop <= feed.count, f"{name} reach beyond the feed")
@@ -150,9 +150,9 @@ class StrictExecutor(ABC):
                 require(tuple(values.shape[1:]) == (self.embed_dim,), "an embedding's width")
                 require(not given[start:stop].any(), "embeddings overlap")
                 given[start:stop] = True
-        ids = feed.tokens
         fits = np.where(given, ids == -1, (ids >= 0) & (ids < self.vocab_size))
-        require(bool(fits.all()), f"inputs are neither ids nor embeddings: {ids[~fits]}")
+        wrong = ids[~fits].tolist()
+        require(not wrong, f"inputs are neither ids nor embeddings: {wrong}")
         if feed.extra.mask is not None:
             wanted = (feed.count, feed.start + feed.count)
             require(tuple(feed.extra.mask.shape[1:]) == wanted, f"a mask is not (heads, *{wanted})")

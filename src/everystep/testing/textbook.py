@@ -1,15 +1,16 @@
 """Every way to choose, written as in its textbook: no cache, no batch, no engine.
 
 Each loop asks the hash function for the logits of a whole prefix, anew for every token. It shares
-with the engine only what a request is made of: draws, processors and stops.
+with the engine only what a request is made of: draws, processors, stops and hooks. What was found
+out about some tokens is remembered, since hooks look back at all earlier ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +21,11 @@ from everystep.engine import Guidance
 from everystep.errors import UnsupportedError
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.testing.hash_function import HashFunction
+from everystep.testing.reading import keys_of, logits, logits_after, masked, states_of
 from everystep.types import (
     AfterStep,
     BeforeStep,
     Next,
-    Prompt,
     PromptMoment,
     Request,
     Rows,
@@ -37,6 +38,8 @@ from everystep.types.candidates import Candidates
 from everystep.types.hooks import UNCHANGED
 
 _NEVER = -1.0e9
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,32 @@ def told(prefix: Prefix) -> list[Hypothesis]:
 # --- what all loops ask ---------------------------------------------------------------------------
 
 
+def remembered(ask: Callable[[Any, list[int]], T]) -> Callable[[Any, list[int]], T]:
+    """A question to a prefix that is worked out once for the same tokens, which alone decide it."""
+
+    @wraps(ask)
+    def answer(prefix: Any, tokens: list[int]) -> T:
+        place = (ask.__name__, *tokens)
+        if place not in prefix.known:
+            prefix.known[place] = ask(prefix, tokens)
+        found: T = prefix.known[place]
+        return found
+
+    return answer
+
+
 @dataclass(frozen=True)
 class Prefix:
-    """A request's prompt, asked about with different tokens after it."""
+    """A request's prompt, asked about with different tokens after it.
+
+    `known`: answers that were given, by question and tokens.
+    """
 
     request: Request
     function: HashFunction
-    known: dict[tuple[int, ...], Hummed] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
+    @remembered
     def scores(self, tokens: list[int]) -> Tensor:
         """(V,) processed scores of what may follow the tokens."""
         forced = self.hummed(tokens).forced
@@ -94,7 +115,7 @@ class Prefix:
             mixed = torch.full((self.function.vocab_size,), -torch.inf)
             mixed[forced[0]] = 0.0
             return mixed
-        mixed = _logits(self.function, *self._read(tokens))
+        mixed = logits_after(self.function, *self._read(tokens))
         if isinstance(self.request.readout, Guidance):
             other = logits(self.function, self.request.companions[0], tokens).log_softmax(-1)
             mixed = self.request.readout.scale * (mixed.log_softmax(-1) - other) + other
@@ -126,49 +147,55 @@ class Prefix:
         seed, lineages, position = (np.array([number], np.uint64) for number in numbers)
         return Places(seed, lineages, position, slot=np.array([0]), slots=1)
 
+    @remembered
     def hummed(self, tokens: list[int]) -> Hummed:
         """What the request's hooks know after the tokens, worked out from the first one on."""
-        hooks, request, place = self.request.hooks, self.request, tuple(tokens)
+        hooks, request = self.request.hooks, self.request
         if not hooks:
             return Hummed(())
         if not tokens:
             moment = PromptMoment(request, self._embed)
             return Hummed(tuple(hook.on_prompt(moment) for hook in hooks))
-        if place not in self.known:
-            before = self.hummed(tokens[:-1])
-            sequence, table = self._written(tokens[:-1])
-            seen = {"scores": lambda: self.scores(tokens[:-1])}
-            seen["hidden"] = lambda: self.hidden(tokens[:-1])[-1]
-            memories, forced, stops = [], before.forced[1:], False
-            for hook, memory in zip(hooks, before.memories, strict=True):
-                step = AfterStep(
-                    request, tokens[-1], sequence.length, memory, hook.reads,
-                    lambda name: seen[name](), table.data[sequence.line],
-                )  # fmt: skip
-                then = hook.after_step(step) or Next()
-                memories.append(memory if then.memory is UNCHANGED else then.memory)
-                forced = forced if then.force is None else tuple(then.force)
-                stops = stops or then.stop is not False
-            self.known[place] = Hummed(tuple(memories), forced, stops)
-        return self.known[place]
+        before = self.hummed(tokens[:-1])
+        sequence, table = self._written(tokens[:-1])
+        seen = {"scores": lambda: self.scores(tokens[:-1])}
+        seen["hidden"] = lambda: self.hidden(tokens[:-1])[-1]
+        memories, forced, stops = [], before.forced[1:], False
+        for hook, memory in zip(hooks, before.memories, strict=True):
+            step = AfterStep(
+                request, tokens[-1], sequence.length, memory, hook.reads,
+                lambda name: seen[name](), table.data[sequence.line],
+            )  # fmt: skip
+            then = hook.after_step(step) or Next()
+            memories.append(memory if then.memory is UNCHANGED else then.memory)
+            forced = forced if then.force is None else tuple(then.force)
+            stops = stops or then.stop is not False
+        return Hummed(tuple(memories), forced, stops)
 
+    @remembered
     def _read(self, tokens: list[int]) -> tuple[list[int], list[int]]:
         """The state after every position of the prompt and the tokens, and the keys of inputs."""
-        prompt = self.request.prompt
-        keys = _keys(self.function, prompt, tokens)
-        spans = [(0, prompt.length), *((prompt.length + i, 1) for i in range(len(tokens)))]
-        for start, fed in spans if self.request.hooks else ():
-            chosen = tokens[: max(start + fed - prompt.length, 0)]
-            sequence, table = self._written(chosen)
-            given: dict[str, Tensor] = {}
-            for hook, memory in zip(self.request.hooks, self.hummed(chosen).memories, strict=True):
-                line = table.data[sequence.line]
-                step = BeforeStep(self.request, start, fed, memory, given, self._embed, line)
-                given |= hook.before_step(step) or {}
-            if "embeds" in given:
-                keys[start : start + fed] = self.function.keys(given["embeds"])
-        keys = _all_masked(self.function, prompt, keys)
-        return _states(self.function, prompt, keys), keys
+        fed = [self._fed(tokens[:count]) for count in range(len(tokens) + 1)]
+        keys = [key for keys in fed for key in keys]
+        return states_of(self.function, self.request.prompt, keys), keys
+
+    @remembered
+    def _fed(self, tokens: list[int]) -> list[int]:
+        """The keys of what is fed when the tokens are chosen: the prompt, or the last of them."""
+        request, prompt = self.request, self.request.prompt
+        if tokens:
+            start, keys = prompt.length + len(tokens) - 1, [self.function.token_key(tokens[-1])]
+        else:
+            start, keys = 0, keys_of(self.function, prompt, [])
+        given: dict[str, Tensor] = {}
+        for hook, memory in zip(request.hooks, self.hummed(tokens).memories, strict=True):
+            sequence, table = self._written(tokens)
+            line = table.data[sequence.line]
+            step = BeforeStep(request, start, len(keys), memory, given, self._embed, line)
+            given |= hook.before_step(step) or {}
+        if "embeds" in given:
+            keys = self.function.keys(given["embeds"])
+        return [masked(self.function, prompt, place, key) for place, key in enumerate(keys, start)]
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.function.embed(ids.numpy())
@@ -179,66 +206,6 @@ class Prefix:
         ids = [] if request.prompt.ids is None else request.prompt.ids.tolist()
         line = table.open(np.array([request.pad_token] * request.pad_prefix + ids + tokens, int))
         return Sequence(request, line, request.prompt.length + len(tokens)), table
-
-
-def logits(function: HashFunction, prompt: Prompt, tokens: list[int]) -> Tensor:
-    """(V,) logits of what may follow a prompt and the tokens after it."""
-    keys = _all_masked(function, prompt, _keys(function, prompt, tokens))
-    return _logits(function, _states(function, prompt, keys), keys)
-
-
-def _logits(function: HashFunction, states: list[int], keys: list[int]) -> Tensor:
-    pair = [0, *keys][-2:]
-    return function.logits(np.array(states[-1:], np.uint64), np.array([pair], np.uint64))[0]
-
-
-def _keys(function: HashFunction, prompt: Prompt, tokens: list[int]) -> list[int]:
-    """The key of the input of every position."""
-    if prompt.embeds is not None:
-        keys = function.keys(prompt.embeds)
-    else:
-        keys = [function.token_key(token) for token in prompt.ids.tolist()]  # type: ignore[union-attr]
-    if prompt.injected is not None:
-        found = function.keys(prompt.injected.embeds)
-        for place, key in zip(prompt.injected.positions.tolist(), found, strict=True):
-            keys[place] = key
-    return [*keys, *(function.token_key(token) for token in tokens)]
-
-
-def _states(function: HashFunction, prompt: Prompt, keys: list[int]) -> list[int]:
-    """The state after every position."""
-    state, states = function.start(prompt.encoder), []
-    for key, position in zip(keys, _positions(prompt), strict=False):
-        state = function.advance(state, key, position)
-        states.append(state)
-    return states
-
-
-def _all_masked(function: HashFunction, prompt: Prompt, keys: list[int]) -> list[int]:
-    """The keys of all positions, after what the prompt's mask hides from them."""
-    return [_masked(function, prompt, place, key) for place, key in enumerate(keys)]
-
-
-def _masked(function: HashFunction, prompt: Prompt, place: int, key: int) -> int:
-    """The key of a position that its prompt's mask lets see a part of what stands before it."""
-    if prompt.mask is None:
-        return key
-    length, own = prompt.length, prompt.mask.view(-1, prompt.length, prompt.length)
-    seen = torch.ones(len(own), place + 1, dtype=torch.bool)
-    seen[:, :length] = own[:, min(place, length - 1), : place + 1]
-    if bool(seen.all()):
-        return key
-    (found,) = function.keys(seen.flatten()[None].float())
-    return function.joined(key, "mask", found)
-
-
-def _positions(prompt: Prompt) -> Iterator[tuple[int, ...]]:
-    """The position ids of the prompt, and then without end those of generated tokens."""
-    places = torch.arange(prompt.length) if prompt.positions is None else prompt.positions
-    given = [tuple(place) for place in places.reshape(-1, places.shape[-1]).T.tolist()]
-    yield from given
-    for place in count(max(map(max, given)) + 1):
-        yield (place,) * len(given[-1])
 
 
 # --- the loops ------------------------------------------------------------------------------------

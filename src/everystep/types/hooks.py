@@ -3,6 +3,10 @@
 A hook is asked about a hypothesis: a prompt and the tokens after it. What it answers has to follow
 from what it sees here, because the same hypothesis may be asked about again: after a preemption,
 without a cache, in a search, or where a draft is verified.
+
+At each moment `request` is what the hook was given to: its `prompt` (ids or embeddings, and what
+came with them), its `request_id` (in `generate` the number of the row or prompt), and `max_length`,
+how many positions the prompt and what follows it can have.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.types.ends import Prompt
 from everystep.types.stored import Chain, stored
 
 if TYPE_CHECKING:
@@ -83,24 +86,10 @@ class Hooked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PromptMoment:
-    """A prompt before any of it is fed. `request_id`: in `generate` the number of the row or
-    prompt. `max_length`: how many positions the prompt and what follows it can have."""
+    """A prompt before any of it is fed."""
 
     request: Request
     embed: Embed
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def prompt(self) -> Prompt:
-        """Its ids, or its embeddings, and what came with them."""
-        return self.request.prompt
-
-    @property
-    def max_length(self) -> int:
-        return self.request.max_length
 
 
 @dataclass(slots=True, eq=False)
@@ -119,20 +108,6 @@ class BeforeStep:
     given: Mapping[str, Tensor]
     embed: Embed
     line: np.ndarray
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def prompt(self) -> Prompt:
-        """The whole prompt, of whose positions there may be more than `count` before `start`."""
-        return self.request.prompt
-
-    @property
-    def max_length(self) -> int:
-        """How many positions the sequence can have in the end."""
-        return self.request.max_length
 
     @property
     def positions(self) -> range:
@@ -191,19 +166,6 @@ class AfterStep:
     reads: Sequence[str]
     reading: Callable[[str], Tensor]
     line: np.ndarray
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.request.prompt
-
-    @property
-    def max_length(self) -> int:
-        """How many positions the sequence can have in the end."""
-        return self.request.max_length
 
     @property
     def generated(self) -> np.ndarray:

@@ -31,7 +31,7 @@ from everystep.executors.positions import (
     own_positions,
     position_ids,
 )
-from everystep.executors.process import leave_if_ending, out_of_memory, pause_torch_threads
+from everystep.executors.process import in_process, pause_torch_threads
 from everystep.models import Model, refuse_copies
 from everystep.types import MOST_BEST, Answer, InputSpec, Past, Scores, StepOutput, Work
 
@@ -85,14 +85,10 @@ class NativeExecutor:
         CapacityError where memory or threads do not suffice; RequestError where another run of it
         has not ended, in another thread or in the one that was interrupted by this call.
         """
-        leave_if_ending()
         turn = self._enter()
         try:
-            return self._run(work)
-        except (MemoryError, RuntimeError) as error:
-            if (shortage := out_of_memory(error)) is None:
-                raise
-            raise shortage from error
+            with in_process():
+                return self._run(work)
         finally:
             # An error that a caller holds keeps this frame alive.
             del turn

@@ -9,9 +9,9 @@ import io
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -152,22 +152,32 @@ def speculation(row: Row, folder: Path) -> None:
 
 
 def command_line(row: Row, folder: Path) -> None:
-    """`--strategy NAME` is `strategy=NAME`."""
+    """`--strategy NAME` is `strategy=NAME`: the same tokens of an equal request."""
     path = write_tiny_model(folder / "model")
     said = ["generate", "abcabc", "--raw", "-m", str(path), "--seed", "3", "-n", "6", "--json"]
-    shown = io.StringIO()
-    empty = io.TextIOWrapper(io.BytesIO())
-    with redirect_stdout(shown), mock.patch.object(sys, "stdin", empty):
+    streams: list[es.Stream] = []
+    stream = es.stream
+
+    def noted(*asked: Any, **options: Any) -> es.Stream:
+        streams.append(stream(*asked, **options))
+        return streams[-1]
+
+    shown, empty = io.StringIO(), io.TextIOWrapper(io.BytesIO())
+    with (
+        redirect_stdout(shown),
+        mock.patch.object(sys, "stdin", empty),
+        mock.patch.object(es, "stream", noted),
+    ):
         assert main([*said, "--strategy", row.name.replace("_", "-")]) == 0
     model, tokenizer = es.load(path)
-    stream = es.stream(model, tokenizer, "abcabc", strategy=row.name, seed=3, max_new_tokens=6)
-    assert [*stream]
-    ((one,),) = stream.results()
+    own = stream(model, tokenizer, "abcabc", strategy=row.name, seed=3, max_new_tokens=6)
+    assert [*own]
+    ((one,),) = own.results()
     (found,) = json.loads(shown.getvalue())["results"]
     assert (found["tokens"], found["text"]) == ([*one.tokens], one.text)
-    request, named = stream.groups[0].request, replace(PLAIN.request(row), request_id="0")
-    assert type(request.strategy) is type(named.strategy)
-    assert (request.drafter is None, request.readout is None) == (
-        named.drafter is None,
-        named.readout is None,
-    )
+    typed, called = (one.groups[0].request for one in (streams[0], own))
+    for asked in (typed, called):
+        assert type(asked.strategy) is type(PLAIN.request(row).strategy)
+        assert type(asked.drafter) is type(PLAIN.request(row).drafter)
+    assert (typed.strategy, typed.drafter) == (called.strategy, called.drafter)
+    assert typed.readout == called.readout

@@ -86,3 +86,45 @@ def test_a_cliff_is_a_rise_over_the_model_and_not_over_the_neighbour(lengths: Mo
     rows = lengths.modelled(points, bytes_per_s=1.0)
     (cliff,) = lengths.cliffs(rows)
     assert (cliff["at"], cliff["factor"]) == (128, 2.0)
+
+
+# --- strategies -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strategies(bench: None) -> ModuleType:
+    return import_module("strategies")
+
+
+def test_pairs_take_turns_and_ratios_are_of_pairs(strategies: ModuleType) -> None:
+    called: list[str] = []
+    slow, fast = iter([9.0, 2.0, 30.0, 4.0]), iter([9.0, 1.0, 10.0, 4.0])
+
+    def one() -> float:
+        called.append("one")
+        return next(slow)
+
+    def other() -> float:
+        called.append("other")
+        return next(fast)
+
+    found = strategies.paired(3, one, other)
+    assert called == ["one", "other", "one", "other", "other", "one", "one", "other"]
+    assert (found["seconds"], found["base_seconds"], found["ratio"]) == (4.0, 4.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("gains", "aim", "ratio", "reached"),
+    [
+        (False, 1.4, 1.3, True),
+        (False, 1.4, 1.5, False),
+        (True, 2, 0.4, True),
+        (True, 2, 0.6, False),
+    ],
+)
+def test_a_gain_is_a_ratio_the_other_way_round(
+    strategies: ModuleType, gains: bool, aim: float, ratio: float, reached: bool
+) -> None:
+    found = strategies.judged(strategies.Case({}, aim, gains), {"ratio": ratio})
+    assert found["reached"] is reached
+    assert found["figure"] == pytest.approx(1 / ratio if gains else ratio)

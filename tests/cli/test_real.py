@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import everystep as es
+from everystep.config.named import NAMED
 from tests.cli.running import Caller, everystep, on_terminal, run
 from tests.cli.tiny_model import write_tiny_model
 
@@ -113,3 +114,12 @@ def test_an_interrupted_answer_leaves_the_model_usable(model_path: Path) -> None
         terminal.until("> ", count=4)
         terminal.type("/exit\n")
         assert terminal.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("name", NAMED)
+def test_every_strategy_answers(call: Caller, name: str) -> None:
+    """With nothing else said than its name."""
+    outcome = call("generate", "Tell me the capital of France.", "-n", "12", "--strategy", name)
+    assert outcome.code == 0 and len(outcome.out.split()) > 3

@@ -7,11 +7,13 @@ request that the engine gets.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 import everystep as es
+from everystep.strategies import Greedy, Reads, strategy
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -57,6 +59,19 @@ class Louder(es.Hook):
 
     def before_step(self, step: es.BeforeStep) -> dict[str, torch.Tensor]:
         return {"embeds": step.embeds.flip(-1)}
+
+
+@strategy("nth_best")
+@dataclass(frozen=True)
+class Nth(Greedy):
+    """The token of the n-th highest score."""
+
+    n: int = 2
+    name: ClassVar[str] = "nth_best"
+    reads: ClassVar[Reads] = Reads(alone=True)
+
+    def pick(self, batch: Any, scores: Any, earlier: Any = ()) -> tuple[torch.Tensor, ...]:
+        return (scores.whole().values.topk(self.n).indices[:, -1],)
 
 
 def loop(model: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -199,6 +214,8 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "regex": ("[a-z]+", TEXTS),
     "grammar": ('start: "a" start | "b"', TEXTS),
     "choices": (["yes", "no"], TEXTS),
+    "strategy": ("beam", {}),
+    "strategy_options": ({"n": 3}, {"strategy": Nth.name}),
     # capabilities that are not built, and what has no place here
     "use_mtp": (True, {}),
     "low_memory": (True, {}),

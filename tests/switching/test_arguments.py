@@ -216,6 +216,7 @@ def test_the_exceptions_are_arguments() -> None:
 # --- the command line -----------------------------------------------------------------------------
 
 LINE: dict[str, tuple[list[str], Any]] = {
+    "strategy": (["--strategy", "nth_best"], "nth_best"),
     "max_new_tokens": (["--max-new-tokens", "3"], 3),
     "do_sample": (["--do-sample"], True),
     "temperature": (["--temperature", "0.5"], 0.5),

@@ -99,6 +99,7 @@ def refuse_unseen(call: Call) -> None:
         ("amateur_model", call.options.contrast is not None),
         ("n_best", call.options.n_best is not None),
         ("best_of", call.options.best_of is not None),
+        ("strategy", call.options.strategy is not None),
     ):
         if asked:
             raise UnsupportedError(

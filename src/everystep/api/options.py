@@ -14,6 +14,7 @@ from everystep.api.drafts import Assistant, read_assistant, read_corpus, with_dr
 from everystep.api.grammars import read_grammar
 from everystep.api.objects import read_adapters, read_functions, read_hooks, read_text, require
 from everystep.api.prefixes import Prefix, read_prefix
+from everystep.api.strategies import read_strategy, refuse_beside
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.engine import Contrast, Corpus
@@ -24,7 +25,7 @@ from everystep.processors.grammars.source import KINDS
 from everystep.stops.criteria import MaxLengthCriteria
 from everystep.strategies import BestOf
 from everystep.types import FinishReason
-from everystep.types.protocols import Draws, Hook
+from everystep.types.protocols import Draws, Hook, Strategy
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -64,6 +65,8 @@ OBJECTS = (
     "assistant_model",
     "assistant_tokenizer",
     "draft_corpus",
+    "strategy",
+    "strategy_options",
 )
 """Keywords of every call that are neither configuration nor model input."""
 OF_RECTANGLES = (
@@ -94,7 +97,8 @@ class Options:
     model, and how. `n_best`: how many hypotheses of a search are returned; `best_of`: the strategy
     that chooses among samples. `adapter_names`: one for all rows or one each, None for what is
     active. `grammar`: what the texts have to follow. `assistant`: a second model, which drafts;
-    `corpus`: texts to copy drafts from. The rest are the caller's own objects.
+    `corpus`: texts to copy drafts from. `strategy`: one that is not the library's own, in place of
+    what the fields say. The rest are the caller's own objects.
     """
 
     effective: Effective
@@ -123,6 +127,7 @@ class Options:
     assistant: Assistant | None = None
     assistant_tokenizer: Any = None
     corpus: Corpus | None = None
+    strategy: Strategy | None = None
 
     @property
     def fill(self) -> int:
@@ -175,8 +180,11 @@ def read_options(
     named = (*model.inputs, *(one.name for one in model.prompt_inputs))
     _refuse_unknown(given, {*OBJECTS, *named, *beside})
     config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
+    config, own = read_strategy(config, given.get("strategy"), given.get("strategy_options"))
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
+    if own is not None:
+        refuse_beside(effective, own)
     effective = _with_pad_notice(effective, model.vocab_size)
     assistant, corpus = read_assistant(given), read_corpus(given)
     effective = with_draft_notices(effective, assistant, corpus)
@@ -209,6 +217,7 @@ def read_options(
         assistant_tokenizer=require(
             "assistant_tokenizer", given.get("assistant_tokenizer"), "encode", "decode", "get_vocab"
         ),
+        strategy=own,
     )
 
 

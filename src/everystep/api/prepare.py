@@ -115,7 +115,7 @@ def prepare(
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
     drafter = drafter if runs == "loop" else with_forced(drafter, options, strategy, model)
-    processors = _processors(model, options, inputs, new, strategy.width)
+    processors = _processors(model, options, inputs, new, strategy)
     rows = options.captures or options.returns("output_scores", "output_logits")
     returned = rows or cache is not None
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
@@ -246,11 +246,14 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
 
 
 def _strategy(options: Options, most: int) -> Strategy:
-    """What the configuration names: the one place that makes strategies.
+    """What the call brings, or the configuration names: the one place that makes strategies of the
+    library.
 
     `most`: the most new tokens that a row can get.
     """
     e = options.effective
+    if options.strategy is not None:  # what the model's configuration says is not about it
+        return options.strategy
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
     if width > 1:
         return beams_of(options, width, returns, most)
@@ -317,15 +320,16 @@ def _watches(processors: Sequence[tuple[Any, ...]], stops: Sequence[Stop]) -> bo
 
 
 def _processors(
-    model: LanguageModel, options: Options, inputs: Inputs, new: int, width: int
+    model: LanguageModel, options: Options, inputs: Inputs, new: int, strategy: Strategy
 ) -> list[tuple[Any, ...]]:
     """One tuple per row; the same one for all rows unless something depends on the row."""
     e, rows = options.effective, range(inputs.batch)
     # In visible ids: positions of embeddings count, and `min_new_tokens` goes before `min_length`.
     least = 0 if e.min_new_tokens is not None else int(e.min_length or 0) - inputs.embeds_width
     each = for_rows(e.replaced("default", min_length=max(least, 0)), inputs.batch)
-    beams = int(e.num_beams or 1)
     allowed = allowed_in(options, inputs.batch, new, model.vocab_size)
+    searches = not strategy.streams and options.best_of is None
+    beams = strategy.width if searches else 1
 
     def encode(text: str) -> list[int]:
         ids: list[int] = options.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -342,7 +346,7 @@ def _processors(
             vocab_size=model.vocab_size,
             row=row,
             rows=inputs.batch,
-            first_row=number if beams > 1 else number * width,
+            first_row=number if beams > 1 else number * strategy.width,
             prefix_allowed_tokens_fn=options.prefix_allowed_tokens,
             user=options.processors,
             allowed=allowed[row] if allowed else None,

@@ -368,7 +368,8 @@ def _require_alike(model: LanguageModel, first: Options, other: Options, whose: 
 def _rows_of(options: Options) -> int:
     """How many rows a prompt takes."""
     e, samples = options.effective, 0 if options.best_of is None else options.best_of.width
-    width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1), samples)
+    own = 1 if options.strategy is None else options.strategy.width
+    width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1), samples, own)
     return width * (2 if e.guidance_scale else 1)
 
 

@@ -45,6 +45,8 @@ def generate(
         bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")
     ] = False,
     max_new_tokens: o.MaxNewTokens = 512,
+    strategy: o.Strategy = None,
+    strategy_option: o.StrategyOption = None,
     do_sample: o.DoSample = None,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -92,7 +94,9 @@ def generate(
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
     if resume is not None:
         refuse_prompt({"PROMPT": prompt, "--file": file, "--system": system, "--raw": raw})
-    decoding = o.decoding(
+    own = o.own_strategy(strategy, strategy_option)
+    decoding = own | o.decoding(
+        strategy=strategy,
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         temperature=temperature,
@@ -114,7 +118,8 @@ def generate(
         said = source is not None and source.name != "DEFAULT"
         run = resumed(resume, loaded, tokenizer, _said(decoding, seed, length=said))
     else:
-        o.note_seed(loaded, decoding, seed)
+        if not own:
+            o.note_seed(loaded, decoding, seed)
         asked = _asked(text, system, raw, tokenizer)
         in_hands = save is not None or trace is not None
         run = es.open(loaded, tokenizer, asked, seed=seed, **decoding) if in_hands else None
@@ -138,7 +143,9 @@ def generate(
         "seed": seed,
         "timings": _timings(started, ready, arrivals),
     }
-    searched = (num_beams or 1) > 1 or (resume is not None and any(one.score for one in results))
+    searched = (decoding.get("num_beams") or 1) > 1 or (
+        resume is not None and any(one.score for one in results)
+    )
     _end(results, form, about, scored=searched)
     if is_terminal(sys.stderr):
         note(_summary(sum(len(one.tokens) for one in results), about))
@@ -172,7 +179,7 @@ def _follow(stream: Any, form: str) -> list[float]:
         arrivals.append(time.perf_counter())
         if form == "jsonl":
             write_document(_event_document(event))
-        elif form == "text" and event.text:
+        elif form == "text" and event.text and event.index == 0:
             write(event.text)
     return arrivals
 
@@ -184,8 +191,12 @@ def _end(results: list[Any], form: str, about: Mapping[str, Any], *, scored: boo
         write_report({"results": documents, **about})
     elif form == "texts":
         write_line("\n---\n".join(one.text.rstrip("\n") for one in results))
-    elif form == "text" and not results[0].text.endswith("\n"):
-        write_line()
+    elif form == "text":
+        if not results[0].text.endswith("\n"):
+            write_line()
+        # The first was written as it came; a strategy of another package may return several.
+        for one in results[1:]:
+            write_line("---\n" + one.text.rstrip("\n"))
 
 
 def _timings(started: float, ready: float, arrivals: list[float]) -> dict[str, float | None]:

@@ -6,8 +6,9 @@ Names and meanings are those of `generate()`, with hyphens. Which values go toge
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ import typer
 
 from everystep.cli.terminal import note
 from everystep.config import GenerationConfig
+from everystep.config.named import NAMED, is_named, with_named
 from everystep.errors import RequestError
 
 Dtype = StrEnum("Dtype", "float64 float32 bfloat16 float16")
@@ -35,6 +37,12 @@ def decoding(**said: Any) -> dict[str, Any]:
     RequestError if a value is impossible, in conflict with another, or without effect.
     """
     given = {name: value for name, value in said.items() if value is not None}
+    strategy = given.pop("strategy", None)
+    if strategy is not None and is_named(strategy):
+        try:
+            given = with_named(strategy, given)
+        except RequestError as error:
+            raise type(error)(as_typed(str(error), said)) from error
     if any(name in given for name in _SAMPLING):
         given.setdefault("do_sample", True)
     try:
@@ -54,6 +62,37 @@ def as_typed(text: str, names: Iterable[str]) -> str:
         text = re.sub(rf"(?<![-\w]){name}=(\S+?)(?=[.,;]?(\s|$))", rf"{option} \1", text)
         text = re.sub(rf"(?<![-\w]){name}(?![-\w])", option, text)
     return text
+
+
+def own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, Any]:
+    """Arguments of `generate()` for a strategy of another package; none for the library's own.
+
+    UnknownArgumentError, which lists all there are, if there is none of this name; RequestError
+    for options that are spelled wrong, or that nobody reads.
+    """
+    if name is not None and not is_named(name):
+        from everystep.api.strategies import require_known
+
+        require_known(name)
+        return {"strategy": name, "strategy_options": dict(map(_read_option, options or ()))}
+    if options:
+        raise RequestError(
+            "--strategy-option is for a strategy of another package",
+            got="no --strategy" if name is None else f"--strategy {name}",
+            do="Give what the library's own strategies read as options of the command",
+        )
+    return {}
+
+
+def _read_option(text: str) -> tuple[str, Any]:
+    """The name and the value of NAME=VALUE: a value of JSON, else the text itself."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise RequestError("--strategy-option is spelled wrong", wanted="NAME=VALUE", got=text)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def note_seed(model: Any, decoding: Mapping[str, Any], seed: int | None) -> None:
@@ -144,6 +183,22 @@ Stop = Annotated[
 ]
 NumBeams = Annotated[
     int | None, _search("--num-beams", metavar="N", help="Search for the best answer with N beams.")
+]
+Strategy = Annotated[
+    str | None,
+    _search(
+        "--strategy",
+        metavar="NAME",
+        help=f"{', '.join(NAMED)}, or one of an installed package.",
+    ),
+]
+StrategyOption = Annotated[
+    list[str] | None,
+    _search(
+        "--strategy-option",
+        metavar="NAME=VALUE",
+        help="An option of a strategy of another package; may be given several times.",
+    ),
 ]
 NumReturnSequences = Annotated[
     int | None,

@@ -35,10 +35,17 @@ _REGISTERED: dict[str, type] = {}
 
 
 def strategy(name: str) -> Callable[[S], S]:
-    """The decorated class is found under this name; RequestError if the name is taken."""
+    """The decorated class is found under this name; RequestError if another class has it.
+
+    A class that is defined again, as when a cell of a notebook is run twice, takes the place of
+    its earlier definition.
+    """
 
     def register(kind: S) -> S:
-        _require_one(name, [_REGISTERED.setdefault(name, kind), kind])
+        before = _REGISTERED.get(name, kind)
+        if _place(before) != _place(kind):
+            _require_one(name, [before, kind])
+        _REGISTERED[name] = kind
         return kind
 
     return register
@@ -64,6 +71,11 @@ def strategy_named(name: str) -> type:
         wanted=", ".join(known),
         do=f"Perhaps you meant {near}" if near else "Install the package that has it",
     )
+
+
+def _place(kind: type) -> tuple[str, str]:
+    """Where a class is defined."""
+    return kind.__module__, kind.__qualname__
 
 
 def _require_one(name: str, kinds: list[type]) -> None:

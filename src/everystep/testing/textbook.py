@@ -66,8 +66,12 @@ class Hummed:
 
 def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
     """The result of a request, in the order in which its strategy returns it."""
-    prefix = Prefix(request, function)
-    strategy = request.strategy
+    return told(Prefix(request, function))
+
+
+def told(prefix: Prefix) -> list[Hypothesis]:
+    """The same of a prefix, which may ask another model than the hash function."""
+    strategy = prefix.request.strategy
     if isinstance(strategy, Greedy):
         return [follow(prefix, lambda scores, _: int(scores.argmax()))]
     if isinstance(strategy, Sample | BestOf):

@@ -1,0 +1,112 @@
+"""What `strategy` asks for: a name, which stands for fields or for a class, or a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from everystep.config import FIELDS, Effective
+from everystep.config.named import is_named, unknown_strategy, with_named
+from everystep.errors import RequestError
+from everystep.strategies import strategy_named, strategy_names
+from everystep.types.protocols import Strategy
+
+_MEMBERS = ("width", "returns", "streams", "reads", "rounds", "pick", "select", "finish")
+_OF_OURS = (
+    *("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "penalty_alpha"),
+    *("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "dola_layers"),
+)
+
+
+def read_strategy(
+    config: Mapping[str, Any], strategy: Any, options: Any
+) -> tuple[dict[str, Any], Strategy | None]:
+    """The fields that a call sets with `config` and `strategy`, and the strategy where it is none
+    of the library's own.
+
+    `strategy`: a name or a value. `options`: what a class of that name is made with. RequestError
+    where the strategy contradicts a field, or is none; UnknownArgumentError for an unknown name.
+    """
+    if options is not None and not _takes_options(strategy):
+        raise RequestError(
+            "strategy_options are for a strategy of another package, given by its name",
+            got=f"strategy={strategy!r}",
+            do="Pass what the library's own strategies read as arguments of the call",
+        )
+    if strategy is None:
+        return dict(config), None
+    if not isinstance(strategy, str):
+        return dict(config), _required(strategy)
+    if is_named(strategy):
+        return with_named(strategy, config), None
+    return dict(config), _made(strategy, {} if options is None else options)
+
+
+def refuse_beside(effective: Effective, strategy: Strategy) -> None:
+    """RequestError if the caller, who brings a strategy, set a field that says how another one
+    chooses, or asks for drafts that it cannot be given."""
+    for name in _OF_OURS:
+        if name in effective.caller and effective[name] != FIELDS[name].default:
+            raise RequestError(
+                f"{name} belongs to the library's own strategies",
+                wanted="strategy alone, or the fields alone",
+                got=f"strategy and {name}={effective[name]!r}",
+                do="Give the strategy an option of its own",
+            )
+    if effective.prompt_lookup_num_tokens is not None and not strategy.reads.alone:
+        raise RequestError(
+            "drafts are for strategies whose sequences choose one token each, by themselves",
+            wanted="a strategy with Reads(alone=True)",
+            got=f"prompt_lookup_num_tokens={effective.prompt_lookup_num_tokens}",
+            do="Leave prompt_lookup_num_tokens out",
+        )
+
+
+def require_known(name: str) -> None:
+    """UnknownArgumentError, which lists every name, if no strategy has this one."""
+    known = strategy_names()
+    if not is_named(name) and name not in known:
+        raise unknown_strategy(name, known)
+
+
+def _takes_options(strategy: Any) -> bool:
+    return isinstance(strategy, str) and not is_named(strategy)
+
+
+def _made(name: str, options: Any) -> Strategy:
+    """The strategy of this name with these options."""
+    require_known(name)
+    if not isinstance(options, Mapping):
+        wanted, got = "a mapping of names to values", repr(options)
+        raise RequestError("strategy_options is of another kind", wanted=wanted, got=got)
+    kind = strategy_named(name)
+    try:
+        made = kind(**options)
+    except TypeError as error:
+        raise RequestError(
+            f"the strategy {name!r} cannot be made with these options",
+            wanted="the fields of its class",
+            got=error,
+            do="Pass others as strategy_options",
+        ) from error
+    return _required(made)
+
+
+def _required(value: Any) -> Strategy:
+    """The value; RequestError unless it is a strategy, which is frozen."""
+    missing = [name for name in _MEMBERS if not hasattr(value, name)]
+    if not missing and not value.streams and not hasattr(value, "rivals"):
+        missing = ["rivals, as it does not stream"]
+    if isinstance(value, type) or missing:
+        raise RequestError(
+            "this is no strategy",
+            wanted=f"a name, or a value with {', '.join(_MEMBERS)}",
+            got=f"{value!r}, without {', '.join(missing)}" if missing else f"the class {value!r}",
+            do="Pass strategy=MyStrategy()",
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        do = "Make its class a frozen dataclass"
+        raise RequestError("a strategy must never change", got=error, do=do) from error
+    return cast(Strategy, value)

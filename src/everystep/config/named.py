@@ -1,0 +1,90 @@
+"""Strategies by name: what each name says of the configuration, one entry per strategy.
+
+`strategy="beam"` in a call and `--strategy beam` on the command line stand for these fields. A
+further strategy of the library is a further entry; those of other packages are found by the
+registry of `strategies/base.py`, and need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everystep.errors import RequestError, UnknownArgumentError, nearest
+
+_SEARCHES = {
+    "num_beams": 1,
+    "num_beam_groups": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+}
+"""The fields that make a choice another one than greedy decoding or sampling, without effect."""
+
+
+@dataclass(frozen=True)
+class NamedStrategy:
+    """`usual`: values of fields that a call may set otherwise. `sets`: those that make it this
+    strategy, beside whatever would make it another one and is not in `usual`."""
+
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    sets: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Every field that a call cannot set otherwise."""
+        plain = {name: value for name, value in _SEARCHES.items() if name not in self.usual}
+        return {**plain, **self.sets}
+
+
+NAMED: Mapping[str, NamedStrategy] = {
+    "greedy": NamedStrategy(sets={"do_sample": False}),
+    "sample": NamedStrategy(sets={"do_sample": True}),
+    "beam": NamedStrategy({"num_beams": 4}, {"do_sample": False}),
+    "beam_sample": NamedStrategy({"num_beams": 4}, {"do_sample": True}),
+    "contrastive": NamedStrategy({"penalty_alpha": 0.6, "top_k": 4}, {"do_sample": False}),
+    # These two go beside greedy decoding and sampling alike.
+    "guided": NamedStrategy({"guidance_scale": 1.5, "num_beams": 1}),
+    "lookup": NamedStrategy({"prompt_lookup_num_tokens": 10}),
+}
+
+
+def is_named(name: str) -> bool:
+    """Whether the table has the name, spelled with hyphens or underscores."""
+    return _spelled(name) in NAMED
+
+
+def with_named(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a call with `said` sets by naming this strategy, and its own.
+
+    RequestError where it sets one that makes the strategy another one.
+    """
+    named = NAMED[_spelled(name)]
+    fixed = named.fixed
+    for wrong in (n for n, value in fixed.items() if said.get(n) not in (None, value)):
+        raise RequestError(
+            f"{wrong} contradicts the strategy {name!r}",
+            wanted=f"{wrong}={fixed[wrong]!r} with it",
+            got=f"{wrong}={said[wrong]!r}",
+            do="Leave one of the two out",
+        )
+    decided = {*fixed, *named.usual}
+    own = {n: value for n, value in said.items() if value is not None or n not in decided}
+    return {**fixed, **named.usual, **own}
+
+
+def unknown_strategy(name: str, known: Collection[str]) -> UnknownArgumentError:
+    """The error about a name that neither the table nor the registry, which has `known`, has."""
+    every = sorted({*NAMED, *known})
+    near = nearest(_spelled(name), every)
+    return UnknownArgumentError(
+        f"no strategy is called {name!r}",
+        wanted=", ".join(every),
+        do=f"Perhaps you meant {near}" if near else "Install the package that has it",
+    )
+
+
+def _spelled(name: str) -> str:
+    return name.replace("-", "_")

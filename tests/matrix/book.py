@@ -1,0 +1,119 @@
+"""The textbook loops on real models: a whole forward for every prefix, and no engine.
+
+The loops are those of `everystep.testing.textbook`, which ask a prefix for scores; here they come
+from a plain forward of the model over all ids, without a cache. Only where the cell is about a
+cache that rounds, its codes are what is computed with: then a fresh one is filled for each prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import everystep as es
+from everystep.engine import Guidance
+from everystep.stops.ends import MaxLength
+from everystep.testing.textbook import Hypothesis, Prefix, told
+from everystep.types import Prompt, Request, Rows
+from tests.matrix.rows import Row
+from tests.matrix.subjects import Subject
+
+
+@dataclass(frozen=True)
+class ModelPrefix(Prefix):
+    """A request's prompt for a real model. `shift`: what a hook adds to every embedding. `cache`:
+    makes the cache that a forward goes through, if it goes through one."""
+
+    model: Any = None
+    shift: float = 0.0
+    cache: Callable[[], Any] | None = None
+    forwards: dict[Any, Any] = field(default_factory=dict)
+
+    def scores(self, tokens: list[int]) -> Tensor:
+        """(V,) processed scores of what may follow the tokens."""
+        request = self.request
+        mixed = self.logits(tokens)
+        if isinstance(request.readout, Guidance):
+            other = self._out(request.companions[0], tokens, 0.0).logits[0, -1].float()
+            other = other.log_softmax(-1)
+            mixed = request.readout.scale * (mixed.log_softmax(-1) - other) + other
+        if request.strategy.reads.scores == "log_probs":
+            mixed = mixed.log_softmax(-1)
+        for processor in request.processors:
+            sequence, table = self._written(tokens)
+            rows = Rows(table, [sequence], np.array([sequence.visible]))
+            mixed = processor(rows, mixed[None])[0]
+        return mixed
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """(V,) raw logits of what may follow the tokens."""
+        return self._out(self.request.prompt, tokens, self.shift).logits[0, -1].float()
+
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """(T, E) last hidden state of every position."""
+        return self._out(self.request.prompt, tokens, self.shift).hidden_states[-1][0]
+
+    def _out(self, prompt: Prompt, tokens: Sequence[int], shift: float) -> Any:
+        place = id(prompt), tuple(tokens)
+        if place not in self.forwards:
+            embed = self.model.get_input_embeddings()
+            given = embed(torch.from_numpy(prompt.ids)) if prompt.embeds is None else prompt.embeds
+            own = [embed(torch.tensor([token])) for token in tokens]
+            embeds = torch.cat([given, *own])[None] + shift
+            with torch.no_grad():
+                self.forwards[place] = self._forward(embeds)
+        return self.forwards[place]
+
+    def _forward(self, embeds: Tensor) -> Any:
+        """What the model says of (1, T, E) embeddings; with a cache position by position, so that
+        each sees what the cache keeps of those before."""
+        asked: dict[str, Any] = {"output_hidden_states": True}
+        if self.cache is None:
+            return self.model(inputs_embeds=embeds, use_cache=False, **asked)
+        cache = self.cache()
+        outs = [
+            self.model(inputs_embeds=embeds[:, at : at + 1], past_key_values=cache, **asked)
+            for at in range(embeds.shape[1])
+        ]
+        states = torch.cat([out.hidden_states[-1] for out in outs], dim=1)
+        outs[-1].hidden_states = (states,)
+        return outs[-1]
+
+
+def prefix_of(subject: Subject, request: Request, **how: Any) -> ModelPrefix:
+    """The prefix that loops ask about a request of this subject."""
+    return ModelPrefix(request, function=None, model=subject.model, **how)  # type: ignore[arg-type]
+
+
+def book(subject: Subject, row: Row, how: dict[str, Any] | None = None, **more: Any) -> Any:
+    """What the textbook says of a call. Where a text and a limit end a sequence at once, the text
+    is the reason."""
+    request = subject.request(row, **more)
+    stops = sorted(request.stops, key=lambda stop: isinstance(stop, MaxLength))
+    request = replace(request, hooks=(), stops=tuple(stops))
+    return told(prefix_of(subject, request, **(how or {})))
+
+
+def require_same(
+    found: Sequence[es.Generated], wanted: Sequence[Hypothesis], *, within: float = 1e-5
+) -> None:
+    """The tokens, reasons and scores of both are the same."""
+    assert [(one.tokens, one.finish_reason.kind) for one in found] == [
+        (one.tokens, one.reason) for one in wanted
+    ]
+    for one, other in zip(found, wanted, strict=True):
+        assert not other.score or abs(one.score - other.score) <= within
+
+
+def require_equal(found: Sequence[es.Generated], wanted: Sequence[es.Generated]) -> None:
+    """Two runs came to the same."""
+    assert [(one.tokens, one.finish_reason.kind) for one in found] == [
+        (one.tokens, one.finish_reason.kind) for one in wanted
+    ]
+    for one, other in zip(found, wanted, strict=True):
+        assert abs(one.score - other.score) <= 1e-6

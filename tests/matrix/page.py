@@ -1,0 +1,53 @@
+"""Writes docs/matrix.md from the tables of the matrix: `python -m tests.matrix.page`."""
+
+from __future__ import annotations
+
+from tests.matrix.columns import COLUMNS
+from tests.matrix.rows import APART, REFUSED, ROWS
+from tests.reading import ROOT
+
+PAGE = ROOT / "docs" / "matrix.md"
+_HEAD = """\
+# What goes with what
+
+Every strategy with every feature. This page is written by `python -m tests.matrix.page` from the
+tables in `tests/matrix`, and a test fails when it is out of date. `tests/matrix/test_cells.py`
+tries each cell on a tiny real model:
+
+- **yes**: what comes out equals the strategy's textbook loop, a whole forward per token without
+  cache or engine, or the same call without the feature; and the feature was seen to do something.
+- **no**: the call is refused, with a reason, before anything is computed.
+- **–**: the two have no meaning together.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    names = [row.name for row in ROWS]
+    notes: list[str] = []
+
+    def noted(why: str) -> str:
+        if why not in notes:
+            notes.append(why)
+        return f"[{notes.index(why) + 1}]"
+
+    def cell(strategy: str, feature: str) -> str:
+        place = strategy, feature
+        if place in APART:
+            return f"– {noted(APART[place])}"
+        return f"no {noted(REFUSED[place].why)}" if place in REFUSED else "yes"
+
+    lines = [_row("feature", *names), _row(*["---"] * (len(names) + 1))]
+    lines += [_row(feature, *(cell(name, feature) for name in names)) for feature in COLUMNS]
+    table, count = "\n".join(lines), len(ROWS) * len(COLUMNS)
+    told = f"Of {count} cells {count - len(APART)} have a meaning; {len(REFUSED)} are refused."
+    footnotes = "\n".join(f"{place}. {why}." for place, why in enumerate(notes, 1))
+    return f"{_HEAD}\n{table}\n\n{told}\n\n{footnotes}\n"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

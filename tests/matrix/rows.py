@@ -1,0 +1,89 @@
+"""The strategies of the matrix, one line each, and the cells that are no plain yes.
+
+A strategy that is added to the library is a line of ROWS; its cells are then all tested. Where a
+feature cannot go with it, the cell is listed in REFUSED with words of the error; where the two
+have no meaning together, in APART with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """`options`: how it is asked for on a tiny model. `draws`: what more makes it draw at random;
+    None if that makes it another strategy. `beside`: what a prompt without ids needs more."""
+
+    name: str
+    options: Mapping[str, Any]
+    draws: Mapping[str, Any] | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        """How many sequences it can give without drawing more."""
+        return int(self.options.get("num_beams", 1))
+
+    @property
+    def drawn(self) -> Row:
+        """The same where it draws."""
+        return Row(self.name, {**self.options, **(self.draws or {})}, self.draws)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("greedy", {"strategy": "greedy"}),
+    Row("sample", {"strategy": "sample", "temperature": 1.3}, draws={}),
+    Row("beam", {"strategy": "beam", "num_beams": 3}),
+    Row("beam_sample", {"strategy": "beam_sample", "num_beams": 3}, draws={}),
+    Row("contrastive", {"strategy": "contrastive", "top_k": 3}),
+    Row(
+        "guided",
+        {"strategy": "guided", "do_sample": False},
+        draws={"do_sample": True},
+        beside={"negative_prompt_ids": torch.tensor([[70, 80]])},
+    ),
+    Row(
+        "lookup",
+        {"strategy": "lookup", "prompt_lookup_num_tokens": 3, "do_sample": False},
+        draws={"do_sample": True},
+    ),
+)
+
+_SAME = "nothing is drawn at random, so a seed says nothing"
+APART: Mapping[tuple[str, str], str] = {
+    ("greedy", "per-row seeds"): _SAME,
+    ("beam", "per-row seeds"): _SAME,
+    ("contrastive", "per-row seeds"): _SAME,
+    ("lookup", "speculation"): "it is speculation",
+}
+"""(strategy, feature) -> why the two have no meaning together."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Words of the error, and the reason that the page gives."""
+
+    words: str
+    why: str
+
+
+_DRAFTS = Refusal(
+    "prompt_lookup_num_tokens (cannot be combined|has no effect)",
+    "drafts are for sequences that choose by themselves; these are chosen together",
+)
+_ONE_BEST = Refusal(
+    "num_return_sequences", "of one prompt there is one continuation, so several are refused"
+)
+REFUSED: Mapping[tuple[str, str], Refusal] = {
+    ("beam", "speculation"): _DRAFTS,
+    ("beam_sample", "speculation"): _DRAFTS,
+    ("contrastive", "speculation"): _DRAFTS,
+    ("greedy", "num_return_sequences"): _ONE_BEST,
+    ("contrastive", "num_return_sequences"): _ONE_BEST,
+}
+"""(strategy, feature) -> how the two are refused before anything is computed."""

@@ -1,0 +1,109 @@
+"""What the cells of the matrix are tried on: tiny real models, and how each of them is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.api.session import Session
+from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.types import Request
+from tests.executors.models import family_model
+from tests.matrix.rows import Row
+
+VOCABULARY, WINDOW = 320, 6
+PROMPT = [*[40, 50, 60] * 2, 40, 50]
+SEED = 3
+COMMON: dict[str, Any] = {
+    "max_new_tokens": 8,
+    "pad_token_id": 0,
+    "return_dict_in_generate": True,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, by the function that makes it, and what it is asked."""
+
+    make: Callable[[], LanguageModel]
+    ids: tuple[int, ...] = tuple(PROMPT)
+    spelled: bool = True
+    ends: tuple[int, ...] = (300, 301, 302)
+
+    @property
+    def model(self) -> LanguageModel:
+        return self.make()
+
+    @property
+    def tokenizer(self) -> Any:
+        return tokenizer() if self.spelled else None
+
+    def options(self, row: Row, **more: Any) -> dict[str, Any]:
+        """The keywords of a call about this row's strategy."""
+        return {**COMMON, "eos_token_id": list(self.ends), **row.options, **more}
+
+    def say(self, row: Row, *, prompt: Any = None, **more: Any) -> list[es.Generated]:
+        """What many-prompts calls give for one prompt."""
+        asked = [list(self.ids) if prompt is None else prompt]
+        options = {"seed": [SEED], **self.options(row, **more)}
+        (found,) = es.generate(self.model, self.tokenizer, asked, **options)
+        return found if isinstance(found, list) else [found]
+
+    def open(self, row: Row, **more: Any) -> es.Run:
+        """A run of the same."""
+        options = self.options(row, **more)
+        return es.open(self.model, self.tokenizer, list(self.ids), seed=[SEED], **options)
+
+    def request(self, row: Row, *, name: str = "0", **more: Any) -> Request:
+        """The same, as engines get it."""
+        options = self.options(row, **more)
+        seed = options.pop("seed", [SEED])
+        session = Session(self.model, self.tokenizer, [""], None, seed, options, gives_events=True)
+        (made,) = session.prepared(session.read(list(self.ids), 0), 0).requests
+        return replace(made, request_id=name)
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny_tokenizer(VOCABULARY)
+
+
+@cache
+def _plain() -> LanguageModel:
+    return tiny_llama(vocab_size=VOCABULARY)
+
+
+@cache
+def _single() -> LanguageModel:
+    """In float32, which the native executor runs."""
+    return tiny_llama(vocab_size=VOCABULARY, dtype=torch.float32)
+
+
+@cache
+def _window() -> LanguageModel:
+    return LanguageModel(family_model("mistral", sliding_window=WINDOW), executor="torch")
+
+
+@cache
+def _recurrent() -> LanguageModel:
+    return LanguageModel(family_model("mamba", state_size=4), executor="torch")
+
+
+PLAIN = Subject(_plain)
+SINGLE = Subject(_single)
+SHORT = (5, 6, 7, 5, 6, 7, 5, 6)
+WINDOWED = Subject(_window, SHORT, spelled=False, ends=(30,))
+RECURRENT = Subject(_recurrent, SHORT, spelled=False, ends=(30,))
+
+
+@cache
+def plain(row: Row, subject: Subject = PLAIN) -> tuple[es.Generated, ...]:
+    """The run without any feature."""
+    return tuple(subject.say(row))

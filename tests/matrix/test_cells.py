@@ -1,0 +1,64 @@
+"""Each cell of the matrix: a strategy with a feature is as it should be, or is refused in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everystep.api.model import LanguageModel
+from everystep.config.named import NAMED
+from everystep.engine import Engine
+from everystep.errors import EverystepError
+from tests.matrix.columns import COLUMNS
+from tests.matrix.page import PAGE, page
+from tests.matrix.rows import APART, REFUSED, ROWS, Row
+from tests.matrix.subjects import plain
+
+MOST_REFUSED = 10
+
+
+def cells() -> Iterator[Any]:
+    """Every cell with a meaning."""
+    for row in ROWS:
+        for feature in COLUMNS:
+            if (row.name, feature) not in APART:
+                marks = [pytest.mark.native] if feature == "native executor" else []
+                yield pytest.param(row, feature, marks=marks, id=f"{row.name}, {feature}")
+
+
+@pytest.mark.parametrize(("row", "feature"), [*cells()])
+def test_cell(row: Row, feature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = REFUSED.get((row.name, feature))
+    if refusal is None:
+        COLUMNS[feature](row, tmp_path)
+        return
+    plain(row)  # what the check compares with may be computed
+    for kind, name in ((Engine, "step"), (LanguageModel, "__call__")):
+        monkeypatch.setattr(kind, name, _computed)
+    with pytest.raises(EverystepError, match=refusal.words):
+        COLUMNS[feature](row, tmp_path)
+
+
+def _computed(*_: object) -> None:
+    raise AssertionError("something was computed before the call was refused")
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.matrix.page"
+
+
+def test_every_exception_is_a_cell() -> None:
+    every = {(row.name, feature) for row in ROWS for feature in COLUMNS}
+    assert APART.keys() <= every and REFUSED.keys() <= every
+    assert not APART.keys() & REFUSED.keys()
+
+
+def test_few_cells_are_refused() -> None:
+    assert len(REFUSED) <= MOST_REFUSED
+
+
+def test_every_named_strategy_is_a_row() -> None:
+    assert {row.name for row in ROWS} == {*NAMED}

@@ -150,6 +150,13 @@ def test_a_widened_run_is_saved_forked_and_cancelled(model: LanguageModel, tmp_p
     with pytest.raises(RequestError, match="cancelled"):
         run.more(1)
     twin.cancel()
+    # Beams that were live when the search ended are no part of its result, however good.
+    short = {**ASKED, "early_stopping": True, "length_penalty": 0.0, "num_return_sequences": 4}
+    other = es.open(model, None, IDS, **short)
+    before = other.result()
+    assert max(one.score for one in other._group.live) > before[-1].score
+    other.cancel()
+    assert other.result() == before
     assert not engine_of(run).scheduler.groups
     audit(engine_of(run))
 

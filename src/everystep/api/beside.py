@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from everystep.config.kinds import is_number
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from everystep.api.options import Options
 
 ALPHA, BETA = 0.1, 1.0
-_NUMBERS = {
+_NUMBERS: dict[str, tuple[float, str, Callable[[float], bool]]] = {
     "contrast_alpha": (ALPHA, "a number above 0, at most 1", lambda value: 0 < value <= 1),
     "contrast_beta": (BETA, "a number of at least 0", lambda value: 0 <= value < float("inf")),
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from everystep.engine.feed import Feeds, write_draft
@@ -101,7 +102,7 @@ class AmateurRows:
             Work(verbs, np.array(rows), np.array(starts), counts, np.array(wanted),
                  np.concatenate(tokens))
         )  # fmt: skip
-        logits = output.logits.split(wanted)
+        logits = torch.split(output.logits, wanted)
         feeds.beside.update(zip(map(id, sequences), logits, strict=True))
 
     def _row(self, sequence: Sequence) -> AmateurRow:

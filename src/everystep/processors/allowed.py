@@ -139,7 +139,7 @@ class AllowedSequencesLogitsProcessor(LogitsProcessor):
     num_beams: int = 1
     digest: str = field(init=False)
 
-    def __post_init__(self) -> None:  # type: ignore[override]
+    def __post_init__(self) -> None:
         object.__setattr__(self, "digest", self.allowed.digest)
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:

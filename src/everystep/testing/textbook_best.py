@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def best_of(prefix: Prefix, strategy: BestOf, samples: list[Hypothesis]) -> list[Hypothesis]:
     """The best of whole samples; with a majority, as far as they were when it was certain."""
     judge = strategy.judge or (lambda ids: None)
+    ratings: list[Any]
     if strategy.by == "likelihood":
         ratings = [_likelihood(prefix, list(one.tokens)) for one in samples]
     else:
@@ -37,7 +38,9 @@ def best_of(prefix: Prefix, strategy: BestOf, samples: list[Hypothesis]) -> list
                                                      reason="cancelled")
         for one in samples
     ]  # fmt: skip
-    final = [r if one.reason != "cancelled" else None for r, one in zip(ratings, cut, strict=True)]
+    final: list[Any] = [
+        r if one.reason != "cancelled" else None for r, one in zip(ratings, cut, strict=True)
+    ]
     votes = _votes(final)
     first = {answer: final.index(answer) for answer in votes}
     order.sort(key=lambda i: -votes.get(final[i], 0))  # by number among equals
@@ -46,7 +49,7 @@ def best_of(prefix: Prefix, strategy: BestOf, samples: list[Hypothesis]) -> list
     return [cut[i] for i in order][: strategy.returns]
 
 
-def _votes(answers: list[object]) -> dict[object, int]:
+def _votes(answers: list[Any]) -> dict[Any, int]:
     return {one: answers.count(one) for one in answers if one is not None}
 
 

@@ -38,13 +38,13 @@ from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
 from everystep.testing.tokenizer import Letters
 from everystep.types import Injected, Prompt, Request
-from everystep.types.protocols import Drafter, Hook, Schedule
+from everystep.types.protocols import Drafter, Hook
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 EMBED_DIM = 4
-_SCHEDULES: tuple[Schedule, ...] = ("constant", "heuristic")
+_SCHEDULES = ("constant", "heuristic")
 
 
 @dataclass(frozen=True)

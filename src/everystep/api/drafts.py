@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
@@ -178,10 +178,11 @@ def _copier(options: Options, schedule: Schedule) -> Drafter:
     own = None
     if e[_LOOKUP] is not None:
         own = PromptLookup(int(e[_LOOKUP]), int(size or _NGRAM), options.eos, schedule)
-    if options.corpus is None and own is not None:
+    corpus = options.corpus
+    if corpus is None and own is not None:
         return own
     tokens, longest = int(e[_LOOKUP] or _COPIED), int(size or _CORPUS_NGRAM)
-    return CorpusLookup(options.corpus, tokens, longest, options.eos, schedule, own)
+    return CorpusLookup(cast(Corpus, corpus), tokens, longest, options.eos, schedule, own)
 
 
 def _said(options: Options, assistant: Assistant | None, name: str) -> Any:
@@ -213,13 +214,15 @@ def _verification(options: Options, *, models: bool) -> Verification:
     asked = e.draft_verification
     if asked is None and models and options.seed is None:
         asked = "rejection"
-    weight = 1.0 if e.assistant_ensemble_weight is None else float(e.assistant_ensemble_weight)
+    mixed = e.assistant_ensemble_weight if models else None
+    weight = 1.0 if mixed is None else float(mixed)
     return Verification(bool(e.do_sample) and asked == "rejection", weight)
 
 
 def _early(model: LanguageModel, layers: int) -> Assistant:
     """The model's own first layers; an error says it if there is no such part of it."""
-    if isinstance(model.core, ForeignModel):
+    core: object = model.core
+    if isinstance(core, ForeignModel):
         model.executor(layers=layers)  # says what to do instead
     first_layers(model.core, layers)
     return Assistant(model, model.generation_config, layers)

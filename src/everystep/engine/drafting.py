@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everystep.engine.feed import Feeds
-from everystep.engine.lengths import Lengths
+from everystep.engine.lengths import Lengths, note_reading
 from everystep.errors import NOBODYS
 from everystep.types import Group, Sequence
 from everystep.types.protocols import Drafter, Drafting
 
+_MOST_IDLE = 32
 Failed = list[tuple[Group, Exception]]
 """Groups whose drafter fails, and how."""
 
@@ -29,7 +30,7 @@ class Drafters:
 
     Of the step that goes on, `drafting_seconds`: what they took; `since`: when they were ready;
     `choosing`: how many sequences choose; `accepted`: how many drafted ids the engine had accepted
-    before it.
+    before it; `reading`: whether a drafter had much to read.
     """
 
     at_work: dict[Drafter, Drafting] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Drafters:
     since: float = 0.0
     choosing: int = 0
     accepted: int = 0
+    reading: bool = False
 
     def open(self, drafter: Drafter | None, vocabulary: int) -> None:
         """The drafter is at work; RequestError if it cannot draft for such a vocabulary."""
@@ -52,7 +54,8 @@ class Drafters:
         if not self.at_work:
             return []
         clock = self.lengths.costs.clock
-        begin = clock()
+        begin, self.reading = clock(), False
+        self._close_idle(groups)
         self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
         using: dict[Drafter, list[Group]] = {}
         for group in feeds.ready:
@@ -79,13 +82,14 @@ class Drafters:
 
     def note_step(self, feeds: Feeds, accepted: int) -> None:
         """What the step that is over has cost, and what its drafts have gained."""
-        fed = sum(feeds.counts)
-        if not self.at_work or not fed or sum(feeds.logits) != fed:
+        if not self.at_work:
+            return
+        fed, costs = sum(feeds.counts), self.lengths.costs
+        if not fed or sum(feeds.logits) != fed:
             return  # positions of prompts cost less, as nobody reads their logits
-        costs = self.lengths.costs
         extra = (accepted - self.accepted) / max(self.choosing, 1)
-        seconds = costs.clock() - self.since
-        costs.note_step(fed, len(feeds.counts), extra, seconds, self.drafting_seconds)
+        times = costs.clock() - self.since, self.drafting_seconds
+        costs.note_step(fed, len(feeds.counts), extra, *times, reading=self.reading)
 
     def restart(self) -> None:
         for drafting in self.at_work.values():
@@ -105,15 +109,28 @@ class Drafters:
         if not asked:
             return
         limits = [most for most in limits if most > 0]
-        begin = costs.clock()
+        begin, reading = costs.clock(), note_reading(asked, drafter)
         proposed = drafting.propose(asked, feeds.table, limits)
-        costs.note_round(drafter, max(limits), costs.clock() - begin)
+        if reading:
+            self.reading = True
+        else:
+            costs.note_round(drafter, max(limits), costs.clock() - begin)
         for sequence, most, draft in zip(asked, limits, proposed, strict=True):
             ids = self._known(draft.ids[:most])
             if len(ids):
                 feeds.drafts[id(sequence)] = ids
                 if draft.scores is not None:
                     feeds.drawn_from[id(sequence)] = draft.scores[: len(ids)]
+
+    def _close_idle(self, groups: list[Group]) -> None:
+        """Of many drafters those go that nobody uses."""
+        if len(self.at_work) <= _MOST_IDLE:
+            return
+        used = {group.request.drafter for group in groups}
+        for drafter, drafting in list(self.at_work.items()):
+            if drafter not in used and not drafting.held():
+                del self.at_work[drafter]
+                self.lengths.costs.rounds.pop(drafter, None)
 
     def _known(self, draft: np.ndarray) -> np.ndarray:
         """The draft up to the first id beyond the vocabulary, as prompts may hold them."""

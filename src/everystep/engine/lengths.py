@@ -24,6 +24,7 @@ _PROBE = 2  # how long a draft is that is made to see whether drafts have become
 _SHARE = 0.01  # of the time that such drafts may cost
 _MARGIN = 1.02  # by which a draft must be expected to pay
 _FADING = 0.9  # what each later draft leaves of what earlier ones have told
+_MUCH = 16  # ids that a drafter may read before a guess whose cost counts
 _SLOPE = 0.1  # of a step's cost that a further position is taken to add, before that is known
 
 
@@ -32,15 +33,17 @@ class DraftRecord:
     """How the drafts of a sequence did: a memory, without which they begin anew.
 
     `tokens`: how long they are by the heuristic schedule. `right`, `wrong`: how many guesses were
-    right before a wrong one, and how many wrong ones there were, the latest counting most.
+    right before a wrong one, and how many wrong ones there were, the latest counting most. `read`:
+    how many ids there were when the last draft was made.
     """
 
     tokens: int
     right: float = 1.0
     wrong: float = 1.0
+    read: int = 0
 
     def copy(self) -> DraftRecord:
-        return DraftRecord(self.tokens, self.right, self.wrong)
+        return DraftRecord(self.tokens, self.right, self.wrong, self.read)
 
     def rewind(self, length: int) -> None:
         """What drafts have told is still so."""
@@ -64,6 +67,16 @@ def record_of(sequence: Sequence, drafter: Drafter) -> DraftRecord:
     if not isinstance(found, DraftRecord):
         found = sequence.memo[_KEY] = DraftRecord(drafter.tokens)
     return found
+
+
+def note_reading(sequences: list[Sequence], drafter: Drafter) -> bool:
+    """The sequences are drafted for now; whether the drafter has much to read before."""
+    much = False
+    for sequence in sequences:
+        record = record_of(sequence, drafter)
+        much |= sequence.visible - record.read > _MUCH
+        record.read = sequence.visible
+    return much
 
 
 def note_drafts(sequences: list[Sequence], drafts: list[np.ndarray], accepted: list[int]) -> None:
@@ -96,17 +109,26 @@ class Costs:
         self.rounds.setdefault(drafter, deque(maxlen=_SAMPLES)).append(seconds / guesses)
 
     def note_step(
-        self, fed: int, plain: int, extra: float, seconds: float, drafting: float
+        self,
+        fed: int,
+        plain: int,
+        extra: float,
+        seconds: float,
+        drafting: float,
+        *,
+        reading: bool = False,
     ) -> None:
         """A step took so long beside drafting; without drafts it would have fed `plain` positions.
 
-        `extra`: how many tokens more each sequence got, on average.
+        `extra`: how many tokens more each sequence got, on average. `reading`: a drafter had much
+        to read before its first guess, which tells nothing of the others.
         """
         if fed > plain and self.steps:
             (once,) = self.seconds(np.array([plain])).tolist()
             gain = once * (1 + extra) - seconds - drafting
             self.gained_seconds += gain
-            self.spent -= min(gain, 0.0)
+            if not reading:
+                self.spent -= min(gain, 0.0)
         self.elapsed += seconds + drafting
         self.steps.setdefault(fed, deque(maxlen=_SAMPLES)).append(seconds)
 

@@ -92,7 +92,7 @@ def _differs(name: str, said: Any, fixed: Any) -> bool:
     are the default and 0 beside it."""
     if said is None or said == fixed:
         return False
-    return fixed is not None or bool(said) and said != FIELDS[name].default
+    return fixed is not None or (bool(said) and said != FIELDS[name].default)
 
 
 def _spelled(name: str) -> str:

@@ -206,8 +206,10 @@ def test_names_stand_for_fields(model: LanguageModel) -> None:
     }.items():
         wanted = es.generate(model, None, [IDS], **fields, **ASKED)
         assert es.generate(model, None, [IDS], strategy=name, **ASKED) == wanted, name
-    inherited = es.GenerationConfig(num_beams=3, do_sample=True)
+    without_effect = {"penalty_alpha": 0.0, "num_beam_groups": 1, "do_sample": False}
     wanted = es.generate(model, None, [IDS], **ASKED)
+    assert es.generate(model, None, [IDS], strategy="greedy", **without_effect, **ASKED) == wanted
+    inherited = es.GenerationConfig(num_beams=3, do_sample=True)
     found = es.generate(model, None, [IDS], strategy="greedy", generation_config=inherited, **ASKED)
     assert found == wanted
 

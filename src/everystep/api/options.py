@@ -179,8 +179,8 @@ def read_options(
     """
     named = (*model.inputs, *(one.name for one in model.prompt_inputs))
     _refuse_unknown(given, {*OBJECTS, *named, *beside})
+    given, own = read_strategy(given)
     config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
-    config, own = read_strategy(config, given.get("strategy"), given.get("strategy_options"))
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
     refuse_unbuilt(effective)
     if own is not None:

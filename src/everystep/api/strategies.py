@@ -18,15 +18,15 @@ _OF_OURS = (
 )
 
 
-def read_strategy(
-    config: Mapping[str, Any], strategy: Any, options: Any
-) -> tuple[dict[str, Any], Strategy | None]:
-    """The fields that a call sets with `config` and `strategy`, and the strategy where it is none
-    of the library's own.
+def read_strategy(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Strategy | None]:
+    """The keywords of a call with those that its `strategy` stands for, and the strategy where it
+    is none of the library's own.
 
-    `strategy`: a name or a value. `options`: what a class of that name is made with. RequestError
-    where the strategy contradicts a field, or is none; UnknownArgumentError for an unknown name.
+    It is a name or a value; `strategy_options`: what a class of that name is made with.
+    RequestError where the strategy contradicts a keyword, or is none; UnknownArgumentError for an
+    unknown name.
     """
+    strategy, options = given.get("strategy"), given.get("strategy_options")
     if options is not None and not _takes_options(strategy):
         raise RequestError(
             "strategy_options are for a strategy of another package, given by its name",
@@ -34,12 +34,12 @@ def read_strategy(
             do="Pass what the library's own strategies read as arguments of the call",
         )
     if strategy is None:
-        return dict(config), None
+        return given, None
     if not isinstance(strategy, str):
-        return dict(config), _required(strategy)
+        return given, _required(strategy)
     if is_named(strategy):
-        return with_named(strategy, config), None
-    return dict(config), _made(strategy, {} if options is None else options)
+        return with_named(strategy, given), None
+    return given, _made(strategy, {} if options is None else options)
 
 
 def refuse_beside(effective: Effective, strategy: Strategy) -> None:

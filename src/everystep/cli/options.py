@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from everystep.cli.terminal import note
-from everystep.config import GenerationConfig
+from everystep.config import FIELDS, GenerationConfig
 from everystep.config.named import NAMED, is_named, with_named
 from everystep.errors import RequestError
 
@@ -46,7 +46,8 @@ def decoding(**said: Any) -> dict[str, Any]:
     if any(name in given for name in _SAMPLING):
         given.setdefault("do_sample", True)
     try:
-        GenerationConfig(**given).validate(strict=True)
+        fields = {name: value for name, value in given.items() if name in FIELDS}
+        GenerationConfig(**fields).validate(strict=True)
     except RequestError as error:
         raise type(error)(as_typed(str(error), said)) from error
     return given

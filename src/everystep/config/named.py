@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from everystep.config.fields import FIELDS
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 
 _SEARCHES = {
@@ -26,15 +27,15 @@ _SEARCHES = {
 
 @dataclass(frozen=True)
 class NamedStrategy:
-    """`usual`: values of fields that a call may set otherwise. `sets`: those that make it this
-    strategy, beside whatever would make it another one and is not in `usual`."""
+    """`usual`: values of keywords that a call may set otherwise, fields most of them. `sets`: those
+    that make it this strategy, beside whatever would make it another one and is not in `usual`."""
 
     usual: Mapping[str, Any] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Every field that a call cannot set otherwise."""
+        """Every keyword that a call cannot set otherwise."""
         plain = {name: value for name, value in _SEARCHES.items() if name not in self.usual}
         return {**plain, **self.sets}
 
@@ -57,13 +58,13 @@ def is_named(name: str) -> bool:
 
 
 def with_named(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a call with `said` sets by naming this strategy, and its own.
+    """The keywords of a call with `said` that names this strategy.
 
-    RequestError where it sets one that makes the strategy another one.
+    RequestError where one of them makes the strategy another one.
     """
     named = NAMED[_spelled(name)]
     fixed = named.fixed
-    for wrong in (n for n, value in fixed.items() if said.get(n) not in (None, value)):
+    for wrong in (n for n, value in fixed.items() if _differs(n, said.get(n), value)):
         raise RequestError(
             f"{wrong} contradicts the strategy {name!r}",
             wanted=f"{wrong}={fixed[wrong]!r} with it",
@@ -84,6 +85,14 @@ def unknown_strategy(name: str, known: Collection[str]) -> UnknownArgumentError:
         wanted=", ".join(every),
         do=f"Perhaps you meant {near}" if near else "Install the package that has it",
     )
+
+
+def _differs(name: str, said: Any, fixed: Any) -> bool:
+    """Whether a call asks for another value than the strategy has; None is without effect, and so
+    are the default and 0 beside it."""
+    if said is None or said == fixed:
+        return False
+    return fixed is not None or (bool(said) and said != FIELDS[name].default)
 
 
 def _spelled(name: str) -> str:

@@ -144,19 +144,14 @@ def continued(inputs: Inputs, cache: Cache, width: int, *, hidden: bool) -> Inpu
     length = int(cache.get_seq_length())
     if length == 0:
         return inputs
-    if hidden:
-        if inputs.lead:
-            _refuse(
-                "has positions whose hidden states are unknown, which penalty_alpha looks at",
-                "the ids of all positions",
-                "those of the last ones",
-                "Pass the whole sequences as input_ids",
-            )
-        _require_held(inputs, cache)
-        return inputs
+    if hidden and inputs.lead:
+        what = "has positions whose hidden states are unknown, which penalty_alpha looks at"
+        _refuse(what, "ids of all positions", "the last ones", "Pass whole sequences as input_ids")
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     link = _after if inputs.lead else _known
     _require_held(inputs, cache)
+    if hidden:
+        return inputs
     rows = range(inputs.batch)
     return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
 

@@ -216,19 +216,9 @@ def score(
     )
     first = [row for row, i in enumerate(place) if i == 0]
     return Scored(
-        batch,
-        sequences,
-        group_of,
-        drafts,
-        first,
-        logits,
-        given,
-        beside,
-        scores,
-        shown,
-        early,
+        batch, sequences, group_of, drafts, first, logits, given, beside, scores, shown, early,
         sequels,
-    )
+    )  # fmt: skip
 
 
 def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:

@@ -136,17 +136,13 @@ def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
 
 
 def continued(inputs: Inputs, cache: Cache, width: int, *, hidden: bool) -> Inputs:
-    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt.
-
-    Where the strategy reads `hidden` states, which no cache holds, the prompts are fed from their
-    ids again, and the cache is only filled.
-    """
+    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt. Where
+    `hidden` states are read, which no cache holds, prompts are fed again from their ids."""
     length = int(cache.get_seq_length())
     if length == 0:
         return inputs
     if hidden and inputs.lead:
-        what = "has positions whose hidden states are unknown, which penalty_alpha looks at"
-        _refuse(what, "ids of all positions", "the last ones", "Pass whole sequences as input_ids")
+        _refuse("lacks hidden states, for penalty_alpha", "ids of all positions", "the last ones")
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     link = _after if inputs.lead else _known
     _require_held(inputs, cache)

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
+from everystep.api.model import LanguageModel
 from everystep.engine import Engine
+from everystep.testing.models import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    """A tiny Llama with the vocabulary of the tiny tokenizer; some files have one of their own."""
+    return tiny_llama(vocab_size=320)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.testing.models import tiny_llama
 from tests.api.asking import (
     LONG,
     OPTIONS,
@@ -26,11 +25,6 @@ from tests.api.asking import (
     runs,
     web_app,
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    return tiny_llama(vocab_size=320)
 
 
 def test_eight_streams_of_a_web_application_share_one_engine(model: LanguageModel) -> None:

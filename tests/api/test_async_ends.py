@@ -14,7 +14,6 @@ import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.engine import audit
 from everystep.errors import CapacityError, RequestError, UnknownArgumentError
-from everystep.testing.models import tiny_llama
 from tests.api.asking import (
     LONG,
     OPTIONS,
@@ -28,12 +27,6 @@ from tests.api.asking import (
     runs,
     web_app,
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    return tiny_llama(vocab_size=320)
-
 
 # --- leaving --------------------------------------------------------------------------------------
 

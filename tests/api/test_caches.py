@@ -24,6 +24,7 @@ STATIC: dict[str, dict[str, Any]] = {
     "padded": {"cache_implementation": "static", "inputs": PADDED_IDS, "attention_mask": PADDED},
     "chunked": {"cache_implementation": "static", "prefill_chunk_size": 2},
 }
+OFFLOADED = ("offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked")
 
 
 def same_room(ours: Any, reference: Any, held: int, padding: int = 0) -> None:
@@ -108,7 +109,8 @@ def test_healed_prompts_choose_a_cache_too() -> None:
 
 def test_a_checkpoint_chooses_silently() -> None:
     model = LanguageModel(MODELS["llama"][1].core)
-    for kind, found in (("offloaded", es.DynamicCache), ("sliding_window", es.StaticCache)):
+    dynamic = dict.fromkeys(OFFLOADED, es.DynamicCache)
+    for kind, found in {**dynamic, "sliding_window": es.StaticCache}.items():
         inherited = {"cache_implementation": kind}
         model.generation_config = es.GenerationConfig.from_checkpoint(inherited)
         assert type(run(model).past_key_values) is found
@@ -118,16 +120,14 @@ def test_a_checkpoint_chooses_silently() -> None:
 
 STRANGE = {"nbits": 4, "bits": 2}
 WRONG: dict[str, tuple[dict[str, Any], type[EverystepError], list[str]]] = {
-    "offloaded": (
-        {"cache_implementation": "offloaded"},
-        UnsupportedError,
-        ["cache_implementation", "'offloaded'", "'quantized'"],
-    ),
-    "offloaded static": (
-        {"cache_implementation": "offloaded_static"},
-        UnsupportedError,
-        ["cache_implementation", "'offloaded_static'", "'static'"],
-    ),
+    **{
+        kind: (
+            {"cache_implementation": kind},
+            UnsupportedError,
+            [f"'{kind}'", "rows stay where the model computes", "'quantized'"],
+        )
+        for kind in OFFLOADED
+    },
     "paged": ({"cache_implementation": "paged"}, UnsupportedError, ["paged", "everystep.generate"]),
     "unknown": ({"cache_implementation": "statik"}, RequestError, ["'statik'", "'static'"]),
     "drafts": (

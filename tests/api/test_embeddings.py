@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -58,16 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("beside", BESIDE)
-def test_embeddings_are_continued_as_in_the_reference(beside: str, options: str) -> None:
-    theirs, ours = both(
-        inputs_embeds=SOFT, attention_mask=MASK, **BESIDE[beside], **OPTIONS[options]
-    )
-    assert torch.equal(ours, theirs)
-
-
-IDS_SEEN = {
+IDS_SEEN: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.8},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "bad_words_ids": {"bad_words_ids": [[41, 5], [30]]},
@@ -77,12 +69,16 @@ IDS_SEEN = {
 }
 
 
-@pytest.mark.parametrize("beside", ["their own ids", "fewer ids"])
-@pytest.mark.parametrize("option", list(IDS_SEEN)[:4])
-def test_processors_see_the_ids_beside_embeddings(option: str, beside: str) -> None:
-    theirs, ours = both(
-        inputs_embeds=SOFT, attention_mask=MASK, **BESIDE[beside], **IDS_SEEN[option]
-    )
+IN_BOTH = [
+    *product(BESIDE, OPTIONS),
+    *product(["their own ids", "fewer ids"], list(IDS_SEEN)[:4]),  # processors see those ids
+]
+
+
+@pytest.mark.parametrize(("beside", "option"), IN_BOTH)
+def test_embeddings_are_continued_as_in_the_reference(beside: str, option: str) -> None:
+    asked = {**OPTIONS, **IDS_SEEN}[option]
+    theirs, ours = both(inputs_embeds=SOFT, attention_mask=MASK, **BESIDE[beside], **asked)
     assert torch.equal(ours, theirs)
 
 

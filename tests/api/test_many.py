@@ -18,11 +18,6 @@ PROMPTS: list[list[int]] = [[5, 6, 7], [8, 9], [11, 12, 13, 14]]
 TOKENIZER = tiny_tokenizer(320)
 
 
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    return tiny_llama(vocab_size=320)
-
-
 def ban(token: int) -> Any:
     def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, token] = -torch.inf

@@ -11,7 +11,7 @@ from transformers import cache_utils as theirs
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.errors import EverystepError, RequestError, UnsupportedError
+from everystep.errors import EverystepError, RequestError
 from tests.api.test_past import IDS, MODELS, PADDED, PADDED_IDS, same
 
 DECODERS = ["llama", "qwen2", "windows"]
@@ -176,9 +176,73 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     assert getattr(past, "get_seq_length", lambda: 0)() == before
 
 
-def test_an_encoder_keeps_no_cache_by_hand() -> None:
-    model = MODELS["t5"][1]
-    start = torch.zeros(2, 1, dtype=torch.long)
-    assert model(IDS, decoder_input_ids=start).past_key_values is None
-    with pytest.raises(UnsupportedError, match="all decoder_input_ids"):
-        model(IDS, decoder_input_ids=start, use_cache=True)
+TARGET = torch.tensor([[0, 7, 31, 60, 4], [0, 12, 5, 77, 3]])
+SEEN = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [[5], [1, 1, 1, 1, 1], [2, 3]], ids=str)
+@pytest.mark.parametrize("source", ["ids", "states", "nothing again"])
+def test_an_encoder_and_its_decoder_keep_a_cache_by_hand(source: str, parts: list[int]) -> None:
+    reference, ours = MODELS["t5"]
+    given: dict[str, Any] = {"input_ids": IDS, "attention_mask": SEEN}
+    whole = reference(**given, decoder_input_ids=TARGET, use_cache=False).logits
+    if source == "states":
+        states = reference.get_encoder()(**given).last_hidden_state
+        given = {"encoder_outputs": (states,), "attention_mask": SEEN}
+    for cache in (None, es.EncoderDecoderCache(es.DynamicCache(), es.DynamicCache())):
+        found, first = [], 0
+        for count in parts:
+            new = TARGET[:, first : first + count]
+            out = ours(**given, decoder_input_ids=new, past_key_values=cache, use_cache=True)
+            found.append(out.logits)
+            cache, first = out.past_key_values, first + count
+            if source == "nothing again":
+                given = {"attention_mask": SEEN}
+        assert isinstance(cache, es.EncoderDecoderCache) and cache.get_seq_length() == 5
+        near(torch.cat(found, dim=1), whole)
+        given = {"input_ids": IDS, "attention_mask": SEEN}
+
+
+@torch.no_grad()
+def test_a_cache_of_both_halves_is_kept_unless_it_is_not_wanted() -> None:
+    ours = MODELS["t5"][1]
+    kept = ours(IDS, decoder_input_ids=TARGET).past_key_values
+    assert isinstance(kept, es.EncoderDecoderCache) and all(kept.is_updated.values())
+    assert kept.cross_attention_cache.get_seq_length() == 6
+    assert ours(IDS, decoder_input_ids=TARGET, use_cache=False).past_key_values is None
+
+
+@torch.no_grad()
+def test_loops_and_calls_take_turns_with_it() -> None:
+    ours = MODELS["t5"][1]
+    options = {"max_new_tokens": 4, "eos_token_id": 96, "decoder_start_token_id": 0}
+    whole = ours.generate(IDS, **options)
+    past = ours(IDS, decoder_input_ids=whole[:, :2]).past_key_values
+    options["max_new_tokens"] = 2
+    again = ours.generate(IDS, decoder_input_ids=whole[:, :3], past_key_values=past, **options)
+    assert torch.equal(again, whole)
+    last = ours(IDS, decoder_input_ids=again[:, -1:], past_key_values=past).logits
+    near(last, ours(IDS, decoder_input_ids=again).logits[:, -1:])
+
+
+ENCODED: dict[str, tuple[dict[str, Any], str]] = {
+    "one half": ({"past_key_values": es.DynamicCache()}, "EncoderDecoderCache"),
+    "rows": ({"past_key_values": "filled", "decoder_input_ids": TARGET[:1]}, "rows"),
+    "mask": (
+        {"past_key_values": "filled", "decoder_attention_mask": torch.ones(2, 5)},
+        "cached positions included",
+    ),
+    "source": ({"past_key_values": "filled", "attention_mask": torch.ones(2, 4)}, "does not fit"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ENCODED)
+def test_what_does_not_fit_an_encoder_and_its_decoder(case: str) -> None:
+    (options, says), ours = ENCODED[case], MODELS["t5"][1]
+    if options["past_key_values"] == "filled":
+        past = ours(IDS, decoder_input_ids=TARGET).past_key_values
+        options = {**options, "past_key_values": past}
+    with pytest.raises(RequestError, match=says):
+        ours(IDS, **{"decoder_input_ids": TARGET, **options})

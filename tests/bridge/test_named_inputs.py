@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers.models.qwen3_vl import Qwen3VLConfig
 
 import everystep as es
 from everystep.api.prepare import prepare
@@ -19,39 +18,9 @@ from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError
 from everystep.testing.drive import Run
+from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
 
-IMAGE, START, PAD = 50, 51, 1
-PATCH = 3 * 2 * 4 * 4
 GRIDS = ((1, 4, 4), (1, 4, 6), (1, 2, 4))
-TEXT: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 2048,
-    "pad_token_id": PAD,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
-}
-VISION = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-}
 
 
 def randomised(module: Any) -> Any:
@@ -67,13 +36,7 @@ def randomised(module: Any) -> Any:
 @cache
 def pictures() -> Any:
     """A tiny Qwen3-VL, vision tower included."""
-    special = {
-        "image_token_id": IMAGE,
-        "vision_start_token_id": START,
-        "vision_end_token_id": 52,
-        "video_token_id": 53,
-    }
-    config = Qwen3VLConfig(text_config=TEXT, vision_config=VISION, **special)
+    config = configured()
     config.text_config.eos_token_id = None
     model = randomised(transformers.Qwen3VLForConditionalGeneration(config))
     model.generation_config.eos_token_id = None

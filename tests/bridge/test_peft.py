@@ -16,40 +16,16 @@ from torch import Tensor, nn
 import everystep as es
 from everystep.types import Extra, Verb, Work
 from tests.bridge.families import model_of, randomise
+from tests.bridge.pictures import TEXT, configured
 
-WIDTH, LENGTH = 32, 9
+WIDTH, LENGTH = TEXT["hidden_size"], 9
 
 
 def vision_language_model() -> Any:
     """A tiny Qwen3-VL without a vision tower, in float64."""
-    text = {
-        "vocab_size": 60,
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 2048,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": WIDTH,
-        "patch_size": 4,
-        "deepstack_visual_indexes": [0],
-    }
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    config = configured()
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(5)
         model = transformers.Qwen3VLForConditionalGeneration(config).to(torch.float64)
         model.model.visual = nn.Identity()
         randomise(model)

@@ -39,14 +39,15 @@ from everystep.types import Group, Prompt
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
 
-_ABSENT = {
-    "offloaded": "Use 'dynamic', or 'quantized' to save memory",
-    "offloaded_static": "Use 'static', or 'quantized' to save memory",
-    "offloaded_hybrid": "Use 'static', or 'quantized' to save memory",
-    "offloaded_hybrid_chunked": "Use 'static', or 'quantized' to save memory",
-    "paged": "Call everystep.generate(model, tokenizer, prompts), whose rows share their memory",
+_OFFLOADED = ("offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked")
+_STAYS = "rows stay where the model computes", "Use 'dynamic', or 'quantized' to save memory"
+_ABSENT = {  # why, and what to do
+    **dict.fromkeys(_OFFLOADED, _STAYS),
+    "paged": (
+        "a call of one rectangle has none",
+        "Call everystep.generate(model, tokenizer, prompts), whose rows share their memory",
+    ),
 }
-"""Kinds that are not built -> what to do."""
 
 
 # --- the one that is passed -----------------------------------------------------------------------
@@ -58,6 +59,7 @@ def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel
     cache = given.get("past_key_values")
     if cache is None:
         return None
+    cache = model.core.own_cache(cache)
     if isinstance(cache, (tuple, list)) and not is_recurrent(model):
         cache = read_legacy(cache, model.windows, across=model.is_encoder_decoder)
     cache = require_cache(cache, model)
@@ -324,8 +326,9 @@ def new_cache(
     else:
         cache = StaticCache(windows, max(positions, effective.max_cache_len or 0))
     if inputs.source is not None:
-        read = max(int(places[-1]) + 1 for places in inputs.source.places)
-        across = DynamicCache() if kind == "dynamic" else StaticCache([None] * len(windows), read)
+        read = max((int(places[-1]) + 1 for places in inputs.source.places), default=0)
+        fixed = kind != "dynamic" and read > 0
+        across = StaticCache([None] * len(windows), read) if fixed else DynamicCache()
         cache = EncoderDecoderCache(cache, across)
     _require_abilities(cache, positions, drafts, f"cache_implementation={kind!r}")
     return cache
@@ -340,8 +343,9 @@ def _kind(effective: Effective) -> str:
     if kind not in _ABSENT:
         return "static" if kind in OLD_CACHES else str(kind)
     if effective.source("cache_implementation") != "checkpoint":
-        what = "cache_implementation asks for a cache that this version does not have"
-        raise UnsupportedError(what, got=repr(kind), do=_ABSENT[kind])
+        why, do = _ABSENT[kind]
+        what = f"cache_implementation asks for a kind of cache that is not there: {why}"
+        raise UnsupportedError(what, got=repr(kind), do=do)
     # The tokens are the same, and the caller did not ask.
     return "dynamic"
 

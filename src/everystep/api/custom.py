@@ -70,7 +70,8 @@ def run_loop(model: Any, call: Call, given: dict[str, Any], own: dict[str, Any])
         offered["streamer"].put(ids)
     cached: dict[str, Any] = {"use_cache": call.cache is not None}
     if call.cache is not None:
-        cached["past_key_values"] = call.cache
+        passed = given.get("past_key_values")
+        cached["past_key_values"] = model.core.returned_cache(call.cache, passed)
     return loop(
         model,
         ids.to(model.device),

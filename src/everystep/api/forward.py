@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from everystep.api.caches import is_recurrent, require_cache, require_room
-from everystep.cache.containers import Cache, DynamicCache
+from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, UnsupportedError
 
@@ -37,23 +37,17 @@ def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
 def cache_of_forward(
     model: LanguageModel, inputs: Tensor | None, passed: object, use_cache: bool | None
 ) -> Cache | None:
-    """The cache that a forward of `inputs` (B, T, ...) adds to; None if it keeps nothing.
+    """The cache that a forward of `inputs` (B, T, ...), a decoder's, adds to; None if it keeps
+    nothing.
 
     As in the reference a passed one is filled whatever `use_cache` says, and without it the
     model's configuration decides.
     """
     recurrent = is_recurrent(model)
     if use_cache is None:
-        holds = not (model.is_encoder_decoder or recurrent)
-        use_cache = bool(getattr(model.config, "use_cache", True)) and holds
+        use_cache = bool(getattr(model.config, "use_cache", True)) and not recurrent
     if passed is None and not use_cache:
         return None
-    if model.is_encoder_decoder:
-        raise UnsupportedError(
-            "a model with an encoder keeps no cache when it is called",
-            got="use_cache=True" if passed is None else "past_key_values",
-            do="Leave it out and pass all decoder_input_ids, or call generate",
-        )
     if passed is None:
         if recurrent:
             raise UnsupportedError(
@@ -61,7 +55,8 @@ def cache_of_forward(
                 got="use_cache=True",
                 do="Leave it out and pass all input_ids each time, or call generate",
             )
-        return DynamicCache(config=list(model.windows))
+        made = DynamicCache(config=list(model.windows))
+        return EncoderDecoderCache(made, DynamicCache()) if model.is_encoder_decoder else made
     cache = require_cache(passed, model)
     if inputs is not None and inputs.dim() > 1:
         batch, length = inputs.shape[:2]

@@ -6,7 +6,7 @@ and the first ids of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from everystep.api.features import Rows, read_values
 from everystep.api.options import Options
 from everystep.api.passed import Given, read_passed
 from everystep.errors import RequestError, UnsupportedError
+from everystep.nn.network import Heard
 from everystep.outputs import encoder_states
 from everystep.types import Prompt
 
@@ -32,7 +33,8 @@ class EncoderSource:
     """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done.
 
     `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
-    positions; `ids`: (B,) the rows of that rectangle, empty where ids are not known.
+    positions; empty until they are encoded where no ids are. `ids`: (B,) the rows of that
+    rectangle, empty where ids are not known.
     """
 
     prompts: tuple[Prompt, ...] = ()
@@ -40,6 +42,12 @@ class EncoderSource:
     places: tuple[np.ndarray, ...] = ()
     width: int = 0
     ids: tuple[np.ndarray, ...] = ()
+
+    def encoded(self, states: Sequence[Tensor], heard: Sequence[Heard]) -> EncoderSource:
+        """The same once it is known how many states there are, (B,) states (S, E)."""
+        widths = [one.layers[-1].shape[-2] for one in heard] or list(map(len, states))
+        places = tuple(np.arange(len(one)) for one in states)
+        return replace(self, places=places, width=max(widths))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,8 +239,10 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
         what = "inputs_embeds and input_ids both say what the encoder reads"
         raise RequestError(what, wanted="one of them", got="both", do="Leave one of them out")
     if given.get("encoder_outputs") is not None:
-        states, places = _read_states(given)
+        states, places = _read_states(model, given)
         return EncoderSource(states=states, places=places), len(states)
+    if model.core.source is not None:
+        return _read_whole(model, given, model.core.source)
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() > 2:
         do = "Pass a (batch, length) mask"
@@ -248,6 +258,23 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
     return EncoderSource(read.prompts, (), places, read.prompt_width, ids), read.batch
 
 
+def _read_whole(model: LanguageModel, given: Given, name: str) -> tuple[EncoderSource, int]:
+    """The encoder's side where it reads the input of this name, and neither ids nor embeddings; how
+    many states become of that is known when they are encoded."""
+    others = [one for one in ("input_ids", "inputs_embeds") if given.get(one) is not None]
+    if given.get(name) is None or others:
+        raise RequestError(
+            f"the model's encoder reads {name}",
+            wanted=f"{name}, as its processor returns it",
+            got=", ".join(others) or f"no {name}",
+            do=f"Pass {name}, and what the answer begins with as decoder_input_ids",
+        )
+    names = (*model.inputs, "attention_mask")
+    core: Any = model.core
+    wholes = core.sources({one: given[one] for one in names if given.get(one) is not None})
+    return EncoderSource(tuple(Prompt(whole=one) for one in wholes)), len(wholes)
+
+
 def _shown(prompt: Prompt) -> np.ndarray:
     """(length,) bool: the positions that its mask shows."""
     if prompt.mask is None:
@@ -256,15 +283,24 @@ def _shown(prompt: Prompt) -> np.ndarray:
     return shown
 
 
-def _read_states(given: Given) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
+def _read_states(
+    model: LanguageModel, given: Given
+) -> tuple[tuple[Tensor, ...], tuple[np.ndarray, ...]]:
     """(B,) encoder states (S, E) of the caller's, those of padding left out, and their places."""
     states = encoder_states(given["encoder_outputs"])
-    if given.get("input_ids") is not None or given.get("inputs_embeds") is not None:
-        what = "encoder_outputs and a prompt for the encoder were both given"
+    names = ("input_ids", "inputs_embeds", *model.inputs)
+    if both := [name for name in names if given.get(name) is not None]:
         raise RequestError(
-            what, wanted="one of them", got="both", do="Leave input_ids and inputs_embeds out"
+            "encoder_outputs and a prompt for the encoder were both given",
+            wanted="one of them",
+            got=f"encoder_outputs and {', '.join(both)}",
+            do=f"Leave {' and '.join(both)} out",
         )
-    mask = read_mask(given.get("attention_mask"), tuple(states.shape[:2]))
+    real = given.get("attention_mask")
+    if real is not None and model.core.source is not None:
+        core: Any = model.core
+        real = core.real_states(torch.as_tensor(real), states.shape[1])
+    mask = read_mask(real, tuple(states.shape[:2]))
     places = tuple(np.flatnonzero(row) for row in mask)
     found = tuple(row[torch.from_numpy(own)] for row, own in zip(states, places, strict=True))
     return found, places

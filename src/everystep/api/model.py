@@ -287,8 +287,10 @@ class LanguageModel:
         none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
         the last positions logits are given, 0 for all, or (n,) of which. `labels` (B, T): ids whose
         loss is given, each predicted from what stands before it, -100 for none. `encoder_outputs`
-        stand in the place of an encoder's prompt. Differentiable after
-        `requires_grad_`. Returns a `CausalLMOutput`, or with `return_dict=False` a tuple.
+        stand in the place of an encoder's prompt. With an encoder it is `decoder_input_ids` (B, T)
+        that come after what is cached; keys and values of the encoder's states are cached beside
+        them. Differentiable after `requires_grad_`. Returns a `CausalLMOutput`, or with
+        `return_dict=False` a tuple.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
@@ -296,7 +298,7 @@ class LanguageModel:
             what = "encoder_outputs and a prompt for the encoder were both given"
             raise RequestError(what, do="Leave input_ids and inputs_embeds out")
         kept = kept_positions(logits_to_keep, given)
-        cache = cache_of_forward(self, inputs, past_key_values, use_cache)
+        cache = cache_of_forward(self, given, past_key_values, use_cache)
         heard = Heard() if output_hidden_states or output_attentions else None
         logits = self._core.forward(
             input_ids,
@@ -360,12 +362,13 @@ class LanguageModel:
             raise RequestError(
                 what, wanted="ids", got=got, do="Pass its entries: generate(**batch)"
             )
-        if inputs is not None and kwargs.get("input_ids") is not None:
-            what = "the prompt was given twice: as the first argument and as input_ids"
-            raise RequestError(what, do="Pass it once, as input_ids")
+        name = self._core.source or "input_ids"
+        if inputs is not None and kwargs.get(name) is not None:
+            what = f"the prompt was given twice: as the first argument and as {name}"
+            raise RequestError(what, do=f"Pass it once, as {name}")
         given = {
             **kwargs,
-            "input_ids": kwargs.get("input_ids") if inputs is None else inputs,
+            name: kwargs.get(name) if inputs is None else inputs,
             "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,

@@ -161,6 +161,8 @@ def completed(model: LanguageModel, call: Call) -> Call:
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
     each = heard or (None,) * len(source.prompts)
     states = source.states or tuple(map(model.core.encode, source.prompts, each))
+    if not source.places:
+        call = replace(call, inputs=replace(call.inputs, source=source.encoded(states, heard)))
     requests = []
     for request, state in zip(call.requests, states, strict=True):
         companions = tuple(replace(one, encoder=state) for one in request.companions)
@@ -361,8 +363,8 @@ def _processors(
 
 def _read_ids(options: Options, inputs: Inputs, row: int) -> tuple[int, ...] | None:
     """The ids that the encoder, or a decoder alone, reads with their padding; None if unknown."""
-    if inputs.source is not None and inputs.source.ids:
-        return tuple(inputs.source.ids[row].tolist())
+    if inputs.source is not None:
+        return tuple(inputs.source.ids[row].tolist()) if inputs.source.ids else None
     if inputs.prompts[row].ids is None:
         return None
     return tuple(inputs.visible(row, options.fill).tolist())

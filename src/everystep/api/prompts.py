@@ -2,7 +2,8 @@
 
 A mapping holds one row of what `model.generate` takes, without the batch dimension or with one of
 size 1: its content (`text`, `messages`, `input_ids`, `inputs_embeds`), `attention_mask`,
-`position_ids`, and what the model declares by name.
+`position_ids`, and what the model declares by name. Where an encoder reads something else than ids,
+that is the content.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str,
 
 _CONTENTS = ("text", "messages", "input_ids", "inputs_embeds")
 _KEYS = (*_CONTENTS, "attention_mask", "position_ids")
+
+
+def _contents(model: LanguageModel) -> tuple[str, ...]:
+    """What a prompt has one of: ids in some form, or what an encoder reads in their place."""
+    return _CONTENTS if model.core.source is None else (model.core.source,)
 
 
 def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
@@ -57,7 +63,8 @@ def needed(model: LanguageModel, prompts: object) -> frozenset[str]:
     found: set[str] = set()
     for prompt in prompts if isinstance(prompts, list | tuple) else ():
         if isinstance(prompt, Mapping):
-            found.update(name for name in prompt if name in model.inputs)
+            if not model.is_encoder_decoder:
+                found.update(name for name in prompt if name in model.inputs)
             mask = prompt.get("attention_mask")
             if mask is not None and (np.ndim(mask) > 2 or has_holes(torch.as_tensor(mask))):
                 found.add("mask")
@@ -78,6 +85,8 @@ def read_prompt(
     with the prefix, and only the rest of it is returned.
     """
     if not isinstance(prompt, Mapping):
+        if model.core.source is not None:
+            _require_content(model, {"input_ids": prompt})
         given = {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
     else:
         _require_content(model, prompt)
@@ -87,7 +96,7 @@ def read_prompt(
             if name in given:
                 ids = _ids(tokenizer, given.pop(name), starts_answer, prefix)
                 given["input_ids"] = ids[None]
-    if "attention_mask" not in given:
+    if "attention_mask" not in given and model.core.source is None:
         first = given.get("inputs_embeds", given.get("input_ids"))
         shape = np.shape(first)[:2]  # type: ignore[arg-type]
         given["attention_mask"] = np.ones(shape, dtype=np.int64)
@@ -114,18 +123,19 @@ def _keys(model: LanguageModel) -> tuple[str, ...]:
 
 def _require_content(model: LanguageModel, prompt: Mapping[str, Any]) -> None:
     """RequestError unless the mapping has one content, and names that are known."""
-    known = _keys(model)
+    known, contents = _keys(model), _contents(model)
     for name in prompt:
         if name not in known:
             near = nearest(str(name), known)
             do = f"Perhaps you meant {near}" if near else f"Keys are {', '.join(known)}"
             raise UnknownArgumentError(f"a prompt has no {name!r}", do=do)
-    passed = {name for name in _CONTENTS if prompt.get(name) is not None}
-    if len(passed) == 1 or passed == {"input_ids", "inputs_embeds"}:
+    passed = {name for name in (*_CONTENTS, *contents) if prompt.get(name) is not None}
+    if (len(passed) == 1 and passed <= {*contents}) or passed == {"input_ids", "inputs_embeds"}:
         return
+    of_ids = "text, messages, input_ids, inputs_embeds, or both of the latter"
     raise RequestError(
         "a prompt has not one content",
-        wanted="text, messages, input_ids, inputs_embeds, or both of the latter",
+        wanted=of_ids if contents is _CONTENTS else f"a mapping with {contents[0]}",
         got=", ".join(sorted(passed)) or "none of them",
     )
 

@@ -65,7 +65,7 @@ def generate(model: LanguageModel, given: dict[str, Any]) -> Any:
     with inference_mode():
         call = completed(model, call)
         if loop is None:
-            return _run(model, call, delivery)
+            return _run(model, call, delivery, given.get("past_key_values"))
     with torch.no_grad():
         return run_loop(model, call, given, own)
 
@@ -112,7 +112,7 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
     return Delivery(streamer, rows, returns, fill, Wording(tokenizer))
 
 
-def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
+def _run(model: LanguageModel, call: Call, delivery: Delivery | None, passed: Any) -> Any:
     e, strategy = call.options.effective, call.strategy
     cached = e.use_cache is not False
     collector = Collector(
@@ -141,14 +141,15 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None) -> Any:
         warnings.warn(notice, stacklevel=4)
     # What callers get they may change in place and learn from, as tensors of inference mode forbid.
     with ordinary_mode(), torch.no_grad():
-        past = fill_cache(call.cache, call.inputs, groups)
+        own = fill_cache(call.cache, call.inputs, groups)
+        past = None if own is None else model.core.returned_cache(own, passed)
         finished = [done for group in groups for done in strategy.finish(group)]
         if not e.return_dict_in_generate:
             return _sequences(call, finished, model.device)
         out = _output(call, groups, finished, collector, model.device)
     out.past_key_values = past
-    if past is not None and call.options.legacy_cache:
-        out.past_key_values = past.to_legacy_cache()
+    if own is not None and call.options.legacy_cache:
+        out.past_key_values = own.to_legacy_cache()
     out.timings = timings
     if call.requests[0].drafter is not None:
         counts = engine.counts
@@ -303,7 +304,7 @@ def _encoder_fields(
 
 def _grown(layer: Tensor, start: int, width: int, axes: int) -> Tensor:
     """(1, S, E) or, with two axes, (1, H, S, S) -> without the first, S grown to `width`."""
-    after = width - start - layer.shape[-2]
+    after = max(0, width - start - layer.shape[-2])  # layers of images may have several sizes
     last = (start, after) if axes == 2 else (0, 0)
     return torch.nn.functional.pad(layer[0], (*last, start, after))
 

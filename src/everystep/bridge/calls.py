@@ -181,7 +181,9 @@ def arguments(block: Block, sheet: Sheet, foreign: Foreign, findings: Findings) 
         given[foreign.cache_name] = sheet.cache
     if sheet.encoded is not None:
         states, real = sheet.encoded
-        given |= {"decoder_input_ids": ids, "encoder_outputs": (states,), "attention_mask": real}
+        given |= {"decoder_input_ids": ids, "encoder_outputs": (states,)}
+        if foreign.source is None:
+            given["attention_mask"] = real
         if "decoder_attention_mask" in names and sheet.leads.any():
             given["decoder_attention_mask"] = seen
     else:

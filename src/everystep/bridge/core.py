@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everystep.bridge.caches import foreign_cache, is_foreign, own_cache
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
-from everystep.bridge.named import Media, declared, placed
+from everystep.bridge.named import REFUSALS, Media, batched, declared, placed, refused
 from everystep.bridge.own_inputs import prepares
 from everystep.bridge.trial import examine
+from everystep.cache.containers import Cache, DynamicCache
 from everystep.errors import RequestError
+from everystep.executors.process import out_of_memory
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard, Store
 from everystep.types import InputSpec, Prompt
@@ -136,19 +139,78 @@ class ForeignModel:
         with ordinary_mode(), self.foreign.at_rest(self.foreign.parts()):
             return placed(self.foreign, prompt)
 
+    def own_cache(self, passed: Any) -> Any:
+        """What was passed as `past_key_values`, as a cache of this library where it can be one."""
+        if not is_foreign(passed) or not self.findings.exports:
+            return passed
+        return own_cache(passed, self.findings.stores)
+
+    def returned_cache(self, cache: Cache, passed: Any) -> Any:
+        """What a caller gets who passed the other: that object, filled, if it is foreign; a new one
+        of the module's kind for nothing; else the cache itself."""
+        own = getattr(cache, "self_attention_cache", cache)
+        if is_foreign(passed) or (passed is None and isinstance(own, DynamicCache)):
+            return foreign_cache(cache, self.findings.cache, passed)
+        return cache
+
+    @property
+    def source(self) -> str | None:
+        """The name of what its encoder reads, if that is neither ids nor embeddings."""
+        return self.foreign.source
+
+    def sources(self, given: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """(B,) what the encoder reads of each row, of what is given by name for all of them."""
+        name = str(self.source)
+        if "attention_mask" in given and "attention_mask" not in self.foreign.heard:
+            do = "Leave attention_mask out"
+            raise RequestError(f"attention_mask has no meaning beside {name}", do=do)
+        if not hasattr(given[name], "__len__"):
+            got = type(given[name]).__name__
+            raise RequestError(f"{name} is not a tensor", wanted="one entry per row", got=got)
+        rows = [np.empty(0, dtype=np.int64)] * len(given[name])
+        return self.media(given, rows, -1).wholes
+
+    def real_states(self, mask: Tensor, length: int) -> Tensor:
+        """(B, S) int64: which of S encoder states are real where `mask` says so of the source."""
+        return self.foreign.real_states(mask, length).long()
+
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
-        """Encoder states (S, E) of one prompt without padding; `heard` gets what layers show."""
-        if prompt.embeds is None and prompt.ids is None:
-            raise RequestError("there is nothing to encode", wanted="ids or embeddings")
+        """Encoder states (S, E) of one prompt, those of padding left out; `heard` gets what layers
+        show. RequestError where the encoder refuses what it is given by name."""
+        read = self._read(prompt)
         with ordinary_mode(), self.foreign.at_rest(self.foreign.parts()):
-            ids = None if prompt.ids is None else torch.from_numpy(prompt.ids)[None]
-            embeds = None if prompt.embeds is None else prompt.embeds[None].to(self.dtype)
             shows = {} if heard is None else {"output_hidden_states": True}
             if heard is not None and self.foreign.weighs:
                 shows["output_attentions"] = True
-            output = self.foreign.encode(ids, embeds, **shows)
+            try:
+                output = self.foreign.encode(read, **shows)
+            except REFUSALS as error:
+                if not (prompt.inputs or prompt.whole) or out_of_memory(error) is not None:
+                    raise
+                raise refused({**prompt.inputs, **prompt.whole}, error) from error
+            states: Tensor = output[0][0]
+            mask = read.get("attention_mask")
+            if mask is not None and self.source is not None:
+                mask = self.foreign.real_states(mask, len(states))
+            states = states if mask is None else states[mask[0].to(states.device).bool()]
         if heard is not None:
             heard.layers.extend(output.hidden_states)
             heard.attentions.extend(output.attentions or ())
-        states: Tensor = output[0][0]
         return states
+
+    def _read(self, prompt: Prompt) -> dict[str, Tensor]:
+        """What the encoder is given for the prompt, by name, in a batch of one."""
+        read = {name: batched(name, one) for name, one in prompt.whole.items()}
+        if self.source is not None:
+            return read
+        read |= {name: one[None] for name, one in prompt.inputs.items()}
+        if prompt.embeds is not None:
+            read["inputs_embeds"] = prompt.embeds[None].to(self.dtype)
+        elif prompt.ids is not None:
+            read["input_ids"] = torch.from_numpy(prompt.ids)[None]
+        else:
+            raise RequestError("there is nothing to encode", wanted="ids or embeddings")
+        read["attention_mask"] = torch.ones(1, prompt.length, dtype=torch.int64)
+        if prompt.mask is not None:
+            read["attention_mask"] = prompt.mask[..., -1, :].reshape(1, -1).long()
+        return read

@@ -49,7 +49,8 @@ class ForeignExecutor:
         self._freed: list[Carried] = []
         self.vocab_size: int = findings.vocab_size
         self.device: torch.device = foreign.device
-        self.inputs: Mapping[str, InputSpec] = {one.name: one for one in declared(foreign)}
+        named = () if foreign.encodes else declared(foreign)
+        self.inputs: Mapping[str, InputSpec] = {one.name: one for one in named}
         self._places: dict[int, Place] = {}
         self._cut_short = False
         # Listed anew when a row begins: a walk through all modules takes longer than our own work.
@@ -212,9 +213,13 @@ class ForeignExecutor:
             alike = (length == 0) if ragged else length
             extra = extras.get(feed)
             alone = feed if self._own or (extra is not None and extra.whole) else None
+            states = self._places[row].states
+            # Nothing hides the states that a longer source has beside a shorter one.
+            read = None if self._foreign.source is None or states is None else len(states)
             key = (
                 alone,
                 alike,
+                read,
                 None if ragged and not length else count,
                 kind_of(extra),
             )

@@ -23,7 +23,9 @@ class Foreign:
     """A module that turns ids into logits and keeps a cache object.
 
     `module`: what is called, so that its hooks and adapters take part. `base`: the module inside
-    any PEFT wrapper, whose signature says what a forward takes. `watched`: modules whose attributes
+    any PEFT wrapper, whose signature says what a forward takes. `heard`: what its encoder takes by
+    name, where it has one. `source`: the name of what the encoder reads if that is not ids, such as
+    images. `watched`: modules whose attributes
     change while it runs; they are put back after every step, so that no row sees another's.
     """
 
@@ -33,6 +35,11 @@ class Foreign:
         self.names = frozenset(_names_of_forward(type(self.base)))
         self.config: Any = self.base.config
         self.encodes = bool(getattr(self.config, "is_encoder_decoder", False))
+        self.heard: frozenset[str] = frozenset()
+        self.source: str | None = None
+        if self.encodes:
+            self.heard = frozenset(_names_of_forward(type(self.encoder)))
+            self.source = None if "input_ids" in self.heard else self.encoder.main_input_name
         linear = _LINEAR_CACHE in self.names and "past_key_values" not in self.names
         self.cache_name = _LINEAR_CACHE if linear else "past_key_values"
         self.watched: tuple[nn.Module, ...] = tuple(_with_own_buffers(self.base))
@@ -48,6 +55,11 @@ class Foreign:
     def weighs(self) -> bool:
         """Whether its attention is of the kind that can show its weights."""
         return getattr(self.config, "_attn_implementation", "") == "eager"
+
+    @property
+    def encoder(self) -> Any:
+        """What reads the prompt of a module that encodes."""
+        return self.base.get_encoder()  # type: ignore[operator]
 
     @property
     def embedding(self) -> nn.Module:
@@ -87,17 +99,22 @@ class Foreign:
         """(...,) ids -> (..., E)."""
         return self.embedding(ids)
 
-    def encode(self, ids: Tensor | None, embeds: Tensor | None = None, **shows: bool) -> Any:
-        """What the encoder returns for rows without padding, its states (B, S, E) first.
+    def encode(self, read: Mapping[str, Tensor], **shows: bool) -> Any:
+        """What the encoder returns for what it is given by name, its states (B, S, E) first.
 
         `shows`: `output_hidden_states`, `output_attentions`.
         """
-        encoder = self.base.get_encoder()  # type: ignore[operator]
-        read = {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
-        read = {name: one.to(self.device) for name, one in read.items() if one is not None}
-        shape = next(iter(read.values())).shape[:2]
-        mask = torch.ones(shape, dtype=torch.int64, device=self.device)
-        return encoder(**read, attention_mask=mask, return_dict=True, **shows)
+        given = {name: one.to(self.device) for name, one in read.items()}
+        return self.encoder(**given, return_dict=True, **shows)
+
+    def real_states(self, mask: Tensor, length: int) -> Tensor:
+        """(B, S) bool: which of S encoder states are real where `mask` says what of the source is,
+        for sources that the encoder makes shorter."""
+        for one in (self.base, *self.base.modules()):
+            if (shorten := getattr(one, "_get_feature_vector_attention_mask", None)) is not None:
+                real: Tensor = shorten(length, mask.to(self.device)).bool()
+                return real
+        return torch.ones(len(mask), length, dtype=torch.bool, device=self.device)
 
     def parts(self) -> tuple[nn.Module, ...]:
         """The module and all modules inside it."""

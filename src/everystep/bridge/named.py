@@ -47,15 +47,19 @@ _OURS = frozenset(
 _MEDIA = ("pixel", "image", "video", "audio", "vision", "feature", "grid")
 _GRID = "grid_thw"
 _ROPE = "get_rope_index"
-_REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, StopIteration)
+REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, StopIteration)
+
+
+_RANKS = {"input_features": 3, "pixel_values": 4, "flattened_patches": 3}
+"""How many dimensions a batch of what an encoder reads has; of others 2."""
 
 
 def declared(foreign: Foreign) -> tuple[InputSpec, ...]:
-    """What a module takes beside ids or embeddings; nothing where an encoder reads the prompt.
+    """What a module takes beside ids or embeddings: its encoder, where one reads the prompt.
 
     Positions that are generated are given zeros, or what the reference repeats: the last type.
     """
-    names = () if foreign.encodes else sorted(foreign.names - _OURS)
+    names = sorted((foreign.heard if foreign.encodes else foreign.names) - _OURS)
     return tuple(
         InputSpec(
             name,
@@ -152,6 +156,11 @@ class Media:
         return [value[a:b] for a, b in pairwise(stops)]
 
 
+def batched(name: str, value: Tensor) -> Tensor:
+    """What an encoder reads of one row, in a batch of one."""
+    return value[None] if value.dim() == _RANKS.get(name, 2) - 1 else value
+
+
 def _is_media(name: str) -> bool:
     """Whether an input never has one entry per position."""
     return any(mark in name for mark in _MEDIA)
@@ -204,7 +213,7 @@ def placed(foreign: Foreign, prompt: Prompt) -> Prompt:
         raise RequestError(what, wanted=", ".join(missing), got=", ".join(sorted(told)), do=do)
     try:
         found, shift = find(**{name: one for name, one in told.items() if name in takes})
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise refused(prompt.whole, error) from error
     return replace(prompt, positions=_with_next(found[:, 0].cpu(), prompt.length + int(shift[0])))
 

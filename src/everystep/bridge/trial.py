@@ -63,6 +63,8 @@ def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
     """The cache object that the module makes, and the width of its logits."""
     row = torch.from_numpy(ids)[None].to(foreign.device)
     given: dict[str, Any] = {"input_ids": row}
+    if foreign.source is not None:
+        given = {"encoder_outputs": (_states(foreign, ids)[None],)}
     if foreign.encodes:
         given["decoder_input_ids"] = row
     output = foreign.call(given)
@@ -84,14 +86,27 @@ def _first(foreign: Foreign, ids: np.ndarray) -> Findings:
     return Findings(cache, logits.shape[-1])
 
 
+def _states(foreign: Foreign, ids: np.ndarray) -> Tensor:
+    """(4, E) encoder states: those of ids, or any where something else is encoded."""
+    if foreign.source is None:
+        read = torch.from_numpy(ids[None, :_READ])
+        states: Tensor = foreign.encode({"input_ids": read, "attention_mask": read.new_ones(1, 4)})[
+            0
+        ]
+        return states[0]
+    config = foreign.encoder.config
+    width = getattr(config, "output_hidden_size", config.hidden_size)
+    drawn = torch.randn(_READ, width, generator=torch.Generator().manual_seed(0))
+    return drawn.to(foreign.device, foreign.dtype)
+
+
 class _Trial:
     """Works on two rows, of 5 and of 3 ids, run in several ways."""
 
     def __init__(self, foreign: Foreign, ids: np.ndarray, base: Findings) -> None:
         self.foreign, self.base = foreign, base
         self.ids = {0: ids, 1: ids[-_SHORT:][::-1].copy()}
-        read = torch.from_numpy(ids[None, :_READ])
-        self.states = foreign.encode(read)[0][0] if foreign.encodes else None
+        self.states = _states(foreign, ids) if foreign.encodes else None
 
     def findings(self) -> Findings:
         """What holds."""

@@ -50,9 +50,10 @@ class Cache:
     ) -> None:
         if offloading:
             raise UnsupportedError(
-                "offloaded caches are not in this version",
+                "a cache is not offloaded: rows stay where the model computes",
                 wanted="a cache on the model's device",
-                do="Use a DynamicCache, or a QuantizedCache to save memory",
+                got="offloading=True",
+                do="Use a DynamicCache; a QuantizedCache, or cache_dtype, saves memory",
             )
         if (layers is None) == (layer_class_to_replicate is None):
             raise RequestError(
@@ -354,7 +355,7 @@ class EncoderDecoderCache(Cache):
 
 
 class OffloadedCache(Cache):
-    """Not built yet: keys and values that wait in the memory of the host."""
+    """Refused: keys and values that wait in the memory of the host, layer by layer."""
 
     def __init__(self) -> None:
         super().__init__(offloading=True)

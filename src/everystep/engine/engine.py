@@ -89,9 +89,9 @@ class Engine:
         self.ledger = Ledger()
         self.counts = Counts()
         self.drafters = Drafters()
-        cuts = "cut" in executor.abilities
+        self._cuts = "cut" in executor.abilities
         self.prefixes = Prefixes(
-            scheduler.reuse, self.table, self.ledger, executor.inputs, cuts=cuts
+            scheduler.reuse, self.table, self.ledger, executor.inputs, cuts=self._cuts
         )
         self.ledger.keep = self.prefixes.keep
         self._hooking = Hooking(executor)
@@ -100,6 +100,7 @@ class Engine:
         self._submitted = 0
         self._history: History = ()
         self._suspects: list[Group] = []
+        self._entering: list[tuple[Group, int]] = []  # that of a call, and how many there were
         self._commit: Commit | None = None
         self._outbox: deque[Event] = deque()
         self._records: deque[StepRecord] = deque()
@@ -191,37 +192,35 @@ class Engine:
         self.recover()
         taken = saved["rank"] in [group.rank for group in self.scheduler.groups]
         group = self._checked(request, self._submitted if taken else saved["rank"])
-        self._broken = True  # until every line that is opened is held
+        self._entering.append((group, self._submitted))
         resume(group, saved, self.table)
-        self._admitted(group)
-        return group
+        return self._entered(group)
 
     def fork(self, group: Group, request: Request) -> Group:
         """A group like this one, with forks of its rows; `request`: the same under another id."""
         self.recover()
         twin = self._checked(request, self._submitted)
-        self._broken = True
+        self._entering.append((twin, self._submitted))
         twin.become(forked(group, twin, self.table, self.ledger))
-        self._admitted(twin)
-        return twin
+        return self._entered(twin)
 
     def replace(self, group: Group, request: Request, past: Beginning) -> None:
         """The group is one of this request from now on, whose only sequence begins with the ids of
         `past` after the prompt; what the rows of both share is not fed again."""
         self.recover()
         after = self._checked(request, group.rank)
-        if group not in self.scheduler.groups:
-            self.scheduler.submit(group)
         self._broken = True
-        cuts = "cut" in self.executor.abilities
-        self._end([reopened(group, after, past, self.table, self.ledger, cuts=cuts)])
+        if group not in self.scheduler.groups:
+            self._entering.append((group, self._submitted))
+            self.scheduler.submit(group)
+        self._end([reopened(group, after, past, self.table, self.ledger, cuts=self._cuts)])
         self._broken = False
 
-    def _admitted(self, group: Group) -> None:
-        """The group waits for its next step, if it has one."""
+    def _entered(self, group: Group) -> Group:
+        """The group, which waits for its next step from the moment at which it is returned."""
         self._submitted = max(self._submitted, group.rank + 1)
         self.scheduler.submit(group)
-        self._broken = False
+        return self._entering.pop()[0]
 
     def flush(self) -> None:
         """Passes every outstanding fork, truncation and free to the executor."""
@@ -230,9 +229,12 @@ class Engine:
 
     def recover(self) -> None:
         """Restores the state before or after the last step, in which every row is known or
-        dropped."""
-        if self._broken:
+        dropped; a group whose call did not return has not come in."""
+        if self._broken or self._entering:
             self._put_in_place()
+            for group, before in self._entering:
+                self.scheduler.remove(group)
+                self._submitted = before
             live = [sequence for group in self.scheduler.groups for sequence in group.live]
             for sequence in live:
                 sequence.forget()
@@ -243,6 +245,7 @@ class Engine:
             self.ledger.restart(self.executor.audit())
             self.table.keep({sequence.line for sequence in live})
             self._broken = False
+            self._entering.clear()
 
     # --- the first half ---------------------------------------------------------------------------
 
@@ -389,6 +392,7 @@ class Engine:
         self._history = commit.history
         self._records = commit.records
         self._outbox = commit.events
+        self._entering.clear()
         self._commit = None
 
     def _taken(self) -> list[Event]:

@@ -19,7 +19,7 @@ import numpy as np
 from everystep.engine.apply import Change, release, sprout
 from everystep.engine.feed import common_length, units_of
 from everystep.engine.ledger import Ledger
-from everystep.types import COLUMNS, Columns, Companion, Group, Sequence, TokenTable
+from everystep.types import COLUMNS, Columns, Companion, Group, Request, Sequence, TokenTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ def reopened(
     change = Change(group, after)
     after.prompt_known = group.prompt_known
     shared = [_shared(old, tokens, table) for old in group.live]
-    if shared:
+    if shared and _given_alike(group.request, request):
         donor = group.live[int(np.argmax(shared))]
         _inherit(sequence, donor, max(shared), ledger, cuts=cuts)
     for old in group.live:
@@ -91,6 +91,13 @@ def reopened(
             change.closed.append(old.line)
     after.live = [sequence]
     return change
+
+
+def _given_alike(old: Request, new: Request) -> bool:
+    """Whether positions of both are given the same beside ids; what hooks give may depend on how
+    long a sequence may become."""
+    lengths = old.max_length == new.max_length or not new.hooks
+    return old.adapters == new.adapters and old.hooks == new.hooks and lengths
 
 
 def _shared(old: Sequence, tokens: np.ndarray, table: TokenTable) -> int:

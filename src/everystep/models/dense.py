@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.cache.containers import Cache
+from everystep.cache.containers import Cache, EncoderDecoderCache
 from everystep.errors import InvariantError, RequestError
 from everystep.nn.attention import RelativeBias, Rule, Sight, look, look_and_weigh
 from everystep.nn.network import Heard, Network, State, StepInputs
@@ -134,18 +134,26 @@ def dense_logits(
     heard: Heard | None = None,
 ) -> Tensor:
     """(B, n, V) of positions `kept`; see `Model.forward`."""
-    hidden = encoder_states
-    if hidden is None:
-        hidden = _hidden(network, ids, inputs_embeds)
-    start = 0 if cache is None else int(cache.get_seq_length())
-    seen, across, across_seen = _seen(hidden, attention_mask, start), None, None
+    start, across, across_seen = 0 if cache is None else int(cache.get_seq_length()), None, None
     if decoder_input_ids is not None:
-        states = network.encode(hidden, seen) if encoder_states is None else hidden
-        # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
-        across = network.across(states.flatten(0, 1))
-        across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
+        across = _held_across(cache)
+        if across is None:
+            own = encoder_states
+            own = _hidden(network, ids, inputs_embeds) if own is None else own
+            across_seen = _seen(own.shape[:2], attention_mask, own.device)
+            states = network.encode(own, across_seen) if encoder_states is None else own
+            # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
+            across = network.across(states.flatten(0, 1))
+            across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
+            _keep_across(cache, across)
+        else:
+            shape = (across.shape[2], across.shape[4])
+            across_seen = _seen(shape, attention_mask, across.device)
         hidden = network.embed(decoder_input_ids.to(network.device))
-        seen, across_seen = _seen(hidden, decoder_attention_mask, 0), seen
+        attention_mask = decoder_attention_mask
+    else:
+        hidden = _hidden(network, ids, inputs_embeds)
+    seen = _seen((hidden.shape[0], start + hidden.shape[1]), attention_mask, hidden.device)
     batch, length = hidden.shape[:2]
     packed = None
     if position_ids is not None and attention_mask is None and cache is None:
@@ -181,18 +189,36 @@ def _packed(position_ids: Tensor, batch: int, device: torch.device) -> Tensor | 
     return numbers.expand(batch, numbers.shape[-1]).to(device)
 
 
-def _seen(hidden: Tensor, attention_mask: Tensor | None, start: int) -> Tensor | None:
-    """(B, start + T) which positions are real, None where all are."""
+def _held_across(cache: Cache | None) -> Tensor | None:
+    """(L, 2, B, K, S, D) of encoder states, where a cache holds them."""
+    if not isinstance(cache, EncoderDecoderCache) or not any(cache.is_updated.values()):
+        return None
+    layers = cache.cross_attention_cache.layers
+    return torch.stack([torch.stack(layer.whole()) for layer in layers])
+
+
+def _keep_across(cache: Cache | None, across: Tensor) -> None:
+    """Keys and values of encoder states (L, 2, B, K, S, D) are in the cache, if there is one."""
+    if not isinstance(cache, EncoderDecoderCache):
+        return
+    for layer, (keys, values) in enumerate(across):
+        cache.cross_attention_cache.update(keys, values, layer)
+        cache.is_updated[layer] = True
+
+
+def _seen(
+    wanted: tuple[int, ...], attention_mask: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """(B, S) which positions are real, None where all are. `wanted`: B and S."""
     if attention_mask is None:
         return None
-    wanted = (hidden.shape[0], start + hidden.shape[1])
     if attention_mask.shape != wanted:
         raise RequestError(
             "attention_mask does not fit the inputs",
-            wanted=f"{wanted}, cached positions included",
+            wanted=f"{tuple(wanted)}, cached positions included",
             got=tuple(attention_mask.shape),
         )
-    seen = attention_mask.to(hidden.device).bool()
+    seen = attention_mask.to(device).bool()
     return None if bool(seen.all()) else seen
 
 

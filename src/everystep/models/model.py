@@ -67,6 +67,19 @@ class Model:
         stores = (one for layer in self.network.stores for one in layer)
         return not self.network.encodes and not all(isinstance(one, State) for one in stores)
 
+    @property
+    def source(self) -> str | None:
+        """What its encoder reads by name in place of ids or embeddings: nothing."""
+        return None
+
+    def own_cache(self, passed: Any) -> Any:
+        """What was passed as `past_key_values`, as it is: it reads no cache of other libraries."""
+        return passed
+
+    def returned_cache(self, cache: Cache, passed: Any) -> Any:
+        """What a caller gets who passed the other: the cache itself."""
+        return cache
+
     def forward(
         self,
         ids: Tensor | None,
@@ -86,7 +99,8 @@ class Model:
         They come after the S positions that `cache` holds, 0 without one, and are added to it.
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
         as (B, T) or (axes, B, T), as in the reference's `forward`. With an encoder these describe
-        what it reads, the logits are those of `decoder_input_ids` (B, T), and there is no cache.
+        what it reads, which a cache may hold already, and the logits are those of
+        `decoder_input_ids` (B, T), whose mask (B, S + T) is `decoder_attention_mask`.
         `encoder_states` (B, S, E) stand in the place of what an encoder would read.
         Where there is neither mask nor cache, positions that do not go on by one begin another
         sequence in the same row, which sees nothing of the one before.
@@ -105,11 +119,6 @@ class Model:
         if not self.network.encodes and not (decoder_attention_mask is encoder_states is None):
             what = "decoder_attention_mask and encoder_outputs belong to models with an encoder"
             raise RequestError(what, do="Leave them out")
-        if self.network.encodes and cache is not None:
-            raise UnsupportedError(
-                "a forward of a model with an encoder keeps no cache",
-                do="Pass all decoder_input_ids each time, or call generate",
-            )
         return dense_logits(
             self.network,
             ids,

@@ -138,7 +138,7 @@ def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
 
 
 def continued(inputs: Inputs, cache: Cache, width: int, *, hidden: bool) -> Inputs:
-    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt. Where
+    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt. If
     `hidden` states are read, which no cache holds, prompts are fed again from their ids."""
     length = int(cache.get_seq_length())
     if length == 0:

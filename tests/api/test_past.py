@@ -278,7 +278,7 @@ def test_contrastive_search_goes_on_from_a_cache(alpha: float) -> None:
 def test_contrastive_search_needs_the_ids_of_the_past() -> None:
     # A mask that is longer than the ids says that these come after the cache.
     asked = {"attention_mask": torch.ones(2, 13, dtype=torch.long), "past_key_values": _past()}
-    with pytest.raises(RequestError, match="hidden states are unknown"):
+    with pytest.raises(RequestError, match="lacks hidden states"):
         run(MODELS["llama"][1], MORE, penalty_alpha=0.5, top_k=4, **asked)
 
 

@@ -138,27 +138,18 @@ def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
 
 
 def continued(inputs: Inputs, cache: Cache, width: int, *, hidden: bool) -> Inputs:
-    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt.
-
-    Where the strategy reads `hidden` states, which no cache holds, the prompts are fed from their
-    ids again, and the cache is only filled.
-    """
+    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt. If
+    `hidden` states are read, which no cache holds, prompts are fed again from their ids."""
     length = int(cache.get_seq_length())
     if length == 0:
         return inputs
-    if hidden:
-        if inputs.lead:
-            _refuse(
-                "has positions whose hidden states are unknown, which penalty_alpha looks at",
-                "the ids of all positions",
-                "those of the last ones",
-                "Pass the whole sequences as input_ids",
-            )
-        _require_held(inputs, cache)
-        return inputs
+    if hidden and inputs.lead:
+        _refuse("lacks hidden states, for penalty_alpha", "ids of all positions", "the last ones")
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     link = _after if inputs.lead else _known
     _require_held(inputs, cache)
+    if hidden:
+        return inputs
     rows = range(inputs.batch)
     return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
 

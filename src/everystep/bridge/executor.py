@@ -243,9 +243,9 @@ class ForeignExecutor:
             place.length += int(work.counts[feed])
             if feed in work.extras:
                 answers[feed] = answer_of(output, block, index, sheet)
-                if early := work.extras[feed].early:
-                    head, count = self._foreign.head, int(work.logits[feed])
-                    states = early_of(output, early, index, count, head)
+                early, head = work.extras[feed].early, self._foreign.head
+                if early and head is not None:
+                    states = early_of(output, early, index, int(work.logits[feed]), head)
                     answers[feed] = replace(answers[feed], early=states)
         logits: Tensor = output.logits
         return logits

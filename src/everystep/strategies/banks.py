@@ -8,8 +8,7 @@ from typing import NamedTuple
 from everystep.types import FinishReason
 from everystep.types.stored import stored
 
-LIMITS = ("length", "time")
-"""Reasons that cut a whole search, not one hypothesis."""
+_LIMITS = ("length", "time")
 
 
 class Candidate(NamedTuple):
@@ -21,9 +20,14 @@ class Candidate(NamedTuple):
     reason: FinishReason | None
 
     @property
+    def cut(self) -> bool:
+        """Whether the whole search ends here, at a limit."""
+        return self.reason is not None and self.reason.kind in _LIMITS
+
+    @property
     def ended(self) -> bool:
-        """Whether this hypothesis is complete; at a limit it is only cut."""
-        return self.reason is not None and self.reason.kind not in LIMITS
+        """Whether this hypothesis is complete, and not only cut."""
+        return self.reason is not None and not self.cut
 
 
 @stored("search bank")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.strategies.banks import LIMITS, Candidate, Offspring, SearchBank
+from everystep.strategies.banks import Candidate, Offspring, SearchBank
 from everystep.strategies.base import Batch, Reads
 from everystep.strategies.single import Picked
 from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
@@ -120,21 +120,26 @@ class BankedBeams:
     def select(self, batch: Batch, picked: Picked) -> Children:
         """Candidates that end are banked, the best others go on; all searches at once."""
         found = [self.candidates(batch, picked, search) for search in range(self.rounds)]
-        born, states, over = Offspring(), [], []
+        born = Offspring()
+        states: list[tuple[SearchBank, ...]] = []
+        over: list[int] = []
         for g, group in enumerate(batch.groups):
-            before = self.banks(group)
-            after, going = [], []
-            cut = any(one.reason and one.reason.kind in LIMITS for s in found for one in s[g])
-            for search, bank in enumerate(before):
-                open_one = not bank.closed
-                on = self.going(batch, found[search][g], picked) if open_one else []
-                if open_one:
-                    bank = self._banked(batch, born, bank, found[search][g], search)
-                if cut and not bank.closed:
-                    bank = self._cut(batch, born, bank, on, search)
-                after.append(bank)
-                going += on or self.at_rest(batch, g, search)
-            if ended := cut or all(bank.closed for bank in after):
+            after: list[SearchBank] = []
+            going: list[Candidate] = []
+            cut = any(one.cut for ranked in found for one in ranked[g])
+            for search, bank in enumerate(self.banks(group)):
+                if bank.closed:
+                    after.append(bank)
+                    going += self.at_rest(batch, g, search)
+                    continue
+                on, ranked = self.going(batch, found[search][g], picked), found[search][g]
+                now = self._banked(batch, born, bank, ranked, search)
+                if cut and not now.closed:
+                    now = self._cut(batch, born, now, on, search)
+                after.append(now)
+                going += on
+            ended = cut or all(bank.closed for bank in after)
+            if ended:
                 over.append(g)
             for place, one in enumerate(going if not ended or group.request.linger else ()):
                 born.add(one, one.score, index=place)

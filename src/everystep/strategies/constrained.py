@@ -20,7 +20,8 @@ from everystep.errors import RequestError
 from everystep.strategies.banks import Candidate
 from everystep.strategies.base import Batch, strategy
 from everystep.strategies.classic import BankedBeams
-from everystep.strategies.constraints import Constraint, ConstraintListState
+from everystep.strategies.constraint_list import ConstraintListState
+from everystep.strategies.constraints import Constraint
 from everystep.strategies.single import Picked
 from everystep.types import Scores, Sequence
 

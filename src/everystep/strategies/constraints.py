@@ -1,4 +1,4 @@
-"""What must occur in a text: constraints that are fulfilled token by token, and lists of them.
+"""What must occur in a text: constraints that are fulfilled token by token.
 
 A `Constraint` keeps how far it is, and is asked which tokens bring it further. Those of a caller's
 own derive from it. Names and methods are those of the reference until 4.55.
@@ -7,7 +7,6 @@ own derive from it. Names and methods are those of the reference until 4.55.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Any
 
 from everystep.config.kinds import is_integer, is_list
@@ -37,6 +36,10 @@ class Constraint(ABC):
 
     def __init__(self) -> None:
         self.test()
+
+    def __repr__(self) -> str:
+        # A saved generation knows its constraints by this, so it must not change.
+        return f"{type(self).__qualname__}()"
 
     def test(self) -> None:
         """Returns if following `advance` fulfils it, from its beginning; RequestError if not."""
@@ -98,6 +101,15 @@ class DisjunctiveConstraint(Constraint):
         self._trie = _trie(self.token_ids)
         self._read: tuple[int, ...] = ()
         self.completed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({self.token_ids})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def _next(self) -> list[int]:
         level = self._trie
@@ -171,79 +183,3 @@ def _trie(words: list[list[int]]) -> dict[int, Any]:
             do="Leave the longer one out: where it occurs, the shorter one does",
         )
     return root
-
-
-class ConstraintListState:
-    """How far a text is with several constraints, of which one is worked on at a time."""
-
-    def __init__(self, constraints: Iterable[Constraint]) -> None:
-        self.constraints = [*constraints]
-        self.max_seqlen = max(one.seqlen for one in self.constraints)
-        self.n_constraints = len(self.constraints)
-        self.init_state()
-
-    def init_state(self) -> None:
-        """Nothing is fulfilled."""
-        self.complete_constraints: list[Constraint] = []
-        self.inprogress_constraint: Constraint | None = None
-        self.pending_constraints = [one.copy() for one in self.constraints]
-        self.completed = False
-
-    def get_bank(self) -> int:
-        """How much is done: whole constraints first, then tokens of the one that is worked on."""
-        done = len(self.complete_constraints) * self.max_seqlen
-        current = self.inprogress_constraint
-        return done if current is None else done + self.max_seqlen - current.remaining()
-
-    def advance(self) -> list[int] | None:
-        """The tokens that bring it further: of the constraint that is worked on, or of all."""
-        current = self.inprogress_constraint
-        found: list[int] = []
-        for one in self.pending_constraints if current is None else [current]:
-            ahead = one.advance()
-            found += [ahead] if isinstance(ahead, int) else ahead or []
-        return found or None
-
-    def reset(self, token_ids: Iterable[int] | None) -> None:
-        """As far as a text of these ids is."""
-        self.init_state()
-        for token in () if token_ids is None else token_ids:
-            self.add(token)
-            if self.completed:
-                return
-
-    def add(self, token_id: int) -> tuple[bool, bool]:
-        """Reads one more token: whether it fulfilled a constraint, or brought one further.
-
-        One that throws the current constraint back begins no other.
-        """
-        if self.completed:
-            return True, False
-        current = self.inprogress_constraint
-        if current is None:
-            found = (n for n, c in enumerate(self.pending_constraints) if c.does_advance(token_id))
-            place = next(found, None)
-            if place is None:
-                return False, False
-            current = self.pending_constraints.pop(place)
-        stepped, complete, thrown_back = current.update(token_id)
-        self.inprogress_constraint = current
-        if thrown_back:
-            self.pending_constraints.append(current.copy())
-            self.inprogress_constraint = None
-        elif complete:
-            self.complete_constraints.append(current)
-            self.inprogress_constraint = None
-            self.completed = not self.pending_constraints
-        return complete, stepped
-
-    def copy(self, stateful: bool = True) -> ConstraintListState:
-        """The same constraints, and how far this one is, or at the beginning."""
-        other = ConstraintListState(self.constraints)
-        if stateful:
-            current = self.inprogress_constraint
-            other.complete_constraints = [*self.complete_constraints]
-            other.inprogress_constraint = None if current is None else current.copy(stateful=True)
-            other.pending_constraints = [one.copy() for one in self.pending_constraints]
-            other.completed = self.completed
-        return other

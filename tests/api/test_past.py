@@ -394,17 +394,3 @@ def test_a_real_token_whose_keys_are_zero_is_no_padding(apart: bool, tuples: boo
     past = past.to_legacy_cache() if tuples else past
     found = run(model, given, attention_mask=ones, past_key_values=past, eos_token_id=None)
     assert torch.equal(found.sequences[:, -5:], expected[:, -5:])
-
-
-def test_padding_is_known_of_rows_that_were_chosen() -> None:
-    model = MODELS["llama"][1]
-    first = run(model, PADDED_IDS, attention_mask=PADDED, eos_token_id=None)
-    whole = torch.cat([first.sequences, MORE], dim=1)
-    past = first.past_key_values
-    past.batch_select_indices((1, 0))
-    mask = torch.cat([PADDED, torch.ones(2, 8, dtype=torch.long)], dim=1)
-    with pytest.raises(RequestError, match="none in row 0"):
-        run(model, whole, attention_mask=mask, past_key_values=past)
-    past.reorder_cache(torch.tensor([1, 0]))
-    found = run(model, whole, attention_mask=mask, past_key_values=past)
-    assert torch.equal(found.sequences, run(model, whole, attention_mask=mask).sequences)

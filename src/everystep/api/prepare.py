@@ -98,7 +98,6 @@ def prepare(
     reach = max(inputs.width + new, longest(options.criteria))
     strategy = _strategy(options, reach - inputs.width)
     drafter, verification = drafts_of(model, options, strategy)
-    require_groups(options)
     require_known_words(strategy, model.vocab_size)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
     cache, hidden = past, strategy.reads.hidden and runs != "loop"
@@ -252,6 +251,7 @@ def _strategy(options: Options, most: int) -> Strategy:
     `most`: the most new tokens that a row can get.
     """
     e = options.effective
+    require_groups(options)
     if options.strategy is not None:  # what the model's configuration says is not about it
         return options.strategy
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)

@@ -30,6 +30,12 @@ from everystep.errors import RequestError
 from everystep.files.sources import DEFAULT_MODEL
 
 _run = partial(typer.Option, rich_help_panel="A run in your hands")
+_AsJsonl = Annotated[
+    bool, typer.Option("--jsonl", help="One JSON document per token, as it comes.")
+]
+_Trace = Annotated[
+    Path | None, _run("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
+]
 
 
 def generate(
@@ -64,9 +70,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document: texts, tokens, reasons, times.")
     ] = False,
-    as_jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="One JSON document per token, as it comes.")
-    ] = False,
+    as_jsonl: _AsJsonl = False,
     save: Annotated[
         Path | None,
         _run("--save", metavar="FILE", help="Keep the run in FILE when it ends or is stopped."),
@@ -74,9 +78,7 @@ def generate(
     resume: Annotated[
         Path | None, _run("--resume", metavar="FILE", help="Go on with the run in FILE.")
     ] = None,
-    trace: Annotated[
-        Path | None, _run("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
-    ] = None,
+    trace: _Trace = None,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,

@@ -143,8 +143,9 @@ class Scored:
         if any(sequence.request.processors for sequence in sequences):
             seen = Rows(self.batch.table, sequences, lengths, chosen)
             every[at] = apply(seen, Scores.of(every[at]), owned=True).whole().values
-        for row in rows.tolist() if self.sequels is not None else ():
-            self.sequels.force(every, row)
+        if self.sequels is not None:
+            for row in rows.tolist():
+                self.sequels.force(every, row)
 
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
@@ -191,7 +192,7 @@ def score(
         pairs = zip(owner, place, strict=True)
         beside.append(torch.stack([feeds.beside[id(sources[s])][i] for s, i in pairs]))
     fed = [sources[s] for s in owner] if drafted else sources
-    early = _early(fed, place, drafts, owner, output, feeds) if _reads_layers(request) else None
+    early = _early(fed, place, drafts, owner, output, feeds)
     scores = mixed(request, given, beside, early)
     if request.strategy.rounds > 1:  # each processes its own rows
         scores = Scores.of(scores.whole().values.clone())
@@ -203,16 +204,12 @@ def score(
     if any(group.request.hooks for group in groups):
         sequels = Sequels(feeds, output, follow, fed, place, logits, scores)
         scores = sequels.settle()
-    shown: History = ()
-    if request.wants.history:
-        new = scores.whole().values
-        shown = (*history, *(new[:, None] if drafted else (new,)))
+    shown = _extended(history, scores, drafted) if request.wants.history else ()
     reached = np.array(place) + len(history) + 1 if shown else None
     width = max([group.request.strategy.width for group in groups])
     slot = [groups[g].rank * width + s.index for g, s in zip(group_of, sequences, strict=True)]
     slots = width * submitted
-    if drafted:
-        # Of rows whose drafts are judged by chance only one is left to draw.
+    if drafted:  # of rows whose drafts are judged by chance only one is left to draw
         slot = owner if request.verification.rejects else list(range(len(follow)))
         slots = slot[-1] + 1
     batch = Batch(
@@ -230,11 +227,16 @@ def score(
     first = [row for row, i in enumerate(place) if i == 0]
     offered = scores
     if drafted:
-        each = zip(sequences, first, drafts, sources, strict=True)
-        judges = [(s.request, row, ids, feeds.drawn_from.get(id(own))) for s, row, ids, own in each]
-        offered = judged(scores, batch, judges)
+        drawn = [feeds.drawn_from.get(id(source)) for source in sources]
+        asked = (one.request for one in sequences)
+        offered = judged(scores, batch, [*zip(asked, first, drafts, drawn, strict=True)])
     read = (logits, given, beside, scores, offered, shown, early, sequels)
     return Scored(batch, sequences, group_of, drafts, first, *read)
+
+
+def _extended(history: History, scores: Scores, drafted: bool) -> History:
+    new = scores.whole().values
+    return (*history, *(new[:, None] if drafted else (new,)))
 
 
 def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:

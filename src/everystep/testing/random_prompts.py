@@ -14,6 +14,7 @@ from everystep.types import Injected, Prompt, Request
 
 
 def random_prompt(function: HashFunction, draw: Dice) -> Prompt:
+    """Ids, embeddings or both, sometimes with positions or encoder states."""
     length = draw.between(1, 20)
     ids: np.ndarray | None = draw.ids(function.vocab_size, length)
     embeds = positions = encoder = None

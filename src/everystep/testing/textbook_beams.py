@@ -13,7 +13,7 @@ import torch
 from everystep.strategies.classic import BankedBeams
 from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.constraint_list import ConstraintListState
-from everystep.testing.textbook import Hypothesis, Prefix
+from everystep.testing.prefix import Hypothesis, Prefix
 
 _NEVER = -1.0e9
 

@@ -23,6 +23,7 @@ from everystep.strategies import Beam, Contrastive, Greedy, Sample
 from everystep.strategies.classic import BankedBeams
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.reading import keys_of, logits, logits_after, masked, states_of
+from everystep.testing.textbook_beams import banked_beams
 from everystep.testing.textbook_dola import dola
 from everystep.types import (
     AfterStep,
@@ -75,9 +76,7 @@ def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
     if isinstance(strategy, BankedBeams):
-        from everystep.testing.textbook_beams import banked_beams  # which needs this file
-
-        return banked_beams(prefix, strategy)
+        return [Hypothesis(*one) for one in banked_beams(prefix, strategy)]
     raise UnsupportedError("no textbook loop", got=type(strategy).__name__)
 
 

@@ -7,15 +7,25 @@ constraints; the rules of ending are those of the reference's `BeamHypotheses`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from everystep.strategies.classic import BankedBeams
 from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.constraint_list import ConstraintListState
-from everystep.testing.textbook import Hypothesis, Prefix
 
 _NEVER = -1.0e9
+Prefix = Any
+"""A `textbook.Prefix`, which asks about a request."""
+
+
+class Finalist(NamedTuple):
+    """A finished hypothesis: its ids, its score, how it ended."""
+
+    tokens: tuple[int, ...]
+    score: float
+    reason: str
 
 
 @dataclass
@@ -24,11 +34,11 @@ class Running:
 
     beams: list[list[int]]
     scores: list[float]
-    finished: list[Hypothesis] = field(default_factory=list)
+    finished: list[Finalist] = field(default_factory=list)
     over: bool = False
 
 
-def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
+def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Finalist]:
     """The `returns` best hypotheses of all searches; of equals the last of the last search."""
     size = strategy.width // strategy.rounds
     searches = [
@@ -56,7 +66,7 @@ def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
                 _finish(strategy, search, tokens, score, reason, len(tokens))
     every = [one for search in searches for one in search.finished]
     ranked = sorted(enumerate(every), key=lambda pair: (pair[1].score, pair[0]), reverse=True)
-    missing = [Hypothesis((), _NEVER, "length")] * strategy.returns
+    missing = [Finalist((), _NEVER, "length")] * strategy.returns
     return ([one for _, one in ranked] + missing)[: strategy.returns]
 
 
@@ -142,7 +152,7 @@ def _finish(
     length: int,
 ) -> None:
     """One more finished hypothesis, of which only as many are kept as there are beams."""
-    own = Hypothesis(tuple(tokens), score / length**strategy.length_penalty, reason)
+    own = Finalist(tuple(tokens), score / length**strategy.length_penalty, reason)
     if len(search.finished) == len(search.beams):
         worst = min(search.finished, key=lambda one: one.score)
         if own.score <= worst.score:

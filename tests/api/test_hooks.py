@@ -117,7 +117,7 @@ def book(lm: LanguageModel, asked: Request) -> list[Hypothesis]:
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
     if isinstance(strategy, BankedBeams):
-        return banked_beams(prefix, strategy)
+        return [Hypothesis(*one) for one in banked_beams(prefix, strategy)]
     return beam_search(prefix, strategy)
 
 

@@ -261,24 +261,6 @@ def test_rows_and_types_must_fit() -> None:
         run(model, whole, past_key_values=es.DynamicCache(single))
 
 
-@pytest.mark.parametrize("alpha", [0.5, 1.3])
-def test_contrastive_search_goes_on_from_a_cache(alpha: float) -> None:
-    """It feeds the prompt again, since a cache holds no hidden states."""
-    model, options = MODELS["llama"][1], {"penalty_alpha": alpha, "top_k": 4}
-    whole, past = torch.cat([IDS, IDS], dim=1), _past()
-    fresh = run(model, whole, **options).sequences
-    for cache in (past, es.DynamicCache()):
-        assert torch.equal(run(model, whole, past_key_values=cache, **options).sequences, fresh)
-    assert past.get_seq_length() == 10
-
-
-def test_contrastive_search_needs_the_ids_of_the_past() -> None:
-    # A mask that is longer than the ids says that these come after the cache.
-    asked = {"attention_mask": torch.ones(2, 13, dtype=torch.long), "past_key_values": _past()}
-    with pytest.raises(RequestError, match="lacks hidden states"):
-        run(MODELS["llama"][1], MORE, penalty_alpha=0.5, top_k=4, **asked)
-
-
 def test_right_padded_prompts_leave_the_cache_of_left_padded_ones() -> None:
     model = MODELS["windows"][1]
     right = torch.tensor([[5, 9, 23, 41, 7, 80], [60, 2, 71, 15, 0, 0]])

@@ -300,10 +300,6 @@ def _read(
     return logits, Scores.of(logits, totals)
 
 
-def _reads_layers(request: Request) -> bool:
-    return request.readout is not None and bool(request.readout.layers)
-
-
 def _early(
     fed: list[Sequence],
     place: list[int],
@@ -311,9 +307,12 @@ def _early(
     owner: list[int],
     output: StepOutput,
     feeds: Feeds,
-) -> Tensor:
-    """(n, R, V) what earlier layers say of R rows, each a place among the last ones of its feed."""
-    found = []
+) -> Tensor | None:
+    """(n, R, V) what earlier layers say of R rows, each a place among the last ones of its feed;
+    None where the readout names none."""
+    readout, found = fed[0].request.readout, []
+    if readout is None or not readout.layers:
+        return None
     for source, i, s in zip(fed, place, owner, strict=True):
         early = cast(Tensor, output.answers[feeds.feed_of[id(source)]].early)
         found.append(early[:, early.shape[1] - 1 - len(drafts[s]) + i])

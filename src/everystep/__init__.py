@@ -156,6 +156,10 @@ if TYPE_CHECKING:
     from everystep.stops.criteria import StoppingCriteriaList as StoppingCriteriaList
     from everystep.stops.criteria import StopStringCriteria as StopStringCriteria
     from everystep.stops.criteria import validate_stopping_criteria as validate_stopping_criteria
+    from everystep.strategies.constraint_list import ConstraintListState as ConstraintListState
+    from everystep.strategies.constraints import Constraint as Constraint
+    from everystep.strategies.constraints import DisjunctiveConstraint as DisjunctiveConstraint
+    from everystep.strategies.constraints import PhrasalConstraint as PhrasalConstraint
     from everystep.streamers import AsyncTextIteratorStreamer as AsyncTextIteratorStreamer
     from everystep.streamers import BaseStreamer as BaseStreamer
     from everystep.streamers import BeamEvent as BeamEvent
@@ -240,6 +244,8 @@ _NAMES = {
         StopStringCriteria StoppingCriteria StoppingCriteriaList
         validate_stopping_criteria
     """,
+    "strategies.constraint_list": "ConstraintListState",
+    "strategies.constraints": "Constraint DisjunctiveConstraint PhrasalConstraint",
     "streamers": """
         AsyncTextIteratorStreamer BaseStreamer BeamEvent LiveBeam TextIteratorStreamer
         TextStreamer

@@ -24,17 +24,19 @@ from everystep.engine.hooks import HOOKED
 from everystep.errors import EverystepError, UnsupportedError
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies import Contrastive, DiverseBeam, Greedy, Sample
+from everystep.strategies.classic import BankedBeams
 from everystep.testing.drive import result
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.textbook import (
     Hypothesis,
     Prefix,
+    beam_search,
     contrastive,
-    diverse_beams,
     follow,
     sample,
 )
+from everystep.testing.textbook_beams import banked_beams
 from everystep.types import Extra, Given, Request, Verb, Work
 from tests.executors.layout import layout_model
 from tests.executors.models import family_model, narrow_model
@@ -114,7 +116,9 @@ def book(lm: LanguageModel, asked: Request) -> list[Hypothesis]:
         return [sample(prefix, index) for index in range(strategy.width)]
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
-    return diverse_beams(prefix, strategy)
+    if isinstance(strategy, BankedBeams):
+        return banked_beams(prefix, strategy)
+    return beam_search(prefix, strategy)
 
 
 def asked_for(name: str, **more: Any) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def test_a_draft_model_and_diverse_beams_too(scheduler: Any, drafts: int) -> Non
     for asked in (
         replace(plain, drafter=DraftModel(partial(TorchExecutor, lm.core), drafts)),
         replace(plain, drafter=DraftModel(other, drafts)),
-        replace(plain, strategy=Beam(4, returns=4, searches=2, diversity=0.5, max_new=NEW)),
+        replace(plain, strategy=DiverseBeam(4, returns=4, max_new=NEW)),
     ):
         engine = Engine(TorchExecutor(lm.core), scheduler())
         group = engine.submit(asked)

@@ -11,7 +11,7 @@ from transformers import cache_utils as theirs
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError
 from tests.models.tiny import ours as built
 from tests.models.tiny import reference_decoder, reference_t5
 
@@ -261,10 +261,25 @@ def test_rows_and_types_must_fit() -> None:
         run(model, whole, past_key_values=es.DynamicCache(single))
 
 
-def test_contrastive_search_needs_hidden_states_of_the_past() -> None:
-    with pytest.raises((RequestError, UnsupportedError), match="hidden states"):
-        whole = torch.cat([IDS, IDS], dim=1)
-        run(MODELS["llama"][1], whole, past_key_values=_past(), penalty_alpha=0.5, top_k=4)
+@pytest.mark.parametrize("alpha", [0.5, 1.3])
+def test_contrastive_search_goes_on_from_a_cache(alpha: float) -> None:
+    """It feeds the prompt again, since a cache holds no hidden states, and fills the cache."""
+    model, options = MODELS["llama"][1], {"penalty_alpha": alpha, "top_k": 4}
+    first = run(model, past_key_values=es.DynamicCache(), **options)
+    assert torch.equal(first.sequences, run(model, **options).sequences)
+    past = first.past_key_values
+    second = run(model, first.sequences, past_key_values=past, **options)
+    once = run(model, **{**options, "max_new_tokens": 10})
+    assert torch.equal(second.sequences, once.sequences)
+    assert second.past_key_values is past
+    same(past, once.past_key_values)
+
+
+def test_contrastive_search_needs_the_ids_of_the_past() -> None:
+    # A mask that is longer than the ids says that these come after the cache.
+    asked = {"attention_mask": torch.ones(2, 13, dtype=torch.long), "past_key_values": _past()}
+    with pytest.raises(RequestError, match="hidden states are unknown"):
+        run(MODELS["llama"][1], MORE, penalty_alpha=0.5, top_k=4, **asked)
 
 
 def test_right_padded_prompts_leave_the_cache_of_left_padded_ones() -> None:

@@ -17,6 +17,7 @@ from everystep.errors import (
     UnknownArgumentError,
     UnsupportedError,
 )
+from everystep.processors.guidance import HammingDiversityLogitsProcessor
 from everystep.testing.tokenizer import tiny_tokenizer
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
@@ -156,6 +157,8 @@ LENGTHS: list[Wrong] = [
      ["prefill_chunk_size=2", "use_cache=False"]),
     ("cache flag", {"use_cache": "no"}, Bad, ["use_cache", "True or False", "'no'"]),
 ]
+GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}
+HAMMING = HammingDiversityLogitsProcessor(1.0, 2, 2)
 CHOICES: list[Wrong] = [
     ("configuration", {"generation_config": {"top_k": 5}}, Bad,
      ["generation_config", "dict", "from_dict"]),
@@ -192,14 +195,33 @@ CHOICES: list[Wrong] = [
     ("seed", {"seed": "seven"}, Bad, ["seed", "seven"]),
     ("seeds", {"seed": [1, 2, 3]}, Bad, ["seed", "[1, 2, 3]", "2 of them"]),
     ("seed flag", {"seed": True}, Bad, ["seed", "True"]),
-    ("groups", {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, Absent,
-     ["num_beam_groups", "diverse beams", "num_beams"]),
     ("uneven groups", {"num_beams": 3, "num_beam_groups": 2}, Bad,
      ["num_beams", "multiple", "num_beam_groups=2"]),
-    ("forced words", {"num_beams": 2, "force_words_ids": [[5]]}, Absent,
-     ["force_words_ids", "constrained", "sequence_bias"]),
+    ("sampled groups", {**GROUPS, "do_sample": True}, Bad, ["num_beam_groups=2", "do_sample"]),
+    ("groups alike", {**GROUPS, "diversity_penalty": 0.0}, Bad, ["diversity_penalty", "above 0"]),
+    ("groups of one", {"num_beams": 2, "num_beam_groups": 4, "diversity_penalty": 1.0}, Bad,
+     ["num_beams", "multiple", "num_beam_groups=4"]),
+    ("diversity of nothing", {"num_beams": 2, "logits_processor": [HAMMING]}, Bad,
+     ["HammingDiversityLogitsProcessor", "num_beam_groups"]),
+    ("forced word beyond", {"num_beams": 2, "force_words_ids": [[5, 480]]}, Bad,
+     ["vocabulary", "0 to 47", "480"]),
+    ("forced words alike", {"num_beams": 2, "force_words_ids": [[[5], [5, 6]]]}, Bad,
+     ["begins another"]),
+    ("no forced words", {"num_beams": 2, "force_words_ids": [[]]}, Bad, ["force_words_ids"]),
+    ("forced and sampled", {"num_beams": 2, "do_sample": True, "force_words_ids": [[5]]}, Bad,
+     ["force_words_ids", "do not sample"]),
+    ("forced in groups", {**GROUPS, "force_words_ids": [[5]]}, Bad,
+     ["force_words_ids", "no groups"]),
+    ("constraint", {"num_beams": 2, "constraints": [object()]}, Bad,
+     ["constraints", "PhrasalConstraint"]),
+    ("no constraint", {"num_beams": 2, "constraints": []}, Bad, ["constraints is empty"]),
     ("forced words alone", {"force_words_ids": [[5]]}, Bad, ["force_words_ids", "need beams"]),
-    ("layers", {"dola_layers": "low"}, Absent, ["dola_layers", "DoLa", "penalty_alpha"]),
+    ("layers", {"dola_layers": [2]}, Bad, ["dola_layers=[2]", "0 to 1"]),
+    ("layers below", {"dola_layers": [0, -1]}, Bad, ["dola_layers", "0 to 1"]),
+    ("layers by name", {"dola_layers": "middle"}, Bad, ["dola_layers", "'low', 'high'"]),
+    ("layers and contrast", {"dola_layers": "low", "penalty_alpha": 0.6, "top_k": 4}, Bad,
+     ["dola_layers='low'", "penalty_alpha"]),
+    ("layers and beams", {"dola_layers": "low", "num_beams": 2}, Bad, ["dola_layers", "num_beams"]),
     ("heads", {"use_mtp": True}, Absent, ["use_mtp", "prompt_lookup_num_tokens"]),
     ("early exit", {"assistant_early_exit": 2}, Absent, ["assistant_early_exit", "layers"]),
     ("compiled", {"compile_config": {"mode": "default"}}, Absent, ["compile_config", "compiled"]),

@@ -144,6 +144,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"dynatemp_range": 0.5, "temperature": [0.5, 2.0], "do_sample": True},
     {"temperature": [1.0, 0.0], "do_sample": True},
     {"penalty_alpha": 0.6, "top_k": [4, 5]},
+    {"dola_layers": "low", "penalty_alpha": 0.6, "top_k": 4},
     {"num_return_sequences": 2, "do_sample": False},
     {"num_return_sequences": 3, "num_beams": 2},
     {"num_beam_groups": 2, "num_beams": 3, "diversity_penalty": 1.0},

@@ -19,7 +19,7 @@ from everystep.draws import SeededDraws
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLookup, audit
 from everystep.errors import RequestError
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies import Beam, Contrastive, DiverseBeam, Greedy, Sample
 from everystep.testing.drive import Run, result
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampling": {"strategy": Sample(3)},
     "beams": {"strategy": Beam(4, returns=3, max_new=NEW)},
     "sampled beams": {"strategy": Beam(3, returns=2, max_new=NEW, sampled=True)},
-    "diverse beams": {"strategy": Beam(4, returns=4, max_new=NEW, searches=2, diversity=0.5)},
+    "diverse beams": {"strategy": DiverseBeam(4, returns=4, max_new=NEW)},
     "contrastive": {"strategy": Contrastive(3, 0.6)},
     "prompt lookup": {"strategy": Greedy(), "drafter": PromptLookup(4)},
     "draft model": {

@@ -14,7 +14,7 @@ from everystep.draws import SeededDraws
 from everystep.engine import Continuous, DraftModel, Engine, audit
 from everystep.errors import FormatError, RequestError
 from everystep.processors.warpers import TemperatureLogitsWarper
-from everystep.strategies import Beam, Greedy
+from everystep.strategies import DiverseBeam, Greedy
 from everystep.testing.drive import Run, hash_executor, result
 from everystep.testing.requests import Mix, random_mix
 from everystep.types import Event, Prompt, Request
@@ -99,7 +99,7 @@ def beam_request() -> Request:
 
     prompt = Prompt(ids=np.arange(9) % 5)
     stops = (EosToken((3,)), MaxLength(25))
-    strategy = Beam(4, returns=3, max_new=16, searches=2, diversity=0.5)
+    strategy = DiverseBeam(4, returns=3, max_new=16)
     return Request("beams", prompt, strategy, SeededDraws(0), stops=stops, max_length=25)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from everystep.cache.formats import CacheDtype
-from everystep.engine import DraftModel
+from everystep.engine import DoLa, DraftModel
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
@@ -26,7 +26,7 @@ from everystep.testing.laws import Laws
 from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.testing.requests import Mix, random_mix
 from everystep.types import Prompt, Request
-from everystep.types.protocols import Drafter
+from everystep.types.protocols import Drafter, Readout
 from tests.executors.models import family_model, narrow_model
 
 WIDTH = 32
@@ -46,7 +46,15 @@ def _readable(request: Request, seed: int, width: int) -> Request:
         prompt=_flat(request.prompt, seed, width),
         companions=tuple(_flat(prompt, seed, width) for prompt in request.companions),
         drafter=_drafter(request),
+        readout=_readout(request.readout),
     )
+
+
+def _readout(readout: Readout | None) -> Readout | None:
+    """Layers that a decoder of two has."""
+    if not isinstance(readout, DoLa):
+        return readout
+    return DoLa(tuple(dict.fromkeys(layer % 2 for layer in readout.layers)), readout.then)
 
 
 def _drafter(request: Request) -> Drafter | None:

@@ -180,12 +180,13 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "adapter_names": ("formal", {}),
     "strategy": ("beam", {}),
     "strategy_options": ({"n": 3}, {"strategy": Nth.name}),
+    # searches and layers
+    "num_beam_groups": (2, {"num_beams": 4, "diversity_penalty": 0.5}),
+    "dola_layers": ("low", {}),
+    "constraints": ([es.PhrasalConstraint([9, 8])], BEAMS),
+    "force_words_ids": ([[9, 8]], BEAMS),
     # capabilities that are not built, and what has no place here
     "use_mtp": (True, {}),
-    "dola_layers": ("low", {}),
-    "num_beam_groups": (2, {"num_beams": 4, "diversity_penalty": 0.5}),
-    "constraints": ([object()], BEAMS),
-    "force_words_ids": ([[5]], BEAMS),
     "low_memory": (True, {}),
     "is_assistant": (True, {}),
     "num_assistant_tokens": (5, {}),
@@ -216,7 +217,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
 EVERYWHERE = ("model.generate", "es.generate", "es.stream", "es.open")
 OF_TEXTS = ("es.generate", "es.stream", "es.open")
 _LATER = (
-    *("use_mtp", "dola_layers", "num_beam_groups", "constraints", "force_words_ids", "low_memory"),
+    *("use_mtp", "low_memory"),
     *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
     *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
     *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "compile_config"),

@@ -188,11 +188,6 @@ def test_the_padded_rows_are_the_single_ones(
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "num_beam_groups asks for diverse beams": {
-        "num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 0.5
-    },
-    "force_words_ids asks for constrained beams": {"num_beams": 6, "force_words_ids": [[5, 6]]},
-    "dola_layers asks for DoLa": {"dola_layers": "high"},
     "assistant_model asks for drafting": {"assistant_model": object()},
     "synced_gpus asks for stepping together": {"synced_gpus": True},
 }  # fmt: skip
@@ -202,6 +197,24 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_is_not_built_yet_is_refused_by_name(folders: dict[str, Path], said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         answers(es, folders["Qwen2"], {"max_new_tokens": 4, **REFUSED[said]})
+
+
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "group-beam-search": {"num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 0.5},
+    "constrained-beam-search": {"num_beams": 6, "force_words_ids": [[5, 6]]},
+    "dola": {"dola_layers": "high"},
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_the_reference_downloads_is_built_in(folders: dict[str, Path], name: str) -> None:
+    options = {"max_new_tokens": 12, **BUILT_IN[name]}
+    ours, texts = answers(es, folders["Qwen2"], options)
+    assert ours.shape[0] == len(texts) == 2
+    if "force_words_ids" in options:
+        assert all("5, 6" in str(row) for row in ours.tolist())
+    with pytest.raises(ValueError, match=f"transformers-community/{name}"):
+        answers(transformers, folders["Qwen2"], options)
 
 
 def test_contrastive_search_is_built_in(folders: dict[str, Path]) -> None:

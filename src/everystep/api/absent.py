@@ -127,18 +127,13 @@ ARGUMENTS_NEVER = {
     ),
 }
 """Names that are known and have no place here -> why, and what to do."""
-_BEAMS = "Set num_beams alone, or bad_words_ids and sequence_bias to steer words"
 FIELDS_LATER = {
     "assistant_early_exit": ("speculation with the model's own early layers", _BY_LOOKUP),
-    "dola_layers": ("DoLa", "Leave it out, or set penalty_alpha and top_k for contrastive search"),
-    "constraints": ("constrained beams", _BEAMS),
-    "force_words_ids": ("constrained beams", _BEAMS),
     "use_mtp": ("multi-token prediction heads", _BY_LOOKUP),
     "speculation_type": ("block drafters", _BY_LOOKUP),
     "low_memory": ("sequential beams", "Leave it out: beams share their prompt's memory"),
     "compile_config": ("compiled forwards", "Leave it out: forwards run as they are"),
     "assistant_ensemble_weight": ("ensemble verification", _BY_LOOKUP),
-    "num_beam_groups": ("diverse beams", "Set num_beams with do_sample=True for various beams"),
     "continuous_batching_config": (
         "settings of the continuous scheduler",
         "Call everystep.generate(model, tokenizer, prompts), which schedules by itself",
@@ -156,9 +151,6 @@ FIELDS_LATER = {
     ),
 }
 """Fields that are read and checked, whose capability is not built yet -> what it is, what to do."""
-# Fields that would change the tokens: refused in a passed configuration, whatever set them.
-_CHOOSES = ("dola_layers", "constraints", "force_words_ids", "num_beam_groups")
-
 _OF_RECTANGLES = "is part of the output object of model.generate, and not of a text or an event"
 _CALL = "Leave {} out, or call model.generate"
 ALONE = {
@@ -211,9 +203,7 @@ def _is_at_hand(logits_to_keep: object) -> bool:
 def refuse_unbuilt(effective: Effective) -> None:
     """UnsupportedError if the caller set a field whose capability is not built yet."""
     for name, (capability, do) in FIELDS_LATER.items():
-        passed = effective.source(name) == "config" and name in _CHOOSES
-        asked = passed or name in effective.caller
-        if asked and effective[name] != FIELDS[name].default:
+        if name in effective.caller and effective[name] != FIELDS[name].default:
             what = f"{name} asks for {capability}, which this version does not have"
             raise UnsupportedError(what, got=repr(effective[name]), do=do)
 

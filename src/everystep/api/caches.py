@@ -137,10 +137,24 @@ def with_seen(inputs: Inputs, seen: Tensor | None) -> Inputs:
     return replace(inputs, prompts=prompts, lead=seen.shape[1], seen=real)
 
 
-def continued(inputs: Inputs, cache: Cache, width: int) -> Inputs:
-    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt."""
+def continued(inputs: Inputs, cache: Cache, width: int, *, hidden: bool) -> Inputs:
+    """Every prompt with the part of the cache that is its past; `width`: sequences per prompt.
+
+    Where the strategy reads `hidden` states, which no cache holds, the prompts are fed from their
+    ids again, and the cache is only filled.
+    """
     length = int(cache.get_seq_length())
     if length == 0:
+        return inputs
+    if hidden:
+        if inputs.lead:
+            _refuse(
+                "has positions whose hidden states are unknown, which penalty_alpha looks at",
+                "the ids of all positions",
+                "those of the last ones",
+                "Pass the whole sequences as input_ids",
+            )
+        _require_held(inputs, cache)
         return inputs
     kv = _one_of_each(_rectangle(cache, length), inputs.batch, width)
     link = _after if inputs.lead else _known
@@ -149,20 +163,15 @@ def continued(inputs: Inputs, cache: Cache, width: int) -> Inputs:
     return replace(inputs, prompts=tuple(link(inputs, row, kv[:, :, row]) for row in rows))
 
 
-def require_possible(
-    cache: Cache, options: Options, positions: int, *, drafts: bool, hidden: bool
-) -> None:
+def require_possible(cache: Cache, options: Options, positions: int, *, drafts: bool) -> None:
     """Raises if a call needs more than a cache that was passed can give.
 
-    `positions`: how many of a row are cached in the end, at most. `hidden`: whether the hidden
-    states of the prompt are needed.
+    `positions`: how many of a row are cached in the end, at most.
     """
     if options.effective.token_healing:
         do = "Leave token_healing out"
         _refuse("does not go with token_healing", "one of the two", "both", do)
     _require_abilities(cache, positions, drafts, "past_key_values")
-    if hidden:
-        _refuse("lacks hidden states", "none, for penalty_alpha", type(cache).__name__)
     if options.prompt_logprobs is not None:
         _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both")
 

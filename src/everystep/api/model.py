@@ -140,6 +140,16 @@ class LanguageModel:
         return tuple(size[0] if size else None for size in sizes)
 
     @property
+    def depth(self) -> int:
+        """How many layers lie between ids and logits."""
+        return int(getattr(self._core.config, "num_hidden_layers", len(self._core.network.stores)))
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether logits are read out with the table of embeddings."""
+        return bool(getattr(self._core.network.spec, "tied", False))
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads the prompt."""
         return bool(getattr(self._core.config, "is_encoder_decoder", False))

@@ -17,26 +17,25 @@ from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed, require_begun
 from everystep.api.options import Options, unseen_prompt
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
+from everystep.api.readouts import companion_of, guidance_of, readout_of
+from everystep.api.searches import beams_of, require_groups, require_known_words
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
 from everystep.config.effective import for_rows
-from everystep.engine import Guidance, PromptLookup
+from everystep.engine import PromptLookup
 from everystep.engine.collect import kept_rows
 from everystep.errors import RequestError
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
-from everystep.processors.guidance import (
-    UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
-)
 from everystep.processors.order import Facts, build
 from everystep.processors.stacking import varies
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
-from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies import Contrastive, Greedy, Sample
 from everystep.text import Spelling
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Request, Wants
 from everystep.types.protocols import Drafter, Stop, Strategy
 
 if TYPE_CHECKING:
@@ -94,13 +93,15 @@ def prepare(
     options = replace(options, effective=_settled(options, inputs, new, model.context))
     reach = max(inputs.width + new, longest(options.criteria))
     strategy, drafter = _strategy(options, reach - inputs.width)
+    require_groups(options)
+    require_known_words(strategy, model.vocab_size)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
     cache, hidden = past, strategy.reads.hidden and runs != "loop"
     if options.prefix is not None and hidden:
         refuse_unseen_states()
     if past is not None:
-        require_possible(past, options, positions, drafts=drafts, hidden=hidden)
-        inputs = continued(inputs, past, strategy.width)
+        require_possible(past, options, positions, drafts=drafts)
+        inputs = continued(inputs, past, strategy.width, hidden=hidden)
     elif runs != "continuous":
         made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
         cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
@@ -114,7 +115,8 @@ def prepare(
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or not drafts)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
-    readout = _readout(options)
+    guides = guidance_of(options) is not None
+    readout = readout_of(model, options)
     draws = options.draws(inputs.number, inputs.batch)
     adapters = options.adapters(inputs.batch)
     requests = tuple(
@@ -125,7 +127,7 @@ def prepare(
             draws=draws[row],
             processors=processors[row],
             stops=stops,
-            companions=() if readout is None else (_companion(inputs, row, model.vocab_size),),
+            companions=(companion_of(inputs, row, model.vocab_size),) if guides else (),
             readout=readout,
             drafter=drafter,
             wants=wants,
@@ -256,16 +258,7 @@ def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
             do="Leave one of the two out",
         )
     if width > 1:
-        beam = Beam(
-            width=width,
-            returns=returns,
-            length_penalty=float(e.length_penalty),
-            early_stopping=e.early_stopping,
-            eos_count=len(options.eos),
-            max_new=most,
-            sampled=bool(e.do_sample),
-        )
-        return beam, None
+        return beams_of(options, width, returns, most), None
     if contrastive:
         return Contrastive(int(e.top_k), float(e.penalty_alpha)), None
     base = own or (Sample(returns) if e.do_sample else Greedy())
@@ -378,24 +371,3 @@ def _read_ids(options: Options, inputs: Inputs, row: int) -> tuple[int, ...] | N
     if inputs.prompts[row].ids is None:
         return None
     return tuple(inputs.visible(row, options.fill).tolist())
-
-
-def _readout(options: Options) -> Guidance | None:
-    scale = options.effective.guidance_scale
-    own = any(type(one) is _UnbatchedGuidance for one in options.processors)
-    return None if scale is None or scale == 1 or own else Guidance(float(scale))
-
-
-def _companion(inputs: Inputs, row: int, vocabulary: int) -> Prompt:
-    """Guidance reads the negative prompt, or the last token of the prompt, beside the row."""
-    if inputs.negative:
-        return inputs.negative[row]
-    ids = inputs.prompts[row].ids
-    if ids is None or ids[-1] >= vocabulary:
-        raise RequestError(
-            "guidance_scale needs something to guide away from",
-            wanted="negative_prompt_ids, or a prompt given as ids",
-            got="inputs_embeds only" if ids is None else f"a prompt that ends with id {ids[-1]}",
-            do="Pass negative_prompt_ids",
-        )
-    return Prompt(ids=ids[-1:])

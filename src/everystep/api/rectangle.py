@@ -37,7 +37,6 @@ from everystep.outputs import (
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
 )
-from everystep.strategies import Beam
 from everystep.streamers import Delivery, Wording
 from everystep.types import Event, Finished, Group
 
@@ -237,7 +236,7 @@ def _output(
 ) -> Any:
     """The output object of the reference for this kind of model and strategy, with our extras."""
     e, inputs, tokenizer = call.options.effective, call.inputs, call.options.tokenizer
-    beams = isinstance(call.strategy, Beam)
+    beams = not call.strategy.streams  # then it keeps paths of beams
     # Rows that have ended wait for the last one, which may catch up on them with drafts.
     steps = slice(None if beams else max(len(done.tokens) for done in finished))
     pads = np.repeat(np.array(inputs.margins), call.kept_rows)

@@ -133,8 +133,8 @@ class Run:
         given = len([one for one in self._given if one < len(tokens)])
         request = rules.request(self.model, given, name)
         strategy: Any = Sample() if isinstance(request.strategy, Sample) else Greedy()
-        if isinstance(request.strategy, Beam):
-            strategy = replace(request.strategy, width=1, returns=1, searches=1)
+        if request.strategy.reads.scores == "log_probs":
+            strategy = Beam(width=1)
         request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
         every: list[Any] = [*self._group.live, *self._group.done]
         lineage = next((one.lineage for one in every if one.index == index), 0)

@@ -85,9 +85,12 @@ class Sight:
         something."""
         request, found = self.request, []
         given = self._scored.given.select(self._rows)
-        scores = mixed(request, given, [one[self._rows] for one in self._scored.beside])
+        beside, early = self._scored.beside, self._scored.early
+        early = None if early is None else early[:, self._rows]
+        scores = mixed(request, given, [one[self._rows] for one in beside], early)
         if scores is not given:
-            name = "guidance" if request.readout is not None else "log_softmax"
+            readout = request.readout
+            name = "log_softmax" if readout is None else type(readout).__name__.lower()
             found.append(ScoreChange(name, given.values, scores.values))
         rows, sources = self._prefixes()
         for processor in request.processors:

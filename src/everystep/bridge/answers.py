@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,6 +33,15 @@ def answer_of(output: Any, block: Block, row: int, sheet: Sheet) -> Answer:
             crossed = _shown(output, "cross_attentions")
             across = tuple(layer[row, :, own, :read] for layer in crossed)
     return Answer(hidden, layers, attentions, across)
+
+
+def early_of(
+    output: Any, layers: Sequence[int], row: int, count: int, head: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """(layers, count, V) what the head makes of the last positions of a row before some layers."""
+    found = _shown(output, "hidden_states")
+    states = torch.stack([found[layer][row, found[layer].shape[1] - count :] for layer in layers])
+    return head(states)
 
 
 def _shown(output: Any, name: str) -> Sequence[Tensor]:

@@ -134,7 +134,7 @@ def kind_of(extra: Extra | None) -> tuple[object, ...] | None:
         for one in extra.inputs
         if one.name != "embeds"
     )
-    wants = (extra.hidden or extra.layers, extra.attentions)
+    wants = (extra.hidden or extra.layers or bool(extra.early), extra.attentions)
     brings = (axes_of(extra), embeds, named, extra.mask is not None, bool(extra.adapters))
     return (*brings, *wants)
 
@@ -201,7 +201,7 @@ def arguments(block: Block, sheet: Sheet, foreign: Foreign, findings: Findings) 
     if (adapters := block.names()) is not None:
         given["adapter_names"] = adapters
     first = block.extras[0]
-    if first.hidden or first.layers:
+    if first.hidden or first.layers or first.early:
         given["output_hidden_states"] = True
     if first.attentions:
         given["output_attentions"] = True

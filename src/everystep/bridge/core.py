@@ -35,10 +35,12 @@ _KNOWN: WeakKeyDictionary[nn.Module, Findings] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`width`: the size of its embeddings. `vocab_size`: the width of its logits."""
+    """`width`: the size of its embeddings. `vocab_size`: the width of its logits. `tied`: whether
+    the head is the table of embeddings."""
 
     width: int
     vocab_size: int
+    tied: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +73,7 @@ class ForeignModel:
             _KNOWN[module] = examine(self.foreign)
         self.findings = _KNOWN[module]
         width = self.foreign.table.shape[1]
-        shape = Shape(width, self.findings.vocab_size)
+        shape = Shape(width, self.findings.vocab_size, self.foreign.tied)
         stores = self.findings.stores
         self.network = ForeignNetwork(shape, stores, self.foreign.encodes, self.foreign)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everystep.bridge.answers import answer_of
+from everystep.bridge.answers import answer_of, early_of
 from everystep.bridge.calls import Block, arguments, kind_of, step_of
 from everystep.bridge.findings import Findings
 from everystep.bridge.foreign import Foreign
@@ -70,6 +70,7 @@ class ForeignExecutor:
         able |= {"mask"} if findings.masks else set()
         able |= {"past"} if findings.exports else set()
         able |= {"encoder"} if foreign.encodes else set()
+        able |= {"early"} if findings.several and foreign.head and not foreign.encodes else set()
         able |= self.inputs.keys()
         able |= {"positions"} if foreign.positions else set()
         if "inputs_embeds" in foreign.names and not foreign.encodes:
@@ -242,6 +243,10 @@ class ForeignExecutor:
             place.length += int(work.counts[feed])
             if feed in work.extras:
                 answers[feed] = answer_of(output, block, index, sheet)
+                early, head = work.extras[feed].early, self._foreign.head
+                if early and head is not None:
+                    states = early_of(output, early, index, int(work.logits[feed]), head)
+                    answers[feed] = replace(answers[feed], early=states)
         logits: Tensor = output.logits
         return logits
 

@@ -73,6 +73,17 @@ class Foreign:
         return cast(Tensor, weight)
 
     @property
+    def head(self) -> Callable[[Tensor], Tensor] | None:
+        """What makes logits of hidden states, where the module names it."""
+        found: Any = getattr(self.base, "get_output_embeddings", lambda: None)()
+        return cast("Callable[[Tensor], Tensor] | None", found)
+
+    @property
+    def tied(self) -> bool:
+        """Whether that reads the table of embeddings."""
+        return getattr(self.head, "weight", None) is self.table
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The adapters that a row can ask for by name."""
         takes = getattr(self.module, "special_peft_forward_args", ())

@@ -48,7 +48,7 @@ class CacheContext:
         weighed = [feed.index for feed in self.plan.feeds if feed.weights]
         self.attentions: dict[int, list[Tensor]] = {index: [] for index in weighed}
         self.cross_attentions: dict[int, list[Tensor]] = {index: [] for index in weighed}
-        layers = any(extra.layers for extra in work.extras.values())
+        layers = any(extra.layers or extra.early for extra in work.extras.values())
         self.kept: list[Tensor] | None = [] if layers else None
 
     def keep(self, hidden: Tensor) -> None:

@@ -90,6 +90,10 @@ def _groups(values: Values) -> bool:
     return (values["num_beam_groups"] or 1) != 1
 
 
+def _contrasting(values: Values) -> bool:
+    return _one_beam(values) and (_highest(values["top_k"]) or 0) > 1
+
+
 def _highest(value: Any) -> Any:
     """The value, or the highest of one per row."""
     return max(value) if isinstance(value, list) else value
@@ -260,6 +264,13 @@ _SINGLE = (
         "when sampling",
         "Set do_sample=False, or leave {name} out",
         given=_truthy,
+    ),
+    _impossible(
+        "penalty_alpha",
+        "dola_layers",
+        _both(_truthy("penalty_alpha"), _greedy, _truthy("dola_layers"), _contrasting),
+        "contrastive search does not contrast layers",
+        "Leave penalty_alpha or dola_layers out",
     ),
     _impossible(
         "prompt_lookup_num_tokens",

@@ -2,6 +2,7 @@
 
 from everystep.engine.audit import audit
 from everystep.engine.batches import Guidance
+from everystep.engine.dola import DoLa
 from everystep.engine.drafting import DraftModel, PromptLookup
 from everystep.engine.engine import Engine
 from everystep.engine.prefixes import Reuse
@@ -11,6 +12,7 @@ from everystep.engine.schedule import Continuous, Lockstep, Turns
 __all__ = [
     "Beginning",
     "Continuous",
+    "DoLa",
     "DraftModel",
     "Engine",
     "Guidance",

@@ -9,7 +9,7 @@ drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from everystep.types import (
 )
 from everystep.types.batch import Check
 from everystep.types.candidates import Candidates
+from everystep.types.protocols import InRounds
 
 History = tuple[Tensor, ...]
 """The scores that a call chose from, (R, V) per step, for criteria that want to read them."""
@@ -56,8 +57,9 @@ class Guidance:
     """
 
     scale: float
+    layers: ClassVar[tuple[int, ...]] = ()
 
-    def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
+    def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
         """(R, V) logits of the sequences and of their one companion -> (R, V)."""
         return guided(logits, companions[0], self.scale)
 
@@ -90,8 +92,9 @@ class Scored:
     `sequences`: S of them; `group_of` (S,): the index of the group of each; `first` (S,): the first
     row of each.
     `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
-    reported. `given`: the same as scores; `beside`: (R, V) logits of each companion. `shown`: the
-    scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
+    reported. `given`: the same as scores; `beside`: (R, V) logits of each companion; `early`:
+    (n, R, V) those of the layers that the readout names. `shown`: the scores of all steps, for
+    criteria. `sequels`: what hooks say, if there are any.
     """
 
     batch: Batch
@@ -104,6 +107,7 @@ class Scored:
     beside: list[Tensor]
     scores: Scores
     shown: History
+    early: Tensor | None = None
     sequels: Sequels | None = None
 
     @property
@@ -118,7 +122,24 @@ class Scored:
 
     def pick(self, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """What the strategy reduces the scores to in its next round."""
-        return self.groups[0].request.strategy.pick(self.batch, self.scores, earlier)
+        strategy = self.groups[0].request.strategy
+        if strategy.rounds > 1:
+            self._process(cast(InRounds, strategy), earlier)
+        return strategy.pick(self.batch, self.scores, earlier)
+
+    def _process(self, strategy: InRounds, earlier: Picked) -> None:
+        """The rows that choose in this round are processed now, when it is known what was chosen
+        before them."""
+        rows, chosen = strategy.turn(self.batch, earlier)
+        sequences = [self.batch.sequences[r] for r in rows.tolist()]
+        lengths = np.array([sequence.visible for sequence in sequences], dtype=np.int64)
+        every = self.scores.values
+        at = torch.from_numpy(rows).to(every.device)
+        if any(sequence.request.processors for sequence in sequences):
+            seen = Rows(self.batch.table, sequences, lengths, chosen)
+            every[at] = apply(seen, Scores.of(every[at]), owned=True).whole().values
+        for row in rows.tolist() if self.sequels is not None else ():
+            self.sequels.force(every, row)
 
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
@@ -161,14 +182,17 @@ def score(
     ]
     logits, given = _read(groups, rows, output, feeds)
     beside = [_take(output.logits, one) for one in rows[1:]]
-    scores = mixed(request, given, beside)
-    if any(group.request.processors for group in groups):
+    fed = [sources[s] for s in owner] if drafted else sources
+    early = _early(fed, place, drafts, owner, output, feeds) if _reads_layers(request) else None
+    scores = mixed(request, given, beside, early)
+    if request.strategy.rounds > 1:  # each processes its own rows
+        scores = Scores.of(scores.whole().values.clone())
+    elif any(group.request.processors for group in groups):
         visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
         seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
         scores = apply(seen, scores, owned=scores is not given)
     sequels = None
     if any(group.request.hooks for group in groups):
-        fed = [sources[s] for s in owner] if drafted else sources
         sequels = Sequels(feeds, output, follow, fed, place, logits, scores)
         scores = sequels.settle()
     shown: History = ()
@@ -192,7 +216,18 @@ def score(
     )
     first = [row for row, i in enumerate(place) if i == 0]
     return Scored(
-        batch, sequences, group_of, drafts, first, logits, given, beside, scores, shown, sequels
+        batch,
+        sequences,
+        group_of,
+        drafts,
+        first,
+        logits,
+        given,
+        beside,
+        scores,
+        shown,
+        early,
+        sequels,
     )
 
 
@@ -257,12 +292,35 @@ def _read(
     return logits, Scores.of(logits, totals)
 
 
-def mixed(request: Request, given: Scores, beside: list[Tensor]) -> Scores:
-    """What is to be processed of R rows, of which the (R, V) logits of companions stand `beside`;
-    the given scores themselves where nothing is to be done to them."""
+def _reads_layers(request: Request) -> bool:
+    return request.readout is not None and bool(request.readout.layers)
+
+
+def _early(
+    fed: list[Sequence],
+    place: list[int],
+    drafts: list[np.ndarray],
+    owner: list[int],
+    output: StepOutput,
+    feeds: Feeds,
+) -> Tensor:
+    """(n, R, V) what earlier layers say of R rows, each a place among the last ones of its feed."""
+    found = []
+    for source, i, s in zip(fed, place, owner, strict=True):
+        early = cast(Tensor, output.answers[feeds.feed_of[id(source)]].early)
+        found.append(early[:, early.shape[1] - 1 - len(drafts[s]) + i])
+    return torch.stack(found, dim=1)
+
+
+def mixed(
+    request: Request, given: Scores, beside: list[Tensor], early: Tensor | None = None
+) -> Scores:
+    """What is to be processed of R rows, of which the (R, V) logits of companions stand `beside`,
+    and (n, R, V) those of `early` layers; the given scores themselves where nothing is to be done
+    to them."""
     found = given
     if request.readout is not None:
-        found = Scores.of(request.readout.mix(given.values, beside))
+        found = Scores.of(request.readout.mix(given.values, beside, early))
     return found.log_probs() if request.strategy.reads.scores == "log_probs" else found
 
 

@@ -182,16 +182,17 @@ class Feeds:
         request = source.request
         wants = request.wants
         layers, attentions = (chooses and wants.layers), (chooses and wants.attentions)
+        early = request.readout.layers if chooses and request.readout is not None else ()
         if chooses and request.hooks:
             hidden |= any("hidden" in hook.reads for hook in request.hooks)
-        if not (prompt.brings or request.adapters or hidden or layers or attentions or given):
+        wanted = (hidden, layers, attentions)
+        if not (prompt.brings or request.adapters or any(wanted) or early or given):
             return None
         span = Span(prompt, start, count)
         inputs, positions, mask = span.inputs(self.declared), span.positions(), span.mask()
         if given:
             inputs = overlaid(inputs, given)
-        wanted = (hidden, layers, attentions)
-        return Extra(inputs, positions, mask, request.adapters, *wanted, span.whole())
+        return Extra(inputs, positions, mask, request.adapters, *wanted, span.whole(), early)
 
     def ask_prompt(self, group: Group, sequence: Sequence, count: int) -> int:
         """How many rows before those of its choice say how likely the prompt is."""

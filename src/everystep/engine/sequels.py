@@ -66,9 +66,15 @@ class Sequels:
                 if values is None:
                     values = self.scores.whole().values.clone()
                     self.scores = Scores.of(values)
-                values[r] = -torch.inf
-                values[r, state.forced[0]] = 0.0
+                self.force(values, r)
         return self.scores
+
+    def force(self, values: Tensor, row: int) -> None:
+        """Lets a forced token stand alone in its row of the (R, V) scores, with 0."""
+        state = self.states[row]
+        if state is not None and state.forced:
+            values[row] = -torch.inf
+            values[row, state.forced[0]] = 0.0
 
     def ended(
         self, parents: np.ndarray, tokens: np.ndarray, reasons: list[FinishReason | None]

@@ -21,9 +21,9 @@ class Executor(Protocol):
     vocab_size: int
     device: torch.device
     abilities: frozenset[str]
-    """Of "truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions",
-    "encoder", "past", "adapters" and "best", the names of the inputs that its model declares, and
-    an `adapter_ability` for each adapter that it holds.
+    """Of "truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "early",
+    "attentions", "encoder", "past", "adapters" and "best", the names of the inputs that its model
+    declares, and an `adapter_ability` for each adapter that it holds.
 
     "truncate": what the last feed of a row wanted logits of can be taken back, one position after
     another, and so can everything at once (to 0). To go back further, the row is freed and fed

@@ -7,6 +7,7 @@ where they are wanted. The executor chooses nothing and waits for the device now
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -68,6 +69,8 @@ class TorchExecutor:
         able.update(one.name for one in network.inputs)
         if not self.cache.forgets:
             able.add("cut")
+        if not network.encodes:
+            able.add("early")
         if isinstance(network, Decoder):
             able.update({"adapters", *map(adapter_ability, self._adapters)})
         # Models with an encoder have relative positions only, recurrent layers none at all.
@@ -162,10 +165,14 @@ class TorchExecutor:
         """What feeds want beyond logits; each from its own positions alone."""
         answers = {}
         for f, extra in work.extras.items():
-            if extra.hidden or extra.layers or extra.attentions:
+            if extra.hidden or extra.layers or extra.attentions or extra.early:
                 first = int(context.plan.begins[f])
                 span = slice(first, first + int(work.counts[f]))
                 answers[f] = self._answer(f, extra, span, context, hidden)
+                if extra.early and context.kept is not None:
+                    read = slice(span.stop - int(work.logits[f]), span.stop)
+                    states = torch.stack([context.kept[layer][read] for layer in extra.early])
+                    answers[f] = replace(answers[f], early=self._network.head(states))
         return answers
 
     def _answer(

@@ -17,6 +17,7 @@ from everystep.config.kinds import NUMBER, POSITIVE, SIZE, integer, number, requ
 from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.stacking import Parameter
+from everystep.types import Rows
 
 
 def guided(logits: Tensor, other: Tensor, scale: float) -> Tensor:
@@ -153,15 +154,19 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
 
     def __call__(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | Rows,
         scores: Tensor,
         current_tokens: Tensor | None = None,
         beam_group_idx: int = 0,
     ) -> Tensor:
         """(R, V) scores of one group's beams -> (R, V).
 
-        `current_tokens`: (batch * num_beams,) what each beam has chosen in this step so far.
+        `current_tokens`: (batch * num_beams,) what each beam has chosen in this step so far; rows
+        of the engine's say that themselves.
         """
+        if isinstance(input_ids, Rows):
+            beside = input_ids.chosen
+            return scores if beside is None else self._lowered(scores, torch.from_numpy(beside))
         size = self.num_beams // self.num_beam_groups
         start = beam_group_idx * size
         if start == 0:
@@ -169,7 +174,10 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         require(current_tokens is not None, "current_tokens", "a token per beam", None)
         earlier = current_tokens.view(-1, self.num_beams)[:, :start]  # type: ignore[union-attr]
         width = min(start + size, self.num_beams) - start
-        counts = torch.zeros(len(earlier), scores.shape[-1], dtype=torch.int64)
-        counts.scatter_add_(1, earlier.cpu(), torch.ones_like(earlier, device="cpu"))
-        lost = self.diversity_penalty * counts.to(scores.device)
-        return scores - lost.repeat_interleave(width, dim=0)
+        return self._lowered(scores, earlier.repeat_interleave(width, dim=0))
+
+    def _lowered(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """(R, V) scores without what the (R, n) chosen tokens cost."""
+        counts = torch.zeros(scores.shape, dtype=torch.int64)
+        counts.scatter_add_(1, chosen.cpu(), torch.ones_like(chosen, device="cpu"))
+        return scores - self.diversity_penalty * counts.to(scores.device)

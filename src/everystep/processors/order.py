@@ -19,7 +19,10 @@ from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingC
 from everystep.errors import RequestError
 from everystep.processors import bias, length, repetition, warpers
 from everystep.processors.base import UserProcessor, reads_rows
-from everystep.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from everystep.processors.guidance import (
+    HammingDiversityLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from everystep.processors.samplers import DynamicTemperature, Mirostat, TopNSigma, Xtc
 from everystep.processors.stacking import at_row
 from everystep.processors.synthid import SynthIDTextWatermarkLogitsProcessor
@@ -86,6 +89,11 @@ def _encoder(kind: Any, value: Any, values: Values, facts: Facts) -> Processor |
 
 def _logit_bias(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
     return kind(tuple(value.items()))
+
+
+def _diversity(kind: Any, value: Any, values: Values, facts: Facts) -> Processor | None:
+    groups = values["num_beam_groups"] or 1
+    return kind(value, facts.beams, groups) if groups > 1 else None
 
 
 def _occurrence(kind: Any, value: Any, values: Values, facts: Facts) -> Processor:
@@ -186,6 +194,7 @@ Slots = dict[type, tuple[Maker, *tuple[str, ...]]]
 BEFORE: Slots = {
     bias.SequenceBiasLogitsProcessor: (_alone, "sequence_bias"),
     bias.LogitBias: (_logit_bias, "logit_bias"),
+    HammingDiversityLogitsProcessor: (_diversity, "diversity_penalty"),
     repetition.EncoderRepetitionPenaltyLogitsProcessor: (_encoder, "encoder_repetition_penalty"),
     repetition.RepetitionPenaltyLogitsProcessor: (_alone, "repetition_penalty"),
     repetition.OccurrencePenalty: (_occurrence, "presence_penalty", "frequency_penalty"),

@@ -2,12 +2,16 @@
 
 from everystep.strategies.base import Reads, strategy, strategy_named, strategy_names
 from everystep.strategies.beam import Beam
+from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.contrastive import Contrastive
+from everystep.strategies.diverse import DiverseBeam
 from everystep.strategies.single import Greedy, Sample, continue_each, in_order
 
 __all__ = [
     "Beam",
+    "ConstrainedBeam",
     "Contrastive",
+    "DiverseBeam",
     "Greedy",
     "Reads",
     "Sample",

@@ -1,11 +1,8 @@
-"""Beam search, beam sampling and diverse beams: the best or the drawn continuations of all beams.
+"""Beam search and beam sampling: the best or the drawn continuations of all beams.
 
-A request is one search over `width` beams, or several over equal shares of them that choose one
-after another, each away from what the earlier ones chose (diverse beams). Scores accumulate in
-float32 and every ranking is a `topk` over the same layout as the reference's, so that ties are
-broken alike. Sources: the reference's vectorised `_beam_search`; Vijayakumar et al. 2018 for
-diverse beams. One difference: there the batch ends together, here each request ends when its own
-result can no longer change.
+Scores accumulate in float32 and every ranking is a `topk` over the same layout as the reference's,
+so that ties are broken alike. Source: the reference's vectorised `_beam_search`. One difference:
+there the batch ends together, here each request ends when its own result can no longer change.
 """
 
 from __future__ import annotations
@@ -34,9 +31,7 @@ class Beam:
 
     `eos_count`: how many end tokens the request has; (1 + eos_count), at least two, candidates are
     ranked for every beam, so that all can go on. `max_new`: the most tokens a hypothesis can have
-    (for `early_stopping="never"`). `sampled`: candidates are drawn without replacement. `searches`:
-    into how many searches the beams are divided; a token loses `diversity` for every earlier search
-    that chose it in the same step.
+    (for `early_stopping="never"`). `sampled`: candidates are drawn without replacement.
     """
 
     width: int
@@ -46,29 +41,18 @@ class Beam:
     eos_count: int = 1
     max_new: int = 2**31
     sampled: bool = False
-    searches: int = 1
-    diversity: float = 0.0
     streams: ClassVar[bool] = False
-
-    @property
-    def rounds(self) -> int:
-        return self.searches
+    rounds: ClassVar[int] = 1
 
     @cached_property
     def reads(self) -> Reads:
-        """All ranked candidates may come from one beam; draws and penalties look at all tokens."""
-        whole = self.sampled or self.searches > 1
-        return Reads("log_probs", best=0 if whole else self.ranked)
-
-    @cached_property
-    def beams(self) -> int:
-        """How many beams a search has."""
-        return self.width // self.searches
+        """All ranked candidates may come from one beam; draws look at all tokens."""
+        return Reads("log_probs", best=0 if self.sampled else self.ranked)
 
     @cached_property
     def ranked(self) -> int:
-        """How many candidates of a search are looked at."""
-        return max(2, 1 + self.eos_count) * self.beams
+        """How many candidates are looked at."""
+        return max(2, 1 + self.eos_count) * self.width
 
     def horizon(self, length: int) -> int:
         """The length at which a running beam of `length` tokens is judged."""
@@ -76,17 +60,13 @@ class Beam:
         return self.max_new if late else length
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(G, ranked) accumulated scores of one search per request, and flat indices beams * V."""
+        """(G, ranked) accumulated scores per request, and flat indices W * V."""
         enough = scores.values.shape[1] >= min(self.ranked, scores.vocabulary)
         if self.reads.best and scores.tokens is not None and scores.rest is not None and enough:
             return self._pick_listed(batch, scores.values.numpy(), scores.tokens.numpy())
         values = scores.whole().values
         running = torch.from_numpy(self._running(batch)).to(values)[:, None]
-        if self.searches > 1:
-            own = self._beams_of(batch, len(earlier))
-            penalty = self._penalty(batch, values, earlier)
-            values, running = values[own] - penalty.repeat_interleave(self.beams, 0), running[own]
-        total = (values + running).reshape(len(batch.groups), -1)  # (G, beams * V)
+        total = (values + running).reshape(len(batch.groups), -1)  # (G, W * V)
         if not self.sampled:
             return tuple(torch.topk(total, self.ranked))
         drawn = batch.draws.choose_without_replacement(
@@ -106,69 +86,52 @@ class Beam:
         return torch.from_numpy(total[groups, order]), torch.from_numpy(flat)
 
     def _running(self, batch: Batch) -> np.ndarray:
-        """(S,) float32 accumulated scores; of equal siblings only the first of a search counts."""
+        """(S,) float32 accumulated scores; of equal siblings only the first counts."""
         running = np.array([s.score for s in batch.sequences], dtype=np.float32)
         for g, group in enumerate(batch.groups):
             if not group.opened:
-                own = running[g * self.width : (g + 1) * self.width].reshape(self.searches, -1)
-                own[:, 1:] = _NEVER
+                running[g * self.width + 1 : (g + 1) * self.width] = _NEVER
         return running
 
-    def _beams_of(self, batch: Batch, search: int) -> Tensor:
-        """(G * beams,) the rows of one search of every request."""
-        first = np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
-        return torch.from_numpy((first + np.arange(self.beams)).ravel())
-
-    def _penalty(self, batch: Batch, scores: Tensor, earlier: Picked) -> Tensor:
-        """(G, V) what each token loses for the earlier searches that chose it."""
-        counts = np.zeros((len(batch.groups), batch.vocabulary), np.float32)
-        for search, picked in enumerate(earlier):
-            found, groups = self._candidates(batch, (picked,), [search]), np.arange(len(counts))
-            np.add.at(counts, (groups[:, None], found.token[groups[:, None], found.ranks]), 1.0)
-        return torch.from_numpy(counts * np.float32(self.diversity)).to(scores)
-
-    def _candidates(self, batch: Batch, picked: Picked, searches: list[int]) -> RankedBeams:
-        """What was picked in the given searches, request by request, as N = G * len(searches)."""
-        scores = np.stack([one[0] for one in picked], axis=1).reshape(-1, self.ranked)
-        flat = np.stack([one[1] for one in picked], axis=1).reshape(-1, self.ranked)
+    def _candidates(self, batch: Batch, picked: Picked) -> RankedBeams:
+        """What was picked, request by request."""
+        scores, flat = picked[0]
         first = np.arange(len(batch.groups))[:, None] * self.width
-        first = (first + np.array(searches) * self.beams).reshape(-1, 1)
         parent, token = flat // batch.vocabulary + first, flat % batch.vocabulary
         drawn = flat >= 0
         parent, token = np.where(drawn, parent, first), np.where(drawn, token, 0)
         reasons = batch.stops(parent.ravel(), token.ravel())
         ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)
-        going, ranks = _top(np.where(ended, scores + _NEVER, scores), self.beams)
+        going, ranks = _top(np.where(ended, scores + _NEVER, scores), self.width)
         whole = np.logical_and.reduce(drawn, axis=1)
         return RankedBeams(scores, parent, token, ended, reasons, going, ranks, whole)
 
     def select(self, batch: Batch, picked: Picked) -> Children:
-        """Candidates that end are banked, the best others go on; all searches at once."""
-        found = self._candidates(batch, picked, [*range(self.searches)])
-        lengths = [s.generated + 1 for s in batch.sequences[:: self.beams]]
+        """Candidates that end are banked, the best others go on."""
+        found = self._candidates(batch, picked)
+        lengths = [s.generated + 1 for s in batch.sequences[:: self.width]]
         power = _divisors([length**self.length_penalty for length in lengths])
         horizon = _divisors([self.horizon(n) ** self.length_penalty for n in lengths])
         final = found.scores / power
-        empty = BeamBank.empty(self.searches, self.beams)
+        empty = BeamBank.empty(self.width)
         before = BeamBank.joined([group.state or empty for group in batch.groups])
         bank, search, rank, serial = before.enter(final, found.ended, lengths, self)
         bank, settled = bank.settle(found.going[:, :1] / horizon, found.ended, self)
-        lost = np.logical_or.reduce((~found.drawn).reshape(-1, self.searches), axis=1)
-        over = np.logical_and.reduce(settled.reshape(-1, self.searches), axis=1) & ~lost
+        lost = ~found.drawn
+        over = settled & ~lost
         stays = ~over | [group.request.linger for group in batch.groups]
-        live = stays.repeat(self.searches).nonzero()[0]  # searches that go on
+        live = stays.nonzero()[0]  # requests that go on
         finish = [found.reasons[place] for place in (search * self.ranked + rank).tolist()]
         finish += [
-            undrawable() if gone else None
-            for gone in lost.repeat(self.width).reshape(-1, self.beams)[live].ravel().tolist()
+            undrawable() if gone else None for gone in lost[live].repeat(self.width).tolist()
         ]
-        places = live[:, None] % self.searches * self.beams + np.arange(self.beams)
-        owner = np.concatenate([search, live.repeat(self.beams)])
+        places = np.tile(np.arange(self.width), len(live))
+        owner = np.concatenate([search, live.repeat(self.width)])
         ranks = np.concatenate([rank, found.ranks[live].ravel()])
         parents = found.parent[owner, ranks]
         states = held = None
         if bank is not before:
-            states = bank.of_requests(self.searches)
+            states = bank.of_requests()
             held = [frozenset(own.serials.ravel().tolist()) for own in states]
         return Children(
             parents,
@@ -177,7 +140,7 @@ class Beam:
             np.concatenate([final[search, rank], found.going[live].ravel()]).astype(np.float64),
             finish,
             memo=self._paths(batch, parents),
-            index=np.concatenate([np.zeros_like(search), places.ravel()]),
+            index=np.concatenate([np.zeros_like(search), places]),
             serial=np.concatenate([serial, np.full(places.size, -1)]),
             settled=tuple(over.nonzero()[0].tolist()),
             states=states,
@@ -206,7 +169,7 @@ class Beam:
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The live beams that can still get among the `returns` best, and those finished."""
         best = self.best(group)[: self.returns]
-        processed = bool(group.request.processors) or self.searches > 1
+        processed = bool(group.request.processors)
         if len(best) < self.returns:
             # Bans may leave too few beams to end, and then a result is empty.
             few = [_NOTHING] if processed or group.settled else []
@@ -227,7 +190,7 @@ class Beam:
 
 class RankedBeams(NamedTuple):
     """What N searches chose from: (N, ranked) `scores`, `parent` (in the batch), `token`, `ended`;
-    `reasons`, flat; (N, beams) scores and ranks of those that go on; (N,) whether all were drawn.
+    `reasons`, flat; (N, W) scores and ranks of those that go on; (N,) whether all were drawn.
     """
 
     scores: np.ndarray
@@ -252,14 +215,14 @@ class BeamBank:
     open: np.ndarray
 
     @classmethod
-    def empty(cls, searches: int, beams: int) -> BeamBank:
+    def empty(cls, width: int) -> BeamBank:
         """Before anything has ended."""
-        places = (searches, beams)
+        places = (1, width)
         return cls(
             np.full(places, _NEVER, np.float32),
             np.zeros(places, bool),
             np.full(places, -1),
-            np.ones((searches, 1), bool),
+            np.ones((1, 1), bool),
         )
 
     @classmethod
@@ -267,10 +230,10 @@ class BeamBank:
         """The banks of several requests as one."""
         return cls(*map(np.concatenate, zip(*(bank._arrays for bank in banks), strict=True)))
 
-    def of_requests(self, searches: int) -> list[BeamBank]:
+    def of_requests(self) -> list[BeamBank]:
         """The bank of each request."""
-        firsts = range(0, len(self.scores), searches)
-        return [BeamBank(*(one[n : n + searches] for one in self._arrays)) for n in firsts]
+        firsts = range(len(self.scores))
+        return [BeamBank(*(one[n : n + 1] for one in self._arrays)) for n in firsts]
 
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
@@ -297,7 +260,6 @@ class BeamBank:
         groups = np.arange(len(final))[:, None]
         # No two candidates of a request get the same number: every step has another length.
         serials = np.array(lengths)[:, None] * beam.ranked + place
-        serials = serials * beam.searches + groups % beam.searches
         merged = np.concatenate([self.scores, np.where(just, final, final + _NEVER)], axis=1)
         best_scores, best = _top(merged, width)
         filled = np.concatenate([self.filled, just], axis=1)[groups, best]

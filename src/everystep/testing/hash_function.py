@@ -88,6 +88,12 @@ class HashFunction:
         values = noise.astype(np.float32) * np.float32(2.0**-18)
         return torch.from_numpy(values + favoured * np.float32(_FAVOURED))
 
+    def early(self, states: np.ndarray, layer: int) -> Tensor:
+        """(R,) states -> (R, V) float32 logits that an earlier layer would have given."""
+        salted = mix(states ^ np.uint64(mix_one(layer + 1)))
+        noise = mix(salted[:, None] ^ self._token_salts) >> np.uint64(44)
+        return torch.from_numpy(noise.astype(np.float32) * np.float32(2.0**-18))
+
     def hidden(self, states: np.ndarray, layer: int = 0) -> Tensor:
         """(R,) states -> (R, E) float32 in [-1, 1), a different one for every layer."""
         salts = np.arange(1, self.embed_dim + 1, dtype=np.uint64) * np.uint64(_MIX_2)

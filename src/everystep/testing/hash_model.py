@@ -15,7 +15,10 @@ from everystep.testing.strict import Feed, Row, StrictExecutor, require
 from everystep.types import Answer, InputSpec
 
 ABILITIES = frozenset(
-    {"truncate", "cut", "embeds", "positions", "mask", "hidden", "layers", "attentions", "encoder"}
+    {
+        *("truncate", "cut", "embeds", "positions", "mask"),
+        *("hidden", "layers", "early", "attentions", "encoder"),
+    }
 )
 LAYERS = 2
 HEADS = 2
@@ -85,7 +88,12 @@ class HashExecutor(StrictExecutor):
             hidden(states) if extra.hidden else None,
             tuple(hidden(states, n) for n in range(LAYERS, -1, -1)) if extra.layers else None,
             self._attentions(row, feed) if extra.attentions else None,
+            early=self._early(states[len(states) - feed.logits :], extra.early),
         )
+
+    def _early(self, states: np.ndarray, layers: tuple[int, ...]) -> Tensor | None:
+        found = [self.function.early(states, layer) for layer in layers]
+        return torch.stack(found) if found else None
 
     def _attentions(self, row: Row, feed: Feed) -> tuple[Tensor, ...]:
         hidden = self.function.hidden(row.parts[1])

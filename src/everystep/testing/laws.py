@@ -27,7 +27,7 @@ Results = dict[str, list[Hypothesis]]
 Executors = Callable[[Mix, int | None], Executor]
 
 
-# The first nine count mixes, the others happenings.
+# The first eleven count mixes, the others happenings.
 FLOORS = {
     "mixes": 2_000,
     "beams": 400,
@@ -36,6 +36,8 @@ FLOORS = {
     "contrastive": 200,
     "guidance": 300,
     "diverse": 100,
+    "constrained": 60,
+    "dola": 200,
     "draft_models": 100,
     "hooks": 400,
     "preemptions_in_decode": 500,

@@ -84,19 +84,26 @@ class NumpyExecutor(StrictExecutor):
             hidden, weights = self._layer(index, hidden, feed.positions, row, mask)
             layers.append(hidden)
             attentions.append(weights)
+        first, early = feed.count - feed.logits, feed.extra.early
+        seen = [torch.from_numpy(self._head(layers[layer][first:])) for layer in early]
         last = layers[-1] = self._norm("norm", hidden)
         answer = Answer(
             torch.from_numpy(last) if feed.extra.hidden else None,
             tuple(map(torch.from_numpy, layers)) if feed.extra.layers else None,
             tuple(map(torch.from_numpy, attentions)) if feed.extra.attentions else None,
+            early=torch.stack(seen) if seen else None,
         )
-        return torch.from_numpy(self._logits(last[feed.count - feed.logits :])), answer
+        return torch.from_numpy(self._logits(last[first:])), answer
 
     def _logits(self, hidden: np.ndarray) -> np.ndarray:
         """Normalised hidden states (R, E) -> (R, V)."""
+        return _capped(self._head(hidden), self._spec.final_softcap)
+
+    def _head(self, hidden: np.ndarray) -> np.ndarray:
+        """Hidden states (R, E) -> (R, V)."""
         weight = self._weights["embed" if self._spec.tied else "head.weight"]
-        logits = hidden @ weight.T + self._weights.get("head.bias", 0.0)
-        return _capped(logits, self._spec.final_softcap)
+        logits: np.ndarray = hidden @ weight.T + self._weights.get("head.bias", 0.0)
+        return logits
 
     def _layer(
         self,

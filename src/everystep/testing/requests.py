@@ -17,19 +17,33 @@ import torch
 from torch import Tensor
 
 from everystep.draws import SeededDraws
-from everystep.engine import DraftModel, Guidance, PromptLookup, Reuse
+from everystep.engine import DoLa, DraftModel, Guidance, PromptLookup, Reuse
+from everystep.processors.guidance import HammingDiversityLogitsProcessor
 from everystep.processors.repetition import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 from everystep.processors.warpers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from everystep.stops.ends import EosToken, MaxLength
-from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies import (
+    Beam,
+    ConstrainedBeam,
+    Contrastive,
+    DiverseBeam,
+    Greedy,
+    Sample,
+)
+from everystep.strategies.classic import BankedBeams
+from everystep.strategies.constraints import (
+    Constraint,
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+)
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
 from everystep.types import Injected, Prompt, Request
-from everystep.types.protocols import Drafter, Hook
+from everystep.types.protocols import Drafter, Strategy
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -73,13 +87,15 @@ def kinds(request: Request) -> list[str]:
     strategy = request.strategy
     sampled = isinstance(strategy, Sample) or (isinstance(strategy, Beam) and strategy.sampled)
     named = {
-        "beams": isinstance(strategy, Beam),
-        "diverse": isinstance(strategy, Beam) and strategy.searches > 1,
+        "beams": isinstance(strategy, Beam | BankedBeams),
+        "diverse": isinstance(strategy, DiverseBeam),
+        "constrained": isinstance(strategy, ConstrainedBeam),
+        "dola": isinstance(request.readout, DoLa),
         "sampling": sampled,
         "speculation": request.drafter is not None,
         "draft_models": isinstance(request.drafter, DraftModel),
         "contrastive": isinstance(strategy, Contrastive),
-        "guidance": request.readout is not None,
+        "guidance": bool(request.companions),
         "hooks": bool(request.hooks),
     }
     return [name for name, holds in named.items() if holds]
@@ -92,9 +108,10 @@ def random_mix(seed: int) -> Mix:
     count = draw.between(1, 6)
     further, hooking = (Dice(np.random.default_rng([seed, stream])) for stream in (1, 2))
     requests = tuple(
-        replace(_request(f"request {i}", function, draw, further), hooks=_hooks(hooking))
-        for i in range(count)
+        _hooked(_request(f"request {i}", function, draw, further), hooking) for i in range(count)
     )
+    reading = Dice(np.random.default_rng([seed, 4]))
+    requests = tuple(_contrasted(request, reading) for request in requests)
     requests = _related(requests, Dice(np.random.default_rng([seed, 3])))
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
@@ -139,13 +156,13 @@ def _request(name: str, function: HashFunction, draw: Dice, further: Dice) -> Re
     ends = tuple(draw.ids(function.vocab_size, draw.between(0, 3)).tolist())
     pad_prefix = draw.between(1, 4) if draw.chance(0.3) else 0
     max_new = draw.between(1, 12)
-    strategy = _strategy(draw, len(set(ends)), max_new)
+    strategy = _strategy(draw, len(set(ends)), max_new, function.vocab_size)
     request = Request(
         request_id=name,
         prompt=prompt,
         strategy=strategy,
         draws=SeededDraws(draw.between(0, 2**31)),
-        processors=_processors(function.vocab_size, draw),
+        processors=_processors(function.vocab_size, draw, strategy),
         max_length=prompt.length + max_new,
         pad_prefix=pad_prefix,
     )
@@ -160,12 +177,22 @@ def _request(name: str, function: HashFunction, draw: Dice, further: Dice) -> Re
     return request
 
 
-def _hooks(draw: Dice) -> tuple[Hook, ...]:
+def _hooked(request: Request, draw: Dice) -> Request:
     if draw.chance(0.85):
-        return ()
+        return request
     numbers = (draw.between(1, 3), draw.one_of(0, 0, 3, 5), draw.one_of(0, 0, 7))
-    first = Murmur(*numbers, scored=draw.chance(0.4))
-    return (first, Murmur(draw.between(1, 2), 0, 0)) if draw.chance(0.3) else (first,)
+    # Of equal beams of several searches the textbook remembers one.
+    first = Murmur(*numbers, scored=draw.chance(0.4) and request.strategy.rounds == 1)
+    hooks = (first, Murmur(draw.between(1, 2), 0, 0)) if draw.chance(0.3) else (first,)
+    return replace(request, hooks=hooks)
+
+
+def _contrasted(request: Request, draw: Dice) -> Request:
+    """The request, perhaps with what earlier layers say."""
+    layers = draw.one_of((0,), (0, 3), (4, 1, 2))
+    if not request.strategy.reads.alone or draw.chance(0.88):
+        return request
+    return replace(request, readout=DoLa(layers, request.readout))
 
 
 def _prompt(function: HashFunction, draw: Dice) -> Prompt:
@@ -266,31 +293,46 @@ def _furnished(prompt: Prompt, function: HashFunction, draw: Dice) -> Prompt:
     return prompt
 
 
-def _strategy(draw: Dice, eos_count: int, max_new: int) -> Any:
+def _strategy(draw: Dice, eos_count: int, max_new: int, vocabulary: int) -> Any:
     makers: list[tuple[int, Callable[[], Any]]] = [
         (4, Greedy),
         (7, lambda: Sample(draw.between(1, 4))),
-        (3, lambda: _beam(draw, eos_count, max_new)),
+        (3, lambda: _beam(draw, eos_count, max_new, vocabulary)),
         (1, lambda: Contrastive(draw.between(2, 4), draw.one_of(0.1, 0.6))),
     ]
     weights = np.array([weight for weight, _ in makers])
     return makers[int(draw.rng.choice(len(makers), p=weights / weights.sum()))][1]()
 
 
-def _beam(draw: Dice, eos_count: int, max_new: int) -> Beam:
+def _beam(draw: Dice, eos_count: int, max_new: int, vocabulary: int) -> Beam | BankedBeams:
     width = draw.between(2, 4)
-    diverse = width == 4 and draw.chance(0.8)
-    return Beam(
+    groups = draw.one_of(2, 4) if width == 4 and draw.chance(0.8) else 1
+    search = (
         width,
-        searches=draw.one_of(2, 4) if diverse else 1,
-        returns=draw.between(1, width),
-        length_penalty=draw.one_of(1.0, 0.0, *([] if diverse else [-0.5]), 2.0),
-        early_stopping=draw.one_of(False, True, *([] if diverse else ["never"])),
-        eos_count=eos_count,
-        max_new=max_new,
-        sampled=not diverse and draw.chance(0.4),
-        diversity=draw.one_of(0.5, 2.0) if diverse else 0.0,
+        draw.between(1, width),
+        draw.one_of(1.0, 0.0, -0.5, 2.0),
+        draw.one_of(False, True, "never"),
+        eos_count,
+        max_new,
     )
+    if groups > 1:
+        return DiverseBeam(*search, groups=groups)
+    beam = Beam(*search, sampled=draw.chance(0.4))
+    words = Dice(np.random.default_rng(draw.between(0, 2**31)))
+    return beam if words.chance(0.6) else ConstrainedBeam(*search, _words(words, vocabulary))
+
+
+def _words(draw: Dice, vocabulary: int) -> tuple[Constraint, ...]:
+    """One to three constraints, some of several words."""
+    found: list[Constraint] = []
+    for _ in range(draw.between(1, 3)):
+        if draw.chance(0.6):
+            found.append(PhrasalConstraint(draw.ids(vocabulary, draw.between(1, 3)).tolist()))
+            continue
+        firsts = dict.fromkeys(draw.ids(vocabulary, 3).tolist())
+        words = [[one, *draw.ids(vocabulary, draw.between(0, 2)).tolist()] for one in firsts]
+        found.append(DisjunctiveConstraint(words))
+    return tuple(found)
 
 
 def _drafter(function: HashFunction, draw: Dice) -> Drafter:
@@ -301,7 +343,7 @@ def _drafter(function: HashFunction, draw: Dice) -> Drafter:
     return PromptLookup(tokens=draw.between(1, 6), max_ngram=draw.between(1, 3))
 
 
-def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:
+def _processors(vocab_size: int, draw: Dice, strategy: Strategy) -> tuple[Any, ...]:
     token, every = draw.between(0, vocab_size - 1), draw.between(1, 3)
     known = (  # in the canonical order, own ones before those that cut the distribution
         (0.15, RepetitionPenaltyLogitsProcessor(draw.one_of(1.3, 0.8))),
@@ -313,7 +355,10 @@ def _processors(vocab_size: int, draw: Dice) -> tuple[Any, ...]:
         (0.15, TopKLogitsWarper(draw.between(6, 10))),
         (0.1, TopPLogitsWarper(draw.one_of(0.8, 0.95))),
     )
-    return tuple(processor for probability, processor in known if draw.chance(probability))
+    chosen = tuple(processor for probability, processor in known if draw.chance(probability))
+    if strategy.rounds == 1:
+        return chosen
+    return (HammingDiversityLogitsProcessor(draw.one_of(0.5, 2.0), 4, 2), *chosen)
 
 
 # --- schedules ------------------------------------------------------------------------------------

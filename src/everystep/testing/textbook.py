@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from everystep.draws import fork_lineage
-from everystep.engine import Guidance
+from everystep.engine import DoLa, Guidance
 from everystep.errors import UnsupportedError
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
+from everystep.strategies.classic import BankedBeams
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.reading import keys_of, logits, logits_after, masked, states_of
+from everystep.testing.textbook_dola import dola
 from everystep.types import (
     AfterStep,
     BeforeStep,
@@ -73,9 +75,13 @@ def told(prefix: Prefix) -> list[Hypothesis]:
     if isinstance(strategy, Sample):
         return [sample(prefix, index) for index in range(strategy.width)]
     if isinstance(strategy, Beam):
-        return diverse_beams(prefix, strategy)
+        return beam_search(prefix, strategy)
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
+    if isinstance(strategy, BankedBeams):
+        from everystep.testing.textbook_beams import banked_beams  # which needs this file
+
+        return banked_beams(prefix, strategy)
     raise UnsupportedError("no textbook loop", got=type(strategy).__name__)
 
 
@@ -110,20 +116,28 @@ class Prefix:
     @remembered
     def scores(self, tokens: list[int]) -> Tensor:
         """(V,) processed scores of what may follow the tokens."""
+        return self.scores_beside(tokens, None)
+
+    def scores_beside(self, tokens: list[int], chosen: list[int] | None) -> Tensor:
+        """The same, where these were chosen beside them just now."""
         forced = self.hummed(tokens).forced
         if forced:
             mixed = torch.full((self.function.vocab_size,), -torch.inf)
             mixed[forced[0]] = 0.0
             return mixed
-        mixed = logits_after(self.function, *self._read(tokens))
-        if isinstance(self.request.readout, Guidance):
+        states, keys = self._read(tokens)
+        mixed, readout = logits_after(self.function, states, keys), self.request.readout
+        if isinstance(readout, DoLa):
+            mixed, readout = dola(self.function, states[-1], mixed, readout.layers), readout.then
+        if isinstance(readout, Guidance):
             other = logits(self.function, self.request.companions[0], tokens).log_softmax(-1)
-            mixed = self.request.readout.scale * (mixed.log_softmax(-1) - other) + other
+            mixed = readout.scale * (mixed.log_softmax(-1) - other) + other
         if self.request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in self.request.processors:
             sequence, table = self._written(tokens)
-            rows = Rows(table, [sequence], np.array([sequence.visible]))
+            beside = None if chosen is None else np.array([chosen])
+            rows = Rows(table, [sequence], np.array([sequence.visible]), beside)
             mixed = processor(rows, mixed[None])[0]
         return mixed
 
@@ -275,33 +289,22 @@ class Beams:
         return torch.tensor([slot is not None for slot in self.bank])
 
 
-def diverse_beams(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
-    """The `returns` best hypotheses of all searches, which choose in turn in every step.
-
-    Sources: the reference's `_beam_search`, for one prompt; Vijayakumar et al. 2018, where a token
-    loses something for every earlier search that chose it.
-    """
-    beams = strategy.width // strategy.searches
-    searches = [Beams.opening(beams) for _ in range(strategy.searches)]
-    while not all(search.over for search in searches):
-        chosen: list[int] = []
-        for search in searches:
-            _advance(prefix, strategy, search, chosen)
-            chosen += [tokens[-1] for tokens in search.running]
-    finished = [slot for search in searches for slot in search.bank if slot is not None]
-    if strategy.searches > 1:
-        finished.sort(key=lambda hypothesis: -hypothesis.score)
+def beam_search(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
+    """The `returns` best hypotheses. Source: the reference's `_beam_search`, for one prompt."""
+    search = Beams.opening(strategy.width)
+    while not search.over:
+        _advance(prefix, strategy, search)
+    finished = [slot for slot in search.bank if slot is not None]
     missing = Hypothesis((), _NEVER, "length")
     return (finished + [missing] * strategy.width)[: strategy.returns]
 
 
-def _advance(prefix: Prefix, strategy: Beam, beams: Beams, chosen: list[int]) -> None:
-    """One step of one search; `chosen`: what the earlier ones chose in it."""
-    values, continued = _continuations(prefix, strategy, beams, chosen)
+def _advance(prefix: Prefix, strategy: Beam, beams: Beams) -> None:
+    """One step."""
+    values, continued = _continuations(prefix, strategy, beams)
     reasons = [prefix.reason(tokens) for tokens in continued]
     ended = torch.tensor([reason is not None for reason in reasons])
-    if not beams.over:
-        _store(strategy, beams, values, continued, reasons)
+    _store(strategy, beams, values, continued, reasons)
     going = values + ended.float() * _NEVER
     beams.scores, best = torch.topk(going, len(beams.running))
     beams.running = [continued[i] for i in best.tolist()]
@@ -310,14 +313,9 @@ def _advance(prefix: Prefix, strategy: Beam, beams: Beams, chosen: list[int]) ->
         beams.over = True
 
 
-def _continuations(
-    prefix: Prefix, strategy: Beam, beams: Beams, chosen: list[int]
-) -> tuple[Tensor, list[list[int]]]:
+def _continuations(prefix: Prefix, strategy: Beam, beams: Beams) -> tuple[Tensor, list[list[int]]]:
     """The best or the drawn ones among all tokens after all beams: values and sequences."""
     scores = torch.stack([prefix.scores(tokens) for tokens in beams.running])
-    penalty = torch.bincount(torch.tensor(chosen, dtype=torch.int64), minlength=scores.shape[1])
-    if strategy.searches > 1:
-        scores = scores - penalty.float() * strategy.diversity
     total = scores + beams.scores[:, None]
     flat, count = total.reshape(-1), max(2, 1 + strategy.eos_count) * len(beams.running)
     if strategy.sampled:

@@ -129,6 +129,7 @@ class Request:
             (
                 *(("hidden",) if self.strategy.reads.hidden else ()),
                 *(("truncate",) if self.drafter is not None else ()),
+                *(("early",) if self.readout is not None and self.readout.layers else ()),
                 *(name for name in given for one in prompts if getattr(one, name) is not None),
                 *("embeds" for one in prompts if one.injected is not None),
                 *(name for one in prompts for name in (*one.inputs, *one.whole)),
@@ -344,12 +345,14 @@ class Rows:
     """R prefixes, one per row of scores, as processors see them.
 
     `sequences[r]` owns row r; its first `lengths[r]` visible ids (pad prefix included) are the
-    prefix. Drafted ids that a row already follows are part of it.
+    prefix. Drafted ids that a row already follows are part of it. `chosen`: (R, n) tokens that
+    were chosen beside each row in earlier rounds of this step, None in the first round.
     """
 
     table: TokenTable
     sequences: list[Sequence]
     lengths: np.ndarray
+    chosen: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -365,4 +368,5 @@ class Rows:
 
     def select(self, indices: np.ndarray) -> Rows:
         chosen = [self.sequences[i] for i in indices]
-        return Rows(self.table, chosen, self.lengths[indices])
+        beside = None if self.chosen is None else self.chosen[indices]
+        return Rows(self.table, chosen, self.lengths[indices], beside)

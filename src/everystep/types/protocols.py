@@ -92,6 +92,16 @@ class DecidesLate(Strategy, Protocol):
         """The hypotheses that the group's result can still come from."""
 
 
+class InRounds(Strategy, Protocol):
+    """A strategy with several rounds: in each of them other sequences choose."""
+
+    def turn(
+        self, batch: Batch, earlier: tuple[tuple[np.ndarray, ...], ...]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """(n,) the rows that choose next, and (n, m) tokens that were chosen beside each of them in
+        the earlier rounds, None in the first; processors see both."""
+
+
 class Draws(Protocol):
     """Chooses tokens at random for rows that stand at given places."""
 
@@ -132,10 +142,15 @@ class Stop(Protocol):
 
 
 class Readout(Protocol):
-    """How the logits of a sequence and of its companions become one row."""
+    """How the logits of a sequence, of its companions and of earlier layers become one row."""
 
-    def mix(self, logits: Tensor, companions: list[Tensor]) -> Tensor:
-        """(R, V) logits of the sequences and of each companion -> (R, V)."""
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers before which hidden states are read out too, with the head alone."""
+
+    def mix(self, logits: Tensor, companions: list[Tensor], early: Tensor | None = None) -> Tensor:
+        """(R, V) logits of the sequences and of each companion, and (n, R, V) those of the n layers
+        -> (R, V)."""
 
 
 class Drafting(Protocol):

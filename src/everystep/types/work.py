@@ -88,7 +88,8 @@ class Extra:
     up to itself. `adapters`: (name, weight) pairs. `hidden`: the last hidden states, normalised;
     `layers`: the hidden states before the first layer and after each; `attentions`: the attention
     weights of each layer are wanted. `whole`: what the prompt that this feed begins with is given
-    as a whole, by name.
+    as a whole, by name. `early`: the layers before which hidden states are to be read out, at the
+    positions whose logits are wanted.
     """
 
     inputs: tuple[Given, ...] = ()
@@ -99,6 +100,7 @@ class Extra:
     layers: bool = False
     attentions: bool = False
     whole: Mapping[str, Tensor] = field(default_factory=dict)
+    early: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,12 +109,14 @@ class Answer:
 
     `hidden`: (count, E). `layers`: (count, E) each, embeddings first, the last one normalised.
     `attentions`, `cross_attentions`: (H, count, S) each, over the row and over encoder states.
+    `early`: (layers, logits, V) what the head alone makes of hidden states before earlier layers.
     """
 
     hidden: Tensor | None = None
     layers: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
+    early: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

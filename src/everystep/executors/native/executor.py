@@ -21,6 +21,7 @@ from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of, past_of
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
+from everystep.executors.native.early import EarlyLayers
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import obstacles, open_runner, program_of
@@ -49,7 +50,9 @@ class NativeExecutor:
     __reduce_ex__ = refuse_copies
     device = torch.device("cpu")
     host_threads: int | None = 1
-    abilities = frozenset({"truncate", "cut", "embeds", "positions", "hidden", "past", "best"})
+    abilities = frozenset(
+        {"truncate", "cut", "embeds", "positions", "hidden", "early", "past", "best"}
+    )
 
     def __init__(
         self, model: Model, cache_dtype: CacheDtype | None = None, *, ahead: bool = True
@@ -126,14 +129,20 @@ class NativeExecutor:
         room, listed = self._room(work, most)
         wanted = [f for f, extra in work.extras.items() if extra.hidden]
         hidden = torch.empty(len(work.tokens), self._program.structure.width) if wanted else None
-        self._step(work, room, listed, places, hidden)
+        early = None
+        if any(extra.early for extra in work.extras.values()):
+            early = EarlyLayers(work, self._program.structure.width, self.vocab_size)
+        self._step(work, room, listed, places, hidden, early)
         best = room.best
         if best is not None and min(most) < max(most):
             room = replace(room, best=_ended(best, work))
-        if hidden is None:
-            return room
-        parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
-        return replace(room, answers={f: Answer(hidden=parts[f]) for f in wanted})
+        answers: dict[int, Answer] = {}
+        if hidden is not None:
+            parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
+            answers = {f: Answer(hidden=parts[f]) for f in wanted}
+        for f, logits in early.answers().items() if early else ():
+            answers[f] = replace(answers.get(f, Answer()), early=logits)
+        return replace(room, answers=answers) if answers else room
 
     def audit(self) -> dict[int, int]:
         """Row -> cached positions, for every row that is allocated."""
@@ -223,6 +232,7 @@ class NativeExecutor:
         listed: Tensor | None,
         places: np.ndarray | None,
         hidden: Tensor | None,
+        early: EarlyLayers | None,
     ) -> None:
         feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
         copies, longest, spare = self.rows.extend(*feeds)
@@ -242,6 +252,10 @@ class NativeExecutor:
             step.embed = (GivenEmbeds * len(embeds))(*given)
         results = (room.logits, room.totals, listed, hidden)
         step.logits, step.totals, step.best_hidden, step.hidden = map(_address, results)
+        if early is None:
+            step.early = step.early_rows = 0
+        else:
+            early.write(step)
         lists = (None, None, None) if best is None else (best.values, best.tokens, best.totals)
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values, step.best_tokens, step.best_totals = map(_address, lists)

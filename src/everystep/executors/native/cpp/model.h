@@ -87,6 +87,12 @@ struct Work {
     float* best_totals;     // (positions that tell the best,), or null
     float* best_hidden;     // (positions that tell the best, width) after the last norm, or null
     float* hidden;          // (tokens, width) after the last norm, or null
+    int64_t early;          // how many layers' inputs are told
+    const int64_t* early_layers;  // (early,)
+    float* early_hidden;    // (early, tokens, width) before those layers
+    int64_t early_rows;     // how many of them the head reads
+    const int64_t* early_places;  // (early_rows,) which
+    float* early_logits;    // (early_rows, vocabulary) what the head alone makes of them
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;

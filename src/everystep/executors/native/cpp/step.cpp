@@ -165,6 +165,7 @@ void Runner::run(const Work& work, int threads) {
         for (int64_t i = 0; i < work.copies; ++i) pages_.copy(work.copy_from[i], work.copy_to[i]);
         for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
             run_part(make_part(work, begin));
+        if (work.early_rows) read_early(work);
     }
     if (work.ahead && !turn.is_crowded()) run_ahead(work);
 }
@@ -299,7 +300,7 @@ void Runner::run_layers(Member& member, const Part& part, int64_t from) {
 void Runner::embed(Member& member, const Part& part) {
     crew_->share(member, part.tokens(), [&](int64_t token) {
         embed_token(part, token);
-        before_attention(token, 0);
+        before_attention(part, token, 0);
     });
 }
 
@@ -326,7 +327,12 @@ void Runner::norm_row(int64_t row, const Norm& norm, bool coded) {
     if (coded) quantise_row(normed_.inputs(), row);
 }
 
-void Runner::before_attention(int64_t row, int64_t index) {
+void Runner::before_attention(const Part& part, int64_t row, int64_t index) {
+    const Work& work = part.work;
+    for (int64_t i = 0; i < work.early; ++i)
+        if (work.early_layers[i] == index)
+            std::copy_n(hidden_.data() + row * model_.width, model_.width,
+                        work.early_hidden + (i * work.tokens + part.begin + row) * model_.width);
     if (index == model_.layers) return;
     const Layer& layer = layers_[index];
     // Without a norm of its own the MLP reads what attention reads.
@@ -357,7 +363,7 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
                [&](int64_t row) { before_mlp(row, index); });
     expand(member, part, index);
     add_output(member, rows, layer.down, inner_, layer.mlp_post,
-               [&](int64_t row) { before_attention(row, index + 1); });
+               [&](int64_t row) { before_attention(part, row, index + 1); });
 }
 
 // The inputs to an MLP's last product. An item is a block of its codes, two panels wide.
@@ -435,6 +441,7 @@ void Runner::finish(Member& member, const Part& part) {
     const int64_t rows = part.wanted_end - part.wanted_begin;
     if (rows == 0) return;
     const bool coded = reads_codes(model_.head);
+    const float cap = model_.final_softcap;
     crew_->share(member, rows, [&](int64_t row) {
         const Wanted& to = wanted_[part.wanted_begin + row];
         normalise(kind, hidden_.data() + (to.token - part.begin) * model_.width, model_.width,
@@ -443,7 +450,7 @@ void Runner::finish(Member& member, const Part& part) {
         if (coded) quantise_row(last_.inputs(), row);
     });
     crew_->share(member, head_.groups(), [&](int64_t group) {
-        head_columns(group, last_.inputs(), rows,
+        head_columns(group, last_.inputs(), rows, cap,
                      [&](int64_t row) { return head_.place(member.index, row, group); });
         head_.digest(member.index, group);
     });
@@ -452,8 +459,8 @@ void Runner::finish(Member& member, const Part& part) {
 
 // The logits of one group of columns, of every row to where its group begins.
 template <class Place>
-void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, Place place) const {
-    const float cap = model_.final_softcap;
+void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, float cap,
+                          Place place) const {
     const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
         using namespace simd;
         if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
@@ -465,7 +472,31 @@ void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, Place p
         multiply_panel(model_.head, panel, in, rows, use);
 }
 
+void Runner::read_early(const Work& work) {
+    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
+    const bool coded = reads_codes(model_.head);
+    for (int64_t begin = 0; begin < work.early_rows; begin += kTogether) {
+        const int64_t count = std::min<int64_t>(kTogether, work.early_rows - begin);
+        InputBuffer in(count, model_.width);
+        in.expect(count);
+        for (int64_t row = 0; row < count; ++row) {
+            const float* from = work.early_hidden + work.early_places[begin + row] * model_.width;
+            std::copy_n(from, model_.width, in.row(row));
+            if (coded) quantise_row(in.inputs(), row);
+        }
+        crew_->run([&](Member& member) {
+            crew_->share(member, groups, [&](int64_t group) {
+                head_columns(group, in.inputs(), count, 0, [&](int64_t row) {
+                    return work.early_logits + (begin + row) * model_.vocabulary +
+                           group * Head::kColumns;
+                });
+            });
+        });
+    }
+}
+
 void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
+    const float cap = model_.final_softcap;
     const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
     const bool coded = reads_codes(model_.head);
     for (int64_t begin = 0; begin < rows; begin += kTogether) {
@@ -477,7 +508,7 @@ void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
             if (coded) quantise_row(in.inputs(), row);
         }
         for (int64_t group = 0; group < groups; ++group)
-            head_columns(group, in.inputs(), count, [&](int64_t row) {
+            head_columns(group, in.inputs(), count, cap, [&](int64_t row) {
                 return logits + (begin + row) * model_.vocabulary + group * Head::kColumns;
             });
     }

@@ -98,8 +98,9 @@ class Runner {
     void embed_token(const Part& part, int64_t token);
     void run_layer(Member& member, const Part& part, int64_t index);
     void finish(Member& member, const Part& part);
+    void read_early(const Work& work);
     template <class Place>
-    void head_columns(int64_t group, const Inputs& in, int64_t rows, Place place) const;
+    void head_columns(int64_t group, const Inputs& in, int64_t rows, float cap, Place place) const;
     void place(const Part& part, int64_t layer, int64_t token);
     void attend_all(Member& member, const Part& part, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;
@@ -115,7 +116,7 @@ class Runner {
     template <int M>
     void inner_values(const Layer& layer, int64_t panel, int64_t row, simd::Floats (&out)[M]);
     void norm_row(int64_t row, const Norm& norm, bool coded);
-    void before_attention(int64_t row, int64_t layer);
+    void before_attention(const Part& part, int64_t row, int64_t layer);
     void before_mlp(int64_t row, int64_t layer);
     template <class Then>
     void add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,

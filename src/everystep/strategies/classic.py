@@ -1,0 +1,233 @@
+"""Beam searches that bank what ends and go on with what does not, candidate by candidate.
+
+So the reference searched until 4.55, where diverse and constrained beams were left as they were:
+each search has a bank of finished hypotheses, is closed as soon as no better one is to be expected,
+and adds what still runs when the length is reached. Sources: its `BeamSearchScorer` and
+`BeamHypotheses`. What ends a hypothesis is any stop, not an end token alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.strategies.banks import Candidate, Offspring, SearchBank
+from everystep.strategies.base import Batch, Reads
+from everystep.strategies.single import Picked
+from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
+from everystep.types.stored import Chain
+
+_NEVER = -1.0e9
+_NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
+
+
+@dataclass(frozen=True)
+class BankedBeams:
+    """What such searches share; `width`, `returns`, `length_penalty`, `early_stopping`,
+    `eos_count` and `max_new` are those of `Beam`."""
+
+    width: int
+    returns: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    eos_count: int = 1
+    max_new: int = 2**31
+    streams: ClassVar[bool] = False
+    reads: ClassVar[Reads] = Reads("log_probs")
+
+    @property
+    def rounds(self) -> int:
+        """One search after another."""
+        return 1
+
+    @cached_property
+    def beams(self) -> int:
+        """How many beams a search has."""
+        return self.width // self.rounds
+
+    @cached_property
+    def ranked(self) -> int:
+        """How many candidates of a search are looked at."""
+        return max(2, 1 + self.eos_count) * self.beams
+
+    def horizon(self, length: int) -> int:
+        """The length at which the best candidate of `length` tokens is judged."""
+        late = self.early_stopping == "never" and self.length_penalty > 0.0
+        return self.max_new if late else length
+
+    def totals(self, batch: Batch, scores: Scores, search: int) -> Tensor:
+        """(G * beams, V) accumulated scores of one search per request, in float32."""
+        rows = self.rows(batch, search)
+        running = np.array([batch.sequences[r].score for r in rows.tolist()], dtype=np.float32)
+        opening = [not group.opened for group in batch.groups]
+        running.reshape(-1, self.beams)[opening, 1:] = _NEVER  # equal siblings
+        values = scores.whole().values[torch.from_numpy(rows)]
+        return values + torch.from_numpy(running).to(values)[:, None]
+
+    def rows(self, batch: Batch, search: int) -> np.ndarray:
+        """(G * beams,) the rows of one search per request."""
+        first = np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
+        return (first + np.arange(self.beams)).ravel()
+
+    def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
+        """(G, ranked) accumulated scores of one search per request, and flat indices beams * V."""
+        total = self.totals(batch, scores, len(earlier))
+        return tuple(torch.topk(total.reshape(len(batch.groups), -1), self.ranked))
+
+    def candidates(self, batch: Batch, picked: Picked, search: int) -> list[list[Candidate]]:
+        """Per request what one search ranked, best first."""
+        scores, flat = picked[search][:2]
+        first = np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
+        parents, tokens = (flat // batch.vocabulary + first).ravel(), (flat % batch.vocabulary)
+        reasons = batch.stops(parents, tokens.ravel())
+        found = list(
+            map(
+                Candidate,
+                scores.ravel().tolist(),
+                parents.tolist(),
+                tokens.ravel().tolist(),
+                reasons,
+            )
+        )
+        return [found[n : n + self.ranked] for n in range(0, len(found), self.ranked)]
+
+    def going(self, batch: Batch, ranked: list[Candidate], picked: Picked) -> list[Candidate]:
+        """The candidates that go on, of a search that is not closed."""
+        on = [one for one in ranked if not one.ended][: self.beams]
+        # Stops of other kinds may leave too few; what goes on beyond its end is never a result.
+        beyond = [one._replace(score=one.score + _NEVER) for one in ranked if one.ended]
+        return [*on, *beyond][: self.beams]
+
+    def may_end(self, batch: Batch, one: Candidate) -> bool:
+        """Whether what ends with this candidate is a result."""
+        return True
+
+    def left(self, batch: Batch, going: list[Candidate]) -> list[Candidate]:
+        """Which of those that run when the search is cut are results."""
+        return going
+
+    def at_rest(self, batch: Batch, g: int, search: int) -> list[Candidate]:
+        """How a closed search goes on beside others: its first beam and the pad token."""
+        first, pad = g * self.width + search * self.beams, batch.groups[g].request.pad_token
+        return [Candidate(0.0, first, pad, None)] * self.beams
+
+    def select(self, batch: Batch, picked: Picked) -> Children:
+        """Candidates that end are banked, the best others go on; all searches at once."""
+        found = [self.candidates(batch, picked, search) for search in range(self.rounds)]
+        born = Offspring()
+        states: list[tuple[SearchBank, ...]] = []
+        over: list[int] = []
+        for g, group in enumerate(batch.groups):
+            after: list[SearchBank] = []
+            going: list[Candidate] = []
+            cut = any(one.cut for ranked in found for one in ranked[g])
+            for search, bank in enumerate(self.banks(group)):
+                if bank.closed:
+                    after.append(bank)
+                    going += self.at_rest(batch, g, search)
+                    continue
+                on, ranked = self.going(batch, found[search][g], picked), found[search][g]
+                now = self._banked(batch, born, bank, ranked, search)
+                if cut and not now.closed:
+                    now = self._cut(batch, born, now, on, search)
+                after.append(now)
+                going += on
+            ended = cut or all(bank.closed for bank in after)
+            if ended:
+                over.append(g)
+            for place, one in enumerate(going if not ended or group.request.linger else ()):
+                born.add(one, one.score, index=place)
+            states.append(tuple(after))
+        return self._children(batch, born, states, over)
+
+    def _banked(
+        self, batch: Batch, born: Offspring, bank: SearchBank, ranked: list[Candidate], search: int
+    ) -> SearchBank:
+        """With what ended among the first of the candidates, and closed if that is enough."""
+        length = batch.sequences[ranked[0].parent].generated + 1
+        for place, one in enumerate(ranked[: self.beams]):
+            if one.ended and self.may_end(batch, one):
+                bank = self._offer(batch, born, bank, one, search, place)
+        attainable = ranked[0].score / self.horizon(length) ** self.length_penalty
+        return bank.after(-math.inf if self.early_stopping is True else attainable, self.beams)
+
+    def _cut(
+        self, batch: Batch, born: Offspring, bank: SearchBank, on: list[Candidate], search: int
+    ) -> SearchBank:
+        """With what still runs when the length or the time is over."""
+        for place, one in enumerate(self.left(batch, on)):
+            bank = self._offer(batch, born, bank, one, search, self.ranked + place)
+        return SearchBank(bank.scores, bank.serials, True)
+
+    def _offer(
+        self,
+        batch: Batch,
+        born: Offspring,
+        bank: SearchBank,
+        one: Candidate,
+        search: int,
+        place: int,
+    ) -> SearchBank:
+        """The bank after one more hypothesis, which is a child that ends if it is taken."""
+        length = batch.sequences[one.parent].generated + 1
+        final = one.score / length**self.length_penalty
+        # No two of a request get the same number: every step has another length.
+        serial = (length * self.rounds + search) * (self.ranked + self.width) + place
+        after = bank.with_one(final, serial, self.beams)
+        if after is not bank:
+            born.add(one, final, serial=serial)
+        return after
+
+    def _children(
+        self, batch: Batch, born: Offspring, states: list[tuple[SearchBank, ...]], over: list[int]
+    ) -> Children:
+        memo: list[dict[str, object] | None] = []
+        for parent in born.parents:
+            beam = batch.groups[parent // self.width].rank * self.width + parent % self.width
+            memo.append({"beams": Chain(beam, batch.sequences[parent].memo.get("beams"))})
+        return Children(
+            np.array(born.parents, dtype=np.int64),
+            np.array(born.tokens, dtype=np.int64).reshape(-1, 1),
+            np.ones(len(born.parents), dtype=np.int64),
+            np.array(born.scores),
+            born.finish,
+            memo=memo,
+            index=np.array(born.index, dtype=np.int64),
+            serial=np.array(born.serial, dtype=np.int64),
+            settled=tuple(over),
+            states=states,
+            held=[frozenset(n for bank in banks for n in bank.serials) for banks in states],
+        )
+
+    def banks(self, group: Group) -> tuple[SearchBank, ...]:
+        """The bank of each search of a request."""
+        return group.state or (SearchBank(),) * self.rounds
+
+    def best(self, group: Group) -> list[Finished]:
+        """What has ended, best first; of equals the last of the last search comes first."""
+        places = [serial for bank in self.banks(group) for serial in bank.serials]
+
+        def rank(done: Finished) -> tuple[float, int]:
+            # What was cut short was never offered to a bank.
+            return done.score, places.index(done.serial) if done.serial >= 0 else -1
+
+        held = [done for done in group.done if done.serial < 0 or done.serial in places]
+        return sorted(held, key=rank, reverse=True)
+
+    def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
+        """All live beams of searches that are not closed, and the best of what has ended."""
+        best, banks = self.best(group)[: self.returns], self.banks(group)
+        if group.settled:
+            return [], best
+        return [s for s in group.live if not banks[s.index // self.beams].closed], best
+
+    def finish(self, group: Group) -> list[Finished]:
+        """The `returns` best; an empty hypothesis where fewer have ended."""
+        best = self.best(group)[: self.returns]
+        return best + [_NOTHING] * (self.returns - len(best))

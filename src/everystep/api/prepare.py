@@ -239,13 +239,12 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
 
 
 def _strategy(options: Options, most: int) -> tuple[Strategy, Drafter | None]:
-    """What the call brings, or the configuration names: the one place that makes drafters, and
-    strategies of the library.
+    """What the call brings or the configuration names: the one place that makes both.
 
     `most`: the most new tokens that a row can get.
     """
     e, own = options.effective, options.strategy
-    if own is not None:  # what the model's configuration says of searches is not about it
+    if own is not None:  # what the configuration says of searches is not about it
         e = e.replaced("call", num_beams=1, penalty_alpha=None)
     width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
     contrastive = not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1

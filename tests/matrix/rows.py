@@ -46,7 +46,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "constrained_beam",
-        {"strategy": "constrained_beam", "num_beams": 3, "force_words_ids": [[98]]},
+        {"strategy": "constrained_beam", "num_beams": 3, "force_words_ids": [[9]]},
     ),
     Row("dola", {"strategy": "dola", "do_sample": False}, draws={"do_sample": True}),
     Row("contrastive", {"strategy": "contrastive", "top_k": 3}),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import everystep as es
-from everystep.engine import Guidance
+from everystep.engine import DoLa, Guidance
 from everystep.stops.ends import MaxLength
 from everystep.testing.textbook import Hypothesis, Prefix, told
 from everystep.types import Prompt, Request, Rows
@@ -34,21 +34,41 @@ class ModelPrefix(Prefix):
     cache: Callable[[], Any] | None = None
     forwards: dict[Any, Any] = field(default_factory=dict)
 
-    def scores(self, tokens: list[int]) -> Tensor:
-        """(V,) processed scores of what may follow the tokens."""
+    def scores_beside(self, tokens: list[int], chosen: list[int] | None) -> Tensor:
+        """(V,) processed scores of what may follow the tokens; `chosen` beside them just now."""
         request = self.request
-        mixed = self.logits(tokens)
-        if isinstance(request.readout, Guidance):
+        mixed, readout = self.logits(tokens), request.readout
+        if isinstance(readout, DoLa):
+            mixed, readout = self._contrasted(mixed, tokens, readout.layers), readout.then
+        if isinstance(readout, Guidance):
             other = self._out(request.companions[0], tokens, 0.0).logits[0, -1].float()
             other = other.log_softmax(-1)
-            mixed = request.readout.scale * (mixed.log_softmax(-1) - other) + other
+            mixed = readout.scale * (mixed.log_softmax(-1) - other) + other
         if request.strategy.reads.scores == "log_probs":
             mixed = mixed.log_softmax(-1)
         for processor in request.processors:
             sequence, table = self._written(tokens)
-            rows = Rows(table, [sequence], np.array([sequence.visible]))
+            beside = None if chosen is None else np.array([chosen])
+            rows = Rows(table, [sequence], np.array([sequence.visible]), beside)
             mixed = processor(rows, mixed[None])[0]
         return mixed
+
+    def _contrasted(self, last: Tensor, tokens: list[int], layers: tuple[int, ...]) -> Tensor:
+        """(V,) logits contrasted with the layer that differs most from the last one."""
+        states = self._out(self.request.prompt, tokens, self.shift).hidden_states
+        weights = self.model.state_dict()
+        tied = next(name for name in weights if "embed" in name)
+        head = weights.get("lm_head.weight", weights[tied])
+        early = [(states[layer][0, -1] @ head.T).float() for layer in layers]
+
+        def apart(one: Tensor) -> float:
+            p, q = last.softmax(-1), one.softmax(-1)
+            m = (p + q) / 2
+            return float((m * (m / p).log() + m * (m / q).log()).mean())
+
+        contrast = last.log_softmax(-1) - max(early, key=apart).log_softmax(-1)
+        p = last.softmax(-1)
+        return contrast.masked_fill(p < 0.1 * p.max(), -torch.inf)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """(V,) raw logits of what may follow the tokens."""
@@ -80,8 +100,8 @@ class ModelPrefix(Prefix):
             self.model(inputs_embeds=embeds[:, at : at + 1], past_key_values=cache, **asked)
             for at in range(embeds.shape[1])
         ]
-        states = torch.cat([out.hidden_states[-1] for out in outs], dim=1)
-        outs[-1].hidden_states = (states,)
+        layers = zip(*(out.hidden_states for out in outs), strict=True)
+        outs[-1].hidden_states = tuple(torch.cat(layer, dim=1) for layer in layers)
         return outs[-1]
 
 

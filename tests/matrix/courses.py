@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import everystep as es
 from everystep.cli import main
 from everystep.engine import Continuous, Engine, audit
+from everystep.errors import RequestError
 from everystep.nn.modes import inference_mode
 from everystep.testing.drive import result
 from everystep.types import Group
@@ -162,13 +163,17 @@ def command_line(row: Row, folder: Path) -> None:
         streams.append(stream(*asked, **options))
         return streams[-1]
 
-    shown, empty = io.StringIO(), io.TextIOWrapper(io.BytesIO())
+    shown, told, empty = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO())
     with (
         redirect_stdout(shown),
+        redirect_stderr(told),
         mock.patch.object(sys, "stdin", empty),
         mock.patch.object(es, "stream", noted),
     ):
-        assert main([*said, "--strategy", row.name.replace("_", "-")]) == 0
+        code = main([*said, "--strategy", row.name.replace("_", "-")])
+    if code == 2:  # what a call would raise
+        raise RequestError(told.getvalue())
+    assert code == 0
     model, tokenizer = es.load(path)
     own = stream(model, tokenizer, "abcabc", strategy=row.name, seed=3, max_new_tokens=6)
     assert [*own]

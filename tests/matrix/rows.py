@@ -40,6 +40,15 @@ ROWS: tuple[Row, ...] = (
     Row("sample", {"strategy": "sample", "temperature": 1.3}, draws={}),
     Row("beam", {"strategy": "beam", "num_beams": 3}),
     Row("beam_sample", {"strategy": "beam_sample", "num_beams": 3}, draws={}),
+    Row(
+        "diverse_beam",
+        {"strategy": "diverse_beam", "num_beam_groups": 2, "diversity_penalty": 0.7},
+    ),
+    Row(
+        "constrained_beam",
+        {"strategy": "constrained_beam", "num_beams": 3, "force_words_ids": [[9]]},
+    ),
+    Row("dola", {"strategy": "dola", "do_sample": False}, draws={"do_sample": True}),
     Row("contrastive", {"strategy": "contrastive", "top_k": 3}),
     Row(
         "guided",
@@ -58,6 +67,8 @@ _SAME = "nothing is drawn at random, so a seed says nothing"
 APART: Mapping[tuple[str, str], str] = {
     ("greedy", "per-row seeds"): _SAME,
     ("beam", "per-row seeds"): _SAME,
+    ("diverse_beam", "per-row seeds"): _SAME,
+    ("constrained_beam", "per-row seeds"): _SAME,
     ("contrastive", "per-row seeds"): _SAME,
     ("lookup", "speculation"): "it is speculation",
 }
@@ -79,9 +90,15 @@ _DRAFTS = Refusal(
 _ONE_BEST = Refusal(
     "num_return_sequences", "of one prompt there is one continuation, so several are refused"
 )
+_NO_WORDS = Refusal(
+    "needs more than its name", "words that must occur are ids, for which there is no option"
+)
 REFUSED: Mapping[tuple[str, str], Refusal] = {
     ("beam", "speculation"): _DRAFTS,
     ("beam_sample", "speculation"): _DRAFTS,
+    ("constrained_beam", "command line"): _NO_WORDS,
+    ("diverse_beam", "speculation"): _DRAFTS,
+    ("constrained_beam", "speculation"): _DRAFTS,
     ("contrastive", "speculation"): _DRAFTS,
     ("greedy", "num_return_sequences"): _ONE_BEST,
     ("contrastive", "num_return_sequences"): _ONE_BEST,

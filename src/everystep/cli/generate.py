@@ -30,6 +30,9 @@ from everystep.errors import RequestError
 from everystep.files.sources import DEFAULT_MODEL
 
 _run = partial(typer.Option, rich_help_panel="A run in your hands")
+_AsJson = Annotated[
+    bool, typer.Option("--json", help="One JSON document: texts, tokens, reasons, times.")
+]
 _AsJsonl = Annotated[
     bool, typer.Option("--jsonl", help="One JSON document per token, as it comes.")
 ]
@@ -67,9 +70,7 @@ def generate(
     regex: Regex = None,
     grammar: GrammarFile = None,
     choices: Choices = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document: texts, tokens, reasons, times.")
-    ] = False,
+    as_json: _AsJson = False,
     as_jsonl: _AsJsonl = False,
     save: Annotated[
         Path | None,

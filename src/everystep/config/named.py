@@ -28,10 +28,12 @@ _SEARCHES = {
 @dataclass(frozen=True)
 class NamedStrategy:
     """`usual`: values of keywords that a call may set otherwise, fields most of them. `sets`: those
-    that make it this strategy, beside whatever would make it another one and is not in `usual`."""
+    that make it this strategy, beside whatever would make it another one and is not in `usual`.
+    `needs`: at least one of these must be said with the name."""
 
     usual: Mapping[str, Any] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -45,6 +47,15 @@ NAMED: Mapping[str, NamedStrategy] = {
     "sample": NamedStrategy(sets={"do_sample": True}),
     "beam": NamedStrategy({"num_beams": 4}, {"do_sample": False}),
     "beam_sample": NamedStrategy({"num_beams": 4}, {"do_sample": True}),
+    "diverse_beam": NamedStrategy(
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, {"do_sample": False}
+    ),
+    "constrained_beam": NamedStrategy(
+        {"num_beams": 4, "constraints": None, "force_words_ids": None},
+        {"do_sample": False},
+        needs=("constraints", "force_words_ids"),
+    ),
+    "dola": NamedStrategy({"dola_layers": "low"}),
     "contrastive": NamedStrategy({"penalty_alpha": 0.6, "top_k": 4}, {"do_sample": False}),
     # These two go beside greedy decoding and sampling alike.
     "guided": NamedStrategy({"guidance_scale": 1.5, "num_beams": 1}),
@@ -60,7 +71,7 @@ def is_named(name: str) -> bool:
 def with_named(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call with `said` that names this strategy.
 
-    RequestError where one of them makes the strategy another one.
+    RequestError where one of them makes the strategy another one, or where one is missing.
     """
     named = NAMED[_spelled(name)]
     fixed = named.fixed
@@ -71,6 +82,9 @@ def with_named(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
             got=f"{wrong}={said[wrong]!r}",
             do="Leave one of the two out",
         )
+    if named.needs and all(said.get(one) is None for one in named.needs):
+        wanted = " or ".join(named.needs)
+        raise RequestError(f"the strategy {name!r} needs more than its name", wanted=wanted)
     decided = {*fixed, *named.usual}
     own = {n: value for n, value in said.items() if value is not None or n not in decided}
     return {**fixed, **named.usual, **own}

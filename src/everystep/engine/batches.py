@@ -225,11 +225,9 @@ def score(
         stops=_stops(follow, feeds.table, shown or None, reached, sequels),
     )
     first = [row for row, i in enumerate(place) if i == 0]
-    offered = scores
-    if drafted:
-        drawn = [feeds.drawn_from.get(id(source)) for source in sources]
-        asked = (one.request for one in sequences)
-        offered = judged(scores, batch, [*zip(asked, first, drafts, drawn, strict=True)])
+    drawn = (feeds.drawn_from.get(id(source)) for source in sources)
+    judges = zip([one.request for one in sequences], first, drafts, drawn, strict=True)
+    offered = judged(scores, batch, [*judges]) if drafted else scores
     read = (logits, given, beside, scores, offered, shown, early, sequels)
     return Scored(batch, sequences, group_of, drafts, first, *read)
 

@@ -127,8 +127,7 @@ def generate(
         in_hands = save is not None or trace is not None
         run = es.open(loaded, tokenizer, asked, seed=seed, **decoding) if in_hands else None
     ready = time.perf_counter()
-    several = (num_return_sequences or 1) > 1
-    form = "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
+    form = _form(as_json, as_jsonl, several=(num_return_sequences or 1) > 1)
     watched: Any = (
         es.stream(loaded, tokenizer, asked, seed=seed, **decoding)
         if run is None
@@ -152,6 +151,11 @@ def generate(
     _end(results, form, about, scored=searched)
     if is_terminal(sys.stderr):
         note(_summary(sum(len(one.tokens) for one in results), about))
+
+
+def _form(as_json: bool, as_jsonl: bool, *, several: bool) -> str:
+    """How answers are shown."""
+    return "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
 
 
 def _said(decoding: Mapping[str, Any], seed: int | None, *, length: bool) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_an_unknown_name_proposes_the_nearest(name: str, near: str) -> None:
 def test_a_name_like_no_other_proposes_none() -> None:
     with pytest.raises(
         UnknownArgumentError,
-        match=r"beam, best_of, constrained_beam, contrastive[\s\S]*Install the package",
+        match=r"beam, best_of, constrained_beam[\s\S]*Install the package",
     ):
         strategy_named("zzz")
 

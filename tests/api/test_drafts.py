@@ -152,7 +152,7 @@ def test_texts_and_events_draft_too() -> None:
     assert [token for step in run for token in step.tokens] == seen
     run.rewind(4)
     assert [token for step in run for token in step.tokens] == seen[10:]
-    assert run.tokens == seen
+    assert list(run.tokens) == seen
 
 
 def test_stops_hold_within_drafts() -> None:

@@ -186,7 +186,7 @@ def test_forced_tokens_are_drafts_that_are_never_rejected() -> None:
     assert told["drafted"] == told["accepted"] >= 10
     (request, *_) = requests("greedy")
     assert request.drafter == ForcedTokens()
-    assert requests("lookup")[0].drafter == ForcedTokens(PromptLookup(3, 2, (2,)))
+    assert requests("lookup")[0].drafter == ForcedTokens(PromptLookup(3, 2, (2,), "costs"))
     assert requests("beams")[0].drafter is None
 
 

@@ -82,7 +82,7 @@ class Loop(Prefix):
 
     model: LanguageModel | None = None
 
-    def scores(self, tokens: list[int]) -> Tensor:
+    def scores_beside(self, tokens: list[int], chosen: list[int] | None) -> Tensor:
         logits = self.model.core.forward(None, inputs_embeds=self._embeds(tokens)[None])[0, -1]
         logits = logits.detach().float()
         return logits.log_softmax(-1) if self.request.strategy.reads.scores != "logits" else logits
@@ -117,7 +117,7 @@ def book(lm: LanguageModel, asked: Request) -> list[Hypothesis]:
     if isinstance(strategy, Contrastive):
         return [contrastive(prefix, strategy)]
     if isinstance(strategy, BankedBeams):
-        return [Hypothesis(*one) for one in banked_beams(prefix, strategy)]
+        return banked_beams(prefix, strategy)
     return beam_search(prefix, strategy)
 
 

@@ -13,7 +13,6 @@ from transformers.modeling_outputs import BaseModelOutput
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.config import GenerationConfig
-from everystep.errors import UnsupportedError
 from everystep.testing.models import tiny_llama
 from tests.models.tiny import ours, reference_t5
 
@@ -142,12 +141,10 @@ def test_a_loaded_configuration_refuses_nothing_that_it_does_not_need(
     assert model.generate(IDS, loaded, max_new_tokens=2).shape == (2, 6)
 
 
-def test_a_loaded_configuration_that_asks_for_other_tokens_is_not_half_obeyed(
-    model: LanguageModel,
-) -> None:
+def test_a_loaded_configuration_that_asks_for_other_tokens_is_obeyed(model: LanguageModel) -> None:
     loaded = GenerationConfig.from_checkpoint({"dola_layers": "low"})
-    with pytest.raises(UnsupportedError, match="dola_layers asks for DoLa"):
-        model.generate(IDS, loaded, max_new_tokens=2)
+    asked = model.generate(IDS, dola_layers="low", max_new_tokens=4)
+    assert torch.equal(model.generate(IDS, loaded, max_new_tokens=4), asked)
 
 
 # --- beginnings -----------------------------------------------------------------------------------

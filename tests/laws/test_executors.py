@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from everystep.cache.formats import CacheDtype
-from everystep.engine import Contrast, DoLa, DraftModel
+from everystep.engine import Contrast, DoLa, DraftModel, OtherDraftModel, Tokenizers
 from everystep.executors.base import Executor
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
@@ -25,6 +25,7 @@ from everystep.testing.hash_model import HashExecutor
 from everystep.testing.laws import Laws
 from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.testing.requests import Mix, random_mix
+from everystep.testing.tokenizer import Letters
 from everystep.types import Prompt, Request
 from everystep.types.protocols import Drafter, Readout
 from tests.executors.models import family_model, narrow_model
@@ -54,6 +55,12 @@ def _drafter(request: Request) -> Drafter | None:
     """Draft models with the vocabulary of the decoder."""
     if isinstance(request.drafter, DraftModel):
         return DraftModel(partial(HashExecutor, 40), request.drafter.tokens)
+    if isinstance(request.drafter, OtherDraftModel):
+        opened, tokenizers = (
+            partial(HashExecutor, 42),
+            Tokenizers(Letters(40), Letters(42, 1), 2, 2),
+        )
+        return replace(request.drafter, open=opened, tokenizers=tokenizers)
     return request.drafter
 
 

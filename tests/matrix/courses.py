@@ -147,7 +147,8 @@ def cancellation(row: Row, folder: Path) -> None:
 def speculation(row: Row, folder: Path) -> None:
     """Drafts from the prompt change nothing."""
     ids, options = torch.tensor([PLAIN.ids]), {**PLAIN.options(row), "seed": [SEED]}
-    out = PLAIN.model.generate(ids, prompt_lookup_num_tokens=3, **options)
+    constant = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    out = PLAIN.model.generate(ids, **constant, **options)
     assert [tuple(tokens) for tokens in out.new_tokens] == [one.tokens for one in plain(row)]
     assert out.speculation["drafted"] > 0
 

@@ -129,7 +129,8 @@ def test_speculation_reports_what_drafts_achieved() -> None:
     streamer = Counting()
     settings = {"max_new_tokens": 40, "return_dict_in_generate": True, "eos_token_id": None}
     ids = torch.tensor([[5, 6, 7, 5, 6]])
-    out = tiny_llama().generate(ids, prompt_lookup_num_tokens=3, streamer=streamer, **settings)
+    constant = {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    out = tiny_llama().generate(ids, streamer=streamer, **constant, **settings)
     steps = streamer.puts - 1  # the prompt is put too
     assert out.speculation["accepted"] == 40 - steps > 0
     assert out.speculation["drafted"] >= out.speculation["accepted"]

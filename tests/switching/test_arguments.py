@@ -150,6 +150,7 @@ def resolved(model: LanguageModel, name: str) -> tuple[Any, Given]:
 
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("face", FACES)
+@pytest.mark.filterwarnings("ignore")
 def test_an_argument_is_honoured_or_refused(model: LanguageModel, face: str, name: str) -> None:
     value, beside = resolved(model, name)
     given = {**beside, name: value}

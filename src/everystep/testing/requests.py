@@ -56,7 +56,7 @@ from everystep.testing.hash_model import HashExecutor
 from everystep.testing.random_prompts import furnished, random_prompt, related
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
 from everystep.testing.tokenizer import Letters
-from everystep.testing.wide_requests import widened
+from everystep.testing.wide_requests import readable, widened
 from everystep.types import Prompt, Request
 from everystep.types.protocols import Drafter, Strategy
 
@@ -141,7 +141,9 @@ def random_mix(seed: int) -> Mix:
     changing, reading = (Dice(np.random.default_rng([seed, stream])) for stream in (5, 6))
     requests = tuple(_contrasted(request, reading) for request in requests)
     requests = tuple(related(requests, Dice(np.random.default_rng([seed, 3]))))
-    requests = tuple(_drafted_otherwise(request, function, changing) for request in requests)
+    requests = tuple(
+        _drafted_otherwise(readable(request), function, changing) for request in requests
+    )
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
 

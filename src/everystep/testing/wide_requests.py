@@ -14,7 +14,7 @@ from everystep.strategies import Beam, BestOf, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Forbid, Residue
-from everystep.types import Request, Wants
+from everystep.types import Prompt, Request, Wants
 
 if TYPE_CHECKING:
     from everystep.testing.dice import Dice
@@ -35,6 +35,16 @@ def widened(request: Request, function: HashFunction, draw: Dice) -> Request:
     elif draw.chance(0.12):
         request = _contrasted(request, function, draw)
     return request
+
+
+def readable(request: Request) -> Request:
+    """The request without an amateur, if that cannot read the prompt."""
+    mixes = isinstance(request.readout, Contrast) and not _plain(request.prompt)
+    return replace(request, readout=None) if mixes else request
+
+
+def _plain(prompt: Prompt) -> bool:
+    return prompt.ids is not None and not prompt.brings and prompt.encoder is None
 
 
 def _judged(request: Request, draw: Dice) -> Request:
@@ -72,10 +82,9 @@ def _after_bans(processors: tuple[object, ...]) -> int:
 
 def _contrasted(request: Request, function: HashFunction, draw: Dice) -> Request:
     """With an amateur, where it can read the prompt and what it leaves is not banned."""
-    prompt, bans = request.prompt, (Forbid, NoRepeatNGramLogitsProcessor)
-    plain = prompt.ids is not None and not prompt.brings and prompt.encoder is None
+    bans = (Forbid, NoRepeatNGramLogitsProcessor)
     banned = any(isinstance(one, bans) for one in request.processors)
-    if not plain or banned or request.readout is not None:
+    if not _plain(request.prompt) or banned or request.readout is not None:
         return request
     opened = partial(HashExecutor, function.vocab_size, 3)
     readout = Contrast(opened, draw.one_of(0.05, 0.3), draw.one_of(0.5, 1.0))

@@ -194,7 +194,7 @@ def arguments(block: Block, sheet: Sheet, foreign: Foreign, findings: Findings) 
         given |= {name: values.to(device) for name, values in block.named().items()}
         if (mask := block.mask(sheet, foreign.dtype)) is not None:
             given["attention_mask"] = mask.to(device)
-        elif "attention_mask" in names:
+        elif "attention_mask" in names and not (findings.bare and sheet.bare):
             given["attention_mask"] = seen
             if findings.linear:
                 given["attention_mask"] = seen[:, sheet.width :] if block.empty.any() else None

@@ -44,7 +44,8 @@ class ForeignExecutor:
         self._own = own
         self._foreign = foreign
         # What a module carries on cannot be taken back.
-        self._findings = replace(findings, cuts=False, ragged=False) if own else findings
+        bound = {"cuts": False, "ragged": False, "bare": False}
+        self._findings = replace(findings, **bound) if own else findings
         self._forgets = findings.forgets
         self._freed: list[Carried] = []
         self.vocab_size: int = findings.vocab_size

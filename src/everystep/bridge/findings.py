@@ -14,7 +14,8 @@ class Findings:
     """`cache`: a cache object that the module has filled, of one row. `vocab_size`: the width of
     its logits. `ragged`: rows of different lengths may share a rectangle, padded on the left.
     `several`: a row goes on by several positions at once. `cuts`: a row can be cut back. `masks`:
-    it takes a mask of its own for every position."""
+    it takes a mask of its own for every position. `bare`: going on without
+    a mask that hides nothing gives the same bits, and nothing looks through it at every step."""
 
     cache: Any
     vocab_size: int
@@ -22,6 +23,7 @@ class Findings:
     several: bool = False
     cuts: bool = False
     masks: bool = False
+    bare: bool = False
 
     @property
     def linear(self) -> bool:

@@ -43,6 +43,12 @@ class Sheet:
     encoded: tuple[Tensor, Tensor] | None = None
     spare: int = 0
 
+    @property
+    def bare(self) -> bool:
+        """Whether a forward that goes on from here needs no mask: no column of any row is empty.
+        One that begins does, since without it positions that jump are read as other sequences."""
+        return self.width > 0 and not self.leads.any()
+
     def shown(self, width: int) -> Tensor:
         """(R, width) int64: which columns are real; those to come are."""
         if self.seen.shape[1] < width:

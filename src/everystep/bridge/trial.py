@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everystep.bridge.executor import ForeignExecutor
 from everystep.bridge.findings import Findings
-from everystep.bridge.foreign import Foreign
+from everystep.bridge.foreign import Foreign, library
 from everystep.bridge.sheets import is_kept, is_linear, layers_of
 from everystep.errors import ModelClassError, UnsupportedError
 from everystep.nn.modes import ordinary_mode
@@ -121,7 +121,20 @@ class _Trial:
             cut = replace(found, cuts=True)
             works = [[(0, 0, 4)], [(0, 2, 4)]]
             found = replace(found, cuts=self._same(alone[0], cut, works))
-        return replace(found, ragged=ragged, masks=self._takes_masks(found, alone[2]))
+        masks, bare = self._takes_masks(found, alone[2]), self._is_bare(found, alone)
+        return replace(found, ragged=ragged, masks=masks, bare=bare)
+
+    def _is_bare(self, found: Findings, alone: list[Tensor]) -> bool:
+        """Whether a class of transformers' own gives the same bits without a mask that hides
+        nothing; what a class of the caller's makes of a mask is not for a few ids to tell."""
+        if library(self.foreign.base) != "transformers":
+            return False
+        works = [[(0, 0, 4)], [(0, 4, 5)]]
+        try:
+            bare = self._logits(replace(found, bare=True), works)
+        except _REFUSALS:
+            return False
+        return torch.equal(bare[0], alone[0]) and torch.equal(bare[1], alone[2])
 
     def _takes_masks(self, found: Findings, wanted: Tensor) -> bool:
         """Whether a mask of positions is read: one that hides nothing changes nothing, and another

@@ -1,0 +1,64 @@
+"""Which forwards of a wrapped model are given a mask of columns."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everystep as es
+from tests.bridge.families import model_of
+
+IDS = torch.tensor([[0, 0, 7, 8], [9, 10, 11, 12]])
+MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+COUNT = 5
+
+
+class Own(type(model_of("llama"))):  # type: ignore[misc]
+    """A class of the caller's, which may make of a mask what it likes."""
+
+
+def masks_seen(model: nn.Module, ids: Tensor, mask: Tensor) -> list[bool]:
+    """Whether each forward of a call was given one."""
+    wrapped, seen = es.wrap(model), []  # what it can do is found out before anybody listens
+    handle = model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given.get("attention_mask") is not None),
+        with_kwargs=True,
+    )
+    try:
+        wrapped.generate(
+            ids, attention_mask=mask, max_new_tokens=COUNT, do_sample=False, eos_token_id=None
+        )
+    finally:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "opt"])
+def test_rows_without_padding_need_one_for_their_prompts_alone(name: str) -> None:
+    model = model_of(name)
+    assert masks_seen(model, IDS[1:], MASK[1:]) == [True, *[False] * (COUNT - 1)]
+    assert masks_seen(model, IDS, MASK) == [True] * COUNT
+
+
+def test_a_class_of_the_callers_gets_it_every_time() -> None:
+    model = Own(copy.deepcopy(model_of("llama").config)).eval()
+    assert masks_seen(model, IDS[1:], MASK[1:]) == [True] * COUNT
+
+
+def test_positions_that_jump_are_one_sequence() -> None:
+    """Without a mask the reference reads a prompt with such positions as several."""
+    model = model_of("llama")
+    places = torch.tensor([[0, 1, 5, 6]])
+    asked = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None}
+    found = es.wrap(model).generate(IDS[1:], position_ids=places, **asked)
+    whole = torch.cat([places, torch.arange(7, 7 + COUNT - 1)[None]], dim=1)
+    for stop in range(4, 4 + COUNT):
+        mask = torch.ones(1, stop, dtype=torch.int64)
+        given = {"position_ids": whole[:, :stop], "attention_mask": mask}
+        with torch.no_grad():
+            logits = model(input_ids=found[:, :stop], **given).logits[0, -1]
+        assert int(logits.argmax()) == int(found[0, stop])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
 from everystep.api.allowing import allowed_in, length_of_allowed
-from everystep.api.beside import companions_of
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.drafts import drafts_of
 from everystep.api.features import with_features
@@ -120,7 +119,7 @@ def prepare(
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
-    readout = readout_of(model, options, inputs)
+    readout, companions = readout_of(model, options, inputs)
     draws = options.draws(inputs.number, inputs.batch)
     adapters = options.adapters(inputs.batch)
     requests = tuple(
@@ -131,7 +130,7 @@ def prepare(
             draws=draws[row],
             processors=processors[row],
             stops=stops,
-            companions=companions_of(options, inputs, row, model.vocab_size),
+            companions=companions[row],
             readout=readout,
             drafter=drafter,
             verification=verification,

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from everystep.api.hands import Hands, Rules, is_one, over, read_ids, require_changeable
+from everystep.api.hypotheses import complete, more_of
 from everystep.api.model import LanguageModel
-from everystep.api.more import complete, more_of
 from everystep.api.session import Generated, Session
 from everystep.api.steps import Explanation, Step, explained
 from everystep.engine import Beginning

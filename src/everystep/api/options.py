@@ -125,7 +125,6 @@ class Options:
     salt: str | None = None
     grammar: GrammarMask | None = None
     assistant: Assistant | None = None
-    assistant_tokenizer: Any = None
     corpus: Corpus | None = None
     strategy: Strategy | None = None
 
@@ -214,9 +213,6 @@ def read_options(
         grammar=read_grammar(given, tokenizer, special[0], model.vocab_size),
         assistant=assistant,
         corpus=corpus,
-        assistant_tokenizer=require(
-            "assistant_tokenizer", given.get("assistant_tokenizer"), "encode", "decode", "get_vocab"
-        ),
         strategy=own,
     )
 

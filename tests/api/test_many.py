@@ -75,6 +75,15 @@ def test_a_stream_takes_them_too(model: LanguageModel) -> None:
     assert [list(one.tokens) for (one,) in stream.results()] == many
 
 
+def test_the_engine_has_room_for_as_many_rows_as_a_prompt_takes(model: LanguageModel) -> None:
+    wide: list[dict[str, Any]] = [{"penalty_alpha": 0.6, "top_k": 40}, {}, {"num_beams": 40}]
+    common: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
+    many = es.generate(model, None, PROMPTS, options=wide, **common)
+    for prompt, own, found in zip(PROMPTS, wide, many, strict=True):
+        ids = model.generate(torch.tensor([prompt]), **common, **own)
+        assert found == ids[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "parts"),
     [
@@ -86,6 +95,7 @@ def test_a_stream_takes_them_too(model: LanguageModel) -> None:
         ([{}, {"seed": [1, 2]}, {}], RequestError, ["options[1]", "seed"]),
         ([{}, {"output_scores": True}, {}], RequestError, ["options[1]", "output_scores"]),
         ([{}, {"tokenizer": TOKENIZER}, {}], TypeError, ["options[1]", "tokenizer"]),
+        ([{}, {"num_beams": 2, "constraints": [7]}, {}], RequestError, ["options[1]", "Phrasal"]),
         (
             [{}, {"cache_implementation": "quantized"}, {}],
             RequestError,

@@ -10,7 +10,8 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.engine import audit
+from everystep.api.session import Session
+from everystep.engine import Engine, audit
 from everystep.errors import RequestError, UnsupportedError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -233,6 +234,30 @@ def test_a_fork_with_another_seed_draws_something_else(model: LanguageModel) -> 
     twin = run.fork(seed=99)
     assert twin.result().tokens[:3] == run.result().tokens[:3]
     assert twin.result().tokens != run.result().tokens
+
+
+@pytest.mark.parametrize(
+    ("act", "broken"),
+    [
+        (lambda run: run.fork(num_beams=3), None),
+        (lambda run: run.fork(), (Session, "trim")),
+        (lambda run: run.explain(1), (Engine, "replace")),
+    ],
+)
+def test_a_fork_that_came_to_nothing_holds_no_row(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, act: Any, broken: Any
+) -> None:
+    def breaks(*_: object) -> None:
+        raise OSError("in the middle")
+
+    take(run := opened(model, "sampled"), 3)
+    with monkeypatch.context() as patch, pytest.raises(OSError if broken else RequestError):
+        if broken:
+            patch.setattr(*broken, breaks)
+        act(run)
+    assert engine_of(run).scheduler.groups == [run._group]
+    audit(engine_of(run))
+    assert run.result() == opened(model, "sampled").result()
 
 
 def test_a_run_that_is_cancelled_keeps_its_tokens(model: LanguageModel) -> None:

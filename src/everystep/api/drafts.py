@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
+from everystep.api.objects import require
 from everystep.bridge.core import ForeignModel
 from everystep.config import Effective
 from everystep.engine import (
@@ -45,12 +46,13 @@ class Assistant:
     """A model that drafts; equal ones are opened once per engine.
 
     `settings`: its own generation configuration. `layers`: how many of its first layers draft, None
-    for all.
+    for all. `tokenizer`: its own, None where it is not known.
     """
 
     model: Any
     settings: Any = field(default=None, compare=False)
     layers: int | None = None
+    tokenizer: Any = field(default=None, compare=False)
 
     def __call__(self) -> Executor:
         """A fresh executor whose rows can be cut back."""
@@ -65,18 +67,17 @@ def read_assistant(given: Mapping[str, Any]) -> Assistant | None:
 
     ModelClassError, UnsupportedError: it is no model that can draft.
     """
-    value = given.get(_MODEL)
+    value, tokenizer = given.get(_MODEL), given.get("assistant_tokenizer")
     if value is None:
-        if given.get("assistant_tokenizer") is not None:
+        if tokenizer is not None:
             what, do = "assistant_tokenizer is that of an assistant_model", "Pass both, or neither"
             raise RequestError(what, wanted="assistant_model with it", got="none", do=do)
         return None
     if isinstance(value, nn.Module):
-        found = Assistant(ForeignModel(value), getattr(value, "generation_config", None))
-        encodes = found.model.foreign.encodes
+        model, settings = ForeignModel(value), getattr(value, "generation_config", None)
+        encodes = model.foreign.encodes
     elif all(hasattr(value, name) for name in ("executor", "vocab_size", "generation_config")):
-        found = Assistant(value, value.generation_config)
-        encodes = value.is_encoder_decoder
+        model, settings, encodes = value, value.generation_config, value.is_encoder_decoder
     else:
         raise ModelClassError(
             "assistant_model is not a model",
@@ -91,7 +92,8 @@ def read_assistant(given: Mapping[str, Any]) -> Assistant | None:
             got=type(value).__name__,
             do="Choose a decoder, or set prompt_lookup_num_tokens",
         )
-    return found
+    require("assistant_tokenizer", tokenizer, "encode", "decode", "get_vocab")
+    return Assistant(model, settings, tokenizer=tokenizer)
 
 
 def read_corpus(given: Mapping[str, Any]) -> Corpus | None:
@@ -246,7 +248,7 @@ def _refuse_search(name: str, e: Effective, strategy: Strategy) -> None:
 def _tokenizers(model: LanguageModel, options: Options, assistant: Assistant) -> Tokenizers | None:
     """The tokenizers of both models, None where they have one; RequestError where their
     vocabularies differ and the tokenizers are not known."""
-    own, other = options.tokenizer, options.assistant_tokenizer
+    own, other = options.tokenizer, assistant.tokenizer
     sizes = model.vocab_size, int(assistant.model.vocab_size)
     if other is None or own is None:
         if sizes[0] != sizes[1] or other is not None:

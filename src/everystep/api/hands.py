@@ -173,6 +173,17 @@ class Hands:
         for event in events:
             self.mail.setdefault(event.request_id, []).append(event)
 
+    def fork(self, group: Group) -> Group:
+        """A group that is as this one, and goes on by itself."""
+        return self.engine.fork(group, replace(group.request, request_id=self.name()))
+
+    def drop(self, group: Group) -> None:
+        """The group holds no row any more, and nobody will be told what it did."""
+        with inference_mode():
+            self.engine.cancel(group)
+        self.mail.pop(group.request.request_id, None)
+        self.sights.pop(id(group), None)
+
     def name(self) -> str:
         """An id that no request of the engine has."""
         self._names += 1

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
 from everystep.api.allowing import read_allowed
 from everystep.api.answers import read_best_of, read_n_best
-from everystep.api.beside import read_contrast
 from everystep.api.drafts import Assistant, read_assistant, read_corpus, with_draft_notices
 from everystep.api.grammars import read_grammar
 from everystep.api.objects import read_adapters, read_functions, read_hooks, read_text, require
 from everystep.api.prefixes import Prefix, read_prefix
+from everystep.api.readouts import read_contrast
 from everystep.api.strategies import read_strategy, refuse_beside
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
@@ -125,7 +125,6 @@ class Options:
     salt: str | None = None
     grammar: GrammarMask | None = None
     assistant: Assistant | None = None
-    assistant_tokenizer: Any = None
     corpus: Corpus | None = None
     strategy: Strategy | None = None
 
@@ -214,9 +213,6 @@ def read_options(
         grammar=read_grammar(given, tokenizer, special[0], model.vocab_size),
         assistant=assistant,
         corpus=corpus,
-        assistant_tokenizer=require(
-            "assistant_tokenizer", given.get("assistant_tokenizer"), "encode", "decode", "get_vocab"
-        ),
         strategy=own,
     )
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
 from everystep.api.allowing import allowed_in, length_of_allowed
-from everystep.api.beside import companions_of
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.drafts import drafts_of
 from everystep.api.features import with_features
@@ -22,7 +21,8 @@ from everystep.api.inputs import Inputs, placed, require_begun
 from everystep.api.options import Options, unseen_prompt
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.api.readouts import readout_of
-from everystep.api.searches import beams_of, require_groups, require_known_words
+from everystep.api.searches import require_known_words
+from everystep.api.strategies import strategy_of
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
@@ -36,7 +36,6 @@ from everystep.processors.stacking import varies
 from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
-from everystep.strategies import Contrastive, Greedy, Sample
 from everystep.text import Spelling
 from everystep.types import Request, Wants
 from everystep.types.protocols import Stop, Strategy
@@ -96,7 +95,7 @@ def prepare(
     new = _most_new(options.effective, inputs, model.context, most)
     options = replace(options, effective=_settled(options, inputs, new, model.context))
     reach = max(inputs.width + new, longest(options.criteria))
-    strategy = _strategy(options, reach - inputs.width)
+    strategy = strategy_of(options, reach - inputs.width)
     drafter, verification = drafts_of(model, options, strategy)
     require_known_words(strategy, model.vocab_size)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
@@ -120,7 +119,7 @@ def prepare(
     lingers = runs == "lockstep" and (returned or _watches(processors, stops))
     alike = kept_rows(strategy) == strategy.width and (inputs.batch == 1 or drafter is None)
     wants = _wants(options, inputs, cached=cache is not None, history=alike and lingers)
-    readout = readout_of(model, options, inputs)
+    readout, companions = readout_of(model, options, inputs)
     draws = options.draws(inputs.number, inputs.batch)
     adapters = options.adapters(inputs.batch)
     requests = tuple(
@@ -131,7 +130,7 @@ def prepare(
             draws=draws[row],
             processors=processors[row],
             stops=stops,
-            companions=companions_of(options, inputs, row, model.vocab_size),
+            companions=companions[row],
             readout=readout,
             drafter=drafter,
             verification=verification,
@@ -242,26 +241,6 @@ def _check_least(e: Effective, most: str, prompt: int, new: int) -> None:
         raise RequestError(what, wanted=wanted, got=got, do=f"Lower {name} or raise {most}")
     text = f"{what}; wanted {wanted}; got {got}. Lower {name} or raise {most}."
     warn(text, UserWarning, stacklevel=6)
-
-
-def _strategy(options: Options, most: int) -> Strategy:
-    """What the call brings, or the configuration names: the one place that makes strategies of the
-    library.
-
-    `most`: the most new tokens that a row can get.
-    """
-    e = options.effective
-    require_groups(options)
-    if options.strategy is not None:  # what the model's configuration says is not about it
-        return options.strategy
-    width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
-    if width > 1:
-        return beams_of(options, width, returns, most)
-    if options.best_of is not None:
-        return options.best_of
-    if not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1:
-        return Contrastive(int(e.top_k), float(e.penalty_alpha))
-    return Sample(returns) if e.do_sample else Greedy()
 
 
 def _stops(options: Options, visible: int) -> tuple[Stop, ...]:

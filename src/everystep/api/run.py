@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from everystep.api.hands import Hands, Rules, is_one, over, read_ids, require_changeable
+from everystep.api.hypotheses import complete, more_of
 from everystep.api.model import LanguageModel
-from everystep.api.more import complete, more_of
 from everystep.api.session import Generated, Session
 from everystep.api.steps import Explanation, Step, explained
 from everystep.engine import Beginning
@@ -30,7 +30,7 @@ from everystep.errors import RequestError
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
-from everystep.types import Group, values_of
+from everystep.types import Group, Request, values_of
 
 
 class Run:
@@ -131,21 +131,21 @@ class Run:
                 wanted = f"0 to {len(tokens) - 1}"
                 raise RequestError("there is no such position", wanted=wanted, got=position)
             position %= len(tokens)
-            twin = self._before(tokens[:position], index)
+            twin = self._hands.fork(self._group)
+            name = twin.request.request_id
             try:
+                self._hands.engine.replace(twin, *self._before(tokens[:position], index, name))
                 sight: Any = self._hands.step(twin)
                 if twin.error is not None:
                     raise twin.error
             finally:
-                with inference_mode():
-                    self._hands.engine.cancel(twin)
-                self._hands.mail.pop(twin.request.request_id, None)
+                self._hands.drop(twin)
             given = position in self._given
             return explained(sight, position, tokens[position], self._spell, rivals, given=given)
 
-    def _before(self, tokens: Sequence[int], index: int) -> Group:
-        """A group that is about to choose what follows these tokens."""
-        engine, name = self._hands.engine, self._hands.name()
+    def _before(self, tokens: Sequence[int], index: int, name: str) -> tuple[Request, Beginning]:
+        """The request with this id, and the beginning, of a group that next chooses what follows
+        these tokens."""
         rules = [one for start, one in self._rules if start <= len(tokens)][-1]
         given = len([one for one in self._given if one < len(tokens)])
         request = rules.request(self.model, given, name)
@@ -156,10 +156,8 @@ class Run:
         request = replace(request, strategy=strategy, drafter=None, linger=False, keeps=False)
         every: list[Any] = [*self._group.live, *self._group.done]
         lineage = next((one.lineage for one in every if one.index == index), 0)
-        twin = engine.fork(self._group, replace(self._group.request, request_id=name))
         values = self._values(len(tokens)) if is_one(self._group.request) else {}
-        engine.replace(twin, request, Beginning(np.array(tokens, np.int64), values, lineage))
-        return twin
+        return request, Beginning(np.array(tokens, np.int64), values, lineage)
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -283,12 +281,15 @@ class Run:
         it. Without another seed both draw the same."""
         with self._hands.lock:
             twin = copy.copy(self)
-            request = replace(self._group.request, request_id=self._hands.name())
             twin._ready, twin._memos = deque(), dict(self._memos)
-            twin._group = self._hands.engine.fork(self._group, request)
-            twin._reword()
-            if changes:
-                twin.set(**changes)
+            twin._group = self._hands.fork(self._group)
+            try:
+                twin._reword()
+                if changes:
+                    twin.set(**changes)
+            except BaseException:
+                self._hands.drop(twin._group)
+                raise
             return twin
 
     def cancel(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from everystep.api.options import Options
 from everystep.errors import RequestError
 from everystep.processors.guidance import HammingDiversityLogitsProcessor
 from everystep.strategies import Beam, ConstrainedBeam, DiverseBeam
@@ -14,6 +13,9 @@ from everystep.strategies.constraints import (
     PhrasalConstraint,
 )
 from everystep.types.protocols import Strategy
+
+if TYPE_CHECKING:
+    from everystep.api.options import Options
 
 _METHODS = ("advance", "does_advance", "update", "reset", "remaining", "copy")
 

@@ -33,6 +33,7 @@ from everystep.api.prompts import TokenizerLike as TokenizerLike
 from everystep.api.prompts import is_messages as is_messages
 from everystep.api.prompts import listed as listed
 from everystep.api.prompts import needed, read_prompt, refuse_inputs
+from everystep.api.strategies import strategy_of
 from everystep.api.wrapped import wrap
 from everystep.config import GenerationConfig
 from everystep.draws import seed_of
@@ -148,6 +149,7 @@ class Session:
         beside = (*_OF_TEXTS, *MODEL_INPUTS, *OF_TENSORS)
         options = read_options(self._model, given, beside, self.tokenizer)
         refuse_rectangular(options.effective, in_steps=self._gives_steps)
+        strategy_of(options, 1)  # which raises if none does what is asked for
         if not self._gives_events:
             require_output_object(options)
         return replace(
@@ -366,11 +368,8 @@ def _require_alike(model: LanguageModel, first: Options, other: Options, whose: 
 
 
 def _rows_of(options: Options) -> int:
-    """How many rows a prompt takes."""
-    e, samples = options.effective, 0 if options.best_of is None else options.best_of.width
-    own = 1 if options.strategy is None else options.strategy.width
-    width = max(int(e.num_beams or 1), int(e.num_return_sequences or 1), samples, own)
-    return width * (2 if e.guidance_scale else 1)
+    """How many rows a prompt takes, however long it is."""
+    return strategy_of(options, 1).width * (2 if options.effective.guidance_scale else 1)
 
 
 def _require_one(inputs: Inputs) -> None:

@@ -1,15 +1,20 @@
-"""What `strategy` asks for: a name, which stands for fields or for a class, or a value."""
+"""How a call chooses tokens: what `strategy` asks for (a name, which stands for fields or for a
+class, or a value), and the strategy that all of its options come to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from everystep.api.searches import beams_of, require_groups
 from everystep.config import FIELDS, Effective
 from everystep.config.named import is_named, unknown_strategy, with_named
 from everystep.errors import RequestError
-from everystep.strategies import strategy_named, strategy_names
+from everystep.strategies import Contrastive, Greedy, Sample, strategy_named, strategy_names
 from everystep.types.protocols import Strategy
+
+if TYPE_CHECKING:
+    from everystep.api.options import Options
 
 _MEMBERS = ("width", "returns", "streams", "reads", "rounds", "pick", "select", "finish")
 _OF_OURS = (
@@ -60,6 +65,27 @@ def refuse_beside(effective: Effective, strategy: Strategy) -> None:
             got=f"prompt_lookup_num_tokens={effective.prompt_lookup_num_tokens}",
             do="Leave prompt_lookup_num_tokens out",
         )
+
+
+def strategy_of(options: Options, most: int) -> Strategy:
+    """What the call brings, or the configuration names: the one place that makes strategies of the
+    library.
+
+    `most`: the most new tokens that a row can get. RequestError where no strategy does what the
+    options ask for.
+    """
+    e = options.effective
+    require_groups(options)
+    if options.strategy is not None:  # what the model's configuration says is not about it
+        return options.strategy
+    width, returns = int(e.num_beams or 1), int(e.num_return_sequences or 1)
+    if width > 1:
+        return beams_of(options, width, returns, most)
+    if options.best_of is not None:
+        return options.best_of
+    if not e.do_sample and (e.penalty_alpha or 0) > 0 and (e.top_k or 0) > 1:
+        return Contrastive(int(e.top_k), float(e.penalty_alpha))
+    return Sample(returns) if e.do_sample else Greedy()
 
 
 def require_known(name: str) -> None:

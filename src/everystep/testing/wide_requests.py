@@ -14,7 +14,7 @@ from everystep.strategies import Beam, BestOf, Sample
 from everystep.testing.hash_function import HashFunction
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.rules import Forbid, Residue
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Request, Wants
 
 if TYPE_CHECKING:
     from everystep.testing.dice import Dice
@@ -39,12 +39,8 @@ def widened(request: Request, function: HashFunction, draw: Dice) -> Request:
 
 def readable(request: Request) -> Request:
     """The request without an amateur, if that cannot read the prompt."""
-    mixes = isinstance(request.readout, Contrast) and not _plain(request.prompt)
+    mixes = isinstance(request.readout, Contrast) and not request.prompt.plain
     return replace(request, readout=None) if mixes else request
-
-
-def _plain(prompt: Prompt) -> bool:
-    return prompt.ids is not None and not prompt.brings and prompt.encoder is None
 
 
 def _judged(request: Request, draw: Dice) -> Request:
@@ -84,7 +80,7 @@ def _contrasted(request: Request, function: HashFunction, draw: Dice) -> Request
     """With an amateur, where it can read the prompt and what it leaves is not banned."""
     bans = (Forbid, NoRepeatNGramLogitsProcessor)
     banned = any(isinstance(one, bans) for one in request.processors)
-    if not _plain(request.prompt) or banned or request.readout is not None:
+    if not request.prompt.plain or banned or request.readout is not None:
         return request
     opened = partial(HashExecutor, function.vocab_size, 3)
     readout = Contrast(opened, draw.one_of(0.05, 0.3), draw.one_of(0.5, 1.0))

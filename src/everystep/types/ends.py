@@ -83,6 +83,12 @@ class Prompt:
         return self.length - (0 if self.ids is None else len(self.ids))
 
     @property
+    def plain(self) -> bool:
+        """Whether its ids, at positions 0, 1, ..., are all that there is of it."""
+        more = self.brings or self.before or self.past is not None or self.encoder is not None
+        return self.ids is not None and not more
+
+    @property
     def start(self) -> int:
         """The first position that is to be fed."""
         return 0 if self.past is None else self.past.length

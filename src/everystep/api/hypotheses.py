@@ -60,8 +60,7 @@ def _widen(run: Run, keeps: int) -> None:
             if twin.error is not None:
                 raise twin.error
     except BaseException:
-        with inference_mode():
-            hands.engine.cancel(twin)
+        hands.drop(twin)
         raise
     with inference_mode():
         hands.engine.cancel(old)

@@ -22,6 +22,7 @@ from everystep.api.arrays import (
     require_known,
 )
 from everystep.api.options import Options
+from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError
 from everystep.types import InputSpec, Prompt
 
@@ -108,13 +109,13 @@ def read_passed(model: LanguageModel, given: Given, options: Options, name: str)
 def _with_open(model: LanguageModel, given: Given, passed: Passed) -> Passed:
     """The same with inputs whose shape is known at the call alone."""
     specs = {n: s for n, s in model.inputs.items() if s.open and given.get(n) is not None}
-    if not specs:
+    core = model.core
+    if not specs or not isinstance(core, ForeignModel):  # only its inputs are open
         return passed
     rows, length = passed.shape
     known = [np.empty(0, dtype=np.int64)] * rows
     if passed.aligned and passed.ids is not None:
         known = [ids[real] for ids, real in zip(passed.ids, passed.real, strict=True)]
-    core: Any = model.core
     media = core.media({name: given[name] for name in specs}, known, length)
     named = passed.named | {name: (specs[name], one) for name, one in media.tokens.items()}
     place = core.placed if given.get("position_ids") is None else None

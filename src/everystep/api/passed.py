@@ -23,7 +23,7 @@ from everystep.api.arrays import (
 )
 from everystep.api.options import Options
 from everystep.bridge.core import ForeignModel
-from everystep.errors import RequestError
+from everystep.errors import InvariantError, RequestError
 from everystep.types import InputSpec, Prompt
 
 if TYPE_CHECKING:
@@ -109,9 +109,11 @@ def read_passed(model: LanguageModel, given: Given, options: Options, name: str)
 def _with_open(model: LanguageModel, given: Given, passed: Passed) -> Passed:
     """The same with inputs whose shape is known at the call alone."""
     specs = {n: s for n, s in model.inputs.items() if s.open and given.get(n) is not None}
-    core = model.core
-    if not specs or not isinstance(core, ForeignModel):  # only its inputs are open
+    if not specs:
         return passed
+    core = model.core
+    if not isinstance(core, ForeignModel):
+        raise InvariantError("only a wrapped model reads inputs of open shapes")
     rows, length = passed.shape
     known = [np.empty(0, dtype=np.int64)] * rows
     if passed.aligned and passed.ids is not None:

@@ -21,7 +21,7 @@ _DECODER: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_SEQ2SEQ: Mapping[str, Any] = {
+TWO_SIDES: Mapping[str, Any] = {
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -29,6 +29,10 @@ _SEQ2SEQ: Mapping[str, Any] = {
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
+}
+"""The sizes of an encoder and of the decoder beside it."""
+_SEQ2SEQ: Mapping[str, Any] = {
+    **TWO_SIDES,
     "max_position_embeddings": 128,
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,

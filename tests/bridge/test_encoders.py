@@ -15,19 +15,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import everystep as es
 from everystep.errors import RequestError, UnknownArgumentError
-from tests.bridge.families import END, PAD, VOCABULARY, model_of, randomise
+from tests.bridge.families import END, PAD, TWO_SIDES, VOCABULARY, model_of, randomise
 
 START = 2
 SAID: dict[str, Any] = {"max_new_tokens": 8, "suppress_tokens": [END, PAD]}
 _SOUND = {
+    **TWO_SIDES,
     "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
     "max_target_positions": 64,
     "pad_token_id": PAD,
     "eos_token_id": END,

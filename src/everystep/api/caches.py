@@ -25,9 +25,10 @@ from everystep.cache.containers import (
     EncoderDecoderCache,
     QuantizedCache,
     StaticCache,
+    own_half,
 )
 from everystep.cache.formats import Quantization
-from everystep.cache.layers import CacheLayer, QuantizedLayer
+from everystep.cache.layers import QuantizedLayer
 from everystep.cache.legacy import read_legacy
 from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
@@ -193,7 +194,7 @@ def _require_held(inputs: Inputs, cache: Cache) -> None:
 
     Of other caches that is not known: the keys of a real token may be 0.
     """
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    own = own_half(cache)
     if own.pads is None or len(own.pads) != own.batch_size:
         return
     for row, pads in enumerate(own.pads[:: own.batch_size // inputs.batch].tolist()):
@@ -210,7 +211,7 @@ def _require_held(inputs: Inputs, cache: Cache) -> None:
 
 def _require_shape(cache: Cache, model: LanguageModel) -> None:
     stores = model.core.network.stores
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    own = own_half(cache)
     if own.layer_class_to_replicate is None and len(own) != len(stores):
         _refuse("is of another model", f"{len(stores)} layers", f"{len(own)} layers")
     lengths = {int(layer.get_seq_length()) for layer in own.layers}
@@ -230,19 +231,9 @@ def _require_shape(cache: Cache, model: LanguageModel) -> None:
             _refuse("is of another model", f"{what} {wanted}", got)
 
 
-def _stored(layer: CacheLayer) -> tuple[Tensor, Tensor]:
-    """(R, K, S, D) keys and values of the last S positions, as many as are kept."""
-    if isinstance(layer, QuantizedLayer):
-        return layer.whole()
-    if layer.keys is None or layer.values is None:
-        raise RequestError("a layer of past_key_values is empty", do="Fill all or none")
-    kept = min(int(layer.get_seq_length()), layer.keys.shape[2])
-    return layer.keys[:, :, :kept], layer.values[:, :, :kept]
-
-
 def _rectangle(cache: Cache, length: int) -> Tensor:
     """(L, 2, R, K, length, D); what a window has dropped is 0, as it is not looked at again."""
-    stacked = [torch.stack(_stored(layer)) for layer in cache.layers]
+    stacked = [torch.stack(layer.whole()) for layer in cache.layers]
     filled = [torch.nn.functional.pad(x, (0, 0, length - x.shape[3], 0)) for x in stacked]
     return torch.stack(filled)
 
@@ -359,7 +350,7 @@ def fill_cache(cache: Cache | None, inputs: Inputs, groups: list[Group]) -> Cach
     prompt_of = [row for row, group in enumerate(groups) for _ in group.pasts]
     pairs = list(zip(prompt_of, pasts, strict=True))
     places = [_row_places(inputs, row, past.length) for row, past in pairs]
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    own = own_half(cache)
     _fill(own, _placed([*map(kv_of, pasts)], places))
     own.pads = torch.tensor([int(place[0]) for place in places])
     if isinstance(cache, EncoderDecoderCache) and inputs.source is not None:

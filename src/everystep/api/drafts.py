@@ -223,10 +223,11 @@ def _verification(options: Options, *, models: bool) -> Verification:
 
 def _early(model: LanguageModel, layers: int) -> Assistant:
     """The model's own first layers; an error says it if there is no such part of it."""
-    core: object = model.core
+    core = model.core
     if isinstance(core, ForeignModel):
         model.executor(layers=layers)  # says what to do instead
-    first_layers(model.core, layers)
+    else:
+        first_layers(core, layers)
     return Assistant(model, model.generation_config, layers)
 
 

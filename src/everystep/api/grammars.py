@@ -65,7 +65,7 @@ def with_forced(
     watched = options.processors or options.criteria
     if options.grammar is None or watched or not strategy.reads.alone:
         return drafter
-    core: Any = model.core
+    core = model.core
     if isinstance(core, ForeignModel) and "truncate" not in core.executor().abilities:
         return drafter
     return ForcedTokens(drafter)

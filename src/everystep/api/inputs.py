@@ -19,6 +19,7 @@ from everystep.api.arrays import of_row, read_mask, read_positions, span_of
 from everystep.api.features import Rows, read_values
 from everystep.api.options import Options
 from everystep.api.passed import Given, read_passed
+from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.network import Heard
 from everystep.outputs import encoder_states
@@ -241,8 +242,9 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
     if given.get("encoder_outputs") is not None:
         states, places = _read_states(model, given)
         return EncoderSource(states=states, places=places), len(states)
-    if model.core.source is not None:
-        return _read_whole(model, given, model.core.source)
+    core = model.core
+    if isinstance(core, ForeignModel) and core.source is not None:
+        return _read_whole(core, core.source, given)
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() > 2:
         do = "Pass a (batch, length) mask"
@@ -258,9 +260,9 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
     return EncoderSource(read.prompts, (), places, read.prompt_width, ids), read.batch
 
 
-def _read_whole(model: LanguageModel, given: Given, name: str) -> tuple[EncoderSource, int]:
+def _read_whole(core: ForeignModel, name: str, given: Given) -> tuple[EncoderSource, int]:
     """The encoder's side where it reads the input of this name, and neither ids nor embeddings; how
-    many states become of that is known when they are encoded."""
+    many states it makes of that is known when they are encoded."""
     others = [one for one in ("input_ids", "inputs_embeds") if given.get(one) is not None]
     if given.get(name) is None or others:
         raise RequestError(
@@ -269,8 +271,7 @@ def _read_whole(model: LanguageModel, given: Given, name: str) -> tuple[EncoderS
             got=", ".join(others) or f"no {name}",
             do=f"Pass {name}, and what the answer begins with as decoder_input_ids",
         )
-    names = (*model.inputs, "attention_mask")
-    core: Any = model.core
+    names = (*(one.name for one in core.network.inputs), "attention_mask")
     wholes = core.sources({one: given[one] for one in names if given.get(one) is not None})
     return EncoderSource(tuple(Prompt(whole=one) for one in wholes)), len(wholes)
 
@@ -296,9 +297,8 @@ def _read_states(
             got=f"encoder_outputs and {', '.join(both)}",
             do=f"Leave {' and '.join(both)} out",
         )
-    real = given.get("attention_mask")
-    if real is not None and model.core.source is not None:
-        core: Any = model.core
+    real, core = given.get("attention_mask"), model.core
+    if real is not None and isinstance(core, ForeignModel) and core.source is not None:
         real = core.real_states(torch.as_tensor(real), states.shape[1])
     mask = read_mask(real, tuple(states.shape[:2]))
     places = tuple(np.flatnonzero(row) for row in mask)

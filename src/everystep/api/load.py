@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from safetensors.torch import save
@@ -207,7 +207,8 @@ def write_quantized(
         do = "Give the name of a new folder"
         raise FileError(f"{target} is there already", do=do)
     model, tokenizer = load(source, quantize=format, offline=offline, progress=progress)
-    config, tensors = quantised_contents(model.core, format)
+    core = cast(Model, model.core)  # that of a model which was loaded, not wrapped
+    config, tensors = quantised_contents(core, format)
     with atomic_folder(target) as folder:
         tokenizer.save_pretrained(folder)
         model.generation_config.to_json_file(folder / GENERATION_CONFIG)

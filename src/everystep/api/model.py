@@ -17,6 +17,7 @@ from everystep.api.features import PromptInput, require_distinct
 from everystep.api.forward import cache_of_forward, kept_positions
 from everystep.api.options import KEYWORDS
 from everystep.api.rectangle import generate
+from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
 from everystep.errors import ModelClassError, RequestError, UnsupportedError
@@ -80,24 +81,24 @@ class LanguageModel:
         self._prompt_inputs: tuple[PromptInput, ...] = ()
 
     @property
-    def core(self) -> Model:
-        """The weights, and what they were built from."""
+    def core(self) -> Model | ForeignModel:
+        """The weights, or the module that holds them, and what they were built from."""
         return self._core
 
     @property
     def config(self) -> Any:
         """The values of config.json, as attributes."""
-        return self._core.config
+        return self.core.config
 
     @property
     def device(self) -> torch.device:
         """Where the weights lie."""
-        return self._core.device
+        return self.core.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights."""
-        return self._core.dtype
+        return self.core.dtype
 
     @property
     def cache_dtype(self) -> str:
@@ -107,17 +108,17 @@ class LanguageModel:
     @property
     def vocab_size(self) -> int:
         """The width of the logits."""
-        return self._core.vocab_size
+        return self.core.vocab_size
 
     @property
     def width(self) -> int:
         """The size of its hidden states, and of the embeddings that it reads."""
-        return int(self._core.network.spec.width)
+        return int(self.core.network.spec.width)
 
     @property
     def inputs(self) -> Mapping[str, InputSpec]:
         """What the network declares beside ids or embeddings: keywords of every call."""
-        return {one.name: one for one in self._core.network.inputs}
+        return {one.name: one for one in self.core.network.inputs}
 
     @property
     def prompt_inputs(self) -> tuple[PromptInput, ...]:
@@ -137,29 +138,29 @@ class LanguageModel:
     @property
     def context(self) -> int | None:
         """The longest sequence the model was made for."""
-        return getattr(self._core.config, "max_position_embeddings", None)
+        return getattr(self.core.config, "max_position_embeddings", None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many positions it looks back; None for all."""
-        layers = self._core.network.stores
+        layers = self.core.network.stores
         sizes = ([one.size for one in layer if isinstance(one, Window)] for layer in layers)
         return tuple(size[0] if size else None for size in sizes)
 
     @property
     def depth(self) -> int:
         """How many layers lie between ids and logits."""
-        return int(getattr(self._core.config, "num_hidden_layers", len(self._core.network.stores)))
+        return int(getattr(self.core.config, "num_hidden_layers", len(self.core.network.stores)))
 
     @property
     def has_tied_head(self) -> bool:
         """Whether logits are read out with the table of embeddings."""
-        return bool(getattr(self._core.network.spec, "tied", False))
+        return bool(getattr(self.core.network.spec, "tied", False))
 
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads the prompt."""
-        return bool(getattr(self._core.config, "is_encoder_decoder", False))
+        return bool(getattr(self.core.config, "is_encoder_decoder", False))
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -239,7 +240,7 @@ class LanguageModel:
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
         """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes."""
-        return self._core.network.embed
+        return self.core.network.embed
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every weight under its checkpoint name.
@@ -374,7 +375,7 @@ class LanguageModel:
             raise RequestError(
                 what, wanted="ids", got=got, do="Pass its entries: generate(**batch)"
             )
-        name = self._core.source or "input_ids"
+        name = self.core.source or "input_ids"
         if inputs is not None and kwargs.get(name) is not None:
             what = f"the prompt was given twice: as the first argument and as {name}"
             raise RequestError(what, do=f"Pass it once, as {name}")

@@ -22,7 +22,8 @@ from everystep.api.arrays import (
     require_known,
 )
 from everystep.api.options import Options
-from everystep.errors import RequestError
+from everystep.bridge.core import ForeignModel
+from everystep.errors import InvariantError, RequestError
 from everystep.types import InputSpec, Prompt
 
 if TYPE_CHECKING:
@@ -110,11 +111,13 @@ def _with_open(model: LanguageModel, given: Given, passed: Passed) -> Passed:
     specs = {n: s for n, s in model.inputs.items() if s.open and given.get(n) is not None}
     if not specs:
         return passed
+    core = model.core
+    if not isinstance(core, ForeignModel):
+        raise InvariantError("only a wrapped model reads inputs of open shapes")
     rows, length = passed.shape
     known = [np.empty(0, dtype=np.int64)] * rows
     if passed.aligned and passed.ids is not None:
         known = [ids[real] for ids, real in zip(passed.ids, passed.real, strict=True)]
-    core: Any = model.core
     media = core.media({name: given[name] for name in specs}, known, length)
     named = passed.named | {name: (specs[name], one) for name, one in media.tokens.items()}
     place = core.placed if given.get("position_ids") is None else None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError
+from everystep.models import Model
 from everystep.types import InputSpec, Past, Prompt
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class Prefix:
 
     prompt: Prompt
     past: Past
-    core: Any
+    core: Model | ForeignModel
     adapters: tuple[tuple[str, float], ...] = ()
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Set
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,13 @@ class WrappedModel(LanguageModel):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._foreign = ForeignModel(module)
-        self._core = cast(Any, self._foreign)
         self.name_or_path = str(getattr(module, "name_or_path", "") or "")
         self._prompt_inputs = ()
+
+    @property
+    def core(self) -> ForeignModel:
+        """The module, and what was found out of it."""
+        return self._foreign
 
     @property
     def generation_config(self) -> GenerationConfig:  # type: ignore[override]
@@ -104,7 +108,6 @@ class WrappedModel(LanguageModel):
             wanted = {"dtype": device}
         self.module.to(**{name: one for name, one in wanted.items() if one is not None})
         self._foreign = ForeignModel(self.module)
-        self._core = cast(Any, self._foreign)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> WrappedModel:

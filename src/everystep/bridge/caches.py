@@ -43,10 +43,11 @@ def own_cache(cache: Any, stores: Sequence[Sequence[Store]]) -> Cache:
     `stores`: what each layer of the module keeps of a row. RequestError for kinds of caches whose
     content cannot be read, or has lost positions that the module still looks at.
     """
-    halves = hasattr(cache, "self_attention_cache")
-    own, across = _halves(cache) if halves else (cache, None)
-    made = _read(own, [store[0] for store in stores])
-    return made if across is None else EncoderDecoderCache(made, _read(across, None))
+    kept = [store[0] for store in stores]
+    if not hasattr(cache, "self_attention_cache"):
+        return _read(cache, kept)
+    own, across = _halves(cache)
+    return EncoderDecoderCache(_read(own, kept), _read(across, None))
 
 
 def _halves(cache: Any) -> tuple[Any, Any]:
@@ -91,9 +92,10 @@ def foreign_cache(cache: Cache, form: Any, into: Any = None) -> Any:
     `form`; the object `into`, whose layers are replaced, if there is one."""
     own, across = cache, None
     if isinstance(cache, EncoderDecoderCache):
-        own, across = cache.self_attention_cache, cache.cross_attention_cache
-    made = emptied(form)
-    if own.get_seq_length():
+        own, across = _halves(cache)
+    if not own.get_seq_length():
+        made = emptied(form)
+    else:
         made = own_layers_of(form)
         _put(layers_of(made), own)
         if across is not None and across.get_seq_length():

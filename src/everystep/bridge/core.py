@@ -20,7 +20,7 @@ from everystep.bridge.foreign import Foreign
 from everystep.bridge.named import REFUSALS, Media, batched, declared, placed, refused
 from everystep.bridge.own_inputs import prepares
 from everystep.bridge.trial import examine
-from everystep.cache.containers import Cache, DynamicCache
+from everystep.cache.containers import Cache, DynamicCache, own_half
 from everystep.errors import RequestError
 from everystep.executors.process import out_of_memory
 from everystep.nn.modes import ordinary_mode
@@ -148,8 +148,8 @@ class ForeignModel:
     def returned_cache(self, cache: Cache, passed: Any) -> Any:
         """What a caller gets who passed the other: that object, filled, if it is foreign; a new one
         of the module's kind for nothing; else the cache itself."""
-        own = getattr(cache, "self_attention_cache", cache)
-        if is_foreign(passed) or (passed is None and isinstance(own, DynamicCache)):
+        growing = isinstance(own_half(cache), DynamicCache)
+        if is_foreign(passed) or (passed is None and growing):
             return foreign_cache(cache, self.findings.cache, passed)
         return cache
 

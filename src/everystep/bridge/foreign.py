@@ -25,8 +25,8 @@ class Foreign:
     `module`: what is called, so that its hooks and adapters take part. `base`: the module inside
     any PEFT wrapper, whose signature says what a forward takes. `heard`: what its encoder takes by
     name, where it has one. `source`: the name of what the encoder reads if that is not ids, such as
-    images. `watched`: modules whose attributes
-    change while it runs; they are put back after every step, so that no row sees another's.
+    images. `watched`: modules whose attributes change while it runs; they are put back after every
+    step, so that no row sees another's.
     """
 
     def __init__(self, module: nn.Module) -> None:

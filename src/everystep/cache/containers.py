@@ -354,6 +354,11 @@ class EncoderDecoderCache(Cache):
         self.cross_attention_cache._change(change)
 
 
+def own_half(cache: Cache) -> Cache:
+    """The half of the decoder's own positions, which is a plain cache itself."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
 class OffloadedCache(Cache):
     """Refused: keys and values that wait in the memory of the host, layer by layer."""
 

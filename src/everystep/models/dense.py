@@ -6,6 +6,8 @@ This is what a loop of the caller's runs on. The engine's rows are not known her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,13 +18,16 @@ from everystep.nn.attention import RelativeBias, Rule, Sight, look, look_and_wei
 from everystep.nn.network import Heard, Network, State, StepInputs
 from everystep.nn.ragged import Ragged
 
+Across = Sequence[tuple[Tensor, Tensor]]
+"""(L,) keys and values (B, K, S, D) of encoder states."""
+
 
 class DenseContext:
     """B rows of T positions that see each other, after those that `cache` holds.
 
-    `seen` (B, S) marks real positions, not padding, the cached ones first. `across`: keys and
-    values of encoder states, (L, 2, B, K, S, D), of which `across_seen` (B, S) are real. `packed`
-    (B, T): which of the sequences that lie one after another in a row a position belongs to; they
+    `seen` (B, S) marks real positions, not padding, the cached ones first. `across`: what encoder
+    states give each layer to look at, of which `across_seen` (B, S) are real. `packed` (B, T):
+    which of the sequences that lie one after another in a row a position belongs to; they
     do not see each other. `heard` is given what the layers show. Recurrent layers begin with
     nothing.
     """
@@ -33,7 +38,7 @@ class DenseContext:
         batch: int,
         length: int,
         seen: Tensor | None,
-        across: Tensor | None = None,
+        across: Across | None = None,
         across_seen: Tensor | None = None,
         cache: Cache | None = None,
         packed: Tensor | None = None,
@@ -134,21 +139,16 @@ def dense_logits(
     heard: Heard | None = None,
 ) -> Tensor:
     """(B, n, V) of positions `kept`; see `Model.forward`."""
-    start, across, across_seen = 0 if cache is None else int(cache.get_seq_length()), None, None
+    start = 0 if cache is None else int(cache.get_seq_length())
+    across, across_seen = None, None
     if decoder_input_ids is not None:
-        across = _held_across(cache)
+        across, mask = _held_across(cache), attention_mask
         if across is None:
-            own = encoder_states
-            own = _hidden(network, ids, inputs_embeds) if own is None else own
-            across_seen = _seen(own.shape[:2], attention_mask, own.device)
-            states = network.encode(own, across_seen) if encoder_states is None else own
-            # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
-            across = network.across(states.flatten(0, 1))
-            across = across.unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
+            across, across_seen = _encoded(network, ids, mask, inputs_embeds, encoder_states)
             _keep_across(cache, across)
         else:
-            shape = (across.shape[2], across.shape[4])
-            across_seen = _seen(shape, attention_mask, across.device)
+            keys, _ = across[0]
+            across_seen = _seen((keys.shape[0], keys.shape[2]), mask, keys.device)
         hidden = network.embed(decoder_input_ids.to(network.device))
         attention_mask = decoder_attention_mask
     else:
@@ -189,16 +189,33 @@ def _packed(position_ids: Tensor, batch: int, device: torch.device) -> Tensor | 
     return numbers.expand(batch, numbers.shape[-1]).to(device)
 
 
-def _held_across(cache: Cache | None) -> Tensor | None:
-    """(L, 2, B, K, S, D) of encoder states, where a cache holds them."""
+def _encoded(
+    network: Network,
+    ids: Tensor | None,
+    attention_mask: Tensor | None,
+    inputs_embeds: Tensor | None,
+    encoder_states: Tensor | None,
+) -> tuple[Across, Tensor | None]:
+    """Keys and values of encoder states, the caller's or new ones, and which of those are real."""
+    hidden = encoder_states
+    if hidden is None:
+        hidden = _hidden(network, ids, inputs_embeds)
+    seen = _seen(hidden.shape[:2], attention_mask, hidden.device)
+    states = network.encode(hidden, seen) if encoder_states is None else hidden
+    # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
+    both = network.across(states.flatten(0, 1)).unflatten(3, states.shape[:2]).transpose(2, 3)  # type: ignore[no-untyped-call]
+    return [(keys, values) for keys, values in both], seen
+
+
+def _held_across(cache: Cache | None) -> Across | None:
+    """Those that a cache holds already."""
     if not isinstance(cache, EncoderDecoderCache) or not any(cache.is_updated.values()):
         return None
-    layers = cache.cross_attention_cache.layers
-    return torch.stack([torch.stack(layer.whole()) for layer in layers])
+    return [layer.whole() for layer in cache.cross_attention_cache.layers]
 
 
-def _keep_across(cache: Cache | None, across: Tensor) -> None:
-    """Keys and values of encoder states (L, 2, B, K, S, D) are in the cache, if there is one."""
+def _keep_across(cache: Cache | None, across: Across) -> None:
+    """Keys and values of encoder states are in the cache, if there is one."""
     if not isinstance(cache, EncoderDecoderCache):
         return
     for layer, (keys, values) in enumerate(across):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from engine_overhead import KINDS, PROMPT, WARM_UP, ReadyExecutor
-from parts.models import Models
+from parts.clock import medians, seconds
+from parts.models import Models, reference
 from parts.report import options, write
 
 import everystep as es
@@ -43,22 +43,10 @@ class Nothing(es.Hook):
         """Nothing follows."""
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long it took."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def in_turn(repeats: int, **ways: Callable[[], object]) -> dict[str, float]:
     """The median seconds of each way, which are called in turn, after each once to warm up."""
-    for way in ways.values():
-        way()
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            found[name].append(seconds(way))
-    return {name: statistics.median(times) for name, times in found.items()}
+    series = ([way] * (1 + repeats) for way in ways.values())
+    return dict(zip(ways, medians(*series), strict=True))
 
 
 def hooks(repeats: int) -> dict[str, Any]:
@@ -72,26 +60,14 @@ def hooks(repeats: int) -> dict[str, Any]:
         return made
 
     plain, hooked = engine(), engine(Nothing())
-    for _ in range(WARM_UP):
-        plain.step(), hooked.step()
-    pairs = [(seconds(hooked.step), seconds(plain.step)) for _ in range(steps)]
-    with_hook, without = (1e6 * statistics.median(times) for times in zip(*pairs, strict=True))
+    series = ([one.step] * (WARM_UP + steps) for one in (hooked, plain))
+    with_hook, without = (1e6 * median for median in medians(*series, warm_up=WARM_UP))
     return {"with_us": with_hook, "without_us": without, "hook_us": with_hook - without}
-
-
-def module() -> Any:
-    """A module of transformers with the default model's weights in float32, without an end."""
-    from transformers import LlamaForCausalLM
-
-    made = LlamaForCausalLM.from_pretrained(Models.default().float32(), dtype=torch.float32).eval()
-    made.generation_config.eos_token_id = None
-    made.generation_config.pad_token_id = 0
-    return made
 
 
 def bridge(repeats: int) -> dict[str, Any]:
     """Milliseconds per step, greedy, one row."""
-    theirs = module()
+    theirs = reference()
     ours, ids = es.wrap(theirs), torch.arange(100, 132)[None]
 
     @torch.no_grad()
@@ -114,7 +90,7 @@ def bridge(repeats: int) -> dict[str, Any]:
 
 def beams(repeats: int) -> dict[str, Any]:
     """Seconds of a call with four beams."""
-    theirs = module()
+    theirs = reference()
     ours, ids = es.wrap(theirs), torch.arange(100, 132)[None]
     asked = {"max_new_tokens": NEW, "num_beams": 4, "do_sample": False}
     mask = torch.ones_like(ids)

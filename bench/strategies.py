@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts.clock import seconds
-from parts.models import SHIPPED, Models
+from parts.clock import alternated, seconds
+from parts.models import SHIPPED, Models, reference
 from parts.report import options, write
 
 import everystep as es
@@ -99,13 +99,7 @@ def prompt(case: Case) -> torch.Tensor:
 def paired(repeats: int, first: Callable[[], float], second: Callable[[], float]) -> dict[str, Any]:
     """Medians of the seconds of both, and of their ratios; who begins changes with every pair."""
     first(), second()
-    pairs = []
-    for turn in range(repeats):
-        if turn % 2:
-            other, one = second(), first()
-        else:
-            one, other = first(), second()
-        pairs.append((one, other))
+    pairs = alternated(repeats, first, second)
     ratios = sorted(one / other for one, other in pairs)
     quarter = len(ratios) // 4
     return {
@@ -144,16 +138,6 @@ def loaded(executor: str) -> tuple[Any, Any]:
     if executor == "native":
         return es.load(Models.default().gguf(SHIPPED))
     return es.load(Models.default().float32(), executor="torch")
-
-
-@cache
-def reference() -> Any:
-    """The module of transformers, without an end."""
-    from transformers import LlamaForCausalLM
-
-    made = LlamaForCausalLM.from_pretrained(Models.default().float32(), dtype=torch.float32).eval()
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
-    return made
 
 
 def beside(case: Case, repeats: int, new: int) -> dict[str, Any]:

@@ -169,15 +169,11 @@ class Version:
 
 def compare(case: Case, before: Version, now: Version, pairs: int) -> dict[str, Any]:
     """Medians in milliseconds, and the ratios of pairs."""
+    from parts.clock import alternated
+
     for version in (before, now):
         version.turn(case)
-    times: list[tuple[float, float]] = []
-    for number in range(pairs):
-        if number % 2:
-            second = now.turn()
-            times.append((before.turn(), second))
-        else:
-            times.append((before.turn(), now.turn()))
+    times = alternated(pairs, before.turn, now.turn)
     first, second = (statistics.median(one) * 1e3 for one in zip(*times, strict=True))
     ratios = statistics.quantiles([a / b for a, b in times], n=4)
     return {"case": case.name, "before_ms": first, "now_ms": second, "ratio": ratios}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 Calls = Iterable[Callable[[], object]]
 """Calls to be timed; what an iterator does to make one ready is not counted."""
 
@@ -23,6 +25,18 @@ def medians(*series: Calls, warm_up: int = 1) -> list[float]:
     """Per series the median of its calls; the first `warm_up` of each are not counted."""
     taken = [[seconds(call) for call in turn] for turn in zip(*series, strict=True)]
     return [statistics.median(column) for column in zip(*taken[warm_up:], strict=True)]
+
+
+def alternated(count: int, first: Callable[[], T], second: Callable[[], T]) -> list[tuple[T, T]]:
+    """(count,) pairs of what both return; who begins changes with every pair."""
+    pairs = []
+    for turn in range(count):
+        if turn % 2:
+            other = second()
+            pairs.append((first(), other))
+        else:
+            pairs.append((first(), second()))
+    return pairs
 
 
 def bandwidth() -> float:

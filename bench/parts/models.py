@@ -12,7 +12,9 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from parts.environments import PEERS, Unavailable, default_folder, python_of
@@ -88,6 +90,16 @@ class Models:
             make(unfinished)
             unfinished.rename(target)
         return target
+
+
+@cache
+def reference() -> Any:
+    """A module of transformers with the default model's float32 values, without an end."""
+    from transformers import LlamaForCausalLM
+
+    made = LlamaForCausalLM.from_pretrained(Models.default().float32(), dtype=torch.float32).eval()
+    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
+    return made
 
 
 def _write_float32(folder: Path) -> None:

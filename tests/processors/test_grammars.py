@@ -21,7 +21,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from everystep.engine.apply import copied, rewind_memory
 from everystep.errors import RequestError, UnsupportedError
 from everystep.processors.base import bare_rows
-from everystep.processors.grammars.grammar import GrammarPlace, compiled, has, tokens_in
+from everystep.processors.grammars.grammar import (
+    Grammar,
+    GrammarPlace,
+    compiled,
+    has,
+    tokens_in,
+)
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.grammars.source import LONGEST, Kind, read_source
 from everystep.processors.grammars.vocabulary import vocabulary_of
@@ -50,15 +56,15 @@ def letters_tokenizer() -> Tokenizer:
     return Tokenizer(backend, Settings(special={"eos_token": "<end>"}))
 
 
-@cache
-def mask_of(kind: Kind, value: Any, ends: tuple[int, ...] = ENDS) -> GrammarMask:
-    vocabulary = vocabulary_of(tokenizer(), SIZE)
-    given = list(value) if kind == "choices" else value
-    source = read_source(kind, given)
-    return GrammarMask(compiled(source, vocabulary), ends, source.text)
-
-
 tokenizer = cache(letters_tokenizer)
+
+
+def grammar_of(own: Any, size: int, kind: Kind, value: Any) -> Grammar:
+    return compiled(read_source(kind, value), vocabulary_of(own, size))
+
+
+def mask_of(kind: Kind, value: Any) -> GrammarMask:
+    return GrammarMask(grammar_of(tokenizer(), SIZE, kind, value), ENDS)
 
 
 @cache
@@ -140,8 +146,7 @@ def test_choices_and_grammars_have_their_texts(kind: Kind, value: Any, texts: se
 
 def test_any_text_may_be_a_choice() -> None:
     own, odd = tiny_tokenizer(), ['a "b"', "c\\d", "e\nf", "ü 😀", "/g/", "{", " the", "%json {}"]
-    source = read_source("choices", odd)
-    grammar = compiled(source, vocabulary_of(own, len(own)))
+    grammar = grammar_of(own, len(own), "choices", odd)
     for text in (*odd, "a", "", "c\\", "e", "The"):
         ids, matcher = own.encode(text), grammar.matcher.deep_copy()
         whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -202,8 +207,7 @@ def test_a_copy_is_made_only_where_there_are_two() -> None:
 def test_lists_and_whole_rows_lose_the_same(expression: str) -> None:
     """A row of a wide vocabulary becomes a list where little is allowed, and a list stays one."""
     own = tiny_tokenizer(5_000)
-    source = read_source("regex", expression)
-    mask = GrammarMask(compiled(source, vocabulary_of(own, 5_000)), (2,), source.text)
+    mask = GrammarMask(grammar_of(own, 5_000, "regex", expression), (2,))
     ids = torch.tensor([own.encode("t")] if expression != "x?" else [[]], dtype=torch.int64)
     scores = torch.randn(1, 5_000, generator=torch.Generator().manual_seed(1))
     rows = bare_rows(ids)
@@ -222,9 +226,8 @@ def test_a_row_where_much_is_allowed_stays_whole() -> None:
     backend = tokenizers.Tokenizer(models.BPE({one: i for i, one in enumerate(pieces)}, []))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
-    source = read_source("regex", "[a-p]*")
-    vocabulary = vocabulary_of(Tokenizer(backend, Settings()), len(pieces))
-    mask = GrammarMask(compiled(source, vocabulary), (0,), source.text)
+    own = Tokenizer(backend, Settings())
+    mask = GrammarMask(grammar_of(own, len(pieces), "regex", "[a-p]*"), (0,))
     rows, scores = bare_rows(torch.tensor([[70]])), torch.zeros(1, len(pieces))
     assert mask.few(rows, Scores.of(scores)) is None
     assert int((mask(rows, scores) == 0).sum()) == 16**3 + 1
@@ -253,9 +256,7 @@ def fallback_tokenizer() -> Tokenizer:
 def test_tokens_are_read_as_bytes() -> None:
     own = fallback_tokenizer()
     names = own.convert_ids_to_tokens(list(range(len(own))))
-    source = read_source("regex", "(ü| a|b)+")
-    mask = GrammarMask(compiled(source, vocabulary_of(own, len(own))), (2,), source.text)
-    place = GrammarPlace(mask.grammar, 0, (2,))
+    place = GrammarPlace(grammar_of(own, len(own), "regex", "(ü| a|b)+"), 0, (2,))
     words = place.mask(np.array([0xC3 + 3]), 0)
     assert words is not None
     listed = tokens_in(words, 300)
@@ -268,9 +269,8 @@ def test_tokens_are_read_as_bytes() -> None:
 def test_a_tokenizer_of_the_reference_will_do() -> None:
     own = tiny_tokenizer()
     foreign = transformers.PreTrainedTokenizerFast(tokenizer_object=own.backend, eos_token="<eos>")
-    source = read_source("regex", "(the|a)+")
     both = [
-        GrammarPlace(compiled(source, vocabulary_of(one, 320)), 0, (2,)).mask(np.zeros(1), 0)
+        GrammarPlace(grammar_of(one, 320, "regex", "(the|a)+"), 0, (2,)).mask(np.zeros(1), 0)
         for one in (own, foreign)
     ]
     assert both[0] is not None and both[1] is not None and (both[0] == both[1]).all()
@@ -278,11 +278,10 @@ def test_a_tokenizer_of_the_reference_will_do() -> None:
 
 def test_special_tokens_are_allowed_by_name_alone() -> None:
     own = tiny_tokenizer()
-    vocabulary = vocabulary_of(own, 320)
-    free = compiled(read_source("grammar", "start: /.*/"), vocabulary).matcher.deep_copy()
+    free = grammar_of(own, 320, "grammar", "start: /.*/").matcher.deep_copy()
     marks = own.encode("<|im_start|>")
     assert len(marks) == 1 and free.try_consume_tokens(marks) == 0
-    named = compiled(read_source("grammar", 'start: <|im_start|> "a"'), vocabulary)
+    named = grammar_of(own, 320, "grammar", 'start: <|im_start|> "a"')
     assert named.matcher.deep_copy().try_consume_tokens([*marks, *own.encode("a")]) == 2
 
 
@@ -323,7 +322,7 @@ def test_a_tokenizer_that_puts_spaces_between_words_is_refused() -> None:
 )
 def test_what_is_no_grammar_is_refused_with_its_place(kind: Kind, value: Any, told: str) -> None:
     with pytest.raises(RequestError, match=re.escape(told)):
-        compiled(read_source(kind, value), vocabulary_of(tokenizer(), SIZE))
+        grammar_of(tokenizer(), SIZE, kind, value)
 
 
 def chained(count: int) -> dict[str, Any]:
@@ -359,7 +358,7 @@ def test_a_hostile_grammar_ends_in_an_error_or_works(name: str) -> None:
     own = tiny_tokenizer()
     kind, value = HOSTILE[name]
     try:
-        grammar = compiled(read_source(kind, value), vocabulary_of(own, len(own)))
+        grammar = grammar_of(own, len(own), kind, value)
         place, line = GrammarPlace(grammar, 0, (2,)), np.zeros(64, np.int64)
         for length in range(40):
             words = place.mask(line, length)
@@ -384,7 +383,7 @@ def test_without_the_library_an_error_says_how_to_install_it(
 def test_json_is_spaced_by_a_blank_or_a_line() -> None:
     own = tiny_tokenizer()
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = compiled(read_source("schema", schema), vocabulary_of(own, len(own)))
+    grammar = grammar_of(own, len(own), "schema", schema)
     for value, whole in (
         (json.dumps({"a": 1}), True),
         (json.dumps({"a": 1}, indent=4), True),

@@ -51,8 +51,7 @@ def read_grammar(
             do="Set eos_token_id",
         )
     source = read_source(kind, given[kind])
-    grammar = compiled(source, vocabulary_of(tokenizer, vocabulary))
-    return GrammarMask(grammar, ends, f"{source.kind}: {source.text}")
+    return GrammarMask(compiled(source, vocabulary_of(tokenizer, vocabulary)), ends)
 
 
 def with_forced(

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from everystep.cli import options as o
 from everystep.cli.grammars import Choices, GrammarFile, Regex, Schema, following
 from everystep.cli.loading import load
 from everystep.cli.reading import read_prompt
-from everystep.cli.runs import WatchedRun, refuse_prompt, resumed
+from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
 from everystep.cli.terminal import (
     is_terminal,
     note,
@@ -29,15 +28,11 @@ from everystep.cli.terminal import (
 from everystep.errors import RequestError
 from everystep.files.sources import DEFAULT_MODEL
 
-_run = partial(typer.Option, rich_help_panel="A run in your hands")
 _AsJson = Annotated[
     bool, typer.Option("--json", help="One JSON document: texts, tokens, reasons, times.")
 ]
 _AsJsonl = Annotated[
     bool, typer.Option("--jsonl", help="One JSON document per token, as it comes.")
-]
-_Trace = Annotated[
-    Path | None, _run("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
 ]
 
 
@@ -72,14 +67,9 @@ def generate(
     choices: Choices = None,
     as_json: _AsJson = False,
     as_jsonl: _AsJsonl = False,
-    save: Annotated[
-        Path | None,
-        _run("--save", metavar="FILE", help="Keep the run in FILE when it ends or is stopped."),
-    ] = None,
-    resume: Annotated[
-        Path | None, _run("--resume", metavar="FILE", help="Go on with the run in FILE.")
-    ] = None,
-    trace: _Trace = None,
+    save: Save = None,
+    resume: Resume = None,
+    trace: Trace = None,
     model: o.Model = DEFAULT_MODEL,
     dtype: o.DtypeOption = None,
     quantize: o.Quantize = None,
@@ -91,15 +81,14 @@ def generate(
 
     Without PROMPT and --file the prompt is read from standard input.
     """
-    if as_json and as_jsonl:
-        raise typer.BadParameter("--json and --jsonl were both given; give one of them")
+    form = _form(as_json, as_jsonl, several=(num_return_sequences or 1) > 1)
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
     if resume is not None:
         refuse_prompt({"PROMPT": prompt, "--file": file, "--system": system, "--raw": raw})
-    own = o.own_strategy(strategy, strategy_option)
-    decoding = own | o.decoding(
+    decoding = o.decoding(
         strategy=strategy,
+        strategy_option=strategy_option,
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         temperature=temperature,
@@ -114,25 +103,17 @@ def generate(
     decoding |= following(schema, regex, grammar, choices)
     text = "" if resume is not None else read_prompt(prompt, file)
     started = time.perf_counter()
-    offline = offline or context.obj
-    loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
-    if resume is not None:
-        source = context.get_parameter_source("max_new_tokens")
-        said = source is not None and source.name != "DEFAULT"
-        run = resumed(resume, loaded, tokenizer, _said(decoding, seed, length=said))
-    else:
-        if not own:
-            o.note_seed(loaded, decoding, seed)
-        asked = _asked(text, system, raw, tokenizer)
-        in_hands = save is not None or trace is not None
-        run = es.open(loaded, tokenizer, asked, seed=seed, **decoding) if in_hands else None
+    loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline or context.obj)
     ready = time.perf_counter()
-    form = _form(as_json, as_jsonl, several=(num_return_sequences or 1) > 1)
-    watched: Any = (
-        es.stream(loaded, tokenizer, asked, seed=seed, **decoding)
-        if run is None
-        else WatchedRun(run, tokenizer, save or resume, trace)
-    )
+    in_hands = any(one is not None for one in (save, resume, trace))
+    if resume is not None:
+        begun = resumed(resume, loaded, tokenizer, _said(context, decoding, seed))
+    else:
+        o.note_seed(loaded, decoding, seed)
+        begin: Any = es.open if in_hands else es.stream
+        asked = _asked(text, system, raw, tokenizer)
+        begun = begin(loaded, tokenizer, asked, seed=seed, **decoding)
+    watched = WatchedRun(begun, tokenizer, save or resume, trace) if in_hands else begun
     with watched as stream:
         arrivals = _follow(stream, form)
         (results,) = stream.results()
@@ -155,11 +136,15 @@ def generate(
 
 def _form(as_json: bool, as_jsonl: bool, *, several: bool) -> str:
     """How answers are shown."""
+    if as_json and as_jsonl:
+        raise typer.BadParameter("--json and --jsonl were both given; give one of them")
     return "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
 
 
-def _said(decoding: Mapping[str, Any], seed: int | None, *, length: bool) -> dict[str, Any]:
-    """What a command line sets of a run that goes on; `length`: it says how long."""
+def _said(context: typer.Context, decoding: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+    """What the command line sets of a run that goes on: a length only if it was typed."""
+    source = context.get_parameter_source("max_new_tokens")
+    length = source is not None and source.name != "DEFAULT"
     said = {name: value for name, value in decoding.items() if name != "max_new_tokens" or length}
     return said if seed is None else {**said, "seed": seed}
 

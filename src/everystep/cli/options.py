@@ -31,26 +31,25 @@ _OPTIONS = {"stop_strings": "--stop"}
 
 
 def decoding(**said: Any) -> dict[str, Any]:
-    """Arguments of `generate()`: what is None is left to the model's own generation config, and an
-    option of sampling turns sampling on.
+    """Arguments of `generate()`: what is None is left to the model's own generation config, an
+    option of sampling turns sampling on, and the name of a strategy becomes its settings, or stays
+    a name if the strategy is another package's.
 
     RequestError if a value is impossible, in conflict with another, or without effect.
     """
     given = {name: value for name, value in said.items() if value is not None}
     strategy = given.pop("strategy", None)
-    if strategy is not None and is_named(strategy):
-        try:
-            given = with_named(strategy, given)
-        except RequestError as error:
-            raise type(error)(as_typed(str(error), said)) from error
-    if any(name in given for name in _SAMPLING):
-        given.setdefault("do_sample", True)
+    own = _own_strategy(strategy, given.pop("strategy_option", None))
     try:
+        if strategy is not None and not own:
+            given = with_named(strategy, given)
+        if any(name in given for name in _SAMPLING):
+            given.setdefault("do_sample", True)
         fields = {name: value for name, value in given.items() if name in FIELDS}
         GenerationConfig(**fields).validate(strict=True)
     except RequestError as error:
         raise type(error)(as_typed(str(error), said)) from error
-    return given
+    return own | given
 
 
 def as_typed(text: str, names: Iterable[str]) -> str:
@@ -65,7 +64,7 @@ def as_typed(text: str, names: Iterable[str]) -> str:
     return text
 
 
-def own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, Any]:
+def _own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, Any]:
     """Arguments of `generate()` for a strategy of another package; none for the library's own.
 
     UnknownArgumentError, which lists all there are, if there is none of this name; RequestError
@@ -97,9 +96,11 @@ def _read_option(text: str) -> tuple[str, Any]:
 
 
 def note_seed(model: Any, decoding: Mapping[str, Any], seed: int | None) -> None:
-    """A caller who gives a seed, of which greedy decoding makes no use, is told so."""
-    own = getattr(model.generation_config, "do_sample", None)
-    if seed is not None and not decoding.get("do_sample", own):
+    """A caller who gives a seed, of which greedy decoding makes no use, is told so; what the
+    strategy of another package makes of it is not known."""
+    if seed is None or "strategy" in decoding:
+        return
+    if not decoding.get("do_sample", getattr(model.generation_config, "do_sample", None)):
         note("--seed changes nothing: the best token is taken each time. --do-sample draws them.")
 
 

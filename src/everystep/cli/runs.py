@@ -5,14 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import everystep as es
 from everystep.cli.terminal import note
 from everystep.errors import RequestError
 
+_in_hands = partial(typer.Option, rich_help_panel="A run in your hands")
 _RIVALS = 5
+
+Save = Annotated[
+    Path | None,
+    _in_hands("--save", metavar="FILE", help="Keep the run in FILE when it ends or is stopped."),
+]
+Resume = Annotated[
+    Path | None, _in_hands("--resume", metavar="FILE", help="Go on with the run in FILE.")
+]
+Trace = Annotated[
+    Path | None, _in_hands("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
+]
 
 
 def refuse_prompt(said: dict[str, Any]) -> None:

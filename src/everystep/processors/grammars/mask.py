@@ -8,7 +8,7 @@ list of them, and the rest of the row is never looked at.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,17 +29,21 @@ _KEY = "grammar"
 class GrammarMask(LogitsProcessor):
     """Only what goes on with a text of the grammar may follow, and `ends` where one is complete.
 
-    `source`: the grammar as text. Ids before the first generated one are not part of the text. A
-    row that can no longer be part of a text, as one after a wrong guess, is left as it is.
-    RequestError where nothing is left of all rows of a request.
+    `source`: the grammar as text, by which a saved run knows it. Ids before the first generated one
+    are not part of the text. A row that can no longer be part of a text, as one after a wrong
+    guess, is left as it is. RequestError where no row of a request has a token left.
     """
 
     grammar: Grammar
     ends: tuple[int, ...]
-    source: str
+    source: str = field(init=False, compare=False)
 
     narrows = True
     decides = True
+
+    def __post_init__(self) -> None:
+        source = self.grammar.source
+        object.__setattr__(self, "source", f"{source.kind}: {source.text}")
 
     def place(self, sequence: Sequence, *, keeps: bool = True) -> GrammarPlace:
         """Where the sequence stands: what it remembers, or, where nothing is to be kept, anew."""
@@ -49,9 +53,6 @@ class GrammarMask(LogitsProcessor):
             start = sequence.request.prompt_visible
             found = memo[_KEY] = GrammarPlace(self.grammar, start, self.ends)
         return found
-
-    def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        return self.overwrite(rows, scores.clone(memory_format=torch.contiguous_format))
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         masks = self._masks(rows)

@@ -178,7 +178,7 @@ class Hands:
         return self.engine.fork(group, replace(group.request, request_id=self.name()))
 
     def drop(self, group: Group) -> None:
-        """The group holds no row any more, and nobody will be told what it did."""
+        """The group holds no row any more, and what it reported is not kept."""
         with inference_mode():
             self.engine.cancel(group)
         self.mail.pop(group.request.request_id, None)

@@ -9,41 +9,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
-from everystep.strategies.beam_bank import NEVER, BeamBank, RankedBeams, divisors, top
+from everystep.strategies.beam_bank import BeamBank, RankedBeams, divisors, top
+from everystep.strategies.beams import (
+    NEVER,
+    NOTHING,
+    BeamSettings,
+    accumulated,
+    candidates_of,
+    filled_up,
+    horizon,
+    paths,
+)
 from everystep.strategies.single import Picked
-from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
-from everystep.types.stored import Chain
-
-_NOTHING = Finished(np.empty(0, np.int64), NEVER, FinishReason("length"), 0, 0, {})
+from everystep.types import Children, Finished, Group, Scores, Sequence
 
 
 @strategy("beam")
 @dataclass(frozen=True)
-class Beam:
+class Beam(BeamSettings):
     """`width` hypotheses go on; the `returns` best finished ones are the result.
 
-    `eos_count`: how many end tokens the request has; (1 + eos_count), at least two, candidates are
-    ranked for every beam, so that all can go on. `max_new`: the most tokens a hypothesis can have
-    (for `early_stopping="never"`). `sampled`: candidates are drawn without replacement.
-    `keeps`: how many finished hypotheses are ranked before the search may stop, where that is more
-    than its beams.
-    `gathers`: every finished hypothesis is kept, also those that are not ranked, so that a search
-    can go on for more of them; see `widened`.
+    `sampled`: candidates are drawn without replacement. `keeps`: how many finished hypotheses
+    are ranked before the search may stop, where that is more than its beams. `gathers`: every
+    finished hypothesis is kept, also those that are not ranked, so that a search can go on for
+    more of them; see `widened`.
     """
 
-    width: int
-    returns: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    eos_count: int = 1
-    max_new: int = 2**31
     sampled: bool = False
     keeps: int = 0
     gathers: bool = False
@@ -63,12 +61,7 @@ class Beam:
     @cached_property
     def ranked(self) -> int:
         """How many candidates are looked at."""
-        return max(2, 1 + self.eos_count) * self.width
-
-    def horizon(self, length: int) -> int:
-        """The length at which a running beam of `length` tokens is judged."""
-        late = self.early_stopping == "never" and self.length_penalty > 0.0
-        return self.max_new if late else length
+        return candidates_of(self.width, self.eos_count)
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """(G, ranked) accumulated scores per request, and flat indices W * V."""
@@ -76,8 +69,9 @@ class Beam:
         if self.reads.best and scores.tokens is not None and scores.rest is not None and enough:
             return self._pick_listed(batch, scores.values.numpy(), scores.tokens.numpy())
         values = scores.whole().values
-        running = torch.from_numpy(self._running(batch)).to(values)[:, None]
-        total = (values + running).reshape(len(batch.groups), -1)  # (G, W * V)
+        running = accumulated(batch.sequences, batch.groups, self.width)
+        total = values + torch.from_numpy(running).to(values)[:, None]
+        total = total.reshape(len(batch.groups), -1)  # (G, W * V)
         if not self.sampled:
             return tuple(torch.topk(total, self.ranked))
         drawn = batch.draws.choose_without_replacement(
@@ -90,19 +84,12 @@ class Beam:
     ) -> tuple[Tensor, ...]:
         """The same from the best of each beam; of equals the earlier beam's better one wins."""
         groups = np.arange(len(batch.groups))[:, None]
-        total = (values + self._running(batch)[:, None]).reshape(len(groups), -1)  # (G, W * k)
+        running = accumulated(batch.sequences, batch.groups, self.width)
+        total = (values + running[:, None]).reshape(len(groups), -1)  # (G, W * k)
         order = (-total).argsort(axis=1, kind="stable")[:, : self.ranked]
         flat = order // tokens.shape[1] * batch.vocabulary
         flat += tokens.reshape(total.shape)[groups, order]
         return torch.from_numpy(total[groups, order]), torch.from_numpy(flat)
-
-    def _running(self, batch: Batch) -> np.ndarray:
-        """(S,) float32 accumulated scores; of equal siblings only the first counts."""
-        running = np.array([s.score for s in batch.sequences], dtype=np.float32)
-        for g, group in enumerate(batch.groups):
-            if not group.opened:
-                running[g * self.width + 1 : (g + 1) * self.width] = NEVER
-        return running
 
     def _candidates(self, batch: Batch, picked: Picked) -> RankedBeams:
         """What was picked, request by request."""
@@ -122,12 +109,12 @@ class Beam:
         found = self._candidates(batch, picked)
         lengths = [s.generated + 1 for s in batch.sequences[:: self.width]]
         power = divisors([length**self.length_penalty for length in lengths])
-        horizon = divisors([self.horizon(n) ** self.length_penalty for n in lengths])
+        judged = divisors([horizon(self, n) ** self.length_penalty for n in lengths])
         final = found.scores / power
         empty = BeamBank.empty(self.slots)
         before = BeamBank.joined([group.state or empty for group in batch.groups])
         bank, search, rank, serial = before.enter(final, found.ended, lengths, self)
-        bank, settled = bank.settle(found.going[:, :1] / horizon, found.ended, self)
+        bank, settled = bank.settle(found.going[:, :1] / judged, found.ended, self)
         lost = ~found.drawn
         over = settled & ~lost
         stays = ~over | [group.request.linger for group in batch.groups]
@@ -151,21 +138,13 @@ class Beam:
             np.ones(len(owner), dtype=np.int64),
             np.concatenate([final[search, rank], found.going[live].ravel()]).astype(np.float64),
             finish,
-            memo=self._paths(batch, parents),
+            memo=paths(batch, self.width, parents.tolist()),
             index=np.concatenate([np.zeros_like(search), places]),
             serial=np.concatenate([serial, np.full(places.size, -1)]),
             settled=tuple(over.nonzero()[0].tolist()),
             states=states,
             held=held,
         )
-
-    def _paths(self, batch: Batch, parents: np.ndarray) -> list[dict[str, object] | None]:
-        """What each child remembers: its beams in the call, one after another."""
-        paths: list[dict[str, object] | None] = []
-        for parent in parents.tolist():
-            beam = batch.groups[parent // self.width].rank * self.width + parent % self.width
-            paths.append({"beams": Chain(beam, batch.sequences[parent].memo.get("beams"))})
-        return paths
 
     def best(self, group: Group) -> list[Finished]:
         """The best of what the banks hold, in their order, and of what was cut short."""
@@ -188,10 +167,10 @@ class Beam:
         bank.serials[0, :count] = [one.serial for one in every[:count]]
         bank.filled[0, :count] = True
         best = max(sequence.score for sequence in group.live)
-        horizon = divisors([self.horizon(group.live[0].generated) ** self.length_penalty])
+        judged = divisors([horizon(self, group.live[0].generated) ** self.length_penalty])
         # Where all candidates ended, what is live is none of them.
         spent = np.array([[best < NEVER / 2]])
-        return bank.settle(np.array([[best]], np.float32) / horizon, spent, self)[0]
+        return bank.settle(np.array([[best]], np.float32) / judged, spent, self)[0]
 
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The live beams that can still get among the `returns` best, and those finished."""
@@ -200,7 +179,7 @@ class Beam:
         if len(best) < self.returns:
             # Bans may leave too few beams to end, as may the length, and then a result is empty.
             scarce = processed or group.settled or self.returns > self.width
-            few = [_NOTHING] if scarce else []
+            few = [NOTHING] if scarce else []
             return [] if group.settled else group.live, [*best, *few]
         if group.settled:
             return [], best
@@ -212,5 +191,4 @@ class Beam:
 
     def finish(self, group: Group) -> list[Finished]:
         """The `returns` best; an empty hypothesis where fewer have ended."""
-        best = self.best(group)[: self.returns]
-        return best + [_NOTHING] * (self.returns - len(best))
+        return filled_up(self.best(group)[: self.returns], self.returns)

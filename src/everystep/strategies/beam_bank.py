@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from everystep.strategies.beams import NEVER
 from everystep.types import FinishReason
 from everystep.types.stored import stored
 
 if TYPE_CHECKING:
     from everystep.strategies.beam import Beam
-
-NEVER = -1.0e9
 
 
 class RankedBeams(NamedTuple):

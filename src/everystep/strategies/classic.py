@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,25 +19,23 @@ from torch import Tensor
 
 from everystep.strategies.banks import Candidate, Offspring, SearchBank
 from everystep.strategies.base import Batch, Reads
+from everystep.strategies.beams import (
+    NEVER,
+    BeamSettings,
+    accumulated,
+    candidates_of,
+    filled_up,
+    horizon,
+    paths,
+)
 from everystep.strategies.single import Picked
-from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
-from everystep.types.stored import Chain
-
-_NEVER = -1.0e9
-_NOTHING = Finished(np.empty(0, np.int64), _NEVER, FinishReason("length"), 0, 0, {})
+from everystep.types import Children, Finished, Group, Scores, Sequence
 
 
 @dataclass(frozen=True)
-class BankedBeams:
-    """What such searches share; `width`, `returns`, `length_penalty`, `early_stopping`,
-    `eos_count` and `max_new` are those of `Beam`."""
+class BankedBeams(BeamSettings):
+    """What such searches share."""
 
-    width: int
-    returns: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    eos_count: int = 1
-    max_new: int = 2**31
     streams: ClassVar[bool] = False
     reads: ClassVar[Reads] = Reads("log_probs")
 
@@ -54,26 +52,23 @@ class BankedBeams:
     @cached_property
     def ranked(self) -> int:
         """How many candidates of a search are looked at."""
-        return max(2, 1 + self.eos_count) * self.beams
-
-    def horizon(self, length: int) -> int:
-        """The length at which the best candidate of `length` tokens is judged."""
-        late = self.early_stopping == "never" and self.length_penalty > 0.0
-        return self.max_new if late else length
+        return candidates_of(self.beams, self.eos_count)
 
     def totals(self, batch: Batch, scores: Scores, search: int) -> Tensor:
         """(G * beams, V) accumulated scores of one search per request, in float32."""
         rows = self.rows(batch, search)
-        running = np.array([batch.sequences[r].score for r in rows.tolist()], dtype=np.float32)
-        opening = [not group.opened for group in batch.groups]
-        running.reshape(-1, self.beams)[opening, 1:] = _NEVER  # equal siblings
+        sequences = [batch.sequences[r] for r in rows.tolist()]
+        running = accumulated(sequences, batch.groups, self.beams)
         values = scores.whole().values[torch.from_numpy(rows)]
         return values + torch.from_numpy(running).to(values)[:, None]
 
     def rows(self, batch: Batch, search: int) -> np.ndarray:
         """(G * beams,) the rows of one search per request."""
-        first = np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
-        return (first + np.arange(self.beams)).ravel()
+        return (self._firsts(batch, search) + np.arange(self.beams)).ravel()
+
+    def _firsts(self, batch: Batch, search: int) -> np.ndarray:
+        """(G, 1) the first of these rows."""
+        return np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """(G, ranked) accumulated scores of one search per request, and flat indices beams * V."""
@@ -83,25 +78,17 @@ class BankedBeams:
     def candidates(self, batch: Batch, picked: Picked, search: int) -> list[list[Candidate]]:
         """Per request what one search ranked, best first."""
         scores, flat = picked[search][:2]
-        first = np.arange(len(batch.groups))[:, None] * self.width + search * self.beams
-        parents, tokens = (flat // batch.vocabulary + first).ravel(), (flat % batch.vocabulary)
-        reasons = batch.stops(parents, tokens.ravel())
-        found = list(
-            map(
-                Candidate,
-                scores.ravel().tolist(),
-                parents.tolist(),
-                tokens.ravel().tolist(),
-                reasons,
-            )
-        )
+        parents = (flat // batch.vocabulary + self._firsts(batch, search)).ravel()
+        tokens = (flat % batch.vocabulary).ravel()
+        columns = scores.ravel().tolist(), parents.tolist(), tokens.tolist()
+        found = list(map(Candidate, *columns, batch.stops(parents, tokens)))
         return [found[n : n + self.ranked] for n in range(0, len(found), self.ranked)]
 
     def going(self, batch: Batch, ranked: list[Candidate], picked: Picked) -> list[Candidate]:
         """The candidates that go on, of a search that is not closed."""
         on = [one for one in ranked if not one.ended][: self.beams]
         # Stops of other kinds may leave too few; what goes on beyond its end is never a result.
-        beyond = [one._replace(score=one.score + _NEVER) for one in ranked if one.ended]
+        beyond = [one._replace(score=one.score + NEVER) for one in ranked if one.ended]
         return [*on, *beyond][: self.beams]
 
     def may_end(self, batch: Batch, one: Candidate) -> bool:
@@ -154,7 +141,7 @@ class BankedBeams:
         for place, one in enumerate(ranked[: self.beams]):
             if one.ended and self.may_end(batch, one):
                 bank = self._offer(batch, born, bank, one, search, place)
-        attainable = ranked[0].score / self.horizon(length) ** self.length_penalty
+        attainable = ranked[0].score / horizon(self, length) ** self.length_penalty
         return bank.after(-math.inf if self.early_stopping is True else attainable, self.beams)
 
     def _cut(
@@ -187,17 +174,13 @@ class BankedBeams:
     def _children(
         self, batch: Batch, born: Offspring, states: list[tuple[SearchBank, ...]], over: list[int]
     ) -> Children:
-        memo: list[dict[str, object] | None] = []
-        for parent in born.parents:
-            beam = batch.groups[parent // self.width].rank * self.width + parent % self.width
-            memo.append({"beams": Chain(beam, batch.sequences[parent].memo.get("beams"))})
         return Children(
             np.array(born.parents, dtype=np.int64),
             np.array(born.tokens, dtype=np.int64).reshape(-1, 1),
             np.ones(len(born.parents), dtype=np.int64),
             np.array(born.scores),
             born.finish,
-            memo=memo,
+            memo=paths(batch, self.width, born.parents),
             index=np.array(born.index, dtype=np.int64),
             serial=np.array(born.serial, dtype=np.int64),
             settled=tuple(over),
@@ -229,5 +212,4 @@ class BankedBeams:
 
     def finish(self, group: Group) -> list[Finished]:
         """The `returns` best; an empty hypothesis where fewer have ended."""
-        best = self.best(group)[: self.returns]
-        return best + [_NOTHING] * (self.returns - len(best))
+        return filled_up(self.best(group)[: self.returns], self.returns)

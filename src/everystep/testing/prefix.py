@@ -31,6 +31,7 @@ from everystep.types.candidates import Candidates
 from everystep.types.hooks import UNCHANGED
 
 T = TypeVar("T")
+NEVER = -1.0e9  # the score of a hypothesis that there is not
 
 
 @dataclass(frozen=True)

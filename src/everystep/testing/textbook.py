@@ -19,6 +19,7 @@ from everystep.errors import UnsupportedError
 from everystep.strategies import Beam, BestOf, Contrastive, Greedy, Sample
 from everystep.strategies.classic import BankedBeams
 from everystep.testing.hash_function import HashFunction
+from everystep.testing.prefix import NEVER
 from everystep.testing.prefix import Hypothesis as Hypothesis
 from everystep.testing.prefix import Prefix as Prefix
 from everystep.testing.textbook_beams import banked_beams
@@ -27,8 +28,6 @@ from everystep.types import (
     Request,
     Scores,
 )
-
-_NEVER = -1.0e9
 
 
 def generate(request: Request, function: HashFunction) -> list[Hypothesis]:
@@ -111,7 +110,7 @@ class Beams:
     @classmethod
     def opening(cls, width: int, slots: int) -> Beams:
         """Equal siblings, of which only the first counts."""
-        scores, never = torch.full((width,), _NEVER), torch.full((slots,), _NEVER)
+        scores, never = torch.full((width,), NEVER), torch.full((slots,), NEVER)
         scores[0] = 0.0
         return cls([[] for _ in range(width)], scores, never, [None] * slots)
 
@@ -127,7 +126,7 @@ def beam_search(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
     while not search.over:
         _advance(prefix, strategy, search)
     finished = [slot for slot in search.bank if slot is not None]
-    missing = Hypothesis((), _NEVER, "length")
+    missing = Hypothesis((), NEVER, "length")
     return (finished + [missing] * strategy.returns)[: strategy.returns]
 
 
@@ -137,7 +136,7 @@ def _advance(prefix: Prefix, strategy: Beam, beams: Beams) -> None:
     reasons = [prefix.reason(tokens) for tokens in continued]
     ended = torch.tensor([reason is not None for reason in reasons])
     _store(strategy, beams, values, continued, reasons)
-    going = values + ended.float() * _NEVER
+    going = values + ended.float() * NEVER
     beams.scores, best = torch.topk(going, len(beams.running))
     beams.running = [continued[i] for i in best.tolist()]
     full = strategy.early_stopping is True and bool(beams.filled.all())
@@ -169,7 +168,7 @@ def _store(
 ) -> None:
     """Those of the W best continuations that ended compete for the slots.
 
-    Of equal scores that are no scores (`_NEVER`) the one wins that `topk` takes, as in the
+    Of equal scores that are no scores (`NEVER`) the one wins that `topk` takes, as in the
     reference: hence the same layout, slots first and then all continuations.
     """
     final = values / (len(continued[0]) ** strategy.length_penalty)
@@ -180,7 +179,7 @@ def _store(
             if reason := reasons[i]:
                 new[i] = Hypothesis(tuple(continued[i]), float(final[i]), reason)
     absent = torch.tensor([hypothesis is None for hypothesis in new])
-    merged = torch.cat([beams.banked, final + absent.float() * _NEVER])
+    merged = torch.cat([beams.banked, final + absent.float() * NEVER])
     beams.banked, best = torch.topk(merged, len(beams.bank))
     slots = [*beams.bank, *new]
     beams.bank = [slots[i] for i in best.tolist()]
@@ -192,6 +191,6 @@ def _may_improve(strategy: Beam, beams: Beams) -> bool:
     if strategy.early_stopping == "never" and strategy.length_penalty > 0.0:
         length = strategy.max_new
     reachable = beams.scores[0] / (length**strategy.length_penalty)
-    worst = torch.where(beams.filled, beams.banked.min(), _NEVER)
+    worst = torch.where(beams.filled, beams.banked.min(), NEVER)
     beams.improvable = beams.improvable and bool((reachable > worst).any())
     return beams.improvable

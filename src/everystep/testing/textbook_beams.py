@@ -13,9 +13,7 @@ import torch
 from everystep.strategies.classic import BankedBeams
 from everystep.strategies.constrained import ConstrainedBeam
 from everystep.strategies.constraint_list import ConstraintListState
-from everystep.testing.prefix import Hypothesis, Prefix
-
-_NEVER = -1.0e9
+from everystep.testing.prefix import NEVER, Hypothesis, Prefix
 
 
 @dataclass
@@ -32,7 +30,7 @@ def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
     """The `returns` best hypotheses of all searches; of equals the last of the last search."""
     size = strategy.width // strategy.rounds
     searches = [
-        Running([[] for _ in range(size)], [0.0] + [_NEVER] * (size - 1))
+        Running([[] for _ in range(size)], [0.0] + [NEVER] * (size - 1))
         for _ in range(strategy.rounds)
     ]
     cut = False
@@ -56,7 +54,7 @@ def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
                 _finish(strategy, search, tokens, score, reason, len(tokens))
     every = [one for search in searches for one in search.finished]
     ranked = sorted(enumerate(every), key=lambda pair: (pair[1].score, pair[0]), reverse=True)
-    missing = [Hypothesis((), _NEVER, "length")] * strategy.returns
+    missing = [Hypothesis((), NEVER, "length")] * strategy.returns
     return ([one for _, one in ranked] + missing)[: strategy.returns]
 
 
@@ -78,7 +76,7 @@ def _step(prefix: Prefix, strategy: BankedBeams, search: Running, chosen: list[i
         if reason in (None, "length", "time"):
             going.append((tokens, score))
             continue
-        beyond.append((tokens, score + _NEVER))
+        beyond.append((tokens, score + NEVER))
         if rank < size and _fulfilled(prefix, strategy, tokens):
             _finish(strategy, search, tokens, score, str(reason), length)
     going = [*going[:size], *beyond][:size]

@@ -1,0 +1,68 @@
+"""What all beam searches share, however they bank what has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from everystep.strategies.base import Batch
+from everystep.types import Finished, FinishReason, Group, Sequence
+from everystep.types.stored import Chain
+
+NEVER = -1.0e9
+NOTHING = Finished(np.empty(0, np.int64), NEVER, FinishReason("length"), 0, 0, {})
+
+
+@dataclass(frozen=True)
+class BeamSettings:
+    """What every beam search is told.
+
+    `width`: its beams, of all groups together. `returns`: how many hypotheses are the result.
+    `eos_count`: how many end tokens the request has. `max_new`: the most tokens that a hypothesis
+    can have (for `early_stopping="never"`).
+    """
+
+    width: int
+    returns: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    eos_count: int = 1
+    max_new: int = 2**31
+
+
+def candidates_of(beams: int, eos_count: int) -> int:
+    """How many candidates are looked at, so that all `beams` can go on: (1 + eos_count), at least
+    two, for each."""
+    return max(2, 1 + eos_count) * beams
+
+
+def horizon(settings: BeamSettings, length: int) -> int:
+    """The length at which what has `length` tokens now is judged."""
+    late = settings.early_stopping == "never" and settings.length_penalty > 0.0
+    return settings.max_new if late else length
+
+
+def accumulated(sequences: list[Sequence], groups: list[Group], beams: int) -> np.ndarray:
+    """(S,) float32 scores of `beams` sequences of each group; of equal siblings, which open a
+    search, only the first counts."""
+    scores = np.array([sequence.score for sequence in sequences], dtype=np.float32)
+    for g, group in enumerate(groups):
+        if not group.opened:
+            scores[g * beams + 1 : (g + 1) * beams] = NEVER
+    return scores
+
+
+def paths(batch: Batch, width: int, parents: list[int]) -> list[dict[str, object] | None]:
+    """What each child remembers: its beams in the call, one after another."""
+    found: list[dict[str, object] | None] = []
+    for parent in parents:
+        beam = batch.groups[parent // width].rank * width + parent % width
+        found.append({"beams": Chain(beam, batch.sequences[parent].memo.get("beams"))})
+    return found
+
+
+def filled_up(best: list[Finished], returns: int) -> list[Finished]:
+    """`returns` results; empty hypotheses where fewer have ended."""
+    return best + [NOTHING] * (returns - len(best))

@@ -17,7 +17,7 @@ NOTHING = Finished(np.empty(0, np.int64), NEVER, FinishReason("length"), 0, 0, {
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """What every beam search is told.
+    """The settings of every beam search.
 
     `width`: its beams, of all groups together. `returns`: how many hypotheses are the result.
     `eos_count`: how many end tokens the request has. `max_new`: the most tokens that a hypothesis

@@ -19,11 +19,10 @@ import torch
 from everystep.api.load import from_weights
 from everystep.api.model import LanguageModel
 from tests.parity.models import exact_norms
-from tests.parity.recordings.tiny import KINDS, MODELS, setting, weights
+from tests.parity.recordings.tiny import BEAMS, KINDS, MODELS, setting, weights
 
 FOLDER = Path(__file__).with_name("recordings")
 BY_DEFAULT = 40
-BEAMS = ("diverse", "constrained")
 
 
 @cache

@@ -77,7 +77,7 @@ def answer(kind: str, number: int) -> list[Any]:
     except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
         return [number, f"{type(error).__name__}: {error}"[:60], []]
     rows = output.sequences[:, len(prompt) :].tolist()
-    if kind in ("diverse", "constrained"):
+    if kind in tiny.BEAMS:
         scores = output.sequences_scores.tolist()
     else:
         scores = [float(s[0, t]) for s, t in zip(output.scores, rows[0], strict=True)]

@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {**BASE, "vocab_size": 26, "num_hidden_layers": 4, "tie_word_embeddings": True},
 }
 KINDS = ("diverse", "dola", "constrained", "contrastive")
+BEAMS = ("diverse", "constrained")
 
 
 def weights(name: str) -> dict[str, np.ndarray]:
@@ -95,7 +96,7 @@ def setting(kind: str, number: int) -> tuple[str, list[int], dict[str, Any]]:
 def _unsound(kind: str, options: dict[str, Any]) -> list[str]:
     """Settings that had a defect there: of several beams only the first lost for repeating the
     prompt, and where an end token was banned its score became nan as lengths grew."""
-    found = ["encoder_repetition_penalty"] if kind in ("diverse", "constrained") else []
+    found = ["encoder_repetition_penalty"] if kind in BEAMS else []
     if kind == "dola" or "min_new_tokens" in options:
         found.append("exponential_decay_length_penalty")
     if options.get("min_new_tokens", 0) > options["max_new_tokens"]:

@@ -2,26 +2,26 @@
 tokens.
 
 A drafter is part of the engine. What looks up ids needs nothing but them (`lookup.py`); a draft
-model has an executor and cache rows of its own (`draft_model.py`). Here each is asked for as many
-ids as the schedule of its drafts allows (`lengths.py`), and fails for its own requests alone.
+model is a second model with cache rows of its own (`draft_model.py`, `second.py`). Here each is
+asked for as many ids as the schedule of its drafts allows (`lengths.py`), and fails for its own
+requests alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
+from everystep.engine.apart import Failed, together_or_apart
+from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds
 from everystep.engine.lengths import Lengths, note_reading
-from everystep.errors import NOBODYS
 from everystep.types import Group, Sequence
 from everystep.types.protocols import Drafter, Drafting
 
 _MOST_IDLE = 32
-Failed = list[tuple[Group, Exception]]
-"""Groups whose drafter fails, and how."""
 
 
 @dataclass(slots=True)
@@ -62,20 +62,10 @@ class Drafters:
             if group.request.drafter is not None:
                 using.setdefault(group.request.drafter, []).append(group)
         rows = sum(len(one.units) for group in feeds.ready for one in group.live)
-        asking = deque(using.items())
         failed: Failed = []
-        while asking:
-            drafter, own = asking.popleft()
-            try:
-                self._ask(drafter, own, rows, feeds)
-            except NOBODYS:
-                raise
-            except Exception as error:
-                self._restart(drafter, groups)
-                if len(own) == 1:
-                    failed.append((own[0], error))
-                else:
-                    asking.extend((drafter, [group]) for group in own)
+        for drafter, own in using.items():
+            serve = partial(self._ask, drafter, feeds, rows)
+            failed += together_or_apart(own, serve, partial(self._restart, drafter, groups))
         self.since = clock()
         self.drafting_seconds = self.since - begin
         return failed
@@ -99,7 +89,7 @@ class Drafters:
         """How many cache rows they hold."""
         return sum(drafting.held() for drafting in self.at_work.values())
 
-    def _ask(self, drafter: Drafter, groups: list[Group], rows: int, feeds: Feeds) -> None:
+    def _ask(self, drafter: Drafter, feeds: Feeds, rows: int, groups: list[Group]) -> None:
         """Ids after each of the sequences that have room for more than the choice."""
         drafting, costs = self.at_work[drafter], self.lengths.costs
         open_ones = [s for group in groups for s in group.live if _drafts(group, s)]
@@ -142,7 +132,7 @@ class Drafters:
         for group in groups:
             if group.request.drafter == drafter:
                 for sequence in group.live:
-                    sequence.forget()
+                    forget(sequence)
         self.at_work[drafter].restart()
 
 

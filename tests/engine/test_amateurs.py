@@ -254,6 +254,26 @@ def test_an_amateur_that_fails_once_costs_nobody_what_others_remember(strategy: 
     assert len(calls) > 4
 
 
+def test_of_many_amateurs_and_drafters_those_go_that_nobody_uses() -> None:
+    def own(name: str) -> Request:
+        return request(Greedy(), name, drafter=DraftModel(partial(HashExecutor, SIZE, 5), 2))
+
+    engine, last = Engine(HashExecutor(SIZE), Continuous()), own("last")
+    for name in map(str, range(40)):
+        engine.submit(own(name))
+    while engine.pending:
+        engine.step()
+    assert len(engine.amateurs.at_work) == len(engine.drafters.at_work) == 40
+    group = engine.submit(last)  # it holds no rows yet
+    while engine.pending:
+        engine.step()
+        audit(engine)
+    assert [*engine.amateurs.at_work] == [last.readout]
+    assert [*engine.drafters.at_work] == [last.drafter]
+    found = [tuple(done.tokens.tolist()) for done in last.strategy.finish(group)]
+    assert found == [one.tokens for one in generate(last, HashFunction(SIZE, 4))]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from everystep.engine.apart import Failed, together_or_apart
+from everystep.engine.apart import Failed, together_or_apart, unused
 from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds, write_draft
 from everystep.engine.second import SecondModel
@@ -69,8 +69,12 @@ class Amateurs:
     def read(self, feeds: Feeds, groups: list[Group]) -> Failed:
         """The feeds have the logits that the amateurs of choosing groups give; returns those whose
         amateur fails. `groups`: all that are not over."""
+        if not self.at_work:
+            return []
+        for idle in unused(self.at_work, [group.request.readout for group in groups]):
+            del self.at_work[idle]
         using: dict[Readout, list[Group]] = {}
-        for group in feeds.ready if self.at_work else ():
+        for group in feeds.ready:
             readout = group.request.readout
             if readout is not None and readout in self.at_work:
                 using.setdefault(readout, []).append(group)

@@ -14,14 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from everystep.engine.apart import Failed, together_or_apart
+from everystep.engine.apart import Failed, together_or_apart, unused
 from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds
 from everystep.engine.lengths import Lengths, note_reading
 from everystep.types import Group, Sequence
 from everystep.types.protocols import Drafter, Drafting
-
-_MOST_IDLE = 32
 
 
 @dataclass(slots=True)
@@ -55,7 +53,9 @@ class Drafters:
             return []
         clock = self.lengths.costs.clock
         begin, self.reading = clock(), False
-        self._close_idle(groups)
+        for drafter in unused(self.at_work, [group.request.drafter for group in groups]):
+            del self.at_work[drafter]
+            self.lengths.costs.rounds.pop(drafter, None)
         self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
         using: dict[Drafter, list[Group]] = {}
         for group in feeds.ready:
@@ -111,16 +111,6 @@ class Drafters:
                 feeds.drafts[id(sequence)] = ids
                 if draft.scores is not None:
                     feeds.drawn_from[id(sequence)] = draft.scores[: len(ids)]
-
-    def _close_idle(self, groups: list[Group]) -> None:
-        """Of many drafters those go that nobody uses."""
-        if len(self.at_work) <= _MOST_IDLE:
-            return
-        used = {group.request.drafter for group in groups}
-        for drafter, drafting in list(self.at_work.items()):
-            if drafter not in used and not drafting.held():
-                del self.at_work[drafter]
-                self.lengths.costs.rounds.pop(drafter, None)
 
     def _known(self, draft: np.ndarray) -> np.ndarray:
         """The draft up to the first id beyond the vocabulary, as prompts may hold them."""

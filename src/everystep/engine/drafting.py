@@ -26,9 +26,10 @@ from everystep.types.protocols import Drafter, Drafting
 class Drafters:
     """The drafters at work for an engine, by the value that each was started from.
 
-    Of the step that goes on, `drafting_seconds`: what they took; `since`: when they were ready;
-    `choosing`: how many sequences choose; `accepted`: how many drafted ids the engine had accepted
-    before it; `reading`: whether a drafter had much to read.
+    Of the step that goes on, `choosing`: how many sequences choose, 0 where no drafter is asked;
+    and where one is, `drafting_seconds`: what drafting took; `since`: when it was over; `accepted`:
+    how many drafted ids the engine had accepted before; `reading`: whether a drafter had much to
+    read.
     """
 
     at_work: dict[Drafter, Drafting] = field(default_factory=dict)
@@ -49,18 +50,21 @@ class Drafters:
     def propose(self, feeds: Feeds, groups: list[Group], accepted: int) -> Failed:
         """The feeds of groups that choose hold the ids that may follow their sequences; returns
         those whose drafter fails. `groups`: all that are not over."""
+        self.choosing = 0
         if not self.at_work:
             return []
-        clock = self.lengths.costs.clock
-        begin, self.reading = clock(), False
         for drafter in unused(self.at_work, [group.request.drafter for group in groups]):
             del self.at_work[drafter]
             self.lengths.costs.rounds.pop(drafter, None)
-        self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
         using: dict[Drafter, list[Group]] = {}
         for group in feeds.ready:
             if group.request.drafter is not None:
                 using.setdefault(group.request.drafter, []).append(group)
+        if not using:
+            return []
+        clock = self.lengths.costs.clock
+        begin, self.reading = clock(), False
+        self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
         rows = sum(len(one.units) for group in feeds.ready for one in group.live)
         failed: Failed = []
         for drafter, own in using.items():
@@ -72,12 +76,12 @@ class Drafters:
 
     def note_step(self, feeds: Feeds, accepted: int) -> None:
         """What the step that is over has cost, and what its drafts have gained."""
-        if not self.at_work:
+        if not self.choosing:
             return
         fed, costs = sum(feeds.counts), self.lengths.costs
         if not fed or sum(feeds.logits) != fed:
             return  # positions of prompts cost less, as nobody reads their logits
-        extra = (accepted - self.accepted) / max(self.choosing, 1)
+        extra = (accepted - self.accepted) / self.choosing
         times = costs.clock() - self.since, self.drafting_seconds
         costs.note_step(fed, len(feeds.counts), extra, *times, reading=self.reading)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.engine import draft_model, engine, feed, sequels, snapshot
+from everystep.engine import engine, feed, second, sequels, snapshot
 from everystep.engine.choices import Choices
 from everystep.strategies import single
 from everystep.testing.mutants import Mutant
@@ -64,8 +64,8 @@ def _selected_puts_in_place(self: Choices, *given: Any) -> None:
         change.group.become(change.after)
 
 
-@mutant("drafter row leaked", (draft_model.DraftRow, "release"))
-def _release_keeps_the_drafters_row(row: draft_model.DraftRow) -> None:
+@mutant("drafter row leaked", (second.SecondRow, "release"))
+def _release_keeps_the_drafters_row(row: second.SecondRow) -> None:
     pass
 
 

@@ -17,7 +17,15 @@ from torch import Tensor
 import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.draws import SeededDraws
-from everystep.engine import Continuous, Contrast, Engine, Lockstep, PromptLookup, audit
+from everystep.engine import (
+    Continuous,
+    Contrast,
+    DraftModel,
+    Engine,
+    Lockstep,
+    PromptLookup,
+    audit,
+)
 from everystep.errors import EverystepError
 from everystep.stops.ends import EosToken, MaxLength
 from everystep.strategies import Beam, Contrastive, Greedy, Sample
@@ -217,6 +225,53 @@ def test_an_amateur_that_fails_ends_its_request_alone() -> None:
         found = [tuple(done.tokens.tolist()) for done in group.request.strategy.finish(group)]
         assert found == [one.tokens for one in alone[name]]
     audit(engine)
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), Contrastive(3, 0.6)], ids=["greedy", "contrastive"])
+def test_an_amateur_that_fails_once_costs_nobody_what_others_remember(strategy: Any) -> None:
+    """Rows of draft models are freed, and hidden states stay."""
+    calls = []
+
+    class Once(HashExecutor):
+        def run(self, work: Work) -> StepOutput:
+            calls.append(work)
+            if len(calls) == 4:
+                raise ValueError("not now")
+            return super().run(work)
+
+    drafter = DraftModel(partial(HashExecutor, SIZE, 5), 2) if strategy.reads.alone else None
+    one = replace(request(strategy), readout=Contrast(partial(Once, SIZE, 3), 0.1, 0.5))
+    one = replace(one, drafter=drafter)
+    wanted = [made.tokens for made in generate(one, HashFunction(SIZE, 4))]
+    engine = Engine(HashExecutor(SIZE), Lockstep())
+    groups = [engine.submit(replace(one, request_id=name)) for name in "ab"]
+    while engine.pending:
+        engine.step()
+        audit(engine)
+    for group in groups:
+        found = [tuple(done.tokens.tolist()) for done in strategy.finish(group)]
+        assert group.error is None and found == wanted
+    assert len(calls) > 4
+
+
+def test_of_many_amateurs_and_drafters_those_go_that_nobody_uses() -> None:
+    def own(name: str) -> Request:
+        return request(Greedy(), name, drafter=DraftModel(partial(HashExecutor, SIZE, 5), 2))
+
+    engine, last = Engine(HashExecutor(SIZE), Continuous()), own("last")
+    for name in map(str, range(40)):
+        engine.submit(own(name))
+    while engine.pending:
+        engine.step()
+    assert len(engine.amateurs.at_work) == len(engine.drafters.at_work) == 40
+    group = engine.submit(last)  # it holds no rows yet
+    while engine.pending:
+        engine.step()
+        audit(engine)
+    assert [*engine.amateurs.at_work] == [last.readout]
+    assert [*engine.drafters.at_work] == [last.drafter]
+    found = [tuple(done.tokens.tolist()) for done in last.strategy.finish(group)]
+    assert found == [one.tokens for one in generate(last, HashFunction(SIZE, 4))]
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -1,27 +1,28 @@
 """Contrastive decoding by two models: what the request's own model, the expert, finds much more
 likely than a weaker one, the amateur, does.
 
-The amateur has an executor of its own and one cache row per sequence, which is forked, truncated
-and freed with the sequence because it is one of its memories. Before each choice it reads what the
-sequence holds and it does not, drafts included.
+The amateur is a second model (`second.py`). Before each choice it reads what the sequence holds and
+it does not, drafts included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.engine.apart import Failed, together_or_apart, unused
+from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds, write_draft
-from everystep.engine.ledger import Ledger
-from everystep.errors import NOBODYS, RequestError
+from everystep.engine.second import SecondModel
+from everystep.errors import RequestError
 from everystep.executors.base import Executor
 from everystep.processors.guidance import contrasted
-from everystep.types import Group, Prompt, Sequence, Work
+from everystep.types import Group
 from everystep.types.protocols import Readout
 
 
@@ -45,134 +46,68 @@ class Contrast:
 
 
 @dataclass(slots=True)
-class AmateurRow:
-    """The amateur's cache row of one sequence: a memory, which holds `cached` positions.
-
-    It can be cut back to any length from `floor` on, or to 0. `shift`: a visible index minus its
-    position.
-    """
-
-    ledger: Ledger
-    row: int
-    shift: int
-    cached: int = 0
-    floor: int = 0
-
-    def copy(self) -> AmateurRow:
-        row = self.ledger.fork(self.row)
-        return AmateurRow(self.ledger, row, self.shift, self.cached, self.floor)
-
-    def rewind(self, length: int) -> None:
-        """The row holds at most the positions of the first `length` visible ids."""
-        kept = max(length - self.shift, 0)
-        if self.cached > kept:
-            # What cannot be taken back is fed again.
-            self.cached = kept if kept >= self.floor else 0
-            self.floor = min(self.floor, self.cached)
-            self.ledger.truncate(self.row, self.cached)
-
-    def release(self) -> None:
-        self.ledger.free(self.row)
-
-
-@dataclass(slots=True)
-class AmateurRows:
-    """An amateur at work: its executor and the rows of all sequences that it reads."""
-
-    executor: Executor
-    ledger: Ledger = field(default_factory=Ledger)
-
-    def read(self, sequences: list[Sequence], feeds: Feeds) -> None:
-        """The feeds have the amateur's logits for every row of scores of these sequences."""
-        rows, starts, tokens, wanted = [], [], [], []
-        for sequence in sequences:
-            more, held = len(write_draft(sequence, feeds)), self._row(sequence)
-            # A step that was broken off may have left more in the row.
-            held.rewind(sequence.visible - 1)
-            rows.append(held.row)
-            starts.append(held.cached)
-            first, end = held.cached + held.shift, sequence.visible + more
-            tokens.append(feeds.table.data[sequence.line, first:end])
-            wanted.append(1 + more)
-            held.cached = sequence.length + more
-            held.floor = 0 if "cut" in self.executor.abilities else sequence.length - 1
-        verbs, _, _ = self.ledger.drain()
-        counts = np.array([len(ids) for ids in tokens])
-        output = self.executor.run(
-            Work(verbs, np.array(rows), np.array(starts), counts, np.array(wanted),
-                 np.concatenate(tokens))
-        )  # fmt: skip
-        logits = torch.split(output.logits, wanted)
-        feeds.beside.update(zip(map(id, sequences), logits, strict=True))
-
-    def _row(self, sequence: Sequence) -> AmateurRow:
-        key, request = f"amateur row {id(self)}", sequence.request
-        if key not in sequence.memo:
-            row = self.ledger.allocate(Prompt(request.prompt.ids))
-            sequence.memo[key] = AmateurRow(self.ledger, row, request.shift)
-        held: AmateurRow = sequence.memo[key]
-        return held
-
-    def restart(self) -> None:
-        """Every row is unused."""
-        self.ledger.restart(self.executor.audit())
-
-
-@dataclass(slots=True)
 class Amateurs:
     """The amateurs at work for an engine, by the readout that each serves."""
 
-    at_work: dict[Any, AmateurRows] = field(default_factory=dict)
+    at_work: dict[Readout, SecondModel] = field(default_factory=dict)
 
     def open(self, readout: Readout | None, vocabulary: int) -> None:
         """What the readout reads beside is at work; RequestError where its vocabulary is
         another."""
         if not isinstance(readout, Contrast) or readout in self.at_work:
             return
-        executor = readout.open()
-        if executor.vocab_size != vocabulary or "truncate" not in executor.abilities:
+        amateur = SecondModel(readout.open())
+        if amateur.executor.vocab_size != vocabulary:
             raise RequestError(
-                "the amateur cannot read what the model writes",
-                wanted=f"a model of {vocabulary} ids whose rows can be cut back",
-                got=f"{executor.vocab_size} ids",
+                "the amateur has another vocabulary",
+                wanted=f"{vocabulary} ids",
+                got=amateur.executor.vocab_size,
                 do="Choose a smaller model of the same family",
             )
-        self.at_work[readout] = AmateurRows(executor)
+        self.at_work[readout] = amateur
 
-    def read(self, feeds: Feeds, groups: list[Group]) -> list[tuple[Group, Exception]]:
-        """The feeds have the logits that the amateurs of choosing groups give; those whose amateur
-        fails. `groups`: all that are not over."""
-        using: dict[Any, list[Group]] = {}
-        for group in feeds.ready if self.at_work else ():
-            if group.request.readout in self.at_work:
-                using.setdefault(group.request.readout, []).append(group)
-        failed: list[tuple[Group, Exception]] = []
-        asking = list(using.items())
-        for readout, own in asking:
-            try:
-                self.at_work[readout].read([s for group in own for s in group.live], feeds)
-            except NOBODYS:
-                raise
-            except Exception as error:
-                self._restart(readout, groups)
-                if len(own) == 1:
-                    failed.append((own[0], error))
-                else:
-                    asking.extend((readout, [group]) for group in own)
+    def read(self, feeds: Feeds, groups: list[Group]) -> Failed:
+        """The feeds have the logits that the amateurs of choosing groups give; returns those whose
+        amateur fails. `groups`: all that are not over."""
+        if not self.at_work:
+            return []
+        for idle in unused(self.at_work, [group.request.readout for group in groups]):
+            del self.at_work[idle]
+        using: dict[Readout, list[Group]] = {}
+        for group in feeds.ready:
+            readout = group.request.readout
+            if readout is not None and readout in self.at_work:
+                using.setdefault(readout, []).append(group)
+        failed: Failed = []
+        for readout, own in using.items():
+            serve = partial(self._read, readout, feeds)
+            failed += together_or_apart(own, serve, partial(self._restart, readout, groups))
         return failed
 
-    def restart(self) -> None:
-        for rows in self.at_work.values():
-            rows.restart()
+    def _read(self, readout: Readout, feeds: Feeds, own: list[Group]) -> None:
+        """The feeds have the amateur's logits for every row of scores of these groups."""
+        amateur, sequences = self.at_work[readout], [s for group in own for s in group.live]
+        rows, lines, wanted = [], [], []
+        for sequence in sequences:
+            drafted, row = len(write_draft(sequence, feeds)), amateur.row(sequence)
+            rows.append(row)
+            lines.append(feeds.table.data[sequence.line, row.skips : sequence.visible + drafted])
+            wanted.append(1 + drafted)
+        logits = torch.split(amateur.logits(rows, lines, wanted), wanted)
+        feeds.beside.update(zip(map(id, sequences), logits, strict=True))
 
-    def held(self) -> int:
-        """How many cache rows they hold."""
-        return sum(len(rows.ledger.held) for rows in self.at_work.values())
-
-    def _restart(self, readout: Any, groups: list[Group]) -> None:
-        """The amateur and the sequences that it reads drop everything."""
+    def _restart(self, readout: Readout, groups: list[Group]) -> None:
+        """Makes the amateur and the sequences that it reads drop everything."""
         for group in groups:
             if group.request.readout == readout:
                 for sequence in group.live:
-                    sequence.forget()
+                    forget(sequence)
         self.at_work[readout].restart()
+
+    def restart(self) -> None:
+        for amateur in self.at_work.values():
+            amateur.restart()
+
+    def held(self) -> int:
+        """How many cache rows they hold."""
+        return sum(amateur.held() for amateur in self.at_work.values())

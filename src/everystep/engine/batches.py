@@ -182,10 +182,9 @@ def score(
         pairs = zip(owner, place, strict=True)
         follow = [later(sequences[s], i) if i else sequences[s] for s, i in pairs]
     drafted = len(owner) > len(sequences)
-    rows = [
-        [feeds.first_row[id(units[s])] + i for s, i in zip(owner, place, strict=True)]
-        for units in _units(sources)
-    ]
+    rows = [[feeds.first_row[id(one)] for one in own] for own in _units(sources)]
+    if drafted:
+        rows = [[own[s] + i for s, i in zip(owner, place, strict=True)] for own in rows]
     logits, given = _read(groups, rows, output, feeds)
     beside = [_take(output.logits, one) for one in rows[1:]]
     if id(sources[0]) in feeds.beside:
@@ -224,10 +223,12 @@ def score(
         columns=lambda s: columns_of(sources[s]),
         stops=_stops(follow, feeds.table, shown or None, reached, sequels),
     )
-    first = [row for row, i in enumerate(place) if i == 0]
-    drawn = (feeds.drawn_from.get(id(source)) for source in sources)
-    judges = zip([one.request for one in sequences], first, drafts, drawn, strict=True)
-    offered = judged(scores, batch, [*judges]) if drafted else scores
+    first, offered = owner, scores
+    if drafted:
+        first = [row for row, i in enumerate(place) if i == 0]
+        drawn = (feeds.drawn_from.get(id(source)) for source in sources)
+        judges = zip([one.request for one in sequences], first, drafts, drawn, strict=True)
+        offered = judged(scores, batch, [*judges])
     read = (logits, given, beside, scores, offered, shown, early, sequels)
     return Scored(batch, sequences, group_of, drafts, first, *read)
 

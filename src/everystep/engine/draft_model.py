@@ -1,8 +1,4 @@
-"""Drafts of a smaller model of the same vocabulary.
-
-It has an executor and cache rows of its own, one per sequence, which are forked, cut and freed with
-the sequence because they are one of its memories.
-"""
+"""Drafts of a smaller model of the same vocabulary, a second model (`second.py`)."""
 
 from __future__ import annotations
 
@@ -15,20 +11,18 @@ from torch import Tensor
 
 from everystep.engine.batches import later
 from everystep.engine.feed import NO_IDS
-from everystep.engine.ledger import Ledger
-from everystep.errors import RequestError, UnsupportedError
+from everystep.engine.second import SecondModel
+from everystep.errors import RequestError
 from everystep.executors.base import Executor
 from everystep.processors.pipeline import apply
 from everystep.strategies.base import Batch
 from everystep.types import (
     Columns,
     Draft,
-    Prompt,
     Rows,
     Scores,
     Sequence,
     TokenTable,
-    Work,
     is_memory,
 )
 from everystep.types.protocols import Drafting, Schedule
@@ -55,16 +49,16 @@ class DraftModel:
     stop_ids: tuple[int, ...] = ()
 
     def start(self, vocabulary: int) -> Drafting:
-        executor = self.open()
-        if executor.vocab_size != vocabulary:
+        model = SecondModel(self.open())
+        if model.executor.vocab_size != vocabulary:
             raise RequestError(
                 "the draft model has another vocabulary",
                 wanted=f"{vocabulary} ids",
-                got=executor.vocab_size,
+                got=model.executor.vocab_size,
                 do="Choose a draft model with the tokenizer of the model itself, or pass "
                 "tokenizer and assistant_tokenizer",
             )
-        return Guesses(DraftFeeds(executor), Until(self.threshold, self.stop_ids))
+        return Guesses(model, Until(self.threshold, self.stop_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,87 +70,10 @@ class Until:
 
 
 @dataclass(slots=True)
-class DraftRow:
-    """The draft model's cache row of one sequence: a memory, which holds `cached` positions.
-
-    It can be cut back to any length from `floor` on, or to 0: see `Executor.abilities`. `skips`:
-    how many visible ids it does not read, those of the pad prefix.
-    """
-
-    ledger: Ledger
-    row: int
-    skips: int = 0
-    cached: int = 0
-    floor: int = 0
-
-    def copy(self) -> DraftRow:
-        return DraftRow(
-            self.ledger, self.ledger.fork(self.row), self.skips, self.cached, self.floor
-        )
-
-    def rewind(self, length: int) -> None:
-        """The row holds at most what it reads of the first `length` visible ids."""
-        self.keep(length - self.skips)
-
-    def keep(self, length: int) -> None:
-        """The row holds at most `length` positions."""
-        length = max(length, 0)
-        if self.cached > length:
-            # What cannot be taken back is fed again.
-            self.cached = length if length >= self.floor else 0
-            self.floor = min(self.floor, self.cached)
-            self.ledger.truncate(self.row, self.cached)
-
-    def release(self) -> None:
-        self.ledger.free(self.row)
-
-
-@dataclass(slots=True)
-class DraftFeeds:
-    """A draft model's executor, and what happened to its rows since the last forward."""
-
-    executor: Executor
-    ledger: Ledger = field(default_factory=Ledger)
-
-    def __post_init__(self) -> None:
-        if "truncate" not in self.executor.abilities:
-            raise UnsupportedError(
-                "what this draft model has read cannot be taken back",
-                wanted="an executor with the ability 'truncate'",
-                got=", ".join(sorted(self.executor.abilities)) or "none",
-                do="Choose another model as the assistant",
-            )
-
-    def allocate(self, ids: np.ndarray) -> int:
-        """A new row for a prompt with these ids."""
-        return self.ledger.allocate(Prompt(ids))
-
-    def logits(self, held: list[DraftRow], ids: list[np.ndarray]) -> Tensor:
-        """(S, V) float32 logits of what follows S lines of ids, which the rows hold from now on.
-
-        Each row holds a part of its line already, and not all of it.
-        """
-        verbs, _, _ = self.ledger.drain()
-        tokens = [own[row.cached :] for row, own in zip(held, ids, strict=True)]
-        work = Work(
-            verbs,
-            np.array([row.row for row in held]),
-            np.array([row.cached for row in held]),
-            np.array([len(own) for own in tokens]),
-            np.ones(len(held), dtype=np.int64),
-            np.concatenate(tokens),
-        )
-        cuts = "cut" in self.executor.abilities
-        for row, own in zip(held, ids, strict=True):
-            row.cached, row.floor = len(own), 0 if cuts else len(own) - 1
-        return self.executor.run(work).logits.to(torch.float32)
-
-
-@dataclass(slots=True)
 class Guesses:
-    """A draft model at work: its feeds, and what ends its drafts."""
+    """A draft model at work, and what ends its drafts."""
 
-    feeds: DraftFeeds
+    model: SecondModel
     until: Until
 
     def propose(
@@ -166,8 +83,6 @@ class Guesses:
         asked = [(s, n) for s, n in zip(sequences, limits, strict=True) if self._readable(s)]
         for sequence, most in asked:
             table.reserve(sequence.visible + most)
-            # A step that was broken off may have left guesses in the row.
-            self._row(sequence).rewind(sequence.visible - 1)
         made = Made({id(sequence): 0 for sequence, _ in asked})
         going, done = asked, 0
         while going:
@@ -179,15 +94,15 @@ class Guesses:
         return [made.draft(sequence, table) for sequence in sequences]
 
     def restart(self) -> None:
-        self.feeds.ledger.restart(self.feeds.executor.audit())
+        self.model.restart()
 
     def held(self) -> int:
-        return len(self.feeds.ledger.held)
+        return self.model.held()
 
     def _readable(self, sequence: Sequence) -> bool:
         """Whether the draft model knows all ids before the generated ones."""
         ids = sequence.request.prompt.ids
-        return ids is not None and bool((ids < self.feeds.executor.vocab_size).all())
+        return ids is not None and bool((ids < self.model.executor.vocab_size).all())
 
     def _choose(
         self, sequences: list[Sequence], table: TokenTable, done: int, made: Made
@@ -195,22 +110,13 @@ class Guesses:
         """Every line holds one guess more, after the `done` that stand there; whether the draft
         may go on."""
         lengths = np.array([s.visible + done for s in sequences], dtype=np.int64)
-        held = [self._row(sequence) for sequence in sequences]
+        held = [self.model.row(sequence) for sequence in sequences]
         lines = [
             table.data[s.line, row.skips : n]
             for s, row, n in zip(sequences, held, lengths.tolist(), strict=True)
         ]
         rows = Rows(table, sequences, lengths)
-        return guess(rows, self.feeds.logits(held, lines), done, self.until, made)
-
-    def _row(self, sequence: Sequence) -> DraftRow:
-        key = f"draft row {id(self)}"
-        if key not in sequence.memo:
-            prompt = sequence.request.prompt
-            row = self.feeds.allocate(NO_IDS if prompt.ids is None else prompt.ids)
-            sequence.memo[key] = DraftRow(self.feeds.ledger, row, sequence.request.pad_prefix)
-        held: DraftRow = sequence.memo[key]
-        return held
+        return guess(rows, self.model.logits(held, lines), done, self.until, made)
 
 
 # --- guesses --------------------------------------------------------------------------------------

@@ -2,35 +2,34 @@
 tokens.
 
 A drafter is part of the engine. What looks up ids needs nothing but them (`lookup.py`); a draft
-model has an executor and cache rows of its own (`draft_model.py`). Here each is asked for as many
-ids as the schedule of its drafts allows (`lengths.py`), and fails for its own requests alone.
+model is a second model with cache rows of its own (`draft_model.py`, `second.py`). Here each is
+asked for as many ids as the schedule of its drafts allows (`lengths.py`), and fails for its own
+requests alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
+from everystep.engine.apart import Failed, together_or_apart, unused
+from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds
 from everystep.engine.lengths import Lengths, note_reading
-from everystep.errors import NOBODYS
 from everystep.types import Group, Sequence
 from everystep.types.protocols import Drafter, Drafting
-
-_MOST_IDLE = 32
-Failed = list[tuple[Group, Exception]]
-"""Groups whose drafter fails, and how."""
 
 
 @dataclass(slots=True)
 class Drafters:
     """The drafters at work for an engine, by the value that each was started from.
 
-    Of the step that goes on, `drafting_seconds`: what they took; `since`: when they were ready;
-    `choosing`: how many sequences choose; `accepted`: how many drafted ids the engine had accepted
-    before it; `reading`: whether a drafter had much to read.
+    Of the step that goes on, `choosing`: how many sequences choose, 0 where no drafter is asked;
+    and where one is, `drafting_seconds`: what drafting took; `since`: when it was over; `accepted`:
+    how many drafted ids the engine had accepted before; `reading`: whether a drafter had much to
+    read.
     """
 
     at_work: dict[Drafter, Drafting] = field(default_factory=dict)
@@ -51,43 +50,38 @@ class Drafters:
     def propose(self, feeds: Feeds, groups: list[Group], accepted: int) -> Failed:
         """The feeds of groups that choose hold the ids that may follow their sequences; returns
         those whose drafter fails. `groups`: all that are not over."""
+        self.choosing = 0
         if not self.at_work:
             return []
-        clock = self.lengths.costs.clock
-        begin, self.reading = clock(), False
-        self._close_idle(groups)
-        self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
+        for drafter in unused(self.at_work, [group.request.drafter for group in groups]):
+            del self.at_work[drafter]
+            self.lengths.costs.rounds.pop(drafter, None)
         using: dict[Drafter, list[Group]] = {}
         for group in feeds.ready:
             if group.request.drafter is not None:
                 using.setdefault(group.request.drafter, []).append(group)
+        if not using:
+            return []
+        clock = self.lengths.costs.clock
+        begin, self.reading = clock(), False
+        self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
         rows = sum(len(one.units) for group in feeds.ready for one in group.live)
-        asking = deque(using.items())
         failed: Failed = []
-        while asking:
-            drafter, own = asking.popleft()
-            try:
-                self._ask(drafter, own, rows, feeds)
-            except NOBODYS:
-                raise
-            except Exception as error:
-                self._restart(drafter, groups)
-                if len(own) == 1:
-                    failed.append((own[0], error))
-                else:
-                    asking.extend((drafter, [group]) for group in own)
+        for drafter, own in using.items():
+            serve = partial(self._ask, drafter, feeds, rows)
+            failed += together_or_apart(own, serve, partial(self._restart, drafter, groups))
         self.since = clock()
         self.drafting_seconds = self.since - begin
         return failed
 
     def note_step(self, feeds: Feeds, accepted: int) -> None:
         """What the step that is over has cost, and what its drafts have gained."""
-        if not self.at_work:
+        if not self.choosing:
             return
         fed, costs = sum(feeds.counts), self.lengths.costs
         if not fed or sum(feeds.logits) != fed:
             return  # positions of prompts cost less, as nobody reads their logits
-        extra = (accepted - self.accepted) / max(self.choosing, 1)
+        extra = (accepted - self.accepted) / self.choosing
         times = costs.clock() - self.since, self.drafting_seconds
         costs.note_step(fed, len(feeds.counts), extra, *times, reading=self.reading)
 
@@ -99,7 +93,7 @@ class Drafters:
         """How many cache rows they hold."""
         return sum(drafting.held() for drafting in self.at_work.values())
 
-    def _ask(self, drafter: Drafter, groups: list[Group], rows: int, feeds: Feeds) -> None:
+    def _ask(self, drafter: Drafter, feeds: Feeds, rows: int, groups: list[Group]) -> None:
         """Ids after each of the sequences that have room for more than the choice."""
         drafting, costs = self.at_work[drafter], self.lengths.costs
         open_ones = [s for group in groups for s in group.live if _drafts(group, s)]
@@ -122,16 +116,6 @@ class Drafters:
                 if draft.scores is not None:
                     feeds.drawn_from[id(sequence)] = draft.scores[: len(ids)]
 
-    def _close_idle(self, groups: list[Group]) -> None:
-        """Of many drafters those go that nobody uses."""
-        if len(self.at_work) <= _MOST_IDLE:
-            return
-        used = {group.request.drafter for group in groups}
-        for drafter, drafting in list(self.at_work.items()):
-            if drafter not in used and not drafting.held():
-                del self.at_work[drafter]
-                self.lengths.costs.rounds.pop(drafter, None)
-
     def _known(self, draft: np.ndarray) -> np.ndarray:
         """The draft up to the first id beyond the vocabulary, as prompts may hold them."""
         beyond = np.flatnonzero(draft >= self.vocabulary)
@@ -142,7 +126,7 @@ class Drafters:
         for group in groups:
             if group.request.drafter == drafter:
                 for sequence in group.live:
-                    sequence.forget()
+                    forget(sequence)
         self.at_work[drafter].restart()
 
 

@@ -91,10 +91,10 @@ def note_drafts(sequences: list[Sequence], drafts: list[np.ndarray], accepted: l
 class Costs:
     """What steps and drafts of one engine take, as they were measured.
 
-    `steps`: positions fed -> the latest seconds of such a step, for steps that read the logits of
-    every position. `rounds`: drafter -> seconds per guess. `elapsed`: of all such steps; `spent`:
-    of that, what was lost to drafts that did not pay. `gained_seconds`: what plain decoding would
-    have taken more.
+    `steps`: positions fed -> the latest seconds of such a step, for steps in which a drafter was
+    asked and that read the logits of every position. `rounds`: drafter -> seconds per guess.
+    `elapsed`: of all such steps; `spent`: of that, what was lost to drafts that did not pay.
+    `gained_seconds`: what plain decoding would have taken more.
     """
 
     clock: Callable[[], float] = time.perf_counter

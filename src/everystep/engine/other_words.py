@@ -13,8 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from everystep.engine.draft_model import DraftFeeds, DraftRow, Made, Until, forget_guesses, guess
+from everystep.engine.draft_model import Made, Until, forget_guesses, guess
 from everystep.engine.feed import NO_IDS, common_length
+from everystep.engine.second import SecondModel, SecondRow
 from everystep.engine.spelling import SharedTokens, Tokenizers
 from everystep.executors.base import Executor
 from everystep.types import Draft, Rows, Sequence, TokenTable
@@ -39,12 +40,12 @@ class OtherDraftModel:
     stop_ids: tuple[int, ...] = ()
 
     def start(self, vocabulary: int) -> Drafting:
-        feeds = DraftFeeds(self.open())
+        model = SecondModel(self.open())
         until = Until(self.threshold, self.stop_ids)
         if self.by == "text":
-            return TextGuesses(feeds, self.tokenizers, until, vocabulary)
-        shared = self.tokenizers.shared(vocabulary, feeds.executor.vocab_size)
-        return TokenGuesses(feeds, self.tokenizers, until, vocabulary, shared)
+            return TextGuesses(model, self.tokenizers, until, vocabulary)
+        shared = self.tokenizers.shared(vocabulary, model.executor.vocab_size)
+        return TokenGuesses(model, self.tokenizers, until, vocabulary, shared)
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class SpelledRow:
     need not hold yet.
     """
 
-    held: DraftRow
+    held: SecondRow
     ids: np.ndarray
     said: np.ndarray
     visible: int = 0
@@ -73,8 +74,8 @@ class SpelledRow:
         self.held.release()
 
     def follow(self, line: np.ndarray) -> None:
-        """The row holds a part of the line, and will hold all of it after the next forward."""
-        self.held.keep(min(common_length([self.ids, line]), len(line) - 1))
+        """The row holds no more than a part of the line, and all of it after the next forward."""
+        self.held.keep(common_length([self.ids, line]))
         self.ids = line
 
 
@@ -82,16 +83,16 @@ class SpelledRow:
 class OtherGuesses:
     """A draft model with another tokenizer at work."""
 
-    feeds: DraftFeeds
+    model: SecondModel
     tokenizers: Tokenizers
     until: Until
     vocabulary: int
 
     def restart(self) -> None:
-        self.feeds.ledger.restart(self.feeds.executor.audit())
+        self.model.restart()
 
     def held(self) -> int:
-        return len(self.feeds.ledger.held)
+        return self.model.held()
 
     def asked(
         self, sequences: list[Sequence], table: TokenTable, limits: list[int]
@@ -112,10 +113,9 @@ class OtherGuesses:
 
     def row(self, sequence: Sequence) -> SpelledRow:
         """What the draft model keeps of the sequence."""
-        key = f"draft row {id(self)}"
+        key = f"spelled row {id(self)}"
         if key not in sequence.memo:
-            held = DraftRow(self.feeds.ledger, self.feeds.allocate(NO_IDS))
-            sequence.memo[key] = SpelledRow(held, NO_IDS, NO_IDS)
+            sequence.memo[key] = SpelledRow(self.model.new_row(), NO_IDS, NO_IDS)
         found: SpelledRow = sequence.memo[key]
         return found
 
@@ -141,7 +141,7 @@ class TokenGuesses(OtherGuesses):
             rows = [self.row(sequence) for sequence in own]
             for sequence, row in zip(own, rows, strict=True):
                 row.follow(lines[id(sequence)])
-            logits = self.feeds.logits([row.held for row in rows], [row.ids for row in rows])
+            logits = self.model.logits([row.held for row in rows], [row.ids for row in rows])
             at = Rows(table, own, np.array([sequence.visible + done for sequence in own]))
             open_ones = guess(at, self.shared.scores(logits), done, self.until, made)
             done += 1
@@ -173,7 +173,7 @@ class TextGuesses(OtherGuesses):
             for (sequence, _), row in zip(going, rows, strict=True):
                 more = np.array(guesses[id(sequence)], dtype=np.int64)
                 row.follow(np.concatenate([row.said, more]))
-            logits = self.feeds.logits([row.held for row in rows], [row.ids for row in rows])
+            logits = self.model.logits([row.held for row in rows], [row.ids for row in rows])
             highest, chosen = logits.softmax(dim=-1).max(dim=-1)
             left = []
             answers = zip(going, chosen.tolist(), highest.tolist(), strict=True)

@@ -171,7 +171,10 @@ class Forgetful(Greedy):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"strategy": "where_unsur"}, r"wanted beam.*guided.*where_unsure.*meant where_unsure"),
+        (
+            {"strategy": "where_unsur"},
+            r"wanted assisted, beam.*guided.*where_unsure.*meant where_unsure",
+        ),
         ({"strategy": "zzz"}, "no strategy is called 'zzz'.*Install the package"),
         ({"strategy": Greedy}, "this is no strategy.*the class"),
         ({"strategy": 5}, "without width"),
@@ -249,7 +252,8 @@ def test_the_command_line_finds_an_installed_one(call: Caller, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (["--strategy", "gredy"], "no strategy is called 'gredy'; wanted beam, beam_sample"),
+        (["--strategy", "gredy"], "no strategy is called 'gredy'; wanted assisted, beam, "),
+        (["--strategy", "gredy"], "beam, beam_sample"),
         (["--strategy", "gredy"], "Perhaps you meant greedy"),
         (["--strategy", "greedy", "--num-beams", "4"], "--num-beams contradicts"),
         (["--strategy", "greedy", "--temperature", "0.5"], "--temperature has no effect"),

@@ -89,6 +89,10 @@ class FakeTokenizer:
 
     chat_template: str | None
 
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """One id per word."""
+        return {"input_ids": [100 + place for place, _ in enumerate(text.split())]}
+
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
         """One id per word of all messages."""
         return [0 for one in messages for _ in one["content"].split()]

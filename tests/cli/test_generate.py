@@ -16,6 +16,7 @@ from everystep.files.sources import DEFAULT_MODEL
 from everystep.types import Event, FinishReason
 from tests.cli.fakes import FakeEvent, FakeFinish, FakeGenerated, Stage
 from tests.cli.running import Caller, on_terminal, program, run, surroundings
+from tests.cli.tiny_model import write_tiny_model
 from tests.reading import ROOT
 
 
@@ -170,6 +171,55 @@ def test_an_option_of_sampling_turns_it_on(
 ) -> None:
     call("generate", "a", option)
     assert (options(stage)[name], options(stage)["do_sample"]) == (value, True)
+
+
+def test_the_best_of_several_are_drawn(stage: Stage, call: Caller) -> None:
+    document = json.loads(call("generate", "a", "--best-of", "3", "--json").out)
+    assert (options(stage)["best_of"], options(stage)["do_sample"]) == (3, True)
+    assert [result["score"] for result in document["results"]] == [-1.5]
+
+
+def test_forced_words_arrive_as_ids(stage: Stage, call: Caller) -> None:
+    call("generate", "a", "--num-beams", "2", "--force-words", "x y", "--force-words", "z")
+    assert options(stage)["force_words_ids"] == [[100, 101], [100]]
+
+
+def test_a_forced_word_without_ids_is_refused(stage: Stage, call: Caller) -> None:
+    outcome = call("generate", "a", "--num-beams", "2", "--force-words", "x", "--force-words", "")
+    assert outcome.code == 2 and "--force-words is empty" in outcome.err and not stage.streams
+
+
+def test_an_assistant_is_loaded_like_the_model(stage: Stage, call: Caller) -> None:
+    call("generate", "a", "--assistant", "org/small", "--dtype", "bfloat16")
+    (first, asked_first), (second, asked_second) = stage.loads
+    assert (first, second) == (DEFAULT_MODEL, "org/small") and asked_first == asked_second
+    given = options(stage)
+    assert {"assistant_model", "assistant_tokenizer"} <= given.keys()
+
+
+def test_early_exit_arrives(stage: Stage, call: Caller) -> None:
+    call("generate", "a", "--assistant-early-exit", "3")
+    assert options(stage)["assistant_early_exit"] == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--num-beams 2 --best-of 3", "--best-of does not go with --num-beams 2;"),
+        ("--no-do-sample --best-of 3", "--best-of does not go with --no-do-sample;"),
+        (
+            "--assistant M --assistant-early-exit 1",
+            "--assistant-early-exit and --assistant both draft;",
+        ),
+    ],
+)
+def test_what_a_model_refuses_is_told_in_options(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, text: str
+) -> None:
+    write_tiny_model(tmp_path / "M")
+    monkeypatch.chdir(tmp_path)
+    outcome = call("generate", "a", "-m", "./M", *line.replace(" M ", " ./M ").split())
+    assert outcome.code == 2 and text in outcome.err and outcome.out == ""
 
 
 @pytest.mark.parametrize(("option", "value"), [("--do-sample", True), ("--no-do-sample", False)])

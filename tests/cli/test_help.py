@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from everystep import __version__
+from everystep.config.named import NAMED
 from tests.cli.running import Caller, everystep, run
+from tests.reading import ROOT
 
 COMMANDS = ("generate", "chat", "pull", "models", "info")
 
@@ -33,6 +36,14 @@ def test_every_command_has_help(call: Caller, name: str) -> None:
     outcome = call(name, "--help")
     assert (outcome.code, outcome.err) == (0, "")
     assert f"everystep {name}" in outcome.out
+
+
+def test_help_and_guide_name_every_strategy(call: Caller) -> None:
+    shown = call("generate", "--help").out
+    guide = (ROOT / "docs" / "guide" / "command-line.md").read_text(encoding="utf-8")
+    (line,) = [line for line in guide.splitlines() if line.startswith("| `--strategy NAME` |")]
+    assert [name for name in NAMED if not re.search(rf"\b{name}\b", shown)] == []
+    assert [name for name in NAMED if f"`{name}`" not in line] == []
 
 
 HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "jinja2"}

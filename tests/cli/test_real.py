@@ -9,6 +9,7 @@ import pytest
 
 import everystep as es
 from everystep.config.named import NAMED
+from everystep.files.sources import DEFAULT_MODEL
 from tests.cli.running import Caller, everystep, on_terminal, run
 from tests.cli.tiny_model import write_tiny_model
 
@@ -116,13 +117,21 @@ def test_an_interrupted_answer_leaves_the_model_usable(model_path: Path) -> None
         assert terminal.end() == 0
 
 
+NEEDED = {
+    "constrained_beam": ["--force-words", " Paris"],
+    "assisted": ["--assistant", DEFAULT_MODEL],
+}
+"""What is typed beside the name of a strategy that needs more."""
+
+
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("name", NAMED)
 def test_every_strategy_answers(call: Caller, name: str) -> None:
-    """With nothing else said than its name, unless it needs ids, for which there is no option."""
-    outcome = call("generate", "Tell me the capital of France.", "-n", "12", "--strategy", name)
+    """With nothing else said than its name and what it needs."""
+    line = ["generate", "Tell me the capital of France.", "-n", "12", "--strategy", name]
     if NAMED[name].needs:
+        outcome = call(*line)
         assert outcome.code == 2 and "needs more than its name" in outcome.err
-        return
+    outcome = call(*line, *NEEDED.get(name, []))
     assert outcome.code == 0 and len(outcome.out.split()) > 3

@@ -55,6 +55,17 @@ def test_a_run_goes_on_with_more_room(folder: Path, call: Caller, tmp_path: Path
     assert generated(call, folder, "--resume", file) == wanted  # it was saved there again
 
 
+def test_a_run_with_an_assistant_goes_on_with_it(
+    folder: Path, call: Caller, tmp_path: Path
+) -> None:
+    file, assisted = str(tmp_path / "run"), ["--assistant", str(folder)]
+    wanted = generated(call, folder, "hello", "-n", "12")
+    generated(call, folder, "hello", "-n", "5", *assisted, "--save", file)
+    outcome = call("generate", "-m", str(folder), "--resume", file)
+    assert outcome.code == 2 and "the saved run needs --assistant" in outcome.err
+    assert generated(call, folder, "--resume", file, "-n", "12", *assisted) == wanted
+
+
 def test_a_trace_has_a_line_per_step(folder: Path, call: Caller, tmp_path: Path) -> None:
     file = tmp_path / "trace"
     options = ["--temperature", "0.7", "--top-k", "5", "--seed", "1", "--trace", str(file)]

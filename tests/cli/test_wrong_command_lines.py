@@ -68,6 +68,35 @@ WRONG = {
     "the same in a chat": Wrong(
         ["chat", "--temperature", "0"], 2, ("--temperature 0.0", "set --no-do-sample")
     ),
+    "a name that needs a second model": Wrong(
+        ["generate", "a", "--strategy", "assisted"], 2, ("'assisted'", "--assistant with it")
+    ),
+    "a name that needs words": Wrong(
+        ["generate", "a", "--strategy", "constrained-beam"],
+        2,
+        ("'constrained-beam'", "--force-words with it"),
+    ),
+    "words for another strategy": Wrong(
+        ["generate", "a", "--strategy", "beam", "--force-words", "b"],
+        2,
+        ("no --force-words", "Leave one of the two out"),
+    ),
+    "words without beams": Wrong(
+        ["generate", "a", "--force-words", "b"], 2, ("--force-words with --num-beams 1",)
+    ),
+    "one answer by name, several by number": Wrong(
+        ["generate", "a", "--strategy", "sample", "--best-of", "3"],
+        2,
+        ("--best-of contradicts", "no --best-of"),
+    ),
+    "drafts of no layer": Wrong(
+        ["generate", "a", "--assistant-early-exit", "0"], 2, ("--assistant-early-exit", "1")
+    ),
+    "drafts for beams": Wrong(
+        ["generate", "a", "--assistant-early-exit", "1", "--num-beams", "2"],
+        2,
+        ("--assistant-early-exit 1 with --num-beams 2",),
+    ),
     "an option of another command": Wrong(["chat", "--num-beams", "2"], 2, ("--num-beams",)),
     "an unknown model to fetch": Wrong(
         ["pull", "smollm2-135m-instuct"], 1, ("smollm2-135m-instuct", "Perhaps smollm2")
@@ -96,7 +125,10 @@ def test_a_wrong_command_line_is_explained(
 
 
 def test_advice_names_no_argument_of_python(stage: Stage, call: Caller) -> None:
-    names = ("temperature", "do_sample", "top_p", "num_beams", "num_return_sequences")
+    names = (
+        *("temperature", "do_sample", "top_p", "num_beams", "num_return_sequences"),
+        *("best_of", "force_words_ids", "assistant_model", "assistant_early_exit"),
+    )
     for wrong in WRONG.values():
         err = call(*wrong.line, given=wrong.given).err
         assert [name for name in names if f"{name}=" in err or ("_" in name and name in err)] == []

@@ -74,6 +74,10 @@ class ModelPrefix(Prefix):
         """(V,) raw logits of what may follow the tokens."""
         return self._out(self.request.prompt, tokens, self.shift).logits[0, -1].float()
 
+    def raw(self, tokens: list[int]) -> Tensor:
+        """The same, as the likelihood of a sample asks for it."""
+        return self.logits(tokens)
+
     def hidden(self, tokens: list[int]) -> Tensor:
         """(T, E) last hidden state of every position."""
         return self._out(self.request.prompt, tokens, self.shift).hidden_states[-1][0]

@@ -6,6 +6,7 @@ call without the feature. It passes only if the feature was seen to do something
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,20 @@ class Forbid:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.calls += 1
         return scores.index_fill(1, torch.tensor([self.token]), -torch.inf)
+
+
+EXPRESSION = r"([\x00-\x60][\x00-\x40\x60-\x7f])+[\x00-\x60]?"
+"""Texts that no plain run comes to. The word that constrained beams have to say may stand anywhere
+in them, and at every place there is a token that DoLa leaves."""
+
+
+def grammar(row: Row, folder: Path) -> None:
+    """Every sequence is a text of the grammar, and the book finds the same ones."""
+    more = {"regex": EXPRESSION, "num_return_sequences": row.most}
+    found = PLAIN.say(row, **more)
+    require_same(found, book(PLAIN, row, **more))
+    for one in (*found, *plain(row)):
+        assert bool(re.fullmatch(EXPRESSION, one.text)) == (one in found)
 
 
 def processors(row: Row, folder: Path) -> None:

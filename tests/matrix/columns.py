@@ -10,6 +10,7 @@ from tests.matrix.rows import Row
 
 Check = Callable[[Row, Path], None]
 COLUMNS: Mapping[str, Check] = {
+    "grammar": choices.grammar,
     "processors": choices.processors,
     "log-probabilities": choices.log_probabilities,
     "stop strings": choices.stop_strings,

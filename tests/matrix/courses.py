@@ -42,7 +42,8 @@ def save_and_resume(row: Row, folder: Path) -> None:
     run = PLAIN.open(row)
     assert len([*islice(run, STEPS)]) == STEPS and not run.done
     run.save(folder / "a.run")
-    again = es.resume(folder / "a.run", PLAIN.model, PLAIN.tokenizer)
+    beside = {"assistant_model": PLAIN.assistant} if row.assisted else {}
+    again = es.resume(folder / "a.run", PLAIN.model, PLAIN.tokenizer, **beside)
     require_equal(listed(again), plain(row))
     require_equal(listed(run), plain(row))
 
@@ -153,10 +154,29 @@ def speculation(row: Row, folder: Path) -> None:
     assert out.speculation["drafted"] > 0
 
 
+TYPED = {
+    "constrained_beam": ["--force-words", "xy", "--force-words", "z"],
+    "assisted": ["--assistant", "model"],
+    "early_exit": ["--assistant-early-exit", "1"],
+}
+"""What is typed beside the name of a strategy that needs more."""
+
+
+def asked_for(row: Row, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What a call says for `TYPED`."""
+    if row.name == "constrained_beam":
+        return {"force_words_ids": [tokenizer(text)["input_ids"] for text in ("xy", "z")]}
+    if row.assisted:
+        return {"assistant_model": model, "assistant_tokenizer": tokenizer}
+    return {"assistant_early_exit": 1} if row.name == "early_exit" else {}
+
+
 def command_line(row: Row, folder: Path) -> None:
     """`--strategy NAME` is `strategy=NAME`: the same tokens of an equal request."""
     path = write_tiny_model(folder / "model")
-    said = ["generate", "abcabc", "--raw", "-m", str(path), "--seed", "3", "-n", "6", "--json"]
+    said = ["generate", "abcabc", "--raw", "-m", "model", "--seed", "3", "-n", "6", "--json"]
+    said += ["--strategy", row.name.replace("_", "-"), *TYPED.get(row.name, [])]
+    model, tokenizer = es.load(path)
     streams: list[es.Stream] = []
     stream = es.stream
 
@@ -170,13 +190,14 @@ def command_line(row: Row, folder: Path) -> None:
         redirect_stderr(told),
         mock.patch.object(sys, "stdin", empty),
         mock.patch.object(es, "stream", noted),
+        mock.patch.object(es, "load", lambda *_, **__: (model, tokenizer)),
     ):
-        code = main([*said, "--strategy", row.name.replace("_", "-")])
+        code = main(said)
     if code == 2:  # what a call would raise
         raise RequestError(told.getvalue())
     assert code == 0
-    model, tokenizer = es.load(path)
-    own = stream(model, tokenizer, "abcabc", strategy=row.name, seed=3, max_new_tokens=6)
+    more = {**asked_for(row, model, tokenizer), "seed": 3, "max_new_tokens": 6}
+    own = stream(model, tokenizer, "abcabc", strategy=row.name, **more)
     assert [*own]
     ((one,),) = own.results()
     (found,) = json.loads(shown.getvalue())["results"]

@@ -30,16 +30,22 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, by the function that makes it, and what it is asked."""
+    """A model, by the function that makes it with all its layers or with fewer, and what it is
+    asked."""
 
-    make: Callable[[], LanguageModel]
+    make: Callable[[int], LanguageModel]
     ids: tuple[int, ...] = tuple(PROMPT)
     spelled: bool = True
     ends: tuple[int, ...] = (300, 301, 302)
 
     @property
     def model(self) -> LanguageModel:
-        return self.make()
+        return self.make(2)
+
+    @property
+    def assistant(self) -> LanguageModel:
+        """A model of the same vocabulary, which often guesses what this one says."""
+        return self.make(1)
 
     @property
     def tokenizer(self) -> Any:
@@ -47,7 +53,8 @@ class Subject:
 
     def options(self, row: Row, **more: Any) -> dict[str, Any]:
         """The keywords of a call about this row's strategy."""
-        return {**COMMON, "eos_token_id": list(self.ends), **row.options, **more}
+        beside = {"assistant_model": self.assistant} if row.assisted else {}
+        return {**COMMON, "eos_token_id": list(self.ends), **row.options, **beside, **more}
 
     def say(self, row: Row, *, prompt: Any = None, **more: Any) -> list[es.Generated]:
         """What many-prompts calls give for one prompt."""
@@ -76,24 +83,26 @@ def tokenizer() -> Any:
 
 
 @cache
-def _plain() -> LanguageModel:
-    return tiny_llama(vocab_size=VOCABULARY)
+def _plain(layers: int) -> LanguageModel:
+    return tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=layers)
 
 
 @cache
-def _single() -> LanguageModel:
+def _single(layers: int) -> LanguageModel:
     """In float32, which the native executor runs."""
-    return tiny_llama(vocab_size=VOCABULARY, dtype=torch.float32)
+    return tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=layers, dtype=torch.float32)
 
 
 @cache
-def _window() -> LanguageModel:
-    return LanguageModel(family_model("mistral", sliding_window=WINDOW), executor="torch")
+def _window(layers: int) -> LanguageModel:
+    made = family_model("mistral", sliding_window=WINDOW, num_hidden_layers=layers)
+    return LanguageModel(made, executor="torch")
 
 
 @cache
-def _recurrent() -> LanguageModel:
-    return LanguageModel(family_model("mamba", state_size=4), executor="torch")
+def _recurrent(layers: int) -> LanguageModel:
+    made = family_model("mamba", state_size=4, num_hidden_layers=layers)
+    return LanguageModel(made, executor="torch")
 
 
 PLAIN = Subject(_plain)

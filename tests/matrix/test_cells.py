@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from everystep.api.model import LanguageModel
 from everystep.config.named import NAMED
@@ -15,9 +16,14 @@ from everystep.errors import EverystepError
 from tests.matrix.columns import COLUMNS
 from tests.matrix.page import PAGE, page
 from tests.matrix.rows import APART, REFUSED, ROWS, Row
-from tests.matrix.subjects import plain
+from tests.matrix.subjects import PLAIN, RECURRENT, SEED, SINGLE, Subject, plain
 
 MOST_REFUSED = 10
+
+
+def named(name: str) -> Row:
+    """The row of this name."""
+    return next(row for row in ROWS if row.name == name)
 
 
 def cells() -> Iterator[Any]:
@@ -44,6 +50,22 @@ def test_cell(row: Row, feature: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def _computed(*_: object) -> None:
     raise AssertionError("something was computed before the call was refused")
+
+
+@pytest.mark.parametrize("name", ["lookup", "assisted", "early_exit"])
+def test_rows_about_drafts_draft(name: str) -> None:
+    asked = PLAIN.options(named(name))
+    out = PLAIN.model.generate(torch.tensor([PLAIN.ids]), seed=[SEED], **asked)
+    assert out.speculation["drafted"] > 0
+    if name != "lookup":  # of what a tiny model says, nothing was said before
+        assert 0 < out.speculation["accepted"] < out.speculation["drafted"]
+
+
+@pytest.mark.parametrize("subject", [PLAIN, SINGLE, RECURRENT])
+def test_the_best_of_several_is_not_the_first(subject: Subject) -> None:
+    asked = named("best_of").options
+    first = Row("sample", {"strategy": "sample", "temperature": asked["temperature"]})
+    assert plain(named("best_of"), subject)[0].tokens != subject.say(first)[0].tokens
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -58,9 +58,13 @@ def generate(
     min_p: o.MinP = None,
     seed: o.Seed = None,
     num_beams: o.NumBeams = None,
+    force_words: o.ForceWords = None,
+    best_of: o.BestOf = None,
     num_return_sequences: o.NumReturnSequences = None,
     repetition_penalty: o.RepetitionPenalty = None,
     stop: o.Stop = None,
+    assistant: o.Assistant = None,
+    assistant_early_exit: o.EarlyExit = None,
     schema: Schema = None,
     regex: Regex = None,
     grammar: GrammarFile = None,
@@ -96,6 +100,10 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         num_beams=num_beams,
+        force_words_ids=o.unread(force_words),
+        best_of=best_of,
+        assistant_model=assistant,
+        assistant_early_exit=assistant_early_exit,
         num_return_sequences=num_return_sequences,
         repetition_penalty=repetition_penalty,
         stop_strings=stop or None,
@@ -103,16 +111,21 @@ def generate(
     decoding |= following(schema, regex, grammar, choices)
     text = "" if resume is not None else read_prompt(prompt, file)
     started = time.perf_counter()
-    loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline or context.obj)
+    how = (dtype, quantize, cache_dtype, device, offline or context.obj)
+    loaded, tokenizer = load(model, *how)
+    decoding |= o.forced_words(force_words, tokenizer)
+    drafting = _drafting(decoding.pop("assistant_model", None), how)
     ready = time.perf_counter()
     in_hands = any(one is not None for one in (save, resume, trace))
-    if resume is not None:
-        begun = resumed(resume, loaded, tokenizer, _said(context, decoding, seed))
-    else:
-        o.note_seed(loaded, decoding, seed)
-        begin: Any = es.open if in_hands else es.stream
-        asked = _asked(text, system, raw, tokenizer)
-        begun = begin(loaded, tokenizer, asked, seed=seed, **decoding)
+    with o.spelled_as_typed(o.typed_fields(context.params)):
+        if resume is not None:
+            changes = _said(context, decoding, seed)
+            begun = resumed(resume, loaded, tokenizer, drafting, changes)
+        else:
+            o.note_seed(loaded, decoding, seed)
+            begin: Any = es.open if in_hands else es.stream
+            asked = _asked(text, system, raw, tokenizer)
+            begun = begin(loaded, tokenizer, asked, seed=seed, **decoding, **drafting)
     watched = WatchedRun(begun, tokenizer, save or resume, trace) if in_hands else begun
     with watched as stream:
         arrivals = _follow(stream, form)
@@ -126,10 +139,9 @@ def generate(
         "seed": seed,
         "timings": _timings(started, ready, arrivals),
     }
-    searched = (decoding.get("num_beams") or 1) > 1 or (
-        resume is not None and any(one.score for one in results)
-    )
-    _end(results, form, about, scored=searched)
+    judged = (decoding.get("num_beams") or 1) > 1 or decoding.get("best_of") is not None
+    scored = judged or (resume is not None and any(one.score for one in results))
+    _end(results, form, about, scored=scored)
     if is_terminal(sys.stderr):
         note(_summary(sum(len(one.tokens) for one in results), about))
 
@@ -139,6 +151,14 @@ def _form(as_json: bool, as_jsonl: bool, *, several: bool) -> str:
     if as_json and as_jsonl:
         raise typer.BadParameter("--json and --jsonl were both given; give one of them")
     return "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
+
+
+def _drafting(assistant: str | None, how: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments of a call for the model that drafts, loaded as the other one is; none without."""
+    if assistant is None:
+        return {}
+    model, tokenizer = load(assistant, *how)
+    return {"assistant_model": model, "assistant_tokenizer": tokenizer}
 
 
 def _said(context: typer.Context, decoding: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
@@ -177,7 +197,7 @@ def _follow(stream: Any, form: str) -> list[float]:
 
 
 def _end(results: list[Any], form: str, about: Mapping[str, Any], *, scored: bool) -> None:
-    """Shows what was not shown as it came; `scored`: the scores mean something (beams)."""
+    """Shows what was not shown as it came; `scored`: the answers were chosen by their scores."""
     if form == "json":
         documents = [_result_document(one, scored) for one in results]
         write_report({"results": documents, **about})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -25,8 +26,12 @@ Rounding = StrEnum("Rounding", "int8 int4")
 CacheDtype = StrEnum("CacheDtype", "float32 float16 int8")
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_OPTIONS = {"stop_strings": "--stop"}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "best_of")
+_OPTIONS = {
+    "stop_strings": "--stop",
+    "force_words_ids": "--force-words",
+    "assistant_model": "--assistant",
+}
 """Fields whose option has another name."""
 
 
@@ -40,16 +45,28 @@ def decoding(**said: Any) -> dict[str, Any]:
     given = {name: value for name, value in said.items() if value is not None}
     strategy = given.pop("strategy", None)
     own = _own_strategy(strategy, given.pop("strategy_option", None))
-    try:
+    with spelled_as_typed(said):
         if strategy is not None and not own:
             given = with_named(strategy, given)
         if any(name in given for name in _SAMPLING):
             given.setdefault("do_sample", True)
         fields = {name: value for name, value in given.items() if name in FIELDS}
         GenerationConfig(**fields).validate(strict=True)
-    except RequestError as error:
-        raise type(error)(as_typed(str(error), said)) from error
     return own | given
+
+
+@contextmanager
+def spelled_as_typed(names: Iterable[str]) -> Iterator[None]:
+    """A RequestError that is raised within names options where it names these fields."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(as_typed(str(error), names)) from error
+
+
+def typed_fields(options: Iterable[str]) -> list[str]:
+    """The fields that these options set, but for names of one word, which texts use as a word."""
+    return [name for name in (*options, *_OPTIONS) if "_" in name]
 
 
 def as_typed(text: str, names: Iterable[str]) -> str:
@@ -59,9 +76,36 @@ def as_typed(text: str, names: Iterable[str]) -> str:
         if name == "do_sample":
             text = text.replace("do_sample=True", option)
             text = text.replace("do_sample=False", "--no-do-sample")
+        if name == "force_words_ids":
+            text = text.replace(f"{name}={unread([''])}", option)
         text = re.sub(rf"(?<![-\w]){name}=(\S+?)(?=[.,;]?(\s|$))", rf"{option} \1", text)
         text = re.sub(rf"(?<![-\w]){name}(?![-\w])", option, text)
     return text
+
+
+def unread(texts: Sequence[str] | None) -> list[list[int]] | None:
+    """What stands for the ids of forced texts until a tokenizer is loaded, so that the options can
+    be judged before that; None without texts."""
+    return [[0]] if texts else None
+
+
+def forced_words(texts: Sequence[str] | None, tokenizer: Any) -> dict[str, Any]:
+    """Arguments of `generate()` for texts that have to occur in the answer, exactly as they are
+    typed; none without texts.
+
+    RequestError for a text without ids.
+    """
+    if not texts:
+        return {}
+    found = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    if not all(found):
+        raise RequestError(
+            "--force-words is empty",
+            wanted="a text that has tokens",
+            got=repr([*texts]),
+            do="Leave the empty one out",
+        )
+    return {"force_words_ids": found}
 
 
 def _own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, Any]:
@@ -116,6 +160,7 @@ _sampling = partial(
     rich_help_panel="Sampling; each of temperature, top-k, top-p and min-p turns it on",
 )
 _search = partial(typer.Option, rich_help_panel="Length, search and penalties")
+_drafting = partial(typer.Option, rich_help_panel="Speculation: the same answer, sooner")
 _model = partial(typer.Option, rich_help_panel="Model")
 
 Offline = Annotated[bool, _model("--offline", help="Never use the network.")]
@@ -200,6 +245,30 @@ StrategyOption = Annotated[
         "--strategy-option",
         metavar="NAME=VALUE",
         help="An option of a strategy of another package; may be given several times.",
+    ),
+]
+BestOf = Annotated[
+    int | None,
+    _search("--best-of", metavar="N", help="Draw N answers and give the likeliest."),
+]
+ForceWords = Annotated[
+    list[str] | None,
+    _search(
+        "--force-words",
+        metavar="TEXT",
+        help="Search for an answer that contains TEXT; may be given several times.",
+    ),
+]
+Assistant = Annotated[
+    str | None,
+    _drafting("--assistant", metavar="MODEL", help="A smaller model, which drafts the answer."),
+]
+EarlyExit = Annotated[
+    int | None,
+    _drafting(
+        "--assistant-early-exit",
+        metavar="N",
+        help="Draft the answer with the first N layers of the model itself.",
     ),
 ]
 NumReturnSequences = Annotated[

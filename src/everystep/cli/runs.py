@@ -40,9 +40,12 @@ def refuse_prompt(said: dict[str, Any]) -> None:
         )
 
 
-def resumed(path: Path, model: Any, tokenizer: Any, changes: dict[str, Any]) -> Any:
-    """The run of a file, with other values of what was said now."""
-    run = es.resume(path, model, tokenizer)
+def resumed(
+    path: Path, model: Any, tokenizer: Any, again: dict[str, Any], changes: dict[str, Any]
+) -> Any:
+    """The run of a file, with `again` what it cannot hold, and other values of what was said
+    now."""
+    run = es.resume(path, model, tokenizer, **again)
     if changes:
         run.set(**changes)
     return run

@@ -29,7 +29,7 @@ _SEARCHES = {
 class NamedStrategy:
     """`usual`: values of keywords that a call may set otherwise, fields most of them. `sets`: those
     that make it this strategy, beside whatever would make it another one and is not in `usual`.
-    `needs`: at least one of these must be said with the name."""
+    `needs`: at least one of these must be said with the name; an error names the first."""
 
     usual: Mapping[str, Any] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +44,8 @@ class NamedStrategy:
 
 NAMED: Mapping[str, NamedStrategy] = {
     "greedy": NamedStrategy(sets={"do_sample": False}),
-    "sample": NamedStrategy(sets={"do_sample": True}),
+    "sample": NamedStrategy(sets={"do_sample": True, "best_of": None}),
+    "best_of": NamedStrategy({"best_of": 4}, {"do_sample": True}),
     "beam": NamedStrategy({"num_beams": 4}, {"do_sample": False}),
     "beam_sample": NamedStrategy({"num_beams": 4}, {"do_sample": True}),
     "diverse_beam": NamedStrategy(
@@ -53,13 +54,16 @@ NAMED: Mapping[str, NamedStrategy] = {
     "constrained_beam": NamedStrategy(
         {"num_beams": 4, "constraints": None, "force_words_ids": None},
         {"do_sample": False},
-        needs=("constraints", "force_words_ids"),
+        needs=("force_words_ids", "constraints"),
     ),
     "dola": NamedStrategy({"dola_layers": "low"}),
     "contrastive": NamedStrategy({"penalty_alpha": 0.6, "top_k": 4}, {"do_sample": False}),
-    # These two go beside greedy decoding and sampling alike.
+    # These go beside greedy decoding and sampling alike.
     "guided": NamedStrategy({"guidance_scale": 1.5, "num_beams": 1}),
     "lookup": NamedStrategy({"prompt_lookup_num_tokens": 10}),
+    "assisted": NamedStrategy({"assistant_model": None}, needs=("assistant_model",)),
+    # A quarter of the 32 layers of the models that were trained to be left early (LayerSkip).
+    "early_exit": NamedStrategy({"assistant_early_exit": 8}),
 }
 
 
@@ -78,13 +82,16 @@ def with_named(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
     for wrong in (n for n, value in fixed.items() if _differs(n, said.get(n), value)):
         raise RequestError(
             f"{wrong} contradicts the strategy {name!r}",
-            wanted=f"{wrong}={fixed[wrong]!r} with it",
+            wanted=f"no {wrong}" if fixed[wrong] is None else f"{wrong}={fixed[wrong]!r} with it",
             got=f"{wrong}={said[wrong]!r}",
             do="Leave one of the two out",
         )
     if named.needs and all(said.get(one) is None for one in named.needs):
-        wanted = " or ".join(named.needs)
-        raise RequestError(f"the strategy {name!r} needs more than its name", wanted=wanted)
+        raise RequestError(
+            f"the strategy {name!r} needs more than its name",
+            wanted=f"{named.needs[0]} with it",
+            do="Say it too, or choose another strategy",
+        )
     decided = {*fixed, *named.usual}
     own = {n: value for n, value in said.items() if value is not None or n not in decided}
     return {**fixed, **named.usual, **own}
@@ -106,7 +113,8 @@ def _differs(name: str, said: Any, fixed: Any) -> bool:
     are the default and 0 beside it."""
     if said is None or said == fixed:
         return False
-    return fixed is not None or (bool(said) and said != FIELDS[name].default)
+    default = FIELDS[name].default if name in FIELDS else None
+    return fixed is not None or (bool(said) and said != default)
 
 
 def _spelled(name: str) -> str:

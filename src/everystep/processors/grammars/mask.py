@@ -137,6 +137,6 @@ class GrammarMask(LogitsProcessor):
             raise RequestError(
                 f"no token is left that {self.grammar.source.kind} allows",
                 wanted="a token that neither the grammar nor another setting rules out",
-                do="Relax what bans tokens, such as min_new_tokens or bad_words_ids, or what was "
-                "given after the prompt",
+                do="Relax what bans tokens, such as min_new_tokens, bad_words_ids or dola_layers, "
+                "or what was given after the prompt",
             )

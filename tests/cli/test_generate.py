@@ -190,11 +190,24 @@ def test_a_forced_word_without_ids_is_refused(stage: Stage, call: Caller) -> Non
 
 
 def test_an_assistant_is_loaded_like_the_model(stage: Stage, call: Caller) -> None:
-    call("generate", "a", "--assistant", "org/small", "--dtype", "bfloat16")
+    how = "--dtype bfloat16 --quantize int8 --cache-dtype float16 --offline"
+    call("generate", "a", "--assistant", "org/small", *how.split())
     (first, asked_first), (second, asked_second) = stage.loads
     assert (first, second) == (DEFAULT_MODEL, "org/small") and asked_first == asked_second
+    assert (asked_first["quantize"], asked_first["cache_dtype"]) == ("int8", "float16")
     given = options(stage)
     assert {"assistant_model", "assistant_tokenizer"} <= given.keys()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "value"),
+    [("best-of", "best_of", 4), ("early-exit", "assistant_early_exit", 8)],
+)
+def test_a_name_alone_has_usual_values(
+    stage: Stage, call: Caller, strategy: str, name: str, value: int
+) -> None:
+    call("generate", "a", "--strategy", strategy)
+    assert options(stage)[name] == value
 
 
 def test_early_exit_arrives(stage: Stage, call: Caller) -> None:

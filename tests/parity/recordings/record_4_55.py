@@ -30,7 +30,7 @@ import transformers
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-COUNT = 60
+COUNT = 500
 WANTED = {"transformers": "4.55.4", "numpy": "1.26.4"}
 
 

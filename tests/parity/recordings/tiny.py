@@ -85,7 +85,7 @@ def setting(kind: str, number: int) -> tuple[str, list[int], dict[str, Any]]:
     ends = [[1], [1], [1, 2], [3, 1, 2], []][int(rng.integers(5))]
     options["eos_token_id"] = ends or None
     options |= _processing(rng, ids, bool(ends))
-    for name in _unsound(kind, options):
+    for name in _unsound(kind, options, len(prompt)):
         options.pop(name, None)
     # No word that must occur holds an end token: a text could not go on after it.
     words = ids if kind != "constrained" else lambda n: [4 + t % (vocabulary - 4) for t in ids(n)]
@@ -93,14 +93,17 @@ def setting(kind: str, number: int) -> tuple[str, list[int], dict[str, Any]]:
     return model, prompt, options
 
 
-def _unsound(kind: str, options: dict[str, Any]) -> list[str]:
+def _unsound(kind: str, options: dict[str, Any], length: int) -> list[str]:
     """Settings that had a defect there: of several beams only the first lost for repeating the
-    prompt, and where an end token was banned its score became nan as lengths grew."""
+    prompt, where an end token was banned its score became nan as lengths grew, and a banned
+    sequence was overlooked at first if it is longer than the prompt of `length` tokens."""
     found = ["encoder_repetition_penalty"] if kind in BEAMS else []
     if kind == "dola" or "min_new_tokens" in options:
         found.append("exponential_decay_length_penalty")
     if options.get("min_new_tokens", 0) > options["max_new_tokens"]:
         found.append("min_new_tokens")
+    if length < 2:
+        found.append("bad_words_ids")
     return found
 
 

@@ -189,7 +189,7 @@ def test_stops_hold_within_drafts() -> None:
             RequestError,
             "no tokenizer",
         ),
-        ({"is_assistant": True}, UnsupportedError, "is_assistant asks for a draft"),
+        ({"is_assistant": True}, UnsupportedError, "is_assistant is not read: a model drafts"),
     ],
 )
 def test_what_cannot_draft_is_refused(

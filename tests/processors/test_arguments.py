@@ -178,3 +178,23 @@ def test_a_subclass_of_ours_that_is_called_with_ids_is_given_ids() -> None:
     assert not user.takes_rows
     assert same(Mine(0.5)(torch.zeros(1, 2).long(), torch.ones(1, 3)), torch.full((1, 3), 2.0))
     assert seen == [(1, 2)]
+
+
+VALUES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("NoBadWordsLogitsProcessor", ([[1, 2], [3]], 2), {"bad_words_ids": ((1, 2), (3,))}),
+    ("SequenceBiasLogitsProcessor", ({(1, 2): -1.0},), {"sequence_bias": (((1, 2), -1.0),)}),
+    ("MinLengthLogitsProcessor", (3, 2), {"min_length": 3, "eos_token_id": (2,)}),
+    ("SuppressTokensLogitsProcessor", ([1, 4],), {"suppress_tokens": (1, 4)}),
+    ("EncoderNoRepeatNGramLogitsProcessor", (2, ENCODER), {"encoder_ngram_size": 2}),
+    ("EncoderRepetitionPenaltyLogitsProcessor", (1.25, ENCODER), {"penalty": 1.25}),
+    ("EtaLogitsWarper", (0.5,), {"epsilon": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "values"), VALUES, ids=[one[0] for one in VALUES])
+def test_attributes_are_the_arguments_as_values(
+    name: str, args: tuple[Any, ...], values: dict[str, Any]
+) -> None:
+    one, other = (getattr(everystep, name)(*args) for _ in range(2))
+    assert {key: getattr(one, key) for key in values} == values
+    assert one == other

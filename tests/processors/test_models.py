@@ -139,18 +139,24 @@ def test_bark_ends_where_it_may(least: float | None) -> None:
     compare(*pair, torch.zeros(30, 2).long(), some_scores(30))
 
 
-def test_dia_ends_in_its_first_channel() -> None:
+DIA_SHAPES = pytest.mark.parametrize("shape", [(-1,), (-1, 3)], ids=["rows", "channels"])
+
+
+@DIA_SHAPES
+def test_dia_ends_in_its_first_channel(shape: tuple[int, ...]) -> None:
     pair = both("DiaEOSChannelFilterLogitsProcessor", 3, 2)
     scores = some_scores(90)
     scores[::2, 2] += 9
-    compare(*pair, torch.zeros(30, 2).long(), scores)
+    compare(*pair, torch.zeros(30, 2).long(), scores.reshape(*shape, scores.shape[-1]))
 
 
-def test_dia_ends_each_channel_after_its_delay() -> None:
+@DIA_SHAPES
+def test_dia_ends_each_channel_after_its_delay(shape: tuple[int, ...]) -> None:
     ours, theirs = both("DiaEOSDelayPatternLogitsProcessor", [0, 2, 3], 2, 14)
     for length in range(4, 15):
         scores = some_scores(4 * 3)
         scores[3 * (length % 4), 2] += 20
+        scores = scores.reshape(*shape, scores.shape[-1])
         compare(ours, theirs, torch.zeros(4, length).long(), scores)
 
 

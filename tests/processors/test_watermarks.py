@@ -138,6 +138,24 @@ def test_g_values_and_masks_are_the_references() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+def test_a_trained_detector_of_the_reference_judges_as_there() -> None:
+    """Any `BayesianDetectorModel` is taken as it is."""
+    ours = SynthIDTextWatermarkLogitsProcessor(**SYNTHID, sampling_table_size=64)
+    theirs = transformers.SynthIDTextWatermarkLogitsProcessor(
+        **SYNTHID, sampling_table_size=64, device="cpu"
+    )
+    config = transformers.BayesianDetectorConfig(watermarking_depth=len(KEYS), base_rate=0.4)
+    trained = transformers.BayesianDetectorModel(config)
+    for weights in trained.parameters():
+        torch.nn.init.normal_(weights.data, 0.3, 0.2)
+    ids, tokenizer = torch.randint(0, VOCABULARY, (5, 20)), SimpleNamespace(eos_token_id=3)
+    with torch.no_grad():
+        (found,) = SynthIDTextWatermarkDetector(trained, ours, tokenizer)(ids)
+        (wanted,) = transformers.SynthIDTextWatermarkDetector(trained, theirs, tokenizer)(ids)
+    assert found.shape == (5,) and len(found.unique()) == 5
+    assert torch.equal(found, wanted)
+
+
 def test_the_weighted_mean_is_its_formula() -> None:
     g, mask = torch.randint(0, 2, (3, 20, 5)), torch.randint(0, 2, (3, 20))
     weights = np.linspace(10, 1, 5)

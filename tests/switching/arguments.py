@@ -216,7 +216,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "choices": (["yes", "no"], TEXTS),
     "strategy": ("beam", {}),
     "strategy_options": ({"n": 3}, {"strategy": Nth.name}),
-    # capabilities that are not built, and what has no place here
+    # what is refused with a reason
     "use_mtp": (True, {}),
     "low_memory": (True, {}),
     "is_assistant": (True, {}),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import transformers
 from transformers import generation
 
 import everystep as es
-from everystep.api.absent import ABSENT
+from everystep.api.absent import ABSENT, REFUSED_FIELDS
 from everystep.errors import AbsentNameError, EverystepError
 
+GUIDE = Path(__file__).parents[2] / "docs/guide/switching.md"
 HOMES = ("transformers.generation", "transformers.cache_utils")
 # What else a script that generates takes from there.
 FURTHER = {
@@ -51,6 +54,13 @@ SHARED = sorted(EXPORTED & set(es.__all__))
 def test_every_name_is_here_or_absent_for_a_reason() -> None:
     assert len(EXPORTED) > 90
     assert EXPORTED - set(es.__all__) == set(ABSENT)
+
+
+def test_the_guide_lists_what_is_refused_and_why() -> None:
+    text = GUIDE.read_text().partition("## Refused, and why")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`) \| (.+) \|$", text, re.MULTILINE)
+    listed = {name: why for names, why in rows for name in re.findall("`(.+?)`", names)}
+    assert listed == {name: why for name, (why, _) in {**ABSENT, **REFUSED_FIELDS}.items()}
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT))

@@ -29,8 +29,9 @@ _TOGETHER = {
         "Call everystep.generate(model, tokenizer, prompts), or everystep.stream",
     ),
     "BayesianDetectorConfig BayesianDetectorModel": (
-        "the trained SynthID detector waits for a later version",
-        "Give SynthIDTextWatermarkDetector a WeightedMeanDetector, which needs no training",
+        "detectors are trained and stored by transformers, and any of them is taken",
+        "Pass the trained model to SynthIDTextWatermarkDetector, or a WeightedMeanDetector, which "
+        "needs no training",
     ),
     "Fp8QuantizedLayer HQQQuantizedLayer QuantoQuantizedLayer": (
         "quantised layers have codes of their own here and need no other library",
@@ -125,21 +126,30 @@ ARGUMENTS_NEVER = {
     ),
 }
 """Names that are known and have no place here -> why, and what to do."""
-FIELDS_LATER = {
-    "use_mtp": ("multi-token prediction heads", _BY_LOOKUP),
-    "speculation_type": ("block drafters", _BY_LOOKUP),
-    "low_memory": ("sequential beams", "Leave it out: beams share their prompt's memory"),
-    "compile_config": ("compiled forwards", "Leave it out: forwards run as they are"),
+REFUSED_FIELDS = {
+    "use_mtp": (
+        "no model of this library has heads that predict several tokens",
+        "Set prompt_lookup_num_tokens or assistant_early_exit, or pass an assistant_model",
+    ),
+    "speculation_type": (
+        "its models that draft by diffusion are read as code of their own, which is never run",
+        "Leave it out: an assistant_model drafts token by token",
+    ),
+    "low_memory": (
+        "the reference has given it up, and beams share their prompt's memory",
+        "Leave it out",
+    ),
+    "compile_config": ("forwards are not compiled, and no token depends on that", "Leave it out"),
     "continuous_batching_config": (
-        "settings of the continuous scheduler",
+        "the scheduler has nothing to set, and no token depends on it",
         "Call everystep.generate(model, tokenizer, prompts), which schedules by itself",
     ),
     "is_assistant": (
-        "a draft on its own",
+        "a model drafts where it is passed as one, and nowhere else",
         "Pass the model as assistant_model to a call of another",
     ),
 }
-"""Fields that are read and checked, whose capability is not built yet -> what it is, what to do."""
+"""Fields that are kept in a configuration and never acted upon -> why, what to do."""
 _OF_RECTANGLES = "is part of the output object of model.generate, and not of a text or an event"
 _CALL = "Leave {} out, or call model.generate"
 ALONE = {
@@ -189,11 +199,11 @@ def _is_at_hand(logits_to_keep: object) -> bool:
     return isinstance(logits_to_keep, int) and logits_to_keep in (0, 1)
 
 
-def refuse_unbuilt(effective: Effective) -> None:
-    """UnsupportedError if the caller set a field whose capability is not built yet."""
-    for name, (capability, do) in FIELDS_LATER.items():
+def refuse_fields(effective: Effective) -> None:
+    """UnsupportedError if the caller set a field that is never acted upon."""
+    for name, (why, do) in REFUSED_FIELDS.items():
         if name in effective.caller and effective[name] != FIELDS[name].default:
-            what = f"{name} asks for {capability}, which this version does not have"
+            what = f"{name} is not read: {why}"
             raise UnsupportedError(what, got=repr(effective[name]), do=do)
 
 

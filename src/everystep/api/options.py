@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_unbuilt
+from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_fields
 from everystep.api.allowing import read_allowed
 from everystep.api.answers import read_best_of, read_n_best
 from everystep.api.drafts import Assistant, read_assistant, read_corpus, with_draft_notices
@@ -181,7 +181,7 @@ def read_options(
     given, own = read_strategy(given)
     config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}
     effective = merge_configs(config, given.get("generation_config"), model.generation_config)
-    refuse_unbuilt(effective)
+    refuse_fields(effective)
     if own is not None:
         refuse_beside(effective, own)
     effective = _with_pad_notice(effective, model.vocab_size)

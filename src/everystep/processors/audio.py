@@ -197,8 +197,9 @@ class DiaEOSChannelFilterLogitsProcessor(LogitsProcessor):
     checked = (Parameter("num_channels", SIZE), Parameter("eos_token_id", SIZE))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(batch * channels, V) scores -> the same shape."""
+        """(batch * channels, V) or (batch, channels, V) scores -> (batch * channels, V)."""
         end, size = self.eos_token_id, scores.shape[-1]
+        scores = scores.reshape(-1, size)
         token = torch.arange(size, device=scores.device)
         channel = torch.arange(len(scores), device=scores.device)[:, None] % self.num_channels
         open_scores = scores.masked_fill(
@@ -227,8 +228,9 @@ class DiaEOSDelayPatternLogitsProcessor(LogitsProcessor):
         self._ending: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(batch * channels, V) scores -> the same shape."""
+        """(batch * channels, V) or (batch, channels, V) scores -> (batch * channels, V)."""
         grid = scores.reshape(-1, self.num_channels, scores.shape[-1])
+        scores = scores.reshape(-1, scores.shape[-1])
         if self._left is None or self._ending is None:
             self._left = self._delays.to(scores.device).repeat(len(grid), 1)
             self._ending = torch.zeros(len(grid), dtype=torch.bool, device=scores.device)

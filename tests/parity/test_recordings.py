@@ -15,12 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from everystep.api.load import from_weights
 from everystep.api.model import LanguageModel
-from everystep.errors import RequestError
+from everystep.engine import dola
+from everystep.errors import EverystepError, RequestError
+from everystep.strategies import classic, constrained, contrastive, diverse
 from tests.parity.models import exact_norms
 from tests.parity.recordings.tiny import BEAMS, KINDS, MODELS, setting, weights
 
@@ -89,3 +92,63 @@ def test_answers_are_those_of_the_last_release_that_had_them(kind: str) -> None:
 def test_further_answers_are_too(kind: str) -> None:
     records = recorded(kind)[BY_DEFAULT:]
     assert [text for one in records if (text := difference(kind, one))] == []
+
+
+# --- the recordings bite --------------------------------------------------------------------------
+
+
+def alike(banks: np.ndarray) -> np.ndarray:
+    """No place says how many of the bank came before."""
+    return np.zeros_like(banks)
+
+
+def nearest_layer(final: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+    """The last candidate, however little it differs."""
+    return early[-1]
+
+
+def by_likelihood(hidden: torch.Tensor, known: Any) -> torch.Tensor:
+    """Directions of no length, so that nothing repeats anything."""
+    return torch.zeros_like(hidden)
+
+
+BROKEN: dict[str, tuple[str, Any, str, Any]] = {
+    "banks without turns": ("constrained", constrained, "_places_within", alike),
+    "no step of its own towards a word": (
+        "constrained",
+        constrained.ConstrainedBeam,
+        "_advancing",
+        lambda *_: iter(()),
+    ),
+    "an end before all words": (
+        "constrained",
+        constrained.ConstrainedBeam,
+        "may_end",
+        lambda *_: True,
+    ),
+    "groups that see nothing of each other": (
+        "diverse",
+        diverse.DiverseBeam,
+        "turn",
+        lambda self, batch, earlier: (self.rows(batch, len(earlier)), None),
+    ),
+    "a search that never looks ahead": ("diverse", classic, "horizon", lambda own, n: n),
+    "contrast with the nearest layer": ("dola", dola, "_furthest", nearest_layer),
+    "contrast among all tokens": ("dola", dola, "_SHARE", -math.inf),
+    "repetition that costs nothing": ("contrastive", contrastive, "_directions", by_likelihood),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_strategy_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, owner, attribute, replacement = BROKEN[name]
+    monkeypatch.setattr(owner, attribute, replacement)
+    assert any(differs(kind, one) for one in recorded(kind)[:BY_DEFAULT])
+
+
+def differs(kind: str, record: list[Any]) -> bool:
+    """Whether the answer is another, or none."""
+    try:
+        return difference(kind, record) is not None
+    except (EverystepError, pytest.fail.Exception):
+        return True

@@ -22,6 +22,7 @@ from typing import cast
 
 import torch
 
+from everystep.engine.ahead import Ahead
 from everystep.engine.amateurs import Amateurs
 from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History, best_needed
@@ -82,6 +83,7 @@ class Engine:
         )
         self.ledger.keep = self.prefixes.keep
         self._hooking = Hooking(executor)
+        self._ahead = Ahead()
         # Observers get whole rows.
         self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
@@ -303,7 +305,8 @@ class Engine:
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)
         try:
-            output = self.executor.run(work)
+            with self._ahead.of(feeds):
+                output = self.executor.run(work)
         except NOBODYS:
             raise
         except Exception as error:

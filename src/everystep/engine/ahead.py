@@ -38,7 +38,7 @@ class Ahead:
             (processor, sequence)
             for group in feeds.ready
             for processor in group.request.processors
-            if getattr(processor, "foresees", False)
+            if isinstance(processor, LogitsProcessor) and processor.foresees
             for sequence in group.live
             if sequence.finish is None
         ]

@@ -39,6 +39,7 @@ class Case:
 
     `aim`: the ratio of their seconds, at most, or with `gains` how many times as fast at least.
     `prompt`: ids. `theirs`: what transformers is asked, None where it has no such strategy.
+    `float32`: natively too, so that a model in 4 bits is a cheap drafter.
     """
 
     asked: Mapping[str, Any] | Callable[[Any, Any], Mapping[str, Any]]
@@ -49,10 +50,48 @@ class Case:
     rows: int = 1
     theirs: Mapping[str, Any] | None = None
     base_of_theirs: Mapping[str, Any] = field(default_factory=dict)
+    float32: bool = False
 
     def keywords(self, model: Any, tokenizer: Any) -> Mapping[str, Any]:
         """What the model is asked with."""
         return self.asked(model, tokenizer) if callable(self.asked) else self.asked
+
+
+RECORDS = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "kind": {"enum": ["new", "old", "unknown"]},
+        },
+        "required": ["name", "age", "kind"],
+        "additionalProperties": False,
+    },
+}
+
+
+def words(model: Any, tokenizer: Any) -> Mapping[str, Any]:
+    """A search that has to say a word."""
+    ids = tokenizer(" light", add_special_tokens=False)["input_ids"]
+    return {"strategy": "constrained_beam", "force_words_ids": [ids]}
+
+
+def records(model: Any, tokenizer: Any) -> Mapping[str, Any]:
+    """JSON that is not complete before the length is reached."""
+    return {
+        **GREEDY,
+        "schema": RECORDS,
+        "tokenizer": tokenizer,
+        "eos_token_id": model.vocab_size - 1,
+    }
+
+
+def in_four_bits(model: Any, tokenizer: Any) -> Mapping[str, Any]:
+    """The same model as it is shipped drafts for its float32 values."""
+    return {"strategy": "assisted", "assistant_model": loaded("native")[0]}
 
 
 CASES: Mapping[str, Case] = {
@@ -66,6 +105,9 @@ CASES: Mapping[str, Case] = {
         base_of_theirs=BEAMS,
     ),
     "sampling": Case({"strategy": "sample", "seed": 0}, 1.2, theirs={"do_sample": True}),
+    "diverse beams": Case({"strategy": "diverse_beam"}, 1.2, base={"strategy": "beam"}),
+    "constrained beams": Case(words, 1.2, base={"strategy": "beam"}),
+    "dola": Case({"strategy": "dola"}, 1.25),
     "contrastive": Case({"strategy": "contrastive"}, 1.6),
     "guided": Case({"strategy": "guided"}, 2.0, theirs={"guidance_scale": 1.5}),
     "lookup": Case(
@@ -78,6 +120,17 @@ CASES: Mapping[str, Case] = {
     "lookup in vain": Case(
         {"strategy": "lookup"}, 0.97, gains=True, theirs={"prompt_lookup_num_tokens": 10}
     ),
+    "lookup in vain in a batch": Case({"strategy": "lookup"}, 0.97, gains=True, rows=8),
+    "draft model": Case(in_four_bits, 1.3, gains=True, float32=True),
+    "draft model in a batch": Case(in_four_bits, 1.3, gains=True, rows=8, float32=True),
+    "early exit in vain": Case(
+        {"strategy": "early_exit", "assistant_early_exit": 1}, 0.97, gains=True
+    ),
+    "early exit in vain in a batch": Case(
+        {"strategy": "early_exit", "assistant_early_exit": 1}, 0.97, gains=True, rows=8
+    ),
+    "schema": Case(records, 1.1),
+    "schema in a batch": Case(records, 1.11, rows=32),
 }
 
 
@@ -112,12 +165,12 @@ def paired(repeats: int, first: Callable[[], float], second: Callable[[], float]
 
 def ours(case: Case, executor: str, repeats: int, new: int) -> dict[str, Any]:
     """The pair on one executor of this library."""
-    model, tokenizer = loaded(executor)
+    model, tokenizer = in_float32(executor) if case.float32 else loaded(executor)
     ids, asked = prompt(case), case.keywords(model, tokenizer)
     fixed = {"eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
 
     def call(options: Mapping[str, Any], count: int) -> Any:
-        return model.generate(ids, max_new_tokens=count, **options, **fixed)
+        return model.generate(ids, max_new_tokens=count, **{**fixed, **options})
 
     found = paired(
         repeats,
@@ -137,7 +190,13 @@ def loaded(executor: str) -> tuple[Any, Any]:
     """The shipped model natively; its float32 values on torch operators, as transformers has."""
     if executor == "native":
         return es.load(Models.default().gguf(SHIPPED))
-    return es.load(Models.default().float32(), executor="torch")
+    return in_float32(executor)
+
+
+@cache
+def in_float32(executor: str) -> tuple[Any, Any]:
+    """The float32 values of the shipped model."""
+    return es.load(Models.default().float32(), executor=executor)
 
 
 def beside(case: Case, repeats: int, new: int) -> dict[str, Any]:

@@ -227,6 +227,8 @@ LINE: dict[str, tuple[list[str], Any]] = {
     "seed": (["--seed", "7", "--do-sample"], 7),
     "num_beams": (["--num-beams", "3"], 3),
     "num_return_sequences": (["--num-return-sequences", "2", "--do-sample"], 2),
+    "best_of": (["--best-of", "2"], 2),
+    "assistant_early_exit": (["--assistant-early-exit", "1"], 1),
     "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
     "stop_strings": (["--stop", "a", "--stop", "b"], ["a", "b"]),
     "regex": (["--regex", "a+"], "a+"),

@@ -376,6 +376,8 @@ def _accepted(scored: Scored, children: Children) -> tuple[Children, list[int]]:
                 break
             if holds is not None and not holds[row + 1]:
                 break
+            if (then := children.finish[row + 1]) and then.kind == "error":
+                break  # it is asked again without a draft before it, and its tokens stand
             row += 1
         taken.append(range(first, row + 1))
     table = np.zeros((len(taken), max(map(len, taken))), dtype=np.int64)

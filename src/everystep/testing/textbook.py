@@ -41,7 +41,7 @@ def told(prefix: Prefix) -> list[Hypothesis]:
     if isinstance(strategy, Greedy):
         return [follow(prefix, lambda scores, _: int(scores.argmax()))]
     if isinstance(strategy, Sample | BestOf):
-        samples = [sample(prefix, index) for index in range(strategy.width)]
+        samples = ended([sample(prefix, index) for index in range(strategy.width)])
         return best_of(prefix, strategy, samples) if isinstance(strategy, BestOf) else samples
     if isinstance(strategy, Beam):
         return beam_search(prefix, strategy)
@@ -56,12 +56,29 @@ def told(prefix: Prefix) -> list[Hypothesis]:
 
 
 def follow(prefix: Prefix, choose: Callable[[Tensor, list[int]], int]) -> Hypothesis:
-    """One token after the other, as `choose(scores, tokens)` says, until a stop."""
+    """One token after the other, as `choose(scores, tokens)` says, until a stop; an error where no
+    token is left."""
     tokens: list[int] = []
     while True:
-        tokens.append(choose(prefix.scores(tokens), tokens))
+        scores = prefix.scores(tokens)
+        if bool((scores == -torch.inf).all()):
+            return Hypothesis(tuple(tokens), 0.0, "error")
+        tokens.append(choose(scores, tokens))
         if reason := prefix.reason(tokens):
             return Hypothesis(tuple(tokens), 0.0, reason)
+
+
+def ended(found: list[Hypothesis]) -> list[Hypothesis]:
+    """The sequences of a request, all of which end where the first one fails."""
+    last = min((len(one.tokens) for one in found if one.reason == "error"), default=None)
+    if last is None:
+        return found
+    return [
+        Hypothesis(one.tokens[:last], 0.0, "error")
+        if one.reason == "error" or len(one.tokens) > last
+        else one
+        for one in found
+    ]
 
 
 def sample(prefix: Prefix, index: int) -> Hypothesis:

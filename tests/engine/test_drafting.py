@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch import Tensor
 
 from everystep.engine import DraftModel, Engine, Lockstep
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.strategies import Greedy, Sample
 from everystep.testing.drive import Run
-from everystep.types import Prompt, Request
+from everystep.types import Prompt, Request, Rows
 from everystep.types.protocols import Drafter
 from tests.executors.models import family_model
 from tests.executors.requests import ids, request
@@ -46,3 +48,25 @@ def test_drafts_of_models_that_forget_change_no_token(family: str, target: str) 
     assert found == wanted
     # A model that drafts for itself is right every time.
     assert steps <= plain and (family != target or steps < plain)
+
+
+def nothing_after(length: int, rows: Rows, scores: Tensor) -> Tensor:
+    """Nothing may follow so many ids."""
+    late = torch.from_numpy(rows.lengths >= length)[:, None]
+    return scores.masked_fill(late, -torch.inf)
+
+
+@pytest.mark.parametrize("last", range(18, 24))
+def test_tokens_before_an_error_are_there_whoever_drafts(last: int) -> None:
+    """Where nothing may follow a drafted token, those before it stand."""
+    draft = model = family_model("mistral", sliding_window=64)
+    found = []
+    for drafter in (None, DraftModel(partial(TorchExecutor, draft), 4)):
+        going = Run(Engine(TorchExecutor(model), Lockstep()))
+        ban = partial(nothing_after, last)
+        going.submit(request("a", Greedy(), Prompt(ids(1, 17)), drafter=drafter, processors=(ban,)))
+        going.finish()
+        (done,) = going.groups["a"].done
+        found.append((done.tokens.tolist(), done.reason.kind))
+    assert found[0] == found[1] and len(found[0][0]) == last - 17
+    assert found[0][1] == "error"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.draws import SeededDraws
-from everystep.engine import Engine, Lockstep, PromptLookup, audit
+from everystep.engine import Engine, Lockstep, PromptLookup, ahead, audit
 from everystep.processors.base import LogitsProcessor
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Beam, Greedy
@@ -142,6 +142,45 @@ def test_an_interrupted_forward_leaves_nobody_at_work() -> None:
     with pytest.raises(KeyboardInterrupt):
         while engine.pending:
             engine.step()
+    while engine.pending:
+        engine.step()
+        audit(engine)
+    assert [tuple(one.tokens.tolist()) for one in request.strategy.finish(group)] == wanted
+
+
+def test_after_two_interrupts_the_next_step_waits_for_what_is_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go, inside = threading.Event(), threading.Event()
+
+    class Slow(Foreseeing):
+        def foresee(self, sequence: Sequence, line: np.ndarray, lengths: range) -> None:
+            inside.set()
+            assert go.wait(PATIENCE)
+            super().foresee(sequence, line, lengths)
+            inside.clear()
+
+    class Interrupted(HashExecutor):
+        def run(self, work: Work) -> StepOutput:
+            if not go.is_set():
+                assert inside.wait(PATIENCE)
+                raise KeyboardInterrupt
+            return super().run(work)
+
+    def interrupted(jobs: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    wanted = tokens(Engine(HashExecutor(SIZE), Lockstep()), asked(Foreseeing()))
+    engine, request = Engine(Interrupted(SIZE), Lockstep()), asked(Slow())
+    group = engine.submit(request)
+    monkeypatch.setattr(ahead, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert inside.is_set()
+    threading.Timer(0.1, go.set).start()
+    engine.recover()
+    assert go.is_set() and not inside.is_set()
     while engine.pending:
         engine.step()
         audit(engine)

@@ -22,12 +22,13 @@ Task = tuple[LogitsProcessor, Sequence]
 
 @dataclass(slots=True)
 class Ahead:
-    """The thread of an engine, which begins with the first work for it.
+    """The thread of an engine, which begins with the first work for it, and what it does now.
 
     `process`: where it runs; a forked child has none of its parent's threads.
     """
 
     pool: ThreadPoolExecutor | None = None
+    job: Future[None] | None = None
     process: int = 0
 
     @contextmanager
@@ -42,12 +43,17 @@ class Ahead:
             for sequence in group.live
             if sequence.finish is None
         ]
-        job = self._begun(tasks, feeds) if tasks else None
+        self.job = self._begun(tasks, feeds) if tasks else None
         try:
             yield
         finally:
-            if job is not None and not job.cancel():
-                wait([job])
+            self.settle()
+
+    def settle(self) -> None:
+        """Nothing is at work any more, as it may be where an interrupt came while this waited."""
+        if self.job is not None and self.process == os.getpid() and not self.job.cancel():
+            wait([self.job])
+        self.job = None
 
     def _begun(self, tasks: list[Task], feeds: Feeds) -> Future[None] | None:
         if self.pool is None or self.process != os.getpid():

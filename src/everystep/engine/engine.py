@@ -222,6 +222,7 @@ class Engine:
         """Restores the state before or after the last step, in which every row is known or
         dropped; a group whose call did not return has not come in."""
         if self._broken or self._entering:
+            self._ahead.settle()
             self._put_in_place()
             for group, before in self._entering:
                 self.scheduler.remove(group)

@@ -158,7 +158,7 @@ def _compare(law: str, mix: Mix, request: Request, one: Results, other: Results)
 def _failed_apart(request: Request, one: list[Hypothesis], other: list[Hypothesis]) -> bool:
     """Whether both are a request that fails, whose sequences are cut at different places, as drafts
     had brought them further or less far by then."""
-    if request.drafter is None or request.strategy.width == 1:
+    if request.drafter is None or request.strategy.width == 1 or len(one) != len(other):
         return False
     pairs = [(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
     fails = all(any(h.reason == "error" for h in found) for found in (one, other))

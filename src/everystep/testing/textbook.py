@@ -69,10 +69,13 @@ def follow(prefix: Prefix, choose: Callable[[Tensor, list[int]], int]) -> Hypoth
 
 
 def ended(found: list[Hypothesis]) -> list[Hypothesis]:
-    """The sequences of a request, all of which end where the first one fails."""
+    """The sequences of a request, all of which end where the first one fails; before the first
+    token they are one."""
     last = min((len(one.tokens) for one in found if one.reason == "error"), default=None)
     if last is None:
         return found
+    if last == 0:
+        return [Hypothesis((), 0.0, "error")]
     return [
         Hypothesis(one.tokens[:last], 0.0, "error")
         if one.reason == "error" or len(one.tokens) > last

@@ -14,16 +14,20 @@ if TYPE_CHECKING:
 
 
 def best_of(prefix: Prefix, strategy: BestOf, samples: list[Hypothesis]) -> list[Hypothesis]:
-    """The best of whole samples; with a majority, as far as they were when it was certain."""
+    """The best of whole samples; with a majority, as far as they were when it was certain. What
+    failed is not judged, and comes last."""
     judge = strategy.judge or (lambda ids: None)
     ratings: list[Any]
     if strategy.by == "likelihood":
         ratings = [_likelihood(prefix, list(one.tokens)) for one in samples]
     else:
-        ratings = [judge(np.array(one.tokens)) for one in samples]
+        nothing = None if strategy.by == "majority" else -np.inf
+        ratings = [
+            nothing if one.reason == "error" else judge(np.array(one.tokens)) for one in samples
+        ]
     order = [*range(len(samples))]
     if strategy.by != "majority":
-        order.sort(key=lambda i: -float(ratings[i]))
+        order.sort(key=lambda i: (samples[i].reason == "error", -float(ratings[i])))
         return [samples[i] for i in order][: strategy.returns]
     cut, steps = samples, 0
     for steps in sorted({len(one.tokens) for one in samples}):
@@ -45,7 +49,7 @@ def best_of(prefix: Prefix, strategy: BestOf, samples: list[Hypothesis]) -> list
     first = {answer: final.index(answer) for answer in votes}
     order.sort(key=lambda i: -votes.get(final[i], 0))  # by number among equals
     order.sort(key=lambda i: (-votes.get(final[i], 0), first.get(final[i], len(final))))
-    order.sort(key=lambda i: cut[i].reason == "cancelled")
+    order.sort(key=lambda i: cut[i].reason in ("cancelled", "error"))
     return [cut[i] for i in order][: strategy.returns]
 
 
@@ -56,4 +60,4 @@ def _votes(answers: list[Any]) -> dict[Any, int]:
 def _likelihood(prefix: Prefix, tokens: list[int]) -> float:
     """The mean log-probability of the tokens, before any processor."""
     known = [float(prefix.raw(tokens[:i]).log_softmax(-1)[token]) for i, token in enumerate(tokens)]
-    return sum(known) / len(known)
+    return sum(known) / len(known) if known else -np.inf

@@ -27,6 +27,12 @@ def test_the_laws_hold(seeds: range, record_property: Callable[[str, object], No
     assert shortfalls(laws.coverage) == {}
 
 
+# Bans that leave no token beside DoLa, at the first token too; forced tokens that leave one beam.
+@pytest.mark.parametrize("seed", [2318, 2804, 5406, 9314, 16071])
+def test_the_laws_hold_where_exhaustive_runs_found_them_broken(seed: int) -> None:
+    Laws().check(random_mix(seed))
+
+
 def test_a_shortfall_is_found() -> None:
     found = {"mixes": 1_000, "beams": 200, "sampling": 199}
     floors = {"mixes": 2_000, "beams": 400, "sampling": 400}

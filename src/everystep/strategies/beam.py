@@ -175,10 +175,13 @@ class Beam(BeamSettings):
     def rivals(self, group: Group) -> tuple[list[Sequence], list[Finished]]:
         """The live beams that can still get among the `returns` best, and those finished."""
         best = self.best(group)[: self.returns]
-        processed = bool(group.request.processors)
+        request = group.request
+        processed = bool(request.processors)
         if len(best) < self.returns:
-            # Bans may leave too few beams to end, as may the length, and then a result is empty.
-            scarce = processed or group.settled or self.returns > self.width
+            # Bans may leave too few beams to end, as may forced tokens, readouts that leave likely
+            # tokens only, and the length; then a result is empty.
+            banned = processed or bool(request.hooks) or request.readout is not None
+            scarce = banned or group.settled or self.returns > self.width
             few = [NOTHING] if scarce else []
             return [] if group.settled else group.live, [*best, *few]
         if group.settled:

@@ -8,14 +8,13 @@ writes to the memories of the sequences that choose, and nobody else does until 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from everystep.engine.feed import NO_IDS, Feeds
 from everystep.processors.base import LogitsProcessor
-from everystep.types import Sequence
+from everystep.types import Sequence, StepOutput
 
 Task = tuple[LogitsProcessor, Sequence]
 
@@ -31,10 +30,9 @@ class Ahead:
     job: Future[None] | None = None
     process: int = 0
 
-    @contextmanager
-    def of(self, feeds: Feeds) -> Iterator[None]:
-        """Within, processors foresee what they can for the sequences that choose; at the end that
-        is over, whatever happens."""
+    def during(self, feeds: Feeds, compute: Callable[[], StepOutput]) -> StepOutput:
+        """What `compute` returns; meanwhile processors foresee what they can for the sequences that
+        choose, which is over when this returns or raises."""
         tasks = [
             (processor, sequence)
             for group in feeds.ready
@@ -43,9 +41,11 @@ class Ahead:
             for sequence in group.live
             if sequence.finish is None
         ]
-        self.job = self._begun(tasks, feeds) if tasks else None
+        if not tasks:
+            return compute()
+        self.job = self._begun(tasks, feeds)
         try:
-            yield
+            return compute()
         finally:
             self.settle()
 

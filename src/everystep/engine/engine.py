@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat
 from typing import cast
 
@@ -306,8 +307,7 @@ class Engine:
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)
         try:
-            with self._ahead.of(feeds):
-                output = self.executor.run(work)
+            output = self._ahead.during(feeds, partial(self.executor.run, work))
         except NOBODYS:
             raise
         except Exception as error:

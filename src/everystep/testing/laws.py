@@ -44,7 +44,7 @@ FLOORS = {
     "corpora": 60,
     "hooks": 400,
     "best_of": 200,
-    "n_best": 120,
+    "n_best": 150,
     "allowed": 200,
     "contrast": 100,
     "preemptions_in_decode": 500,

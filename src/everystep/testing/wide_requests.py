@@ -25,7 +25,7 @@ def widened(request: Request, function: HashFunction, draw: Dice) -> Request:
     strategy = request.strategy
     if isinstance(strategy, Sample) and request.drafter is None and draw.chance(0.4):
         request = _judged(request, draw)
-    elif isinstance(strategy, Beam) and draw.chance(0.4):
+    elif isinstance(strategy, Beam) and draw.chance(0.5):
         keeps = draw.between(1, 9)
         returns = draw.between(1, max(keeps, strategy.width))
         wider = replace(strategy, keeps=keeps, returns=returns, gathers=draw.chance(0.5))

@@ -77,7 +77,8 @@ def strategies_write_nothing() -> None:
 
     def watched(scored: Scored, picked: Any) -> Children:
         def seen() -> list[Any]:
-            owners = [(group, scored.sequences + scored.batch.sequences) for group in scored.groups]
+            every = scored.layout.sequences + scored.batch.sequences
+            owners = [(group, every) for group in scored.groups]
             return [state_of(*owner) for owner in owners]
 
         before = seen()

@@ -242,7 +242,7 @@ class Seen:
 
     def __call__(self, record: StepRecord) -> None:
         values = record.scored.scores.whole().values
-        for row, sequence in zip(values, record.scored.sequences, strict=True):
+        for row, sequence in zip(values, record.scored.layout.sequences, strict=True):
             self.scores.setdefault(sequence.request.request_id, []).append(row.clone())
 
 

@@ -114,8 +114,8 @@ def needed_forks(record: StepRecord) -> int:
     """
     going = [p for p, reason in _children(record) if reason is None]
     scored = record.scored
-    groups = [scored.groups[scored.group_of[parent]] for parent in going]
-    lines = [scored.sequences[parent].line for parent in going]
+    groups = [scored.groups[scored.layout.group_of[parent]] for parent in going]
+    lines = [scored.layout.sequences[parent].line for parent in going]
     sources = dict(zip(lines, groups, strict=True))
     prompts = [1 + len(group.request.companions) for group in groups]
     return sum(prompts) - sum(1 + len(group.request.companions) for group in sources.values())

@@ -53,21 +53,22 @@ class Sight:
     def __init__(self, record: StepRecord) -> None:
         scored, children = record.scored, record.children
         self._scored, self._children, self._captures = scored, children, record.captures
-        self.request: Request = scored.sequences[0].request
-        accepted = np.ones(len(scored.sequences), dtype=np.int64)
+        sequences, first = scored.layout.sequences, scored.layout.first
+        self.request: Request = sequences[0].request
+        accepted = np.ones(len(sequences), dtype=np.int64)
         np.maximum.at(accepted, children.parent, children.counts)
         owners = [s for s, count in enumerate(accepted) for _ in range(count)]
         self._owner = owners
         self._rows = torch.tensor(
-            [scored.first[s] + i for s, count in enumerate(accepted) for i in range(count)]
+            [first[s] + i for s, count in enumerate(accepted) for i in range(count)]
         )
         self._lengths = np.array(
-            [one.visible + i for one, n in zip(scored.sequences, accepted, strict=True)
+            [one.visible + i for one, n in zip(sequences, accepted, strict=True)
              for i in range(n)]
         )  # fmt: skip
-        lines = np.array([one.line for one in scored.sequences])
+        lines = np.array([one.line for one in sequences])
         self._ids = scored.batch.table.data[lines, : int(self._lengths.max())].copy()
-        self._values = [immutable(one.memo) for one in scored.sequences]
+        self._values = [immutable(one.memo) for one in sequences]
 
     @property
     def logits(self) -> Tensor:
@@ -105,9 +106,9 @@ class Sight:
 
     def _prefixes(self) -> tuple[Rows, list[Sequence]]:
         """The rows as processors saw them, and the sequences that they belong to."""
-        table = TokenTable(*self._ids.shape)
+        table, sequences = TokenTable(*self._ids.shape), self._scored.layout.sequences
         sources = []
-        for one, ids, values in zip(self._scored.sequences, self._ids, self._values, strict=True):
+        for one, ids, values in zip(sequences, self._ids, self._values, strict=True):
             line = table.open(ids)
             source = Sequence(self.request, line, one.length, lineage=one.lineage, memo=values)
             source.index, source.provisional = one.index, one.provisional
@@ -117,7 +118,7 @@ class Sight:
     @property
     def branches(self) -> tuple[Branch, ...]:
         """Who continued whom."""
-        children, sequences = self._children, self._scored.sequences
+        children, sequences = self._children, self._scored.layout.sequences
         index = children.index
         return tuple(
             Branch(

@@ -9,15 +9,14 @@ drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.draws import fork_lineage
-from everystep.engine.apply import sprout
-from everystep.engine.feed import NO_IDS, Feeds, columns_of
+from everystep.engine.feed import Feeds, columns_of
+from everystep.engine.layout import Layout, laid_out
 from everystep.engine.rejection import judged
 from everystep.engine.sequels import Sequels
 from everystep.processors.guidance import guided
@@ -28,7 +27,6 @@ from everystep.strategies.single import Picked
 from everystep.types import (
     MOST_BEST,
     Children,
-    Companion,
     FinishReason,
     Group,
     Request,
@@ -37,7 +35,6 @@ from everystep.types import (
     Sequence,
     StepOutput,
     TokenTable,
-    is_memory,
 )
 from everystep.types.batch import Check
 from everystep.types.candidates import Candidates
@@ -92,20 +89,15 @@ def best_needed(request: Request, vocabulary: int) -> int:
 class Scored:
     """Groups that choose together: raw logits (R, V) float32, and what processors left of them.
 
-    `sequences`: S of them; `group_of` (S,): the index of the group of each; `first` (S,): the first
-    row of each.
-    `batch`: the R rows as sequences. The logits are (0, V) where only the best of the rows were
-    reported. `given`: the same as scores; `beside`: (R, V) logits of each companion and of another
-    model. `offered`: the scores, or what drafts that are accepted by chance leave of them.
-    `early`: (n, R, V) logits of the layers that the readout names. `shown`: the scores of all
-    steps, for criteria. `sequels`: what hooks say, if there are any.
+    `layout`: which rows these are; `batch`: the same as sequences. The logits are (0, V) where only
+    the best of the rows were reported. `given`: the same as scores; `beside`: (R, V) logits of each
+    companion and of another model. `offered`: the scores, or what drafts that are accepted by
+    chance leave of them. `early`: (n, R, V) logits of the layers that the readout names. `shown`:
+    the scores of all steps, for criteria. `sequels`: what hooks say, if there are any.
     """
 
     batch: Batch
-    sequences: list[Sequence]
-    group_of: list[int]
-    drafts: list[np.ndarray]
-    first: list[int]
+    layout: Layout
     logits: Tensor
     given: Scores
     beside: list[Tensor]
@@ -119,11 +111,6 @@ class Scored:
     def groups(self) -> list[Group]:
         """Those that choose."""
         return self.batch.groups
-
-    @property
-    def drafted(self) -> bool:
-        """Whether any sequence has more than one row."""
-        return len(self.batch) > len(self.sequences)
 
     def pick(self, earlier: Picked = ()) -> tuple[Tensor, ...]:
         """What the strategy reduces the scores to in its next round."""
@@ -151,16 +138,17 @@ class Scored:
         """The children of the sequences."""
         children = self.groups[0].request.strategy.select(self.batch, picked)
         rows = children.parent.tolist()
-        if self.drafted:
+        if self.layout.drafted:
             children, rows = _accepted(self, children)
         return children if self.sequels is None else self.sequels.noted(children, rows)
 
     def of_sequences(self) -> Batch:
         """The S sequences, one row each, whatever their drafts."""
-        if not self.drafted:
+        layout = self.layout
+        if not layout.drafted:
             return self.batch
-        group_of, slot = np.array(self.group_of), self.batch.slot[self.first]
-        return replace(self.batch, sequences=self.sequences, group_of=group_of, slot=slot)
+        group_of, slot = np.array(layout.group_of), self.batch.slot[layout.first]
+        return replace(self.batch, sequences=layout.sequences, group_of=group_of, slot=slot)
 
 
 def score(
@@ -171,116 +159,75 @@ def score(
     `submitted`: how many groups the engine has received so far; the full rectangle has as many. The
     scores follow the `history` where criteria want to read it.
     """
-    request = groups[0].request
-    sequences, group_of, sources = _members(groups)
-    owner, place, follow = list(range(len(sequences))), [0] * len(sequences), sequences
-    drafts = [NO_IDS] * len(sequences)
-    if feeds.drafts:
-        drafts = [feeds.drafts.get(id(source), NO_IDS) for source in sources]
-        owner = [s for s, draft in enumerate(drafts) for _ in range(1 + len(draft))]
-        place = [i for draft in drafts for i in range(1 + len(draft))]
-        pairs = zip(owner, place, strict=True)
-        follow = [later(sequences[s], i) if i else sequences[s] for s, i in pairs]
-    drafted = len(owner) > len(sequences)
-    rows = [[feeds.first_row[id(one)] for one in own] for own in _units(sources)]
-    if drafted:
-        rows = [[own[s] + i for s, i in zip(owner, place, strict=True)] for own in rows]
+    request, layout = groups[0].request, laid_out(groups, feeds)
+    rows = layout.fed_rows(feeds)
     logits, given = _read(groups, rows, output, feeds)
     beside = [_take(output.logits, one) for one in rows[1:]]
-    if id(sources[0]) in feeds.beside:
-        pairs = zip(owner, place, strict=True)
-        beside.append(torch.stack([feeds.beside[id(sources[s])][i] for s, i in pairs]))
-    fed = [sources[s] for s in owner] if drafted else sources
-    early = _early(fed, place, drafts, owner, output, feeds)
+    if id(layout.sources[0]) in feeds.beside:
+        beside.append(_amateurs(layout, feeds))
+    early = _early(layout, output, feeds)
     scores = mixed(request, given, beside, early)
     if request.strategy.rounds > 1:  # each processes its own rows
         scores = Scores.of(scores.whole().values.clone())
     elif any(group.request.processors for group in groups):
-        visible = np.array([sequence.visible for sequence in follow], dtype=np.int64)
-        seen = Rows(feeds.table, [sequences[s] for s in owner] if drafted else sequences, visible)
+        visible = np.array([sequence.visible for sequence in layout.follow], dtype=np.int64)
+        seen = Rows(feeds.table, layout.of_rows(layout.sequences), visible)
         scores = apply(seen, scores, owned=scores is not given)
     sequels = None
     if any(group.request.hooks for group in groups):
-        sequels = Sequels(feeds, output, follow, fed, place, logits, scores)
+        fed = layout.of_rows(layout.sources)
+        sequels = Sequels(feeds, output, layout.follow, fed, layout.place, logits, scores)
         scores = sequels.settle()
-    shown = _extended(history, scores, drafted) if request.wants.history else ()
-    reached = np.array(place) + len(history) + 1 if shown else None
-    width = max([group.request.strategy.width for group in groups])
-    slot = [groups[g].rank * width + s.index for g, s in zip(group_of, sequences, strict=True)]
-    slots = width * submitted
-    if drafted:  # of rows whose drafts are judged by chance only one is left to draw
-        slot = owner if request.verification.rejects else list(range(len(follow)))
+    shown = _extended(history, scores, layout.drafted) if request.wants.history else ()
+    reached = np.array(layout.place) + len(history) + 1 if shown else None
+    stops = _stops(layout.follow, feeds.table, shown or None, reached, sequels)
+    batch = _batch(groups, layout, feeds, stops, submitted, output.logits.shape[-1])
+    offered = _offered(layout, scores, batch, feeds) if layout.drafted else scores
+    return Scored(batch, layout, logits, given, beside, scores, offered, shown, early, sequels)
+
+
+def _batch(
+    groups: list[Group], layout: Layout, feeds: Feeds, stops: Check, submitted: int, vocabulary: int
+) -> Batch:
+    """The rows as sequences that choose."""
+    request, sources = groups[0].request, layout.sources
+    if layout.drafted:  # of rows whose drafts are judged by chance only one is left to draw
+        slot = layout.owner if request.verification.rejects else list(range(len(layout.follow)))
         slots = slot[-1] + 1
-    batch = Batch(
+    else:
+        width = max([group.request.strategy.width for group in groups])
+        pairs = zip(layout.group_of, layout.sequences, strict=True)
+        slot, slots = [groups[g].rank * width + s.index for g, s in pairs], width * submitted
+    return Batch(
         groups=groups,
-        sequences=follow,
-        group_of=np.array([group_of[s] for s in owner], dtype=np.int64),
+        sequences=layout.follow,
+        group_of=np.array([layout.group_of[s] for s in layout.owner], dtype=np.int64),
         table=feeds.table,
         slot=np.array(slot, dtype=np.int64),
         slots=slots,
         draws=request.draws,
-        vocabulary=output.logits.shape[-1],
+        vocabulary=vocabulary,
         columns=lambda s: columns_of(sources[s]),
-        stops=_stops(follow, feeds.table, shown or None, reached, sequels),
+        stops=stops,
     )
-    first, offered = owner, scores
-    if drafted:
-        first = [row for row, i in enumerate(place) if i == 0]
-        drawn = (feeds.drawn_from.get(id(source)) for source in sources)
-        judges = zip([one.request for one in sequences], first, drafts, drawn, strict=True)
-        offered = judged(scores, batch, [*judges])
-    read = (logits, given, beside, scores, offered, shown, early, sequels)
-    return Scored(batch, sequences, group_of, drafts, first, *read)
+
+
+def _amateurs(layout: Layout, feeds: Feeds) -> Tensor:
+    """(R, V) logits of another model, in the order of the rows."""
+    pairs = zip(layout.owner, layout.place, strict=True)
+    return torch.stack([feeds.beside[id(layout.sources[s])][i] for s, i in pairs])
+
+
+def _offered(layout: Layout, scores: Scores, batch: Batch, feeds: Feeds) -> Scores:
+    """What drafts that are accepted by chance leave of the scores."""
+    requests = [sequence.request for sequence in layout.sequences]
+    drawn = [feeds.drawn_from.get(id(source)) for source in layout.sources]
+    return judged(scores, batch, [*zip(requests, layout.first, layout.drafts, drawn, strict=True)])
 
 
 def _extended(history: History, scores: Scores, drafted: bool) -> History:
     new = scores.whole().values
     return (*history, *(new[:, None] if drafted else (new,)))
-
-
-def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:
-    """The sequences that choose, their groups, and the sequence that was fed for each."""
-    sequences: list[Sequence] = []
-    sources: list[Sequence] = []
-    group_of: list[int] = []
-    for g, group in enumerate(groups):
-        members = group.live if group.opened else opened(group)
-        sequences += members
-        sources += group.live if group.opened else group.live * len(members)
-        group_of += [g] * len(members)
-    return sequences, group_of, sources
-
-
-def opened(group: Group) -> list[Sequence]:
-    """The siblings a group opens with: equal but for rank and lineage."""
-    (source,) = group.live
-    siblings = [source]
-    for index in range(1, group.request.strategy.width):
-        # A memory that holds a row, which all of them share, is forked by children alone.
-        memo = {key: _seen(value) for key, value in source.memo.items()}
-        sibling = sprout(source, source.line, fork_lineage(source.lineage, 0, index), memo)
-        sibling.index = index
-        siblings.append(sibling)
-    return siblings
-
-
-def _seen(value: Any) -> Any:
-    return value.copy() if is_memory(value) and not hasattr(value, "release") else value
-
-
-def later(sequence: Sequence, drafted: int) -> Sequence:
-    """The sequence as it would be after so many of its draft."""
-    after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
-    after.length += drafted
-    return after
-
-
-def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
-    """The sequences, then the first companion of each, and so on."""
-    found: list[list[Sequence] | list[Companion]] = [sources]
-    for k in range(len(sources[0].companions)):
-        found.append([source.companions[k] for source in sources])
-    return found
 
 
 def _read(
@@ -299,22 +246,16 @@ def _read(
     return logits, Scores.of(logits, totals)
 
 
-def _early(
-    fed: list[Sequence],
-    place: list[int],
-    drafts: list[np.ndarray],
-    owner: list[int],
-    output: StepOutput,
-    feeds: Feeds,
-) -> Tensor | None:
+def _early(layout: Layout, output: StepOutput, feeds: Feeds) -> Tensor | None:
     """(n, R, V) what earlier layers say of R rows, each a place among the last ones of its feed;
     None where the readout names none."""
-    readout, found = fed[0].request.readout, []
+    readout, found = layout.sources[0].request.readout, []
     if readout is None or not readout.layers:
         return None
-    for source, i, s in zip(fed, place, owner, strict=True):
-        early = cast(Tensor, output.answers[feeds.feed_of[id(source)]].early)
-        found.append(early[:, early.shape[1] - 1 - len(drafts[s]) + i])
+    for s, i in zip(layout.owner, layout.place, strict=True):
+        feed = feeds.feed_of[id(layout.sources[s])]
+        early = cast(Tensor, output.answers[feed].early)
+        found.append(early[:, early.shape[1] - 1 - len(layout.drafts[s]) + i])
     return torch.stack(found, dim=1)
 
 
@@ -369,7 +310,7 @@ def _accepted(scored: Scored, children: Children) -> tuple[Children, list[int]]:
     holds = None if scored.sequels is None else scored.sequels.holds
     tokens, counts = children.tokens[:, 0].tolist(), children.counts.tolist()
     taken: list[range] = []
-    for first, draft in zip(scored.first, scored.drafts, strict=True):
+    for first, draft in zip(scored.layout.first, scored.layout.drafts, strict=True):
         row = first
         for guess in draft.tolist():
             if children.finish[row] is not None or tokens[row] != guess:

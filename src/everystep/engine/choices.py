@@ -142,20 +142,21 @@ class Choices:
             for one, tensors in apart:
                 self._selected(one, _together([tensors])[0], before)
             return
-        if scored.drafted:
+        layout = scored.layout
+        if layout.drafted:
             longer = children.counts > 1
             self.counts.long_children += int(longer.sum())
             self.counts.accepted += int((children.counts[longer] - 1).sum())
-            note_drafts(scored.sequences, scored.drafts, (children.counts - 1).tolist())
+            note_drafts(layout.sequences, layout.drafts, (children.counts - 1).tolist())
         if scored.shown:
             self.history = scored.shown[: len(before) + int(children.counts.max())]
         if self.observed:
             self.records.append(StepRecord(scored, children, dict(self._captures(scored))))
         if any(group.request.wants.logprobs is not None for group in scored.groups):
-            children, noted = note_choices(scored.sequences, scored.first, children, scored.logits)
+            children, noted = note_choices(layout.sequences, layout.first, children, scored.logits)
             self.counts.syncs += noted
         table, ledger = self.feeds.table, self.feeds.ledger
-        self.changes += changes(scored.of_sequences(), children, scored.drafts, table, ledger)
+        self.changes += changes(scored.of_sequences(), children, layout.drafts, table, ledger)
 
     def _note_prompts(self) -> None:
         """How likely prompts are, where that was asked."""
@@ -174,7 +175,7 @@ class Choices:
     def _captures(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Answer]]]:
         """What the feeds of sequences returned beside logits, for requests that want it."""
         source_of = {s.line: s for group in scored.groups for s in group.live}
-        for s, sequence in enumerate(scored.sequences):
+        for s, sequence in enumerate(scored.layout.sequences):
             f = self.feeds.feed_of[id(source_of[sequence.line])]
             answer = self.output.answers.get(f)
             if answer is not None and (answer.layers or answer.attentions):

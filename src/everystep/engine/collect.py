@@ -52,21 +52,22 @@ class Collector:
     def __call__(self, record: StepRecord) -> None:
         """Rows of drafts that were not accepted are left out."""
         scored, children = record.scored, record.children
+        layout, first = scored.layout, scored.layout.first
         scores = scored.scores.whole().values if self.scores else None
         # One row led to a token, or more where drafts stood.
-        accepted = np.ones(len(scored.sequences), dtype=np.int64)
+        accepted = np.ones(len(layout.sequences), dtype=np.int64)
         np.maximum.at(accepted, children.parent, children.counts)
         kept = _kept_rows(scored, children)
         for s in np.flatnonzero(kept >= 0).tolist():
-            slot = scored.groups[scored.group_of[s]].rank * self.width + int(kept[s])
-            rows = range(scored.first[s], scored.first[s] + accepted[s])
+            slot = scored.groups[layout.group_of[s]].rank * self.width + int(kept[s])
+            rows = range(first[s], first[s] + accepted[s])
             if scores is not None:
                 self.kept_scores[slot] += [scores[row].clone() for row in rows]
             if self.logits:
                 self.kept_logits[slot] += [scored.logits[row].clone() for row in rows]
             if self.captures and s in record.captures:
                 start, answer = record.captures[s]
-                read = 1 + len(scored.drafts[s])
+                read = 1 + len(layout.drafts[s])
                 self.kept_captures[slot] += _per_token(start == 0, answer, read, accepted[s])
 
     def score_steps(self) -> tuple[Tensor, ...]:
@@ -135,12 +136,12 @@ def kept_rows(strategy: Strategy) -> int:
 
 def _kept_rows(scored: Scored, children: Children) -> np.ndarray:
     """(S,) which of its request's rows each sequence is kept in, -1 for none."""
-    strategy = scored.groups[0].request.strategy
+    strategy, layout = scored.groups[0].request.strategy, scored.layout
     if kept_rows(strategy) == strategy.width:
-        return np.array([sequence.index for sequence in scored.sequences], dtype=np.int64)
+        return np.array([sequence.index for sequence in layout.sequences], dtype=np.int64)
     chosen_from = np.unique(children.parent[children.counts > 0])
-    group = np.array(scored.group_of)[chosen_from]
-    kept = np.full(len(scored.sequences), -1, dtype=np.int64)
+    group = np.array(layout.group_of)[chosen_from]
+    kept = np.full(len(layout.sequences), -1, dtype=np.int64)
     kept[chosen_from] = np.arange(len(group)) - np.searchsorted(group, group)
     return kept
 

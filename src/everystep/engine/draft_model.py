@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.engine.batches import later
 from everystep.engine.feed import NO_IDS
+from everystep.engine.layout import later
 from everystep.engine.second import SecondModel
 from everystep.errors import RequestError
 from everystep.executors.base import Executor

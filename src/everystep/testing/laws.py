@@ -150,19 +150,9 @@ class Laws:
 
 def _compare(law: str, mix: Mix, request: Request, one: Results, other: Results) -> None:
     name = request.request_id
-    if one[name] != other[name] and not _failed_apart(request, one[name], other[name]):
+    if one[name] != other[name]:
         what = f"{law} differs in mix {mix.seed}, {name}, {request.strategy}"
         raise InvariantError(what, wanted=one[name], got=other[name])
-
-
-def _failed_apart(request: Request, one: list[Hypothesis], other: list[Hypothesis]) -> bool:
-    """Whether both are a request that fails, whose sequences are cut at different places, as drafts
-    had brought them further or less far by then."""
-    if request.drafter is None or request.strategy.width == 1 or len(one) != len(other):
-        return False
-    pairs = [(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
-    fails = all(any(h.reason == "error" for h in found) for found in (one, other))
-    return fails and all(a[: len(b)] == b[: len(a)] for a, b in pairs)
 
 
 def _comparable(hypothesis: Hypothesis, request: Request) -> Hypothesis:

@@ -21,7 +21,7 @@ from everystep import draws
 from everystep.cache import rows as cache_rows
 from everystep.cache.bank import Bank, BankPart
 from everystep.cache.states import Mark
-from everystep.engine import apply, batches, engine, feed, given, prefixes
+from everystep.engine import apply, batches, engine, feed, given, layout, prefixes
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes
 from everystep.processors import pipeline
@@ -143,7 +143,7 @@ def _draw_by_slot(self: draws.SeededDraws, stream: str, places: Places, n: int =
     return torch.from_numpy(draws.uniform(places.seed, stream, places.slot, places.position, n))
 
 
-@mutant("fork without a lineage", (batches, "fork_lineage"))
+@mutant("fork without a lineage", (layout, "fork_lineage"))
 def _lineage_is_inherited(lineage: int, position: int, rank: int) -> int:
     return lineage
 

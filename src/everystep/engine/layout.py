@@ -1,0 +1,115 @@
+"""Which rows a choice reads: one of every sequence, and one after each token of its draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from everystep.draws import fork_lineage
+from everystep.engine.apply import sprout
+from everystep.engine.feed import NO_IDS, Feeds
+from everystep.types import Companion, Group, Sequence, is_memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """R rows of the S sequences of some groups, those of a sequence one after another.
+
+    Of each sequence, `group_of` is the index of its group, `sources` the sequence that was fed for
+    it, `drafts` what was drafted. Of each row, `owner` is the index of its sequence, `place` how
+    many drafted tokens it follows, `follow` the sequence as it is there.
+    """
+
+    sequences: list[Sequence]
+    group_of: list[int]
+    sources: list[Sequence]
+    drafts: list[np.ndarray]
+    owner: list[int]
+    place: list[int]
+    follow: list[Sequence]
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any sequence has more than one row."""
+        return len(self.owner) > len(self.sequences)
+
+    @property
+    def first(self) -> list[int]:
+        """(S,) the first row of each sequence."""
+        if not self.drafted:
+            return self.owner
+        return [row for row, i in enumerate(self.place) if i == 0]
+
+    def of_rows(self, sequences: list[Sequence]) -> list[Sequence]:
+        """(S,) sequences -> (R,) the one of each row."""
+        return [sequences[s] for s in self.owner] if self.drafted else sequences
+
+    def fed_rows(self, feeds: Feeds) -> list[list[int]]:
+        """(R,) rows of the output: of the sequences, then of their first companions, and so on."""
+        rows = [[feeds.first_row[id(one)] for one in own] for own in _units(self.sources)]
+        if not self.drafted:
+            return rows
+        pairs = [*zip(self.owner, self.place, strict=True)]
+        return [[own[s] + i for s, i in pairs] for own in rows]
+
+
+def laid_out(groups: list[Group], feeds: Feeds) -> Layout:
+    """The rows of groups that choose together."""
+    sequences, group_of, sources = _members(groups)
+    count = len(sequences)
+    if not feeds.drafts:
+        none = [NO_IDS] * count
+        return Layout(sequences, group_of, sources, none, [*range(count)], [0] * count, sequences)
+    drafts = [feeds.drafts.get(id(source), NO_IDS) for source in sources]
+    owner = [s for s, draft in enumerate(drafts) for _ in range(1 + len(draft))]
+    place = [i for draft in drafts for i in range(1 + len(draft))]
+    pairs = zip(owner, place, strict=True)
+    follow = [later(sequences[s], i) if i else sequences[s] for s, i in pairs]
+    return Layout(sequences, group_of, sources, drafts, owner, place, follow)
+
+
+def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:
+    """The sequences that choose, their groups, and the sequence that was fed for each."""
+    sequences: list[Sequence] = []
+    sources: list[Sequence] = []
+    group_of: list[int] = []
+    for g, group in enumerate(groups):
+        members = group.live if group.opened else opened(group)
+        sequences += members
+        sources += group.live if group.opened else group.live * len(members)
+        group_of += [g] * len(members)
+    return sequences, group_of, sources
+
+
+def opened(group: Group) -> list[Sequence]:
+    """The siblings a group opens with: equal but for rank and lineage."""
+    (source,) = group.live
+    siblings = [source]
+    for index in range(1, group.request.strategy.width):
+        # A memory that holds a row, which all of them share, is forked by children alone.
+        memo = {key: _seen(value) for key, value in source.memo.items()}
+        sibling = sprout(source, source.line, fork_lineage(source.lineage, 0, index), memo)
+        sibling.index = index
+        siblings.append(sibling)
+    return siblings
+
+
+def _seen(value: Any) -> Any:
+    return value.copy() if is_memory(value) and not hasattr(value, "release") else value
+
+
+def later(sequence: Sequence, drafted: int) -> Sequence:
+    """The sequence as it would be after so many of its draft."""
+    after = sprout(sequence, sequence.line, sequence.lineage, sequence.memo)
+    after.length += drafted
+    return after
+
+
+def _units(sources: list[Sequence]) -> list[list[Sequence] | list[Companion]]:
+    """The sequences, then the first companion of each, and so on."""
+    found: list[list[Sequence] | list[Companion]] = [sources]
+    for k in range(len(sources[0].companions)):
+        found.append([source.companions[k] for source in sources])
+    return found

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import repeat
 from typing import cast
 
 import torch
 
-from everystep.engine.ahead import Ahead
 from everystep.engine.amateurs import Amateurs
 from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History, best_needed
@@ -84,7 +82,6 @@ class Engine:
         )
         self.ledger.keep = self.prefixes.keep
         self._hooking = Hooking(executor)
-        self._ahead = Ahead()
         # Observers get whole rows.
         self._reports_best = "best" in executor.abilities and not self.observers
         self._submitted = 0
@@ -223,7 +220,6 @@ class Engine:
         """Restores the state before or after the last step, in which every row is known or
         dropped; a group whose call did not return has not come in."""
         if self._broken or self._entering:
-            self._ahead.settle()
             self._put_in_place()
             for group, before in self._entering:
                 self.scheduler.remove(group)
@@ -307,7 +303,7 @@ class Engine:
         self.counts.forwards += 1
         self.counts.fed += len(work.tokens)
         try:
-            output = self._ahead.during(feeds, partial(self.executor.run, work))
+            output = self.executor.run(work)
         except NOBODYS:
             raise
         except Exception as error:

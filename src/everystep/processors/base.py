@@ -51,9 +51,6 @@ class LogitsProcessor:
     narrows: bool = False
     """Whether it leaves a list of every list, which it may then change in place of the row."""
 
-    foresees: ClassVar[bool] = False
-    """Whether a part of its work needs no scores, and may be done before there are any."""
-
     def __post_init__(self, device: object = None) -> None:
         admit(self)
 
@@ -108,10 +105,6 @@ class LogitsProcessor:
         if not self.narrows or not scores.listed:
             return None
         return replace(scores, values=self.process(rows, scores.values), totals=None)
-
-    def foresee(self, sequence: Sequence, line: np.ndarray, lengths: range) -> None:
-        """Remembers what can be known without scores of what follows each of these lengths of the
-        line; called by another thread, while nobody else looks at the sequence's memory."""
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         """Which of the contiguous (R, V) scores get new values; None: none of them."""

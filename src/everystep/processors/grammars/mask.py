@@ -40,7 +40,6 @@ class GrammarMask(LogitsProcessor):
 
     narrows = True
     decides = True
-    foresees = True
 
     def __post_init__(self) -> None:
         source = self.grammar.source
@@ -54,11 +53,6 @@ class GrammarMask(LogitsProcessor):
             start = sequence.request.prompt_visible
             found = memo[_KEY] = GrammarPlace(self.grammar, start, self.ends)
         return found
-
-    def foresee(self, sequence: Sequence, line: np.ndarray, lengths: range) -> None:
-        place = self.place(sequence)
-        for length in lengths:
-            place.mask(line, length)
 
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         masks = self._masks(rows)

@@ -17,7 +17,7 @@ OURS = {
     *("presence_penalty", "frequency_penalty", "logit_bias", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_sequence_breakers", "top_n_sigma", "xtc_probability"),
     *("xtc_threshold", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent"),
-    *("sampler_order", "draft_verification"),
+    *("sampler_order", "draft_verification", "num_drafts"),
 }
 GREEN = WatermarkingConfig(greenlist_ratio=0.5, bias=1.5, seeding_scheme="selfhash")
 SYNTHID = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[654, 400], debug_mode=True)
@@ -51,6 +51,6 @@ VALUES: dict[str, Any] = {
     "dry_sequence_breakers": ["\n", 7], "top_n_sigma": 1.5, "xtc_probability": 0.5,
     "xtc_threshold": 0.2, "mirostat_tau": 5.0, "mirostat_eta": 0.2, "dynatemp_range": 0.5,
     "dynatemp_exponent": 2.0, "sampler_order": ["min_p", "temperature"],
-    "draft_verification": "rejection",
+    "draft_verification": "rejection", "num_drafts": 3,
     "transformers_version": "5.23.0", "_from_model_config": True,
 }  # fmt: skip

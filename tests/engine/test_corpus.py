@@ -52,6 +52,22 @@ def test_drafts_end_with_texts_and_at_ends() -> None:
     assert both.draft(np.array([8, 8, 3, 1, 2, 3, 4]), 1).tolist() == [9]
 
 
+def test_further_drafts_begin_with_what_was_seen_less_often() -> None:
+    corpus = es.Corpus([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 8], [1, 2]])
+    lookup = CorpusLookup(corpus, alternatives=3)
+    found = [lookup.draft(np.array([1, 2]), 2, rank).tolist() for rank in range(4)]
+    assert found[0][0] == 3 and sorted(found[1:]) == [[], [6, 7], [8]] and found[3] == []
+
+
+def test_a_prompt_is_looked_up_place_by_place() -> None:
+    ids = np.array([1, 2, 3, 9, 1, 2, 4, 1, 2, 3, 2, 5, 1, 2])
+    lookup = PromptLookup(2, alternatives=3)
+    found = [lookup.draft(ids, 2, rank).tolist() for rank in range(4)]
+    # 1 2 stood before 3, 4 and 3 again; 2 alone before 5 too.
+    assert found == [[3, 9], [4, 1], [5, 1], []]
+    assert PromptLookup(2, stop_ids=(9,)).draft(ids, 2, 0).tolist() == [3]
+
+
 def test_what_was_written_before_is_drafted() -> None:
     tokenizer = tiny_tokenizer(320)
     model = tiny_llama(seed=3, vocab_size=320)

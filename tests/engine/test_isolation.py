@@ -21,14 +21,13 @@ from everystep.types import (
     Draft,
     Request,
     Rows,
-    Sequence,
     StepOutput,
     TokenTable,
     Work,
 )
 from everystep.types.batch import Batch
 from everystep.types.candidates import Candidates
-from everystep.types.protocols import Schedule
+from everystep.types.protocols import Asked, Schedule
 
 SEEDS = range(25)
 SCHEDULERS: list[Callable[[], Lockstep | Continuous]] = [
@@ -50,6 +49,7 @@ class Fails:
     calls: list[int] = field(default_factory=list, hash=False, compare=False)
     tokens: ClassVar[int] = 2
     schedule: ClassVar[Schedule] = "constant"
+    alternatives: ClassVar[int] = 1
 
     def count(self) -> None:
         """One call more."""
@@ -60,11 +60,9 @@ class Fails:
     def start(self, vocabulary: int) -> Fails:
         return self
 
-    def propose(
-        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
-    ) -> list[Draft]:
+    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
         self.count()
-        return [Draft(np.empty(0, np.int64))] * len(sequences)
+        return [Draft(np.array([one.rank])) for one in asked]
 
     def restart(self) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -113,11 +114,49 @@ def test_lengths_follow_the_chances_of_each_sequence() -> None:
     for fed in range(1, 30):
         costs.note_step(fed, fed, 0.0, 1 + 0.02 * fed, 0.0)
     costs.note_round(drafter, 1, 0.0)
-    sure, fair, poor = best_lengths(costs, drafter, np.array([0.95, 0.5, 0.02]), 3)
+    chances = [[0.95], [0.5], [0.02]]
+    [sure], [fair], [poor] = best_lengths(costs, drafter, chances, 3)
     assert sure > fair > 0 and poor == 0
     costs.note_round(drafter, 1, 100.0)
     costs.rounds[drafter].popleft()
-    assert best_lengths(costs, drafter, np.array([0.95, 0.5, 0.02]), 3) == [0, 0, 0]
+    assert best_lengths(costs, drafter, chances, 3) == [[0], [0], [0]]
+
+
+@pytest.mark.parametrize("position", [0.001, 0.02, 0.2])
+def test_several_drafts_are_made_where_each_pays(position: float) -> None:
+    """What is chosen gives the most tokens per second of all lengths there are."""
+    drafter = PromptLookup(3, schedule="costs", alternatives=2)
+    costs = Costs()
+    for fed in range(1, 16):
+        costs.note_step(fed, fed, 0.0, 1 + position * fed, 0.0)
+    costs.note_round(drafter, 1, 0.0)
+    first = [0.6, 0.3, 0.05]
+
+    def rate(counts: tuple[int, ...]) -> float:
+        tokens = 1 + sum(
+            chance * 0.6**place
+            for chance, count in zip(first, counts, strict=True)
+            for place in range(count)
+        )
+        fed = 1 + sum(counts) + sum(count > 0 for count in counts[1:])
+        return float(tokens / costs.seconds(np.array([fed]))[0])
+
+    (found,) = best_lengths(costs, drafter, [first], 1)
+    best = max(rate(counts) for counts in product(range(4), repeat=3))
+    assert rate(tuple(found)) == pytest.approx(best)
+    assert (found[1] > 0) == (position < 0.2) and (found[2] > 0) == (position < 0.01)
+
+
+def test_alternatives_are_believed_as_they_prove_right() -> None:
+    record = DraftRecord(5)
+    assert record.chances(1) == [0.5] and record.chances(3) == [0.5, 0.25, 0.25]
+    for _ in range(20):
+        record.note(4, 0)
+        record.note_others(2, 1)
+    _, never, always = record.chances(3)
+    assert never < 0.1 and always > 0.9
+    record.note_others(1, 0)
+    assert record.chances(3)[1] > never and record.chances(3)[2] == always
 
 
 def test_what_a_step_takes_is_read_off_its_neighbours() -> None:
@@ -132,10 +171,10 @@ def test_a_record_fades() -> None:
     record = DraftRecord(5)
     for _ in range(30):
         record.note(4, 4)
-    assert record.chance > 0.9 and record.tokens == 65
+    assert record.guesses.chance > 0.9 and record.tokens == 65
     for _ in range(30):
         record.note(4, 0)
-    assert record.chance < 0.15 and record.tokens == 35
+    assert record.guesses.chance < 0.15 and record.tokens == 35
     assert record.copy() == record and record.copy() is not record
 
 

@@ -34,6 +34,13 @@ def alone(request: Request, mix: Mix) -> tuple[Run, list[Event]]:
     return run, run.events
 
 
+def in_order(events: list[Event], request: Request) -> list[Event]:
+    """The events as they came, or, where siblings have several drafts, sibling by sibling: a step
+    whose rows were lost makes one draft, and so gives some siblings fewer tokens."""
+    several = request.drafter is not None and request.drafter.alternatives > 0
+    return sorted(events, key=lambda event: event.index) if several else events
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_restored_equals_uninterrupted(seed: int) -> None:
     """After every number of steps, into an engine that has other requests too."""
@@ -61,7 +68,7 @@ def test_restored_equals_uninterrupted(seed: int) -> None:
             audit(run.engine)
             own = [one for one in run.events if one.request_id == request.request_id]
             assert result(again) == expected
-            assert [*before, *own] == events
+            assert in_order([*before, *own], request) == in_order(events, request)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

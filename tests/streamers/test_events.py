@@ -9,10 +9,10 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.engine.feed import common_length
 from everystep.errors import UnsupportedError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.types.table import common_length
 
 PROMPTS = ["Hello", "Why is it"]
 BEAMS = [

@@ -165,6 +165,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "target_lookbehind": (5, TRANSLATED),
     "assistant_ensemble_weight": (0.5, DRAFTED),
     "draft_verification": ("rejection", {**SAMPLED, **DRAFTED}),
+    "num_drafts": (2, DRAFTED),
     "disable_compile": (True, {}),
     # objects
     "generation_config": (es.GenerationConfig(repetition_penalty=2.0), {}),

@@ -38,7 +38,7 @@ _OF_MODELS = (
     *("target_lookbehind", "assistant_lookbehind"),
 )
 _LOOKBEHIND = ("target_lookbehind", "assistant_lookbehind")
-_OF_DRAFTS = ("num_assistant_tokens_schedule", "draft_verification")
+_OF_DRAFTS = ("num_assistant_tokens_schedule", "draft_verification", "num_drafts")
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,8 @@ def drafts_of(
         _refuse_search(names[0], e, strategy)
     copies = options.corpus is not None or e[_LOOKUP] is not None
     verification = _verification(options, models=not copies)
+    if e.num_drafts > 1:
+        _require_fixed_choices(options, verification)
     if copies:
         return _copier(options, _schedule(options, None, verification)), verification
     assistant = options.assistant or _early(model, int(e[_EXIT]))
@@ -168,7 +170,14 @@ def drafts_of(
     )
     tokenizers = _tokenizers(model, options, assistant)
     if tokenizers is None:
-        return DraftModel(assistant, *length), verification
+        return DraftModel(assistant, *length, e.num_drafts - 1), verification
+    if e.num_drafts > 1:
+        raise RequestError(
+            "an assistant with another tokenizer makes one draft of a sequence",
+            wanted="num_drafts=1",
+            got=f"num_drafts={e.num_drafts}",
+            do="Leave num_drafts out, or choose an assistant with the same tokenizer",
+        )
     by: Literal["tokens", "text"] = "tokens" if e.do_sample else "text"
     return OtherDraftModel(assistant, tokenizers, by, *length), verification
 
@@ -177,14 +186,14 @@ def _copier(options: Options, schedule: Schedule) -> Drafter:
     """What copies from the sequence itself, from a corpus, or from both."""
     e = options.effective
     size = e.max_matching_ngram_size
-    own = None
+    own, others = None, e.num_drafts - 1
     if e[_LOOKUP] is not None:
-        own = PromptLookup(int(e[_LOOKUP]), int(size or _NGRAM), options.eos, schedule)
+        own = PromptLookup(int(e[_LOOKUP]), int(size or _NGRAM), options.eos, schedule, others)
     corpus = options.corpus
     if corpus is None and own is not None:
         return own
     tokens, longest = int(e[_LOOKUP] or _COPIED), int(size or _CORPUS_NGRAM)
-    return CorpusLookup(cast(Corpus, corpus), tokens, longest, options.eos, schedule, own)
+    return CorpusLookup(cast(Corpus, corpus), tokens, longest, options.eos, schedule, own, others)
 
 
 def _said(options: Options, assistant: Assistant | None, name: str) -> Any:
@@ -219,6 +228,26 @@ def _verification(options: Options, *, models: bool) -> Verification:
     mixed = e.assistant_ensemble_weight if models else None
     weight = 1.0 if mixed is None else float(mixed)
     return Verification(bool(e.do_sample) and asked == "rejection", weight)
+
+
+def _require_fixed_choices(options: Options, verification: Verification) -> None:
+    """Raises RequestError where what is chosen at a place depends on the draft that it follows, so
+    that taking the draft that is right for longest would change the distribution."""
+    e = options.effective
+    wrong = None
+    if e.do_sample and options.seed is None:
+        wrong, do = "sampling without a seed", "Pass seed, or leave num_drafts out"
+    elif verification.rejects:
+        wrong, do = "draft_verification='rejection'", "Leave one of the two out"
+    elif verification.weight < 1:
+        wrong, do = "assistant_ensemble_weight", "Leave one of the two out"
+    if wrong is not None:
+        raise RequestError(
+            f"num_drafts above 1 does not go with {wrong}",
+            wanted="choices that follow from the tokens before them",
+            got=f"num_drafts={e.num_drafts}",
+            do=do,
+        )
 
 
 def _early(model: LanguageModel, layers: int) -> Assistant:

@@ -173,6 +173,7 @@ _ALL = (
     Field("target_lookbehind", SIZE, "other tokenizer: own ids re-encoded", 10),
     Field("assistant_ensemble_weight", kinds.BETWEEN_0_AND_1, "verify against a mixture; lossy"),
     Field("draft_verification", one_of("matching", "rejection"), "how drafts are judged"),
+    Field("num_drafts", SIZE, "drafts of a sequence that are verified together, a tree", 1),
     Field("speculation_type", one_of("dflash"), "kind of drafting model"),
     # How it is computed.
     Field("compile_config", _COMPILATION, "how forwards are compiled"),

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from everystep.engine.alternatives import fed
 from everystep.engine.apart import Failed, together_or_apart, unused
 from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds, write_draft
@@ -81,12 +82,12 @@ class Amateurs:
         failed: Failed = []
         for readout, own in using.items():
             serve = partial(self._read, readout, feeds)
-            failed += together_or_apart(own, serve, partial(self._restart, readout, groups))
+            failed += together_or_apart(own, serve, partial(self._restart, readout, groups, feeds))
         return failed
 
     def _read(self, readout: Readout, feeds: Feeds, own: list[Group]) -> None:
         """The feeds have the amateur's logits for every row of scores of these groups."""
-        amateur, sequences = self.at_work[readout], [s for group in own for s in group.live]
+        amateur, sequences = self.at_work[readout], [s for group in own for s in fed(group, feeds)]
         rows, lines, wanted = [], [], []
         for sequence in sequences:
             drafted, row = len(write_draft(sequence, feeds)), amateur.row(sequence)
@@ -96,11 +97,11 @@ class Amateurs:
         logits = torch.split(amateur.logits(rows, lines, wanted), wanted)
         feeds.beside.update(zip(map(id, sequences), logits, strict=True))
 
-    def _restart(self, readout: Readout, groups: list[Group]) -> None:
+    def _restart(self, readout: Readout, groups: list[Group], feeds: Feeds) -> None:
         """Makes the amateur and the sequences that it reads drop everything."""
         for group in groups:
             if group.request.readout == readout:
-                for sequence in group.live:
+                for sequence in fed(group, feeds):
                     forget(sequence)
         self.at_work[readout].restart()
 

@@ -142,6 +142,28 @@ class Scored:
             children, rows = _accepted(self, children)
         return children if self.sequels is None else self.sequels.noted(children, rows)
 
+    def only(self, children: Children) -> tuple[Scored, Children]:
+        """The same without the sequences that have no child: drafts that others have outdone."""
+        layout, rows = self.layout.only(children.parent.tolist())
+        at, batch, early = torch.tensor(rows), self.batch, self.early
+        kept = replace(
+            self,
+            batch=replace(
+                batch,
+                sequences=layout.follow,
+                group_of=batch.group_of[rows],
+                slot=batch.slot[rows],
+            ),
+            layout=layout,
+            logits=self.logits[at] if len(self.logits) else self.logits,
+            given=self.given.select(at),
+            beside=[one[at] for one in self.beside],
+            scores=self.scores.select(at),
+            offered=self.offered.select(at),
+            early=None if early is None else early[:, at],
+        )
+        return kept, replace(children, parent=np.arange(len(layout.sequences)))
+
     def of_sequences(self) -> Batch:
         """The S sequences, one row each, whatever their drafts."""
         layout = self.layout
@@ -305,8 +327,8 @@ def _stops(
 
 
 def _accepted(scored: Scored, children: Children) -> tuple[Children, list[int]]:
-    """One child per sequence: its choices for as long as they equal its drafts, and one more; and
-    the rows of the last ones."""
+    """One child per sequence, or of its alternatives: its choices for as long as they equal its
+    drafts, and one more; and the rows of the last ones."""
     holds = None if scored.sequels is None else scored.sequels.holds
     tokens, counts = children.tokens[:, 0].tolist(), children.counts.tolist()
     taken: list[range] = []
@@ -321,12 +343,14 @@ def _accepted(scored: Scored, children: Children) -> tuple[Children, list[int]]:
                 break  # it is asked again without a draft before it, and its tokens stand
             row += 1
         taken.append(range(first, row + 1))
+    parents = _longest(scored.layout.origin, taken)
+    taken = [taken[s] for s in parents]
     table = np.zeros((len(taken), max(map(len, taken))), dtype=np.int64)
     for s, rows in enumerate(taken):
         table[s, : len(rows)] = tokens[rows.start : rows.stop]
     last = [rows[-1] for rows in taken]
     accepted = Children(
-        np.arange(len(taken)),
+        np.array(parents),
         table,
         np.array([sum(counts[rows.start : rows.stop]) for rows in taken]),
         children.score[last],
@@ -335,3 +359,12 @@ def _accepted(scored: Scored, children: Children) -> tuple[Children, list[int]]:
         lingers=children.lingers,
     )
     return accepted, last
+
+
+def _longest(origin: list[int], taken: list[range]) -> list[int]:
+    """Of each sequence and its alternatives the one that goes furthest, the first of several."""
+    best: dict[int, int] = {}
+    for s, first in enumerate(origin):
+        if len(taken[s]) > len(taken[best.setdefault(first, s)]):
+            best[first] = s
+    return list(best.values())

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.engine.alternatives import drop_outdone, fed
 from everystep.engine.apply import Change, abandoned, changes, forget
 from everystep.engine.batches import History, Scored, score
 from everystep.engine.feed import Feeds
@@ -37,7 +38,8 @@ from everystep.types import (
 class Counts:
     """What the engine has done so far; deterministic, so that tests can check it.
 
-    `forked`: positions that were not fed because another row held them.
+    `forked`: positions that were not fed because another row held them. `alternatives`: how often a
+    sequence went on with another draft than its first.
     """
 
     steps: int = 0
@@ -51,6 +53,7 @@ class Counts:
     long_children: int = 0
     drafted: int = 0
     accepted: int = 0
+    alternatives: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +109,8 @@ class Choices:
         arrived = _together([picked for _, picked in scored])
         for (one, _), first in zip(scored, arrived, strict=True):
             self._selected(one, first, before)
+        for change in self.changes:
+            drop_outdone(change, self.feeds)
         self._note_prompts()
 
     def _scored(self, groups: list[Group]) -> list[tuple[Scored, tuple[Tensor, ...]]]:
@@ -117,7 +122,7 @@ class Choices:
         except NOBODYS:
             raise
         except Exception as error:
-            for sequence in (s for group in groups for s in group.live):
+            for sequence in (s for group in groups for s in fed(group, self.feeds)):
                 forget(sequence)
             if len(groups) == 1:
                 self._fail(groups, error)
@@ -147,7 +152,13 @@ class Choices:
             longer = children.counts > 1
             self.counts.long_children += int(longer.sum())
             self.counts.accepted += int((children.counts[longer] - 1).sum())
-            note_drafts(layout.sequences, layout.drafts, (children.counts - 1).tolist())
+            note_drafts(layout, children.parent.tolist(), (children.counts - 1).tolist())
+        if layout.alternatives:
+            self.counts.alternatives += sum(
+                layout.origin[parent] != parent for parent in children.parent.tolist()
+            )
+            scored, children = scored.only(children)
+            layout = scored.layout
         if scored.shown:
             self.history = scored.shown[: len(before) + int(children.counts.max())]
         if self.observed:
@@ -174,9 +185,8 @@ class Choices:
 
     def _captures(self, scored: Scored) -> Iterator[tuple[int, tuple[int, Answer]]]:
         """What the feeds of sequences returned beside logits, for requests that want it."""
-        source_of = {s.line: s for group in scored.groups for s in group.live}
-        for s, sequence in enumerate(scored.layout.sequences):
-            f = self.feeds.feed_of[id(source_of[sequence.line])]
+        for s, source in enumerate(scored.layout.sources):
+            f = self.feeds.feed_of[id(source)]
             answer = self.output.answers.get(f)
             if answer is not None and (answer.layers or answer.attentions):
                 yield s, (self.feeds.starts[f], answer)

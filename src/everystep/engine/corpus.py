@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from everystep.engine.feed import NO_IDS
-from everystep.engine.lookup import PromptLookup
+from everystep.engine.lookup import PromptLookup, before, read
 from everystep.errors import RequestError
 from everystep.types import Draft, TokenTable
-from everystep.types import Sequence as Hypothesis
-from everystep.types.protocols import Schedule
+from everystep.types.protocols import Asked, Schedule
 
 _END = -1  # after every text
 _LEAST = 2  # ids that must stand in the corpus
@@ -39,9 +38,12 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def follow(self, tail: np.ndarray, longest: int, most: int) -> tuple[int, np.ndarray]:
+    def follow(
+        self, tail: np.ndarray, longest: int, most: int, rank: int = 0
+    ) -> tuple[int, np.ndarray]:
         """How many of the last ids of `tail`, at most `longest`, stand in the corpus; and up to
-        `most` ids that come next there, each the one that is seen most often."""
+        `most` ids that come next there, each the one that is seen most often, of the first ones
+        the one that `rank` others are seen more often than."""
         size, place = self._longest(tail, longest)
         found: list[int] = []
         while size and len(found) < most:
@@ -49,8 +51,9 @@ class Corpus:
             looked = np.linspace(place[0], place[1] - 1, min(place[1] - place[0], _LOOKED_AT))
             behind = self._order[looked.astype(np.int64)] + depth
             tokens, counts = np.unique(self.ids[behind], return_counts=True)
-            token = int(tokens[np.where(tokens == _END, 0, counts).argmax()])
-            if token == _END:
+            often = np.argsort(-np.where(tokens == _END, 0, counts), kind="stable")
+            choice = 0 if found else rank
+            if choice >= len(often) or (token := int(tokens[often[choice]])) == _END:
                 break
             found.append(token)
             place = self._narrowed(place, depth, token)
@@ -114,6 +117,7 @@ class CorpusLookup:
 
     Tries up to `max_ngram` ids; drafts `tokens` ids where there are so many, none at or after an id
     of `stop_ids`. `prompt`: looks into the sequence itself where the corpus knows fewer ids.
+    `alternatives` begin with the ids that were seen less often.
     Source: Hu et al. 2024 (SAM decoding).
     """
 
@@ -123,27 +127,23 @@ class CorpusLookup:
     stop_ids: tuple[int, ...] = ()
     schedule: Schedule = "constant"
     prompt: PromptLookup | None = None
+    alternatives: int = 0
 
     def start(self, vocabulary: int) -> CorpusLookup:
         return self
 
-    def propose(
-        self, sequences: list[Hypothesis], table: TokenTable, limits: list[int]
-    ) -> list[Draft]:
-        each = zip(sequences, limits, strict=True)
-        return [Draft(self.draft(table.data[s.line, : s.visible], most)) for s, most in each]
+    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+        return [Draft(self.draft(read(s, table), most, rank)) for s, most, rank in asked]
 
-    def draft(self, ids: np.ndarray, most: int) -> np.ndarray:
-        """Visible ids of one sequence -> at most so many guessed next ids."""
-        known, guess = self.corpus.follow(ids, self.max_ngram, most)
+    def draft(self, ids: np.ndarray, most: int, rank: int = 0) -> np.ndarray:
+        """Visible ids of one sequence -> at most so many guessed next ids, by the `rank` of the
+        first."""
+        known, guess = self.corpus.follow(ids, self.max_ngram, most, rank)
         if self.prompt is not None and known <= self.prompt.max_ngram:
-            own = self.prompt.draft(ids, most)
+            own = self.prompt.draft(ids, most, rank)
             if len(own):
                 return own
-        if known < _LEAST:
-            return NO_IDS
-        ends = np.flatnonzero(np.isin(guess, self.stop_ids))
-        return guess[: ends[0]] if len(ends) else guess
+        return before(guess, self.stop_ids) if known >= _LEAST else NO_IDS
 
     def restart(self) -> None:
         """There is nothing to drop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,7 @@ from everystep.types import (
     TokenTable,
     is_memory,
 )
-from everystep.types.protocols import Drafting, Schedule
+from everystep.types.protocols import Asked, Drafting, Schedule
 
 _NO_DRAFT = Draft(NO_IDS)
 
@@ -37,9 +38,9 @@ class DraftModel:
     Each guess is what the request itself would choose from the draft model's scores: with its
     processors, its strategy and, where they are seeded, its draws. `open`: a fresh executor of the
     draft model, with the ability "truncate". A draft ends with the first guess that is less likely
-    than `threshold`, or one of `stop_ids`. Sequences whose prompt has no ids, or ids beyond the
-    vocabulary, are not
-    drafted for. Source: Leviathan et al. 2023; the reference's AssistedCandidateGenerator.
+    than `threshold`, or one of `stop_ids`. `alternatives` begin with the next best ids. Sequences
+    whose prompt has no ids, or ids beyond the vocabulary, are not drafted for. Source: Leviathan et
+    al. 2023; the reference's AssistedCandidateGenerator.
     """
 
     open: Callable[[], Executor]
@@ -47,6 +48,7 @@ class DraftModel:
     schedule: Schedule = "constant"
     threshold: float = 0.0
     stop_ids: tuple[int, ...] = ()
+    alternatives: int = 0
 
     def start(self, vocabulary: int) -> Drafting:
         model = SecondModel(self.open())
@@ -76,22 +78,20 @@ class Guesses:
     model: SecondModel
     until: Until
 
-    def propose(
-        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
-    ) -> list[Draft]:
-        """Per sequence as many guesses as its limit, fewer where one was unlikely."""
-        asked = [(s, n) for s, n in zip(sequences, limits, strict=True) if self._readable(s)]
-        for sequence, most in asked:
+    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+        """As many guesses as may be, fewer where one was unlikely."""
+        readable = [one for one in asked if self._readable(one.sequence)]
+        for sequence, most, _ in readable:
             table.reserve(sequence.visible + most)
-        made = Made({id(sequence): 0 for sequence, _ in asked})
-        going, done = asked, 0
+        made = Made({id(one.sequence): 0 for one in readable})
+        going, done = readable, 0
         while going:
-            open_ones = self._choose([sequence for sequence, _ in going], table, done, made)
+            open_ones = self._choose(going, table, done, made)
             done += 1
             pairs = zip(going, open_ones, strict=True)
-            going = [(s, most) for (s, most), goes_on in pairs if goes_on and most > done]
-        forget_guesses([sequence for sequence, _ in asked])
-        return [made.draft(sequence, table) for sequence in sequences]
+            going = [one for one, goes_on in pairs if goes_on and one.most > done]
+        forget_guesses([one.sequence for one in readable])
+        return [made.draft(one.sequence, table) for one in asked]
 
     def restart(self) -> None:
         self.model.restart()
@@ -104,19 +104,18 @@ class Guesses:
         ids = sequence.request.prompt.ids
         return ids is not None and bool((ids < self.model.executor.vocab_size).all())
 
-    def _choose(
-        self, sequences: list[Sequence], table: TokenTable, done: int, made: Made
-    ) -> list[bool]:
+    def _choose(self, going: list[Asked], table: TokenTable, done: int, made: Made) -> list[bool]:
         """Every line holds one guess more, after the `done` that stand there; whether the draft
         may go on."""
+        sequences = [one.sequence for one in going]
         lengths = np.array([s.visible + done for s in sequences], dtype=np.int64)
         held = [self.model.row(sequence) for sequence in sequences]
         lines = [
             table.data[s.line, row.skips : n]
             for s, row, n in zip(sequences, held, lengths.tolist(), strict=True)
         ]
-        rows = Rows(table, sequences, lengths)
-        return guess(rows, self.model.logits(held, lines), done, self.until, made)
+        rows, ranks = Rows(table, sequences, lengths), [0 if done else one.rank for one in going]
+        return guess(rows, self.model.logits(held, lines), done, self.until, made, ranks)
 
 
 # --- guesses --------------------------------------------------------------------------------------
@@ -139,14 +138,18 @@ class Made:
         return Draft(ids, None if scores is None else torch.stack(scores))
 
 
-def guess(rows: Rows, scores: Tensor, done: int, until: Until, made: Made) -> list[bool]:
+def guess(
+    rows: Rows, scores: Tensor, done: int, until: Until, made: Made, ranks: Items[int] = ()
+) -> list[bool]:
     """Writes after every row what its request would choose from the scores (R, V), after `done`
-    guesses; whether the drafts may go on."""
+    guesses; whether the drafts may go on. `ranks`: see `Asked`."""
     goes_on = np.ones(len(rows), dtype=bool)
     for own in _alike(rows.sequences):
         part = rows.select(own)
         given = apply(part, Scores.of(scores[torch.from_numpy(own)])).rising()
         chosen = _chosen(part, given, done).cpu().clamp(min=0)
+        if any(ranks):
+            chosen = _other(given, chosen, torch.tensor(ranks)[torch.from_numpy(own)])
         verification = part.sequences[0].request.verification
         if until.threshold > 0 or verification.reads:
             given = given.whole()
@@ -159,6 +162,13 @@ def guess(rows: Rows, scores: Tensor, done: int, until: Until, made: Made) -> li
             if verification.reads:
                 made.scores.setdefault(id(sequence), []).append(given.values[r])
     return goes_on.tolist()
+
+
+def _other(given: Scores, chosen: Tensor, ranks: Tensor) -> Tensor:
+    """(R,) in order of rank what is chosen, and then the best of the others."""
+    values = given.whole().values.cpu().scatter(1, chosen[:, None], torch.inf)
+    best = values.topk(int(ranks.max()) + 1).indices
+    return best.gather(1, ranks[:, None])[:, 0]
 
 
 def forget_guesses(sequences: list[Sequence]) -> None:

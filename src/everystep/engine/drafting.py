@@ -3,8 +3,8 @@ tokens.
 
 A drafter is part of the engine. What looks up ids needs nothing but them (`lookup.py`); a draft
 model is a second model with cache rows of its own (`draft_model.py`, `second.py`). Here each is
-asked for as many ids as the schedule of its drafts allows (`lengths.py`), and fails for its own
-requests alone.
+asked for as many ids, in as many drafts, as their schedule allows (`lengths.py`,
+`alternatives.py`), and fails for its own requests alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from functools import partial
 
 import numpy as np
 
+from everystep.engine.alternatives import (
+    alternative,
+    drafts_at_most,
+    drop_alternatives,
+    fork_rows,
+)
 from everystep.engine.apart import Failed, together_or_apart, unused
 from everystep.engine.apply import forget
 from everystep.engine.feed import Feeds
 from everystep.engine.lengths import Lengths, note_reading
 from everystep.types import Group, Sequence
-from everystep.types.protocols import Drafter, Drafting
+from everystep.types.protocols import Asked, Drafter, Drafting
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ class Drafters:
         failed: Failed = []
         for drafter, own in using.items():
             serve = partial(self._ask, drafter, feeds, rows)
-            failed += together_or_apart(own, serve, partial(self._restart, drafter, groups))
+            failed += together_or_apart(own, serve, partial(self._restart, drafter, groups, feeds))
         self.since = clock()
         self.drafting_seconds = self.since - begin
         return failed
@@ -78,12 +84,14 @@ class Drafters:
         """What the step that is over has cost, and what its drafts have gained."""
         if not self.choosing:
             return
-        fed, costs = sum(feeds.counts), self.lengths.costs
-        if not fed or sum(feeds.logits) != fed:
+        positions, costs = sum(feeds.counts), self.lengths.costs
+        if not positions or sum(feeds.logits) != positions:
             return  # positions of prompts cost less, as nobody reads their logits
         extra = (accepted - self.accepted) / self.choosing
+        copies = sum(len(one.units) for own in feeds.alternatives.values() for one in own)
         times = costs.clock() - self.since, self.drafting_seconds
-        costs.note_step(fed, len(feeds.counts), extra, *times, reading=self.reading)
+        plain = len(feeds.counts) - copies
+        costs.note_step(positions, plain, extra, *times, reading=self.reading)
 
     def restart(self) -> None:
         for drafting in self.at_work.values():
@@ -96,37 +104,46 @@ class Drafters:
     def _ask(self, drafter: Drafter, feeds: Feeds, rows: int, groups: list[Group]) -> None:
         """Ids after each of the sequences that have room for more than the choice."""
         drafting, costs = self.at_work[drafter], self.lengths.costs
-        open_ones = [s for group in groups for s in group.live if _drafts(group, s)]
-        rooms = list(map(_room, open_ones))
-        limits = self.lengths.limits(drafter, open_ones, rooms, rows) if open_ones else []
-        asked = [s for s, most in zip(open_ones, limits, strict=True) if most > 0]
+        choosing = [(group, s) for group in groups for s in group.live if _drafts(group, s)]
+        if not choosing:
+            return
+        sequences = [sequence for _, sequence in choosing]
+        rooms, most_drafts = list(map(_room, sequences)), [drafts_at_most(*one) for one in choosing]
+        limits = self.lengths.limits(drafter, sequences, rooms, most_drafts, rows)
+        asked = [
+            Asked(alternative(sequence, feeds) if rank else sequence, most, rank)
+            for sequence, own in zip(sequences, limits, strict=True)
+            for rank, most in enumerate(own)
+            if most > 0
+        ]
         if not asked:
             return
-        limits = [most for most in limits if most > 0]
-        begin, reading = costs.clock(), note_reading(asked, drafter)
-        proposed = drafting.propose(asked, feeds.table, limits)
+        begin, reading = costs.clock(), note_reading([one.sequence for one in asked], drafter)
+        proposed = drafting.propose(asked, feeds.table)
         if reading:
             self.reading = True
         else:
-            costs.note_round(drafter, max(limits), costs.clock() - begin)
-        for sequence, most, draft in zip(asked, limits, proposed, strict=True):
+            costs.note_round(drafter, max([one.most for one in asked]), costs.clock() - begin)
+        for (sequence, most, _), draft in zip(asked, proposed, strict=True):
             ids = self._known(draft.ids[:most])
             if len(ids):
                 feeds.drafts[id(sequence)] = ids
                 if draft.scores is not None:
                     feeds.drawn_from[id(sequence)] = draft.scores[: len(ids)]
+        for sequence in sequences:
+            fork_rows(sequence, feeds)
 
     def _known(self, draft: np.ndarray) -> np.ndarray:
         """The draft up to the first id beyond the vocabulary, as prompts may hold them."""
         beyond = np.flatnonzero(draft >= self.vocabulary)
         return draft[: beyond[0]] if len(beyond) else draft
 
-    def _restart(self, drafter: Drafter, groups: list[Group]) -> None:
+    def _restart(self, drafter: Drafter, groups: list[Group], feeds: Feeds) -> None:
         """Makes the drafter and the sequences that use it drop everything."""
-        for group in groups:
-            if group.request.drafter == drafter:
-                for sequence in group.live:
-                    forget(sequence)
+        using = [group for group in groups if group.request.drafter == drafter]
+        drop_alternatives(using, feeds)
+        for sequence in [one for group in using for one in group.live]:
+            forget(sequence)
         self.at_work[drafter].restart()
 
 

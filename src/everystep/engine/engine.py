@@ -22,6 +22,7 @@ from typing import cast
 
 import torch
 
+from everystep.engine.alternatives import drop_alternatives
 from everystep.engine.amateurs import Amateurs
 from everystep.engine.apply import Change, abandoned, drop_rows, release
 from everystep.engine.batches import History, best_needed
@@ -250,6 +251,7 @@ class Engine:
         if not broken and any(grant.group.request.hooks for grant in grants):
             broken = self._hooking.ask(grants, feeds)
         if broken:
+            drop_alternatives(feeds.ready, feeds)
             ended = [failed([group], error, self.table, self.ledger) for group, error in broken]
             self._end([change for changes in ended for change in changes])
             return

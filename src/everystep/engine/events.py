@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from everystep.engine.feed import common_length
 from everystep.engine.logprobs import Likelihood, last_choices
 from everystep.strategies.base import DecidesLate
 from everystep.types import Event, FinishReason, Group, TokenTable
+from everystep.types.table import common_length
 
 
 def token_events(

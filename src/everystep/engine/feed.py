@@ -14,13 +14,13 @@ What sequences share that lost their rows, to a preemption or a broken step, is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from torch import Tensor
 
+from everystep.engine.alternatives import fed
 from everystep.engine.given import Span, overlaid
 from everystep.engine.ledger import Ledger
 from everystep.engine.logprobs import prompt_rows
@@ -39,6 +39,7 @@ from everystep.types import (
     TokenTable,
     Work,
 )
+from everystep.types.table import common_length
 
 if TYPE_CHECKING:
     from everystep.engine.hooks import Hooking
@@ -76,7 +77,8 @@ class Feeds:
     asks hooks; `hooked[id(sequence)]`: what they give for the positions of its feed, and
     `foreseen[id(sequence)]` for each drafted one of them. `ready`: the groups that will choose.
     `drafts[id(sequence)]`: the ids that its feed holds beyond its own; `drawn_from[...]`: the
-    scores (n, V) that they were drawn from, if they were.
+    scores (n, V) that they were drawn from, if they were; `alternatives[...]`: copies of it with
+    other drafts.
     `wanted`, `wanted_best`: rows of whole logits, and of the best of them, so far.
     `first_row[id(unit)]`: the first of either that belongs to a choice of a sequence or companion;
     `feed_of[id(unit)]`: the index of its feed. `prompt_rows`: of a group, the first of the rows
@@ -95,6 +97,7 @@ class Feeds:
     ready: list[Group] = field(default_factory=list)
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
     drawn_from: dict[int, Tensor] = field(default_factory=dict)
+    alternatives: dict[int, list[Sequence]] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -278,7 +281,7 @@ def _feed_whole(group: Group, feeds: Feeds) -> None:
     best, request = group.best, group.request
     asks = request.wants.prompt_logprobs is not None
     feeds.totals |= request.strategy.reads.scores == "log_probs"
-    for sequence in group.live:
+    for sequence in fed(group, feeds):
         draft = write_draft(sequence, feeds)
         for unit, prompt, length in units_of(sequence):
             count = length - unit.cached + len(draft)
@@ -364,16 +367,6 @@ def debts(group: Group, table: TokenTable) -> Missing:
     return [
         (unit, prompt, lead, length - own - unit.cached) for unit, prompt, length in units_of(lead)
     ]
-
-
-def common_length(tails: Items[np.ndarray]) -> int:
-    """How many ids all tails begin with."""
-    length = min(map(len, tails), default=0)
-    for tail in tails[1:]:
-        differ = (tail[:length] != tails[0][:length]).nonzero()[0]
-        if len(differ):
-            length = int(differ[0])
-    return length
 
 
 def regroup(group: Group, table: TokenTable, ledger: Ledger) -> None:

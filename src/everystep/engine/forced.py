@@ -11,10 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from everystep.engine.feed import NO_IDS
 from everystep.processors.grammars.grammar import GrammarPlace, has, tokens_in
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.types import Sequence, TokenTable
-from everystep.types.protocols import Draft, Drafter, Drafting, Schedule
+from everystep.types.protocols import Asked, Draft, Drafter, Drafting, Schedule
 
 _MOST = 32
 
@@ -27,6 +28,10 @@ class ForcedTokens:
     beside: Drafter | None = None
     tokens: int = _MOST
     schedule: ClassVar[Schedule] = "constant"
+
+    @property
+    def alternatives(self) -> int:
+        return 0 if self.beside is None else self.beside.alternatives
 
     def start(self, vocabulary: int) -> Drafting:
         beside = None if self.beside is None else self.beside.start(vocabulary)
@@ -41,21 +46,18 @@ class _Forcing:
     guesses: int
     beside: Drafting | None = field(default=None)
 
-    def propose(
-        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
-    ) -> list[Draft]:
-        places = [_place(sequence) for sequence in sequences]
-        found = [
-            Draft(_forced(place, sequence, table, most))
-            for place, sequence, most in zip(places, sequences, limits, strict=True)
-        ]
-        free = [s for s, draft in enumerate(found) if not len(draft.ids)]
+    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+        places = [_place(one.sequence) for one in asked]
+        forced = [_forced(place, one, table) for place, one in zip(places, asked, strict=True)]
+        # Nothing else may follow than what is forced.
+        found = [Draft(NO_IDS if one.rank else ids) for one, ids in zip(asked, forced, strict=True)]
+        free = [a for a, ids in enumerate(forced) if not len(ids)]
         if self.beside is not None and free:
-            shorter = [min(limits[s], self.guesses) for s in free]
-            guesses = self.beside.propose([sequences[s] for s in free], table, shorter)
-            for s, guess in zip(free, guesses, strict=True):
-                ids = _allowed(places[s], sequences[s], guess.ids, table)
-                found[s] = replace(guess, ids=ids)
+            shorter = [asked[a]._replace(most=min(asked[a].most, self.guesses)) for a in free]
+            guesses = self.beside.propose(shorter, table)
+            for a, guess in zip(free, guesses, strict=True):
+                ids = _allowed(places[a], asked[a].sequence, guess.ids, table)
+                found[a] = replace(guess, ids=ids)
         return found
 
     def restart(self) -> None:
@@ -66,12 +68,13 @@ class _Forcing:
         return 0 if self.beside is None else self.beside.held()
 
 
-def _forced(place: GrammarPlace, sequence: Sequence, table: TokenTable, most: int) -> np.ndarray:
+def _forced(place: GrammarPlace, asked: Asked, table: TokenTable) -> np.ndarray:
     """The ids that alone may follow, one after another."""
+    sequence = asked.sequence
     # A step that was broken off may have read guesses.
     place.rewind(sequence.visible)
     line, found = table.data[sequence.line, : sequence.visible], list[int]()
-    while len(found) < most:
+    while len(found) < asked.most:
         words = place.mask(line, len(line))
         only = None if words is None else tokens_in(words, 1)
         # An end is chosen like any token: nothing comes after it that could be won.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.engine.alternatives import fed
 from everystep.engine.feed import Feeds, Grant, chunk_of, write_draft
 from everystep.errors import NOBODYS, RequestError, UnknownArgumentError, nearest
 from everystep.executors.base import Executor
@@ -97,7 +98,7 @@ class Hooking:
 
     def _ask_group(self, grant: Grant, feeds: Feeds) -> None:
         if grant.group in feeds.ready:
-            for sequence in grant.group.live:
+            for sequence in fed(grant.group, feeds):
                 drafted = len(write_draft(sequence, feeds)) if feeds.drafts else 0
                 self._ask_for(sequence, sequence.length + drafted - sequence.cached, feeds)
             return

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from everystep.draws import fork_lineage
+from everystep.engine.alternatives import fed
 from everystep.engine.apply import sprout
 from everystep.engine.feed import NO_IDS, Feeds
 from everystep.types import Companion, Group, Sequence, is_memory
@@ -17,18 +18,26 @@ from everystep.types import Companion, Group, Sequence, is_memory
 class Layout:
     """R rows of the S sequences of some groups, those of a sequence one after another.
 
-    Of each sequence, `group_of` is the index of its group, `sources` the sequence that was fed for
-    it, `drafts` what was drafted. Of each row, `owner` is the index of its sequence, `place` how
-    many drafted tokens it follows, `follow` the sequence as it is there.
+    Alternatives count among the sequences: `origin` is the index of the one that a sequence is a
+    copy of, its own for others. Of each sequence, `group_of` is the index of its group, `sources`
+    the sequence that was fed for it, `drafts` what was drafted. Of each row, `owner` is the index
+    of its sequence, `place` how many drafted tokens it follows, `follow` the sequence as it is
+    there.
     """
 
     sequences: list[Sequence]
     group_of: list[int]
     sources: list[Sequence]
+    origin: list[int]
     drafts: list[np.ndarray]
     owner: list[int]
     place: list[int]
     follow: list[Sequence]
+
+    @property
+    def alternatives(self) -> bool:
+        """Whether any sequence has alternatives."""
+        return len(set(self.origin)) < len(self.origin)
 
     @property
     def drafted(self) -> bool:
@@ -54,31 +63,58 @@ class Layout:
         pairs = [*zip(self.owner, self.place, strict=True)]
         return [[own[s] + i for s, i in pairs] for own in rows]
 
+    def only(self, kept: list[int]) -> tuple[Layout, list[int]]:
+        """The layout of these sequences alone, in rising order, and which rows are theirs."""
+        rows = [row for row, s in enumerate(self.owner) if s in kept]
+        layout = Layout(
+            [self.sequences[s] for s in kept],
+            [self.group_of[s] for s in kept],
+            [self.sources[s] for s in kept],
+            [*range(len(kept))],
+            [self.drafts[s] for s in kept],
+            [kept.index(self.owner[row]) for row in rows],
+            [self.place[row] for row in rows],
+            [self.follow[row] for row in rows],
+        )
+        return layout, rows
+
 
 def laid_out(groups: list[Group], feeds: Feeds) -> Layout:
     """The rows of groups that choose together."""
-    sequences, group_of, sources = _members(groups)
+    sequences, group_of, sources = _members(groups, feeds)
     count = len(sequences)
     if not feeds.drafts:
-        none = [NO_IDS] * count
-        return Layout(sequences, group_of, sources, none, [*range(count)], [0] * count, sequences)
+        none, each = [NO_IDS] * count, [*range(count)]
+        return Layout(sequences, group_of, sources, each, none, each, [0] * count, sequences)
     drafts = [feeds.drafts.get(id(source), NO_IDS) for source in sources]
     owner = [s for s, draft in enumerate(drafts) for _ in range(1 + len(draft))]
     place = [i for draft in drafts for i in range(1 + len(draft))]
     pairs = zip(owner, place, strict=True)
     follow = [later(sequences[s], i) if i else sequences[s] for s, i in pairs]
-    return Layout(sequences, group_of, sources, drafts, owner, place, follow)
+    return Layout(
+        sequences, group_of, sources, _origins(sources, feeds), drafts, owner, place, follow
+    )
 
 
-def _members(groups: list[Group]) -> tuple[list[Sequence], list[int], list[Sequence]]:
+def _origins(sources: list[Sequence], feeds: Feeds) -> list[int]:
+    """(S,) the index of the sequence itself, or of the one that it is an alternative of."""
+    found, last = [*range(len(sources))], 0
+    while last < len(sources):
+        copies = len(feeds.alternatives.get(id(sources[last]), ()))
+        found[last : last + 1 + copies] = [last] * (1 + copies)
+        last += 1 + copies
+    return found
+
+
+def _members(groups: list[Group], feeds: Feeds) -> tuple[list[Sequence], list[int], list[Sequence]]:
     """The sequences that choose, their groups, and the sequence that was fed for each."""
     sequences: list[Sequence] = []
     sources: list[Sequence] = []
     group_of: list[int] = []
     for g, group in enumerate(groups):
-        members = group.live if group.opened else opened(group)
+        members = fed(group, feeds) if group.opened else opened(group)
         sequences += members
-        sources += group.live if group.opened else group.live * len(members)
+        sources += members if group.opened else group.live * len(members)
         group_of += [g] * len(members)
     return sequences, group_of, sources
 

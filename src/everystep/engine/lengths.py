@@ -1,4 +1,4 @@
-"""How long drafts are: the schedules, and what tells whether a draft pays.
+"""How long drafts are, and how many: the schedules, and what tells whether a draft pays.
 
 This is the one place where a choice depends on a clock. It changes how many tokens a step verifies
 and never which tokens come out, so it is only asked where drafts are judged by whether they match.
@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
+from everystep.engine.layout import Layout
 from everystep.types import Sequence
 from everystep.types.protocols import Drafter
 
@@ -28,37 +30,63 @@ _MUCH = 16  # ids that a drafter may read before a guess whose cost counts
 _SLOPE = 0.1  # of a step's cost that a further position is taken to add, before that is known
 
 
+class Odds(NamedTuple):
+    """How many guesses were right and how many wrong, the latest counting most."""
+
+    right: float = 1.0
+    wrong: float = 1.0
+
+    def after(self, right: int, wrong: int) -> Odds:
+        return Odds(_FADING * self.right + right, _FADING * self.wrong + wrong)
+
+    @property
+    def chance(self) -> float:
+        """How likely the next guess is right."""
+        return self.right / (self.right + self.wrong)
+
+
+_EVEN = Odds()
+_RARELY = Odds(1.0, 3.0)  # how alternatives are taken to do before that is known
+
+
 @dataclass(slots=True)
 class DraftRecord:
     """How the drafts of a sequence did: a memory, without which they begin anew.
 
-    `tokens`: how long they are by the heuristic schedule. `right`, `wrong`: how many guesses were
-    right before a wrong one, and how many wrong ones there were, the latest counting most. `read`:
-    how many ids there were when the last draft was made.
+    `tokens`: how long they are by the heuristic schedule. `guesses`: those of first drafts, up to
+    the first wrong one. `others`: of each alternative, its first guess. `read`: how many ids there
+    were when the last draft was made.
     """
 
     tokens: int
-    right: float = 1.0
-    wrong: float = 1.0
+    guesses: Odds = _EVEN
+    others: tuple[Odds, ...] = ()
     read: int = 0
 
     def copy(self) -> DraftRecord:
-        return DraftRecord(self.tokens, self.right, self.wrong, self.read)
+        return DraftRecord(self.tokens, self.guesses, self.others, self.read)
 
     def rewind(self, length: int) -> None:
         """What drafts have told is still so."""
 
     def note(self, drafted: int, accepted: int) -> None:
-        """One draft more."""
+        """One first draft more."""
         whole = accepted == drafted
         self.tokens = self.tokens + 2 if whole else max(1, self.tokens - 1)
-        self.right = _FADING * self.right + accepted
-        self.wrong = _FADING * self.wrong + (not whole)
+        self.guesses = self.guesses.after(accepted, not whole)
 
-    @property
-    def chance(self) -> float:
-        """How likely a guess is right where all before it are."""
-        return self.right / (self.right + self.wrong)
+    def note_others(self, count: int, right: int | None) -> None:
+        """The alternatives of one draft more, of which one or none was right."""
+        known = (*self.others, *[_RARELY] * (count - len(self.others)))
+        self.others = tuple(
+            odds.after(rank == right, rank != right) if rank < count else odds
+            for rank, odds in enumerate(known)
+        )
+
+    def chances(self, count: int) -> list[float]:
+        """How likely the first guesses of so many drafts are right."""
+        known = (*self.others, *[_RARELY] * (count - 1 - len(self.others)))
+        return [odds.chance for odds in (self.guesses, *known)][:count]
 
 
 def record_of(sequence: Sequence, drafter: Drafter) -> DraftRecord:
@@ -79,12 +107,20 @@ def note_reading(sequences: list[Sequence], drafter: Drafter) -> bool:
     return much
 
 
-def note_drafts(sequences: list[Sequence], drafts: list[np.ndarray], accepted: list[int]) -> None:
-    """The sequences remember how many ids of their drafts were right."""
-    for sequence, draft, right in zip(sequences, drafts, accepted, strict=True):
-        drafter = sequence.request.drafter
-        if len(draft) and drafter is not None:
-            record_of(sequence, drafter).note(len(draft), right)
+def note_drafts(layout: Layout, parents: list[int], accepted: list[int]) -> None:
+    """The parents, those of the S sequences that go on, remember how many ids of their drafts were
+    right, and which of their alternatives."""
+    for parent, right in zip(parents, accepted, strict=True):
+        sequence, first = layout.sequences[parent], layout.origin[parent]
+        drafter, draft = sequence.request.drafter, layout.drafts[first]
+        if drafter is None:
+            continue
+        record = record_of(sequence, drafter)
+        if len(draft):
+            record.note(len(draft), right if parent == first else 0)
+        others = layout.origin.count(first) - 1
+        if others:
+            record.note_others(others, None if parent == first else parent - first - 1)
 
 
 @dataclass(slots=True)
@@ -156,55 +192,70 @@ class Lengths:
     costs: Costs = field(default_factory=Costs)
 
     def limits(
-        self, drafter: Drafter, sequences: list[Sequence], rooms: list[int], fed: int
-    ) -> list[int]:
-        """For sequences that have room for so many ids, in a step that feeds so many positions
-        without drafts."""
+        self,
+        drafter: Drafter,
+        sequences: list[Sequence],
+        rooms: list[int],
+        most_drafts: list[int],
+        fed: int,
+    ) -> list[list[int]]:
+        """Of each draft of the sequences, at most so many ids and drafts of each, in a step that
+        feeds so many positions without drafts."""
         if drafter.schedule == "costs":
-            wanted = self._paying(drafter, sequences, fed)
+            wanted = self._paying(drafter, sequences, most_drafts, fed)
         elif drafter.schedule == "heuristic":
-            wanted = [record_of(sequence, drafter).tokens for sequence in sequences]
+            tokens = [record_of(sequence, drafter).tokens for sequence in sequences]
+            wanted = [[one] * drafts for one, drafts in zip(tokens, most_drafts, strict=True)]
         else:
-            wanted = [drafter.tokens] * len(sequences)
-        return [min(most, room) for most, room in zip(wanted, rooms, strict=True)]
+            wanted = [[drafter.tokens] * drafts for drafts in most_drafts]
+        return [[min(one, room) for one in own] for own, room in zip(wanted, rooms, strict=True)]
 
-    def _paying(self, drafter: Drafter, sequences: list[Sequence], fed: int) -> list[int]:
+    def _paying(
+        self, drafter: Drafter, sequences: list[Sequence], most_drafts: list[int], fed: int
+    ) -> list[list[int]]:
         """As many as the measured costs justify; the first steps measure them."""
-        none = [0] * len(sequences)
         costs = self.costs
         if not costs.knows(fed):
-            return none
+            return [[0]] * len(sequences)
         if drafter not in costs.rounds or max(costs.steps) <= fed:
-            return [min(_TRIED, drafter.tokens)] * len(sequences)
-        chances = np.array([record_of(sequence, drafter).chance for sequence in sequences])
+            return [[min(_TRIED, drafter.tokens)]] * len(sequences)
+        pairs = zip(sequences, most_drafts, strict=True)
+        chances = [record_of(sequence, drafter).chances(drafts) for sequence, drafts in pairs]
         units = max([1 + len(sequence.companions) for sequence in sequences])
         found = best_lengths(costs, drafter, chances, fed, units)
-        if not any(found) and costs.spent <= _SHARE * costs.elapsed:
-            return [min(_PROBE, drafter.tokens)] * len(sequences)
+        if not any(map(any, found)) and costs.spent <= _SHARE * costs.elapsed:
+            return [[min(_PROBE, drafter.tokens)]] * len(sequences)
         return found
 
 
 def best_lengths(
-    costs: Costs, drafter: Drafter, chances: np.ndarray, fed: int, units: int = 1
-) -> list[int]:
-    """(S,) how many ids to draft, so that the step gives the most tokens per second.
+    costs: Costs, drafter: Drafter, chances: list[list[float]], fed: int, units: int = 1
+) -> list[list[int]]:
+    """How many ids each draft of each sequence may have, so that the step gives the most tokens per
+    second.
 
-    The j-th guess of a sequence whose guesses are right with chance p adds p^j tokens. Guesses are
-    added in the order of what they add, for as long as that pays. `fed`: positions that the step
-    feeds without drafts; `units`: how many each guess adds, as companions are fed it too.
+    `chances`: how likely the first guess of each draft is right. A guess whose chance is q for the
+    first place of its draft, and p for each that follows, adds q * p^j tokens at place j; p is that
+    of the sequence's first draft. Guesses are added in the order of what they add, for as long as
+    that pays. `fed`: positions that the step feeds without drafts; `units`: how many each guess
+    adds, as companions are fed it too. An alternative feeds the last token once more.
     """
-    places = np.arange(1, drafter.tokens + 1)
-    gains = chances[:, None] ** places
+    drafts = [(s, d) for s, own in enumerate(chances) for d in range(len(own))]
+    first = np.array([chances[s][d] for s, d in drafts])
+    later = np.array([chances[s][0] for s, _ in drafts])
+    places = np.arange(drafter.tokens)
+    gains = first[:, None] * later[:, None] ** places
+    added = np.ones(gains.shape)
+    added[[d > 0 for _, d in drafts], 0] = 2
     order = np.argsort(-gains, axis=None, kind="stable")
     owner, place = np.divmod(order, len(places))
     rounds = np.maximum.accumulate(place + 1)
-    seconds = costs.seconds(fed + units * np.arange(1, len(order) + 1))
+    seconds = costs.seconds(fed + units * added.ravel()[order].cumsum())
     seconds = seconds + rounds * median(costs.rounds[drafter])
     chosen = fed / units  # tokens that the step gives without drafts
     rates = (chosen + gains.ravel()[order].cumsum()) / seconds
     (plain,) = chosen / costs.seconds(np.array([fed]))
     best = int(rates.argmax())
-    if rates[best] <= _MARGIN * plain:
-        return [0] * len(chances)
-    counts: list[int] = np.bincount(owner[: best + 1], minlength=len(chances)).tolist()
-    return counts
+    pays = rates[best] > _MARGIN * plain
+    counts = np.bincount(owner[: best + 1 if pays else 0], minlength=len(drafts)).tolist()
+    return [[counts.pop(0) for _ in own] for own in chances]

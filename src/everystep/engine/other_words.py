@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from everystep.engine.draft_model import Made, Until, forget_guesses, guess
-from everystep.engine.feed import NO_IDS, common_length
+from everystep.engine.feed import NO_IDS
 from everystep.engine.second import SecondModel, SecondRow
 from everystep.engine.spelling import SharedTokens, Tokenizers
 from everystep.executors.base import Executor
 from everystep.types import Draft, Rows, Sequence, TokenTable
-from everystep.types.protocols import Drafting, Schedule
+from everystep.types.protocols import Asked, Drafting, Schedule
+from everystep.types.table import common_length
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class OtherDraftModel:
     schedule: Schedule = "constant"
     threshold: float = 0.0
     stop_ids: tuple[int, ...] = ()
+    alternatives: ClassVar[int] = 0
 
     def start(self, vocabulary: int) -> Drafting:
         model = SecondModel(self.open())
@@ -94,12 +96,10 @@ class OtherGuesses:
     def held(self) -> int:
         return self.model.held()
 
-    def asked(
-        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
-    ) -> list[tuple[Sequence, int]]:
+    def known(self, asked: list[Asked], table: TokenTable) -> list[tuple[Sequence, int]]:
         """The sequences whose text is known, each with its limit; their rows are told all of it."""
         found = []
-        for sequence, most in zip(sequences, limits, strict=True):
+        for sequence, most, _ in asked:
             known = sequence.request.prompt.ids
             if known is None or (known >= self.vocabulary).any():
                 continue
@@ -126,14 +126,12 @@ class TokenGuesses(OtherGuesses):
 
     shared: SharedTokens
 
-    def propose(
-        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
-    ) -> list[Draft]:
-        """Per sequence as many guesses as its limit, fewer where one was unlikely."""
-        going = asked = self.asked(sequences, table, limits)
-        made = Made({id(sequence): 0 for sequence, _ in asked})
-        lines = {id(sequence): self.row(sequence).said for sequence, _ in asked}
-        for sequence, most in asked:
+    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+        """As many guesses as may be, fewer where one was unlikely."""
+        going = known = self.known(asked, table)
+        made = Made({id(sequence): 0 for sequence, _ in known})
+        lines = {id(sequence): self.row(sequence).said for sequence, _ in known}
+        for sequence, most in known:
             table.reserve(sequence.visible + most)
         done = 0
         while going:
@@ -153,21 +151,18 @@ class TokenGuesses(OtherGuesses):
                     lines[id(sequence)] = np.append(lines[id(sequence)], other)
                     left.append((sequence, most))
             going = left
-        forget_guesses([sequence for sequence, _ in asked])
-        return [made.draft(sequence, table) for sequence in sequences]
+        forget_guesses([sequence for sequence, _ in known])
+        return [made.draft(one.sequence, table) for one in asked]
 
 
 @dataclass(slots=True)
 class TextGuesses(OtherGuesses):
     """Guesses of the draft model in its own tokens, spelled in those of the model."""
 
-    def propose(
-        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
-    ) -> list[Draft]:
-        """Per sequence the ids of a text of as many tokens as its limit, or fewer."""
-        asked = self.asked(sequences, table, limits)
-        guesses: dict[int, list[int]] = {id(sequence): [] for sequence, _ in asked}
-        going = asked
+    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+        """The ids of a text of as many tokens as may be, or fewer."""
+        going = known = self.known(asked, table)
+        guesses: dict[int, list[int]] = {id(sequence): [] for sequence, _ in known}
         while going:
             rows = [self.row(sequence) for sequence, _ in going]
             for (sequence, _), row in zip(going, rows, strict=True):
@@ -183,7 +178,8 @@ class TextGuesses(OtherGuesses):
                 if chance >= self.until.threshold and len(own) < most:
                     left.append((sequence, most))
             going = left
-        return [self._spelled(sequence, table, guesses.get(id(sequence))) for sequence in sequences]
+        each = [one.sequence for one in asked]
+        return [self._spelled(one, table, guesses.get(id(one))) for one in each]
 
     def _spelled(self, sequence: Sequence, table: TokenTable, guesses: list[int] | None) -> Draft:
         if not guesses:

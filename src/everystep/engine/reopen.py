@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from everystep.engine.apply import Change, release, sprout
-from everystep.engine.feed import common_length, units_of
+from everystep.engine.feed import units_of
 from everystep.engine.ledger import Ledger
 from everystep.types import COLUMNS, Columns, Companion, Group, Request, Sequence, TokenTable
+from everystep.types.table import common_length
 
 
 @dataclass(frozen=True, slots=True, eq=False)

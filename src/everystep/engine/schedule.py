@@ -283,5 +283,5 @@ def _require(what: str, needed: int, limit: int, name: str) -> None:
             f"the request needs more {what} than there are",
             wanted=f"at most {limit}",
             got=needed,
-            do=f"Raise {name} or lower num_beams / num_return_sequences",
+            do=f"Raise {name} or lower num_beams / num_return_sequences / num_drafts",
         )

@@ -28,7 +28,7 @@ Results = dict[str, list[Hypothesis]]
 Executors = Callable[[Mix, int | None], Executor]
 
 
-# The first seventeen count mixes, the others happenings.
+# The first eighteen count mixes, the others happenings.
 FLOORS = {
     "mixes": 2_000,
     "beams": 400,
@@ -42,6 +42,7 @@ FLOORS = {
     "draft_models": 100,
     "other_words": 30,
     "corpora": 60,
+    "trees": 400,
     "hooks": 400,
     "best_of": 200,
     "n_best": 150,
@@ -50,6 +51,7 @@ FLOORS = {
     "preemptions_in_decode": 500,
     "forks": 1_000,
     "long_children": 500,
+    "alternatives": 500,
     "chunk_feeds": 2_000,
     "cancelled": 100,
     "reused": 1_000,
@@ -143,6 +145,7 @@ class Laws:
             preemptions_in_decode=counts.preemptions_in_decode,
             forks=executor.counts["fork"] if isinstance(executor, StrictExecutor) else 0,
             long_children=counts.long_children,
+            alternatives=counts.alternatives,
             chunk_feeds=counts.chunks,
             reused=counts.forked,
         )

@@ -21,7 +21,18 @@ from everystep import draws
 from everystep.cache import rows as cache_rows
 from everystep.cache.bank import Bank, BankPart
 from everystep.cache.states import Mark
-from everystep.engine import apply, batches, engine, feed, given, layout, prefixes
+from everystep.engine import (
+    alternatives,
+    apply,
+    batches,
+    choices,
+    drafting,
+    engine,
+    feed,
+    given,
+    layout,
+    prefixes,
+)
 from everystep.engine.ledger import Ledger
 from everystep.engine.prefixes import Prefixes
 from everystep.processors import pipeline
@@ -199,6 +210,30 @@ def _extended_ignores_the_floor(
     bank: Bank, part: BankPart, count: int, floor: int, *, alone: bool
 ) -> BankPart:
     return _true_extended(bank, part, count, part.length + count, alone=alone)
+
+
+# --- several drafts -------------------------------------------------------------------------------
+
+
+@mutant("outdone drafts keep their rows", (choices, "drop_outdone"))
+def _outdone_drafts_stay(change: Any, feeds: Any) -> None:
+    pass
+
+
+_true_alternative = alternatives.alternative
+
+
+@mutant("alternatives draw for themselves", (drafting, "alternative"))
+def _alternative_of_another_lineage(sequence: Sequence, feeds: Any) -> Sequence:
+    copy = _true_alternative(sequence, feeds)
+    copy.lineage += 1
+    return copy
+
+
+@mutant("alternatives share the row", (drafting, "fork_rows"))
+def _alternative_without_a_fork(sequence: Sequence, feeds: Any) -> None:
+    with mock.patch.object(Ledger, "fork", lambda ledger, source: source):
+        alternatives.fork_rows(sequence, feeds)
 
 
 # --- prefixes -------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from everystep.strategies.constraints import (
 )
 from everystep.testing.dice import EMBED_DIM, Dice
 from everystep.testing.hash_function import HashFunction
-from everystep.testing.hash_model import HashExecutor
+from everystep.testing.hash_model import HashExecutor, HesitantExecutor
 from everystep.testing.random_prompts import furnished, random_prompt, related
 from everystep.testing.rules import Discourage, Forbid, FrequencyPenalty, Murmur
 from everystep.testing.tokenizer import Letters
@@ -111,6 +111,7 @@ def kinds(request: Request) -> list[str]:
         "draft_models": isinstance(request.drafter, DraftModel | OtherDraftModel),
         "other_words": isinstance(request.drafter, OtherDraftModel),
         "corpora": isinstance(request.drafter, CorpusLookup),
+        "trees": request.drafter is not None and request.drafter.alternatives > 0,
         "contrastive": isinstance(strategy, Contrastive),
         "contrast": isinstance(request.readout, Contrast),
         "best_of": isinstance(strategy, BestOf),
@@ -138,11 +139,15 @@ def random_mix(seed: int) -> Mix:
         for i in range(count)
     )
     requests = tuple(_hooked(request, hooking) for request in requests)
-    changing, reading = (Dice(np.random.default_rng([seed, stream])) for stream in (5, 6))
+    streams = (Dice(np.random.default_rng([seed, stream])) for stream in (5, 6, 7))
+    changing, reading, branching = streams
     requests = tuple(_contrasted(request, reading) for request in requests)
     requests = tuple(related(requests, Dice(np.random.default_rng([seed, 3]))))
     requests = tuple(
         _drafted_otherwise(readable(request), function, changing) for request in requests
+    )
+    requests = tuple(
+        _several_drafts(request, function.vocab_size, branching) for request in requests
     )
     return Mix(seed, function.vocab_size, requests, random_schedule(requests, draw))
 
@@ -273,6 +278,17 @@ def _drafted_otherwise(request: Request, function: HashFunction, draw: Dice) -> 
     return replace(request, drafter=drafter)
 
 
+def _several_drafts(request: Request, size: int, draw: Dice) -> Request:
+    """The request, perhaps with several drafts of each sequence, of so many ids."""
+    drafter = request.drafter
+    if not isinstance(drafter, PromptLookup | CorpusLookup | DraftModel) or draw.chance(0.5):
+        return request
+    if isinstance(drafter, DraftModel) or draw.chance(0.3):
+        opened = partial(HesitantExecutor, size, EMBED_DIM)
+        drafter = DraftModel(opened, drafter.tokens, drafter.schedule)
+    return replace(request, drafter=replace(drafter, alternatives=draw.between(1, 3)))
+
+
 def _processors(vocab_size: int, draw: Dice, strategy: Strategy) -> tuple[Any, ...]:
     token, every = draw.between(0, vocab_size - 1), draw.between(1, 3)
     known = (  # in the canonical order, own ones before those that cut the distribution
@@ -312,4 +328,5 @@ def random_schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
 
 
 def _rows(request: Request) -> int:
-    return int(request.strategy.width) * (1 + len(request.companions))
+    drafts = 1 if request.drafter is None else 1 + request.drafter.alternatives
+    return int(request.strategy.width) * (1 + len(request.companions)) * drafts

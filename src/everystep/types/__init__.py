@@ -312,8 +312,10 @@ class Group:
     @property
     def rows(self) -> int:
         """How many cache rows the group needs to make its next choice and go on."""
-        per_sequence = 1 + len(self.request.companions)
-        return per_sequence * max(self.request.strategy.width, len(self.live))
+        request = self.request
+        drafts = 1 if request.drafter is None else 1 + request.drafter.alternatives
+        per_sequence = (1 + len(request.companions)) * drafts
+        return per_sequence * max(request.strategy.width, len(self.live))
 
     @property
     def finished(self) -> bool:

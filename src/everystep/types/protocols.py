@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -194,16 +194,21 @@ class Verification:
 MATCHING = Verification()
 
 
+class Asked(NamedTuple):
+    """A sequence, which has not ended, that a draft of at `most` so many ids is asked for, one or
+    more; `rank`: 0 for the likeliest draft, n for the likeliest but those of lower ranks that
+    begins otherwise than they do."""
+
+    sequence: Sequence
+    most: int
+    rank: int = 0
+
+
 class Drafting(Protocol):
     """A drafter at work for one engine."""
 
-    def propose(
-        self, sequences: list[Sequence], table: TokenTable, limits: list[int]
-    ) -> list[Draft]:
-        """Per sequence the ids that may follow it, as many as its limit at most.
-
-        None of the sequences has ended, and each limit is at least one.
-        """
+    def propose(self, asked: list[Asked], table: TokenTable) -> list[Draft]:
+        """For each that is asked for, the ids that may follow the sequence."""
 
     def restart(self) -> None:
         """Drops everything that it held for sequences; it is made again from the ids."""
@@ -222,6 +227,10 @@ class Drafter(Protocol):
     @property
     def schedule(self) -> Schedule:
         """How that number changes."""
+
+    @property
+    def alternatives(self) -> int:
+        """How many further drafts of a sequence are verified beside the first, at most."""
 
     def start(self, vocabulary: int) -> Drafting:
         """A drafter at work for an engine with so many ids, with storage of its own if it needs

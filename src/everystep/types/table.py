@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from collections.abc import Sequence as Items
 
 import numpy as np
+
+
+def common_length(tails: Items[np.ndarray]) -> int:
+    """How many ids all tails begin with."""
+    length = min(map(len, tails), default=0)
+    for tail in tails[1:]:
+        differ = (tail[:length] != tails[0][:length]).nonzero()[0]
+        if len(differ):
+            length = int(differ[0])
+    return length
 
 
 class TokenTable:

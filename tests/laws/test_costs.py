@@ -13,14 +13,16 @@ from torch import Tensor
 
 from everystep import draws
 from everystep.draws import SeededDraws
-from everystep.engine import Engine, Guidance, Lockstep
+from everystep.engine import Engine, Guidance, Lockstep, drafting
+from everystep.engine.alternatives import fork_rows
 from everystep.engine.choices import StepRecord
+from everystep.engine.feed import Feeds
 from everystep.processors import best, edits
 from everystep.strategies import Beam, Greedy, Sample, single
 from everystep.testing.drive import Run, hash_executor
 from everystep.testing.hash_model import HashExecutor
 from everystep.testing.requests import Mix, kinds, random_mix
-from everystep.types import Answer, FinishReason, Prompt, Request, StepOutput, Work
+from everystep.types import Answer, FinishReason, Prompt, Request, Sequence, StepOutput, Work
 
 SEEDS = range(40)
 
@@ -126,10 +128,18 @@ def _children(record: StepRecord) -> list[tuple[int, FinishReason | None]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_row_is_copied_without_need(seed: int) -> None:
+def test_no_row_is_copied_without_need(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mix = random_mix(seed)
     executor = hash_executor(mix)
     needed: list[int] = []
+
+    def forked(sequence: Sequence, feeds: Feeds) -> None:
+        """Every alternative that is fed has forks of its own."""
+        fork_rows(sequence, feeds)
+        copies = feeds.alternatives.get(id(sequence), ())
+        needed.append(sum(len(one.units) for one in copies))
+
+    monkeypatch.setattr(drafting, "fork_rows", forked)
     run(mix.requests, executor, [lambda record: needed.append(needed_forks(record))])
     assert executor.counts["fork"] == sum(needed)
 

@@ -90,7 +90,7 @@ def leaves_nothing(engine: Engine) -> bool:
     return engine.executor.audit() == {} and engine.table.open_lines == 0
 
 
-@pytest.mark.parametrize("scheduler", [Lockstep, lambda: Continuous(token_budget=16, max_rows=16)])
+@pytest.mark.parametrize("scheduler", [Lockstep, lambda: Continuous(token_budget=32, max_rows=32)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cancelled_at_any_step(seed: int, scheduler: Callable[[], Lockstep | Continuous]) -> None:
     mix = random_mix(seed)

@@ -37,8 +37,7 @@ def alone(request: Request, mix: Mix) -> tuple[Run, list[Event]]:
 def in_order(events: list[Event], request: Request) -> list[Event]:
     """The events as they came, or, where siblings have several drafts, sibling by sibling: a step
     whose rows were lost makes one draft, and so gives some siblings fewer tokens."""
-    several = request.drafter is not None and request.drafter.alternatives > 0
-    return sorted(events, key=lambda event: event.index) if several else events
+    return sorted(events, key=lambda event: event.index) if request.drafts > 1 else events
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 def drafts_at_most(group: Group, sequence: Sequence) -> int:
     """How many drafts of the sequence may be verified at once.
 
-    One where anything but its last token is still to be fed, or where a caller's criteria read the
-    scores of the steps so far, of which there is one per token.
+    One before its group has opened, where anything but its last token is still to be fed, and where
+    a caller's criteria read the scores of the steps so far, of which there is one per token.
     """
     request = group.request
-    if request.drafter is None or not group.opened or request.wants.history:
+    if not group.opened or request.wants.history:
         return 1
     waiting = any(unit.row is None for unit in sequence.units)
     if waiting or sequence.pending > len(sequence.units):
         return 1
-    return 1 + request.drafter.alternatives
+    return request.drafts
 
 
 def alternative(sequence: Sequence, feeds: Feeds) -> Sequence:

@@ -65,14 +65,15 @@ class Layout:
 
     def only(self, kept: list[int]) -> tuple[Layout, list[int]]:
         """The layout of these sequences alone, in rising order, and which rows are theirs."""
-        rows = [row for row, s in enumerate(self.owner) if s in kept]
+        number = {s: i for i, s in enumerate(kept)}
+        rows = [row for row, s in enumerate(self.owner) if s in number]
         layout = Layout(
             [self.sequences[s] for s in kept],
             [self.group_of[s] for s in kept],
             [self.sources[s] for s in kept],
             [*range(len(kept))],
             [self.drafts[s] for s in kept],
-            [kept.index(self.owner[row]) for row in rows],
+            [number[self.owner[row]] for row in rows],
             [self.place[row] for row in rows],
             [self.follow[row] for row in rows],
         )

@@ -7,7 +7,7 @@ and never which tokens come out, so it is only asked where drafts are judged by 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -110,6 +110,7 @@ def note_reading(sequences: list[Sequence], drafter: Drafter) -> bool:
 def note_drafts(layout: Layout, parents: list[int], accepted: list[int]) -> None:
     """The parents, those of the S sequences that go on, remember how many ids of their drafts were
     right, and which of their alternatives."""
+    drafts = Counter(layout.origin)
     for parent, right in zip(parents, accepted, strict=True):
         sequence, first = layout.sequences[parent], layout.origin[parent]
         drafter, draft = sequence.request.drafter, layout.drafts[first]
@@ -118,9 +119,8 @@ def note_drafts(layout: Layout, parents: list[int], accepted: list[int]) -> None
         record = record_of(sequence, drafter)
         if len(draft):
             record.note(len(draft), right if parent == first else 0)
-        others = layout.origin.count(first) - 1
-        if others:
-            record.note_others(others, None if parent == first else parent - first - 1)
+        if drafts[first] > 1:
+            record.note_others(drafts[first] - 1, None if parent == first else parent - first - 1)
 
 
 @dataclass(slots=True)

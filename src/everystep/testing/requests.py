@@ -111,7 +111,7 @@ def kinds(request: Request) -> list[str]:
         "draft_models": isinstance(request.drafter, DraftModel | OtherDraftModel),
         "other_words": isinstance(request.drafter, OtherDraftModel),
         "corpora": isinstance(request.drafter, CorpusLookup),
-        "trees": request.drafter is not None and request.drafter.alternatives > 0,
+        "trees": request.drafts > 1,
         "contrastive": isinstance(strategy, Contrastive),
         "contrast": isinstance(request.readout, Contrast),
         "best_of": isinstance(strategy, BestOf),
@@ -328,5 +328,4 @@ def random_schedule(requests: tuple[Request, ...], draw: Dice) -> Schedule:
 
 
 def _rows(request: Request) -> int:
-    drafts = 1 if request.drafter is None else 1 + request.drafter.alternatives
-    return int(request.strategy.width) * (1 + len(request.companions)) * drafts
+    return int(request.strategy.width) * (1 + len(request.companions)) * request.drafts

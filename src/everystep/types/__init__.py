@@ -132,6 +132,11 @@ class Request:
         return pad if ids is None else np.concatenate([pad, ids])
 
     @property
+    def drafts(self) -> int:
+        """How many drafts of a sequence are verified at once, at most."""
+        return 1 if self.drafter is None else 1 + self.drafter.alternatives
+
+    @property
     def needs(self) -> frozenset[str]:
         """The abilities that its executor must have; see `Executor.abilities`."""
         given = ("embeds", "positions", "mask", "encoder", "past")
@@ -313,8 +318,7 @@ class Group:
     def rows(self) -> int:
         """How many cache rows the group needs to make its next choice and go on."""
         request = self.request
-        drafts = 1 if request.drafter is None else 1 + request.drafter.alternatives
-        per_sequence = (1 + len(request.companions)) * drafts
+        per_sequence = (1 + len(request.companions)) * request.drafts
         return per_sequence * max(request.strategy.width, len(self.live))
 
     @property

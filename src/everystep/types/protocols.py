@@ -195,9 +195,9 @@ MATCHING = Verification()
 
 
 class Asked(NamedTuple):
-    """A sequence, which has not ended, that a draft of at `most` so many ids is asked for, one or
-    more; `rank`: 0 for the likeliest draft, n for the likeliest but those of lower ranks that
-    begins otherwise than they do."""
+    """A draft that is wanted: of a sequence that has not ended, with one id or more, at `most` so
+    many. Rank 0 is the likeliest; rank n the likeliest that begins with another id than those of
+    all lower ranks."""
 
     sequence: Sequence
     most: int

@@ -185,6 +185,21 @@ def test_a_seeded_choice_does_not_know_its_batch(size: int) -> None:
         assert alone[0] == together[row], "the seed is that of the place"
 
 
+@pytest.mark.parametrize(("size", "count"), [(40, 8), (5_000, 8), (200, 60), (2_000, 64)])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_seeded_draws_without_replacement_are_gumbel_top_k(
+    size: int, count: int, spread: float
+) -> None:
+    """Also where most tokens are passed over without a logarithm."""
+    given, where = (spread * random_scores(20, size)).softmax(-1), places(20)
+    noise = SeededDraws(3).uniform("choice", where, size)
+    keys = given.double().log() - (-noise.log()).log()
+    wanted, possible = keys.topk(count), (given > 0).sum(dim=-1, keepdim=True)
+    found = SeededDraws(3).choose_without_replacement(given, where, count)
+    same = (found == wanted.indices) | (torch.arange(count) >= possible)
+    assert bool(same.all())
+
+
 def test_seeded_draws_without_replacement_do_not_know_their_batch() -> None:
     given, where = random_scores(6, 40).softmax(-1), places(6)
     together = SeededDraws(3).choose_without_replacement(given, where, 5)

@@ -117,6 +117,25 @@ def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     return torch.from_numpy(np.concatenate(blocks))
 
 
+_AHEAD = 64  # how many tokens may be among the first to come
+
+
+def _first_to_come(rates: Tensor, noise: Tensor, count: int) -> Tensor:
+    """(R, count) the tokens of the shortest waiting times, -log(u) / rate of (R, V) numbers u, in
+    order. Their order is that of log rate - log(-log u), the keys of Gumbel top-k.
+
+    As -log(u) is at least 1 - u, most tokens are out without a logarithm.
+    """
+    if rates.shape[1] <= 2 * _AHEAD or count >= _AHEAD or not on_host(rates):
+        return torch.topk(rates / -noise.log(), count).indices
+    bounds, likely = torch.topk(rates / (1 - noise), _AHEAD)
+    keys = rates.gather(1, likely) / -noise.gather(1, likely).log()
+    best, places = torch.topk(keys, count)
+    if not bool((best[:, -1] > 1.001 * bounds[:, -1]).all()):
+        return torch.topk(rates / -noise.log(), count).indices
+    return likely.gather(1, places)
+
+
 def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """(R,) the first place at which sums (R, n) exceed shares (R, 1) of the last one."""
     total = cumulative[:, -1:]
@@ -213,8 +232,7 @@ class SeededDraws:
     ) -> Tensor:
         """Gumbel top-k (Kool et al. 2019): the numbers are keyed by token, not by rank."""
         noise = self.uniform(self.stream, places, probabilities.shape[1]).to(probabilities.device)
-        keys = probabilities.double().log() - torch.log(-torch.log(noise))
-        return _possible(torch.topk(keys, count).indices, probabilities)
+        return _possible(_first_to_come(probabilities.double(), noise, count), probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
         return torch.from_numpy(uniform(places.seed, stream, places.lineage, places.position, n))

@@ -12,7 +12,7 @@ import pytest
 
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep, PromptLookup
-from everystep.engine.lengths import Costs, DraftRecord, best_lengths
+from everystep.engine.lengths import Costs, DraftRecord, Lengths, best_lengths, chances_of
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy, Sample
 from everystep.testing.dice import EMBED_DIM
@@ -101,6 +101,74 @@ def test_drafts_never_cost_more_than_they_gain(rows: int, price: float, dim: int
         assert drafted < always
 
 
+class Listed(Timed):
+    """Remembers how many sequences each run served."""
+
+    def __init__(self, machine: Machine, run: float, position: float, dim: int) -> None:
+        super().__init__(machine, run, position, dim)
+        self.served: list[int] = []
+
+    def run(self, work: Work) -> StepOutput:
+        if len(work.rows):
+            self.served.append(len(work.rows))
+        return super().run(work)
+
+
+def test_what_does_not_pay_is_tried_by_one_sequence_now_and_then() -> None:
+    machine, opened = Machine(), list[Listed]()
+
+    def wrong() -> Listed:
+        opened.append(Listed(machine, 0.3, 0.0, WRONG))
+        return opened[0]
+
+    seconds(machine, DraftModel(wrong, 8, "costs"), 6)
+    (drafter,) = opened
+    assert set(drafter.served) == {1}
+    assert 2 <= len(drafter.served) < NEW / 10
+
+
+def test_a_drafter_is_not_asked_before_it_may_have_become_better() -> None:
+    drafter, lengths = PromptLookup(4, schedule="costs"), Lengths()
+    lengths.costs.note_step(3, 3, 0.0, 1.0, 0.0)
+    lengths.resting[drafter] = 3
+    assert not lengths.rests(drafter, 3)  # nothing was lost so far
+    lengths.costs.note_step(5, 3, 0.0, 1.5, 0.1)
+    assert lengths.costs.gained_seconds == pytest.approx(-0.6)
+    assert lengths.rests(drafter, 3) and not lengths.rests(drafter, 2)
+    for _ in range(60):
+        lengths.costs.note_step(3, 3, 0.0, 1.0, 0.0)
+    assert not lengths.rests(drafter, 3)
+    lengths.forget(drafter)
+    assert not lengths.resting
+
+
+def test_who_has_no_draft_yet_is_taken_to_do_as_the_others_do() -> None:
+    good, bad, fresh = DraftRecord(5), DraftRecord(5), DraftRecord(5)
+    assert chances_of([fresh], [1]) == [[0.5]]
+    for _ in range(20):
+        good.note(4, 4)
+    (_, [other]) = chances_of([good, fresh], [1, 1])
+    assert other > 0.9
+    for _ in range(20):
+        bad.note(4, 0)
+    ([known], _, [other, second]) = chances_of([good, bad, fresh], [1, 1, 2])
+    assert known > 0.9 > other > bad.guesses.chance and second == 0.25
+
+
+def test_a_round_costs_what_so_many_sequences_take() -> None:
+    """Two sequences whose second guesses are poor are guessed for once, not twice."""
+    drafter, costs = PromptLookup(2, schedule="costs"), Costs()
+    for fed in range(1, 10):
+        costs.note_step(fed, fed, 0.0, 1.0, 0.0)
+    costs.note_round(drafter, 1, 1, 0.3)
+    costs.note_round(drafter, 2, 1, 0.35)
+    # A second sequence adds 0.05 to a round; a second round adds 0.3.
+    assert best_lengths(costs, drafter, [[0.6], [0.6]], 2) == [[1], [1]]
+    costs.note_round(drafter, 2, 1, 3.0)
+    costs.note_round(drafter, 2, 1, 3.0)
+    assert best_lengths(costs, drafter, [[0.9], [0.2]], 2) == [[2], [0]]
+
+
 def test_copies_that_are_never_right_cost_nothing() -> None:
     machine = Machine()
     plain, _, wanted = seconds(machine, None, 2)
@@ -113,12 +181,12 @@ def test_lengths_follow_the_chances_of_each_sequence() -> None:
     costs = Costs()
     for fed in range(1, 30):
         costs.note_step(fed, fed, 0.0, 1 + 0.02 * fed, 0.0)
-    costs.note_round(drafter, 1, 0.0)
+    costs.note_round(drafter, 1, 1, 0.0)
     chances = [[0.95], [0.5], [0.02]]
     [sure], [fair], [poor] = best_lengths(costs, drafter, chances, 3)
     assert sure > fair > 0 and poor == 0
-    costs.note_round(drafter, 1, 100.0)
-    costs.rounds[drafter].popleft()
+    for _ in range(3):
+        costs.note_round(drafter, 1, 1, 100.0)
     assert best_lengths(costs, drafter, chances, 3) == [[0], [0], [0]]
 
 
@@ -129,7 +197,7 @@ def test_several_drafts_are_made_where_each_pays(position: float) -> None:
     costs = Costs()
     for fed in range(1, 16):
         costs.note_step(fed, fed, 0.0, 1 + position * fed, 0.0)
-    costs.note_round(drafter, 1, 0.0)
+    costs.note_round(drafter, 1, 1, 0.0)
     first = [0.6, 0.3, 0.05]
 
     def rate(counts: tuple[int, ...]) -> float:
@@ -139,7 +207,7 @@ def test_several_drafts_are_made_where_each_pays(position: float) -> None:
             for place in range(count)
         )
         fed = 1 + sum(counts) + sum(count > 0 for count in counts[1:])
-        return float(tokens / costs.seconds(np.array([fed]))[0])
+        return float(tokens / costs.steps.at(np.array([fed]))[0])
 
     (found,) = best_lengths(costs, drafter, [first], 1)
     best = max(rate(counts) for counts in product(range(4), repeat=3))
@@ -163,8 +231,13 @@ def test_what_a_step_takes_is_read_off_its_neighbours() -> None:
     costs = Costs()
     for fed, taken in ((2, 1.0), (2, 1.2), (2, 9.0), (6, 2.0)):
         costs.note_step(fed, fed, 0.0, taken, 0.0)
-    assert costs.seconds(np.array([1, 2, 4, 6, 8])).tolist() == [1.2, 1.2, 1.6, 2.0, 2.4]
-    assert costs.knows(2) and costs.knows(4) and not costs.knows(7) and not costs.knows(6)
+    assert costs.steps.at(np.array([1, 2, 4, 6, 8])).tolist() == [1.2, 1.2, 1.6, 2.0, 2.4]
+    assert (
+        costs.steps.knows(2)
+        and costs.steps.knows(4)
+        and not costs.steps.knows(7)
+        and not costs.steps.knows(6)
+    )
 
 
 def test_a_record_fades() -> None:

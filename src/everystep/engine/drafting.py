@@ -34,8 +34,7 @@ class Drafters:
 
     Of the step that goes on, `choosing`: how many sequences choose, 0 where no drafter is asked;
     and where one is, `drafting_seconds`: what drafting took; `since`: when it was over; `accepted`:
-    how many drafted ids the engine had accepted before; `reading`: whether a drafter had much to
-    read.
+    how many drafted ids the engine had accepted before.
     """
 
     at_work: dict[Drafter, Drafting] = field(default_factory=dict)
@@ -45,7 +44,6 @@ class Drafters:
     since: float = 0.0
     choosing: int = 0
     accepted: int = 0
-    reading: bool = False
 
     def open(self, drafter: Drafter | None, vocabulary: int) -> None:
         """The drafter is at work; RequestError if it cannot draft for such a vocabulary."""
@@ -61,7 +59,7 @@ class Drafters:
             return []
         for drafter in unused(self.at_work, [group.request.drafter for group in groups]):
             del self.at_work[drafter]
-            self.lengths.costs.rounds.pop(drafter, None)
+            self.lengths.forget(drafter)
         using: dict[Drafter, list[Group]] = {}
         for group in feeds.ready:
             if group.request.drafter is not None:
@@ -69,11 +67,13 @@ class Drafters:
         if not using:
             return []
         clock = self.lengths.costs.clock
-        begin, self.reading = clock(), False
+        begin = clock()
         self.accepted, self.choosing = accepted, sum(len(group.live) for group in feeds.ready)
         rows = sum(len(one.units) for group in feeds.ready for one in group.live)
         failed: Failed = []
         for drafter, own in using.items():
+            if self.lengths.rests(drafter, rows):
+                continue
             serve = partial(self._ask, drafter, feeds, rows)
             failed += together_or_apart(own, serve, partial(self._restart, drafter, groups, feeds))
         self.since = clock()
@@ -91,7 +91,7 @@ class Drafters:
         copies = sum(len(one.units) for own in feeds.alternatives.values() for one in own)
         times = costs.clock() - self.since, self.drafting_seconds
         plain = len(feeds.counts) - copies
-        costs.note_step(positions, plain, extra, *times, reading=self.reading)
+        costs.note_step(positions, plain, extra, *times)
 
     def restart(self) -> None:
         for drafting in self.at_work.values():
@@ -104,6 +104,7 @@ class Drafters:
     def _ask(self, drafter: Drafter, feeds: Feeds, rows: int, groups: list[Group]) -> None:
         """Ids after each of the sequences that have room for more than the choice."""
         drafting, costs = self.at_work[drafter], self.lengths.costs
+        begin = costs.clock()
         choosing = [(group, s) for group in groups for s in group.live if _drafts(group, s)]
         if not choosing:
             return
@@ -118,12 +119,11 @@ class Drafters:
         ]
         if not asked:
             return
-        begin, reading = costs.clock(), note_reading([one.sequence for one in asked], drafter)
+        reading = note_reading([one.sequence for one in asked], drafter)
         proposed = drafting.propose(asked, feeds.table)
-        if reading:
-            self.reading = True
-        else:
-            costs.note_round(drafter, max([one.most for one in asked]), costs.clock() - begin)
+        if not reading:
+            guesses = max([one.most for one in asked])
+            costs.note_round(drafter, len(asked), guesses, costs.clock() - begin)
         for (sequence, most, _), draft in zip(asked, proposed, strict=True):
             ids = self._known(draft.ids[:most])
             if len(ids):

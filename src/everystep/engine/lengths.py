@@ -21,12 +21,11 @@ from everystep.types.protocols import Drafter
 
 _KEY = "drafts"
 _SAMPLES = 5  # of which the median counts
-_TRIED = 2  # how long the first drafts are, from which their cost is learned
-_PROBE = 2  # how long a draft is that is made to see whether drafts have become better
+_TRIED = 2  # how long a draft is that is made to see how drafts do
 _SHARE = 0.01  # of the time that such drafts may cost
-_MARGIN = 1.02  # by which a draft must be expected to pay
+_MARGIN = 1.05  # by which a draft must be expected to pay
 _FADING = 0.9  # what each later draft leaves of what earlier ones have told
-_MUCH = 16  # ids that a drafter may read before a guess whose cost counts
+_MUCH = 16  # ids that a drafter may read before a guess whose cost is one of guesses
 _SLOPE = 0.1  # of a step's cost that a further position is taken to add, before that is known
 
 
@@ -124,72 +123,97 @@ def note_drafts(layout: Layout, parents: list[int], accepted: list[int]) -> None
 
 
 @dataclass(slots=True)
+class Measured:
+    """Seconds by a count, as they were measured: of each the latest, whose median counts."""
+
+    samples: dict[int, deque[float]] = field(default_factory=dict)
+    medians: dict[int, float] = field(default_factory=dict)
+
+    def note(self, count: int, seconds: float) -> None:
+        latest = self.samples.setdefault(count, deque(maxlen=_SAMPLES))
+        latest.append(seconds)
+        self.medians[count] = median(latest)
+
+    def at(self, counts: np.ndarray) -> np.ndarray:
+        """Seconds of so many each, going by the counts that were measured; a greater count never
+        takes less."""
+        measured = np.array(sorted(self.medians), dtype=np.float64)
+        known = np.maximum.accumulate([self.medians[int(one)] for one in measured])
+        slope = known[-1] * _SLOPE
+        if len(measured) > 1:
+            slope = (known[-1] - known[-2]) / (measured[-1] - measured[-2])
+        beyond = np.maximum(counts - measured[-1], 0)
+        return np.interp(counts, measured, known) + slope * beyond
+
+    def knows(self, count: int) -> bool:
+        """Whether the count was measured, or a smaller and a greater one."""
+        if len(self.samples.get(count, ())) > 1:
+            return True
+        return min(self.samples, default=count) < count < max(self.samples, default=count)
+
+
+@dataclass(slots=True)
 class Costs:
     """What steps and drafts of one engine take, as they were measured.
 
-    `steps`: positions fed -> the latest seconds of such a step, for steps in which a drafter was
-    asked and that read the logits of every position. `rounds`: drafter -> seconds per guess.
-    `elapsed`: of all such steps; `spent`: of that, what was lost to drafts that did not pay.
-    `gained_seconds`: what plain decoding would have taken more.
+    `steps`: by positions fed, those in which a drafter was at work and that read the logits of
+    every position. `rounds`: of each drafter, one guess by so many sequences. `elapsed`: seconds of
+    all such steps; `spent`: of that, what was lost to drafts that did not pay. `gained_seconds`:
+    what plain decoding would have taken more.
     """
 
     clock: Callable[[], float] = time.perf_counter
-    steps: dict[int, deque[float]] = field(default_factory=dict)
-    rounds: dict[Drafter, deque[float]] = field(default_factory=dict)
+    steps: Measured = field(default_factory=Measured)
+    rounds: dict[Drafter, Measured] = field(default_factory=dict)
     elapsed: float = 0.0
     spent: float = 0.0
     gained_seconds: float = 0.0
 
-    def note_round(self, drafter: Drafter, guesses: int, seconds: float) -> None:
-        """A drafter took so long for drafts of so many ids at most."""
-        self.rounds.setdefault(drafter, deque(maxlen=_SAMPLES)).append(seconds / guesses)
+    def note_round(self, drafter: Drafter, sequences: int, guesses: int, seconds: float) -> None:
+        """A drafter took so long for drafts of so many ids at most, after so many sequences."""
+        self.rounds.setdefault(drafter, Measured()).note(sequences, seconds / guesses)
 
     def note_step(
-        self,
-        fed: int,
-        plain: int,
-        extra: float,
-        seconds: float,
-        drafting: float,
-        *,
-        reading: bool = False,
+        self, fed: int, plain: int, extra: float, seconds: float, drafting: float
     ) -> None:
         """A step took so long beside drafting; without drafts it would have fed `plain` positions.
 
-        `extra`: how many tokens more each sequence got, on average. `reading`: a drafter had much
-        to read before its first guess, which tells nothing of the others.
+        `extra`: how many tokens more each sequence got, on average.
         """
-        if fed > plain and self.steps:
-            (once,) = self.seconds(np.array([plain])).tolist()
-            gain = once * (1 + extra) - seconds - drafting
-            self.gained_seconds += gain
-            if not reading:
-                self.spent -= min(gain, 0.0)
+        gain = -drafting
+        if fed > plain and self.steps.samples:
+            (once,) = self.steps.at(np.array([plain])).tolist()
+            gain += once * (1 + extra) - seconds
+        self.gained_seconds += gain
+        self.spent -= min(gain, 0.0)
         self.elapsed += seconds + drafting
-        self.steps.setdefault(fed, deque(maxlen=_SAMPLES)).append(seconds)
+        self.steps.note(fed, seconds)
 
-    def seconds(self, fed: np.ndarray) -> np.ndarray:
-        """What steps of so many positions take, going by those that were measured."""
-        counts = np.array(sorted(self.steps), dtype=np.float64)
-        known = np.maximum.accumulate([median(self.steps[int(one)]) for one in counts])
-        slope = known[-1] * _SLOPE
-        if len(counts) > 1:
-            slope = (known[-1] - known[-2]) / (counts[-1] - counts[-2])
-        beyond = np.maximum(fed - counts[-1], 0)
-        return np.interp(fed, counts, known) + slope * beyond
-
-    def knows(self, fed: int) -> bool:
-        """Whether a step of so many positions was measured, or one of fewer and one of more."""
-        if len(self.steps.get(fed, ())) > 1:
-            return True
-        return min(self.steps, default=fed) < fed < max(self.steps, default=fed)
+    @property
+    def allow_trying(self) -> bool:
+        """Whether so little was lost that a draft may be made to see how it does."""
+        return self.spent <= _SHARE * self.elapsed
 
 
 @dataclass(slots=True)
 class Lengths:
-    """How many ids each sequence's draft may have."""
+    """How many ids each sequence's draft may have.
+
+    `resting`: drafters whose drafts did not pay when they were last asked, with how many positions
+    that step fed without them.
+    """
 
     costs: Costs = field(default_factory=Costs)
+    resting: dict[Drafter, int] = field(default_factory=dict)
+
+    def rests(self, drafter: Drafter, fed: int) -> bool:
+        """Whether nothing has changed since drafts of it did not pay."""
+        return self.resting.get(drafter) == fed and not self.costs.allow_trying
+
+    def forget(self, drafter: Drafter) -> None:
+        """The drafter is not used any more."""
+        self.costs.rounds.pop(drafter, None)
+        self.resting.pop(drafter, None)
 
     def limits(
         self,
@@ -213,19 +237,46 @@ class Lengths:
     def _paying(
         self, drafter: Drafter, sequences: list[Sequence], most_drafts: list[int], fed: int
     ) -> list[list[int]]:
-        """As many as the measured costs justify; the first steps measure them."""
-        costs = self.costs
-        if not costs.knows(fed):
-            return [[0]] * len(sequences)
-        if drafter not in costs.rounds or max(costs.steps) <= fed:
-            return [[min(_TRIED, drafter.tokens)]] * len(sequences)
-        pairs = zip(sequences, most_drafts, strict=True)
-        chances = [record_of(sequence, drafter).chances(drafts) for sequence, drafts in pairs]
-        units = max([1 + len(sequence.companions) for sequence in sequences])
-        found = best_lengths(costs, drafter, chances, fed, units)
-        if not any(map(any, found)) and costs.spent <= _SHARE * costs.elapsed:
-            return [[min(_PROBE, drafter.tokens)]] * len(sequences)
-        return found
+        """As many as the measured costs justify. Where none is, one sequence now and then has a
+        draft to see what drafts cost and how they do."""
+        costs, none = self.costs, [[0] for _ in sequences]
+        if not costs.steps.knows(fed):
+            return none
+        records = [record_of(sequence, drafter) for sequence in sequences]
+        if drafter in costs.rounds and max(costs.steps.samples) > fed:
+            chances = chances_of(records, most_drafts)
+            units = max([1 + len(sequence.companions) for sequence in sequences])
+            found = best_lengths(costs, drafter, chances, fed, units)
+            if any(map(any, found)):
+                self.resting.pop(drafter, None)
+                return found
+        if drafter in costs.rounds:
+            self.resting[drafter] = fed
+        if drafter not in costs.rounds or costs.allow_trying:
+            none[_cheapest(sequences, records)] = [min(_TRIED, drafter.tokens)]
+        return none
+
+
+def _cheapest(sequences: list[Sequence], records: list[DraftRecord]) -> int:
+    """The sequence of which a drafter has little to read, or else the one read longest ago."""
+
+    def price(s: int) -> tuple[bool, int]:
+        return sequences[s].visible - records[s].read > _MUCH, records[s].read
+
+    return min(range(len(records)), key=price)
+
+
+def chances_of(records: list[DraftRecord], most_drafts: list[int]) -> list[list[float]]:
+    """Of each sequence, how likely the first guesses of its drafts are right; one without a draft
+    so far is taken to do as the others do."""
+    known = [record.guesses for record in records if record.guesses != _EVEN]
+    usual = Odds(sum(odds.right for odds in known), sum(odds.wrong for odds in known))
+    expected = usual.chance if known else _EVEN.chance
+    found = [record.chances(most) for record, most in zip(records, most_drafts, strict=True)]
+    for record, chances in zip(records, found, strict=True):
+        if record.guesses == _EVEN:
+            chances[0] = expected
+    return found
 
 
 def best_lengths(
@@ -249,13 +300,21 @@ def best_lengths(
     added[[d > 0 for _, d in drafts], 0] = 2
     order = np.argsort(-gains, axis=None, kind="stable")
     owner, place = np.divmod(order, len(places))
-    rounds = np.maximum.accumulate(place + 1)
-    seconds = costs.seconds(fed + units * added.ravel()[order].cumsum())
-    seconds = seconds + rounds * median(costs.rounds[drafter])
+    seconds = costs.steps.at(fed + units * added.ravel()[order].cumsum())
+    seconds = seconds + _rounds(costs.rounds[drafter], place, len(drafts))
     chosen = fed / units  # tokens that the step gives without drafts
     rates = (chosen + gains.ravel()[order].cumsum()) / seconds
-    (plain,) = chosen / costs.seconds(np.array([fed]))
+    (plain,) = chosen / costs.steps.at(np.array([fed]))
     best = int(rates.argmax())
     pays = rates[best] > _MARGIN * plain
     counts = np.bincount(owner[: best + 1 if pays else 0], minlength=len(drafts)).tolist()
     return [[counts.pop(0) for _ in own] for own in chances]
+
+
+def _rounds(measured: Measured, place: np.ndarray, drafts: int) -> np.ndarray:
+    """Seconds that a drafter takes for the first guess, the first two, ... of those that stand at
+    these places of their drafts: a round makes the guesses of one place."""
+    taken = np.append(0.0, measured.at(np.arange(1, drafts + 1)))
+    before = np.empty_like(place)
+    before[np.argsort(place, kind="stable")] = np.tile(np.arange(drafts) + 1, len(place) // drafts)
+    return (taken[before] - taken[before - 1]).cumsum()

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from everystep.cache.formats import CacheDtype
+from everystep.cache.pasts import past_of
 from everystep.errors import InvariantError, UnsupportedError
 from everystep.executors.choice import open_executor
 from everystep.executors.native import NativeExecutor, obstacles
-from everystep.executors.native.program import Program
+from everystep.executors.native.program import Program, program_of
 from everystep.executors.torch_executor import TorchExecutor
 from everystep.models import Model, convert_model
 from everystep.models.decoder import Decoder
@@ -275,6 +277,25 @@ def test_a_row_begins_with_what_another_held() -> None:
     )
     wanted = judge.run(one_feed([7, 8], row=0, start=len(tokens))).logits
     assert_near(NativeExecutor(model).run(follow).logits, wanted)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
+def test_what_an_executor_leaves_in_memory_reaches_no_other(cache_dtype: CacheDtype) -> None:
+    """Memory of pages is used again."""
+    model, tokens = random_model(SPECS["plain"], dtype=torch.float32), [5, 6, 7, 8, 9]
+    first = (Verb("allocate", 0),)
+    wanted = NativeExecutor(model, cache_dtype).run(one_feed(tokens, verbs=first)).logits
+    shape = program_of(model).structure
+    for poison in (torch.nan, torch.inf):
+        past = past_of(torch.full((shape.layers, 2, shape.kv_heads, 600, shape.head_dim), poison))
+        one = NativeExecutor(model, cache_dtype)
+        one.run(replace(one_feed([3], start=600, verbs=first), pasts={0: past}))
+        del one
+        other = NativeExecutor(model, cache_dtype)
+        assert torch.equal(other.run(one_feed(tokens, verbs=first)).logits, wanted)
+        for at in range(40):
+            found = other.run(one_feed([7], start=len(tokens) + at)).logits
+            assert bool(found.isfinite().all())
 
 
 def test_ids_beyond_the_table_are_never_looked_up() -> None:

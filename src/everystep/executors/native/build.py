@@ -20,7 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("interface.cpp", "step.cpp", "step_attention.cpp", "crew.cpp", "guess.cpp")
+SOURCES = (
+    "interface.cpp",
+    "step.cpp",
+    "step_attention.cpp",
+    "pages.cpp",
+    "crew.cpp",
+    "guess.cpp",
+)
 
 # Explicit fused operations only: a compiler that fuses where it likes would round one token and
 # many tokens differently.

@@ -235,7 +235,7 @@ class NativeExecutor:
         early: EarlyLayers | None,
     ) -> None:
         feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
-        copies, longest, spare = self.rows.extend(*feeds)
+        copies, longest = self.rows.extend(*feeds)
         self._reserve()
         copied = np.array(copies, np.int32).T.copy() if copies else None
         turned = [table.rows(work, places, longest) for table in self._tables]
@@ -262,7 +262,7 @@ class NativeExecutor:
         step.copies = len(copies)
         step.copy_from = None if copied is None else _addressed(copied[0])[1]
         step.copy_to = None if copied is None else _addressed(copied[1])[1]
-        step.ahead = self._ahead and spare
+        step.ahead = self._ahead
         # What was begun ahead reads the tables of the step before, what it begins reads these.
         self._turned = [*self._turned, *turned]
         check(self._library.es_run(self._runner, step, self._threads))

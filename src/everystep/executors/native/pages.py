@@ -2,7 +2,8 @@
 
 A page holds 16 positions of all layers. A fork shares every page of its source; the first that
 writes into a shared page gets a copy of its own. So a prompt is stored once however many rows
-continue it, and nothing ever moves. The pages themselves are memory of the library.
+continue it, and nothing ever moves. A row that fills its last page has the next one already, so
+that the library can begin with its next position. The pages themselves are memory of the library.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class PagedRows:
     counts: PageCounts = field(default_factory=PageCounts)
     table: np.ndarray = field(default_factory=lambda: np.zeros((8, 8), np.int32))
     _lengths: dict[int, int] = field(default_factory=dict)
+    _held: dict[int, int] = field(default_factory=dict)  # row -> pages, one more than used at most
     _shares: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _free: list[int] = field(default_factory=list)
 
@@ -65,57 +67,56 @@ class PagedRows:
         if row in self._lengths:
             raise InvariantError(f"row {row} is allocated twice")
         self._make_room(row, 0)
-        self._lengths[row] = 0
+        self._lengths[row] = self._held[row] = 0
 
     def fork(self, row: int, source: int) -> None:
         """The row holds what `source` holds."""
         shared = self.pages(source)
         self.allocate(row)
         self.table[row, : len(shared)] = shared
-        self._lengths[row] = self._lengths[source]
+        self._lengths[row], self._held[row] = self._lengths[source], len(shared)
         self._shares[shared] += 1
         self.counts.forks += 1
 
     def truncate(self, row: int, length: int) -> None:
         """The row holds its first `length` positions."""
-        held, pages = self.length(row), self.pages(row)
-        if not 0 <= length <= held:
+        if not 0 <= length <= self.length(row):
             raise InvariantError(f"row {row} cannot be cut", got=length)
-        gone = pages[_pages_of(length) :]
+        kept = _pages_of(length)
+        gone = self.table[row, kept : self._held[row]]
         self._shares[gone] -= 1
         self._free += gone[self._shares[gone] == 0].tolist()
-        self._lengths[row] = length
+        self._lengths[row], self._held[row] = length, kept
 
     def free(self, row: int) -> None:
         """The row is gone."""
         self.truncate(row, 0)
-        del self._lengths[row]
+        del self._lengths[row], self._held[row]
 
     def extend(
         self, rows: Iterable[int], starts: Iterable[int], counts: Iterable[int]
-    ) -> tuple[list[tuple[int, int]], int, bool]:
-        """Rows of `starts` positions have pages of their own for `counts` more, and hold them.
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Rows of `starts` positions have pages of their own for `counts` more and for what follows
+        those, and hold them.
 
-        Returns which pages are to be copied, and where to; the most positions that a row holds; and
-        whether every row has place for one more without another page.
+        Returns which pages are to be copied, and where to; and the most positions that a row holds.
         """
-        copied, longest, spare = [], 0, True
+        copied, longest = [], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             if self._lengths.get(row) != start:
                 held = self.length(row)
                 raise InvariantError(f"row {row} is fed at {start}", wanted=held)
-            end, pages = start + count, _pages_of(start)
-            if start % PAGE and self._shares[self.table[row, pages - 1]] > 1:
-                copied.append(self._own_page(row, pages - 1))
-            while pages * PAGE < end:
-                self._make_room(row, pages)
-                self.table[row, pages] = self._take()
-                pages += 1
-            # Last, so that after an interrupt no page is counted that was not taken.
+            end, last = start + count, start // PAGE
+            if start % PAGE and self._shares[self.table[row, last]] > 1:
+                copied.append(self._own_page(row, last))
+            for page in range(self._held[row], end // PAGE + 1):
+                self._make_room(row, page)
+                self.table[row, page] = self._take()
+                # After it, so that at an interrupt no page is counted that was not taken.
+                self._held[row] = page + 1
             self._lengths[row] = end
             longest = max(longest, end)
-            spare = spare and end % PAGE > 0
-        return copied, longest, spare
+        return copied, longest
 
     def pages(self, row: int) -> np.ndarray:
         """(n,) int32 page numbers of a row."""
@@ -127,8 +128,8 @@ class PagedRows:
         What rows hold is as it was left, and is only good for being freed.
         """
         shares = np.zeros_like(self._shares)
-        for row in self._lengths:
-            shares += np.bincount(self.pages(row), minlength=len(shares))
+        for row, held in self._held.items():
+            shares += np.bincount(self.table[row, :held], minlength=len(shares))
         self._shares = shares
         self._free = np.flatnonzero(shares == 0)[::-1].tolist()
 

@@ -161,7 +161,8 @@ class GrammarPlace:
 
     def rewind(self, length: int) -> None:
         """Cuts it back to at most the first `length` ids."""
-        self._masks = {n: mask for n, mask in self._masks.items() if n <= length}
+        for late in [n for n in self._masks if n > length]:
+            del self._masks[late]
         excess = self.length - max(length, self.start)
         if excess <= 0:
             return

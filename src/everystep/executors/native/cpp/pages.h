@@ -8,7 +8,7 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
+#include <utility>
 #include <vector>
 
 #include "model.h"
@@ -156,6 +156,23 @@ inline void read_position(const Keys& from, int64_t position, float* key, float*
 }
 
 // Memory for pages, a slab at a time, so that pages never move.
+// Memory for pages, which a runner gets and gives back when it ends. A little of it is kept for the
+// next runner: the system takes milliseconds to make large pages. What it holds is never read before
+// it is written.
+class Slab {
+  public:
+    // std::bad_alloc where there is no memory.
+    explicit Slab(size_t bytes);
+    ~Slab();
+    Slab(Slab&& other) noexcept : bytes_(other.bytes_), memory_(std::exchange(other.memory_, nullptr)) {}
+    Slab& operator=(Slab&&) = delete;
+    void* memory() const { return memory_; }
+
+  private:
+    const size_t bytes_;
+    void* memory_;
+};
+
 class Pages {
   public:
     explicit Pages(int64_t bytes) : bytes_((bytes + 63) / 64 * 64) {}
@@ -165,12 +182,9 @@ class Pages {
     int64_t count() const { return int64_t(pages_.size()); }
 
   private:
-    struct Freed {
-        void operator()(void* p) const { std::free(p); }
-    };
     const int64_t bytes_;
     std::vector<uint8_t*> pages_;
-    std::vector<std::unique_ptr<void, Freed>> slabs_;
+    std::vector<Slab> slabs_;
 };
 
 }  // namespace everystep

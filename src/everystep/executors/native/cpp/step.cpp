@@ -1,8 +1,5 @@
 #include "step.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -12,18 +9,6 @@
 
 namespace everystep {
 namespace {
-
-constexpr int64_t kSlabPages = 64;
-
-// Asks the system for large pages, of which fewer are to be looked up: a row's keys and values of one
-// layer lie in a few kilobytes here and there.
-void prefer_large_pages(void* memory, size_t bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t size = uintptr_t(sysconf(_SC_PAGESIZE)), from = reinterpret_cast<uintptr_t>(memory);
-    const uintptr_t begin = (from + size - 1) / size * size, end = (from + bytes) / size * size;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
 
 int64_t panels_in(const Linear& linear) {
     int64_t panels = 0;
@@ -86,22 +71,6 @@ bool in_columns_of_panels(const Linear& linear, int64_t columns) {
 bool mlp_reads_codes(const Layer& layer) { return reads_codes(layer.gate) || reads_codes(layer.up); }
 
 }  // namespace
-
-void Pages::reserve(int64_t count) {
-    while (this->count() < count) {
-        // Fresh memory is zeros, and takes room only when it is written.
-        const size_t bytes = kSlabPages * bytes_ + 64;
-        std::unique_ptr<void, Freed> slab(std::calloc(bytes, 1));
-        if (!slab) throw std::bad_alloc();
-        if (pages_.capacity() < pages_.size() + kSlabPages)
-            pages_.reserve(2 * pages_.size() + kSlabPages);
-        prefer_large_pages(slab.get(), bytes);
-        const auto address = reinterpret_cast<uintptr_t>(slab.get());
-        slabs_.push_back(std::move(slab));
-        uint8_t* first = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);
-        for (int64_t i = 0; i < kSlabPages; ++i) pages_.push_back(first + i * bytes_);
-    }
-}
 
 InputBuffer::InputBuffer(int64_t rows, int64_t columns)
     : values_(rows * columns),

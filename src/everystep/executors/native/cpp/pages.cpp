@@ -1,0 +1,92 @@
+#include "pages.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <iterator>
+#include <mutex>
+#include <new>
+
+namespace everystep {
+namespace {
+
+constexpr int64_t kSlabPages = 64;
+
+// Slabs that were given back, the last of each size first to go out again.
+class Kept {
+  public:
+    Kept() { held_.reserve(kSlabs); }
+
+    // One of so many bytes, or null.
+    void* take(size_t bytes) {
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        if (!lock) return nullptr;  // A process that was forked may find it locked for ever.
+        for (auto it = held_.rbegin(); it != held_.rend(); ++it) {
+            if (it->first != bytes) continue;
+            void* found = it->second;
+            held_.erase(std::next(it).base());
+            bytes_ -= bytes;
+            return found;
+        }
+        return nullptr;
+    }
+    // Whether there is room for it.
+    bool give(size_t bytes, void* memory) noexcept {
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        if (!lock || bytes_ + bytes > kMost || held_.size() == held_.capacity()) return false;
+        held_.emplace_back(bytes, memory);
+        bytes_ += bytes;
+        return true;
+    }
+
+  private:
+    static constexpr size_t kMost = size_t(128) << 20, kSlabs = 16;
+    std::mutex mutex_;
+    std::vector<std::pair<size_t, void*>> held_;
+    size_t bytes_ = 0;
+};
+
+// It is there for as long as the process, whose runners may end late.
+Kept& kept() {
+    static Kept* const all = new Kept;
+    return *all;
+}
+
+// Asks the system for large pages, of which fewer are to be looked up: a row's keys and values of one
+// layer lie in a few kilobytes here and there.
+void prefer_large_pages(void* memory, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t size = uintptr_t(sysconf(_SC_PAGESIZE)), from = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t begin = (from + size - 1) / size * size, end = (from + bytes) / size * size;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace
+
+Slab::Slab(size_t bytes) : bytes_(bytes), memory_(kept().take(bytes)) {
+    if (memory_) return;
+    // Fresh memory is zeros, and takes room only when it is written.
+    memory_ = std::calloc(bytes, 1);
+    if (!memory_) throw std::bad_alloc();
+    prefer_large_pages(memory_, bytes);
+}
+
+Slab::~Slab() {
+    if (memory_ && !kept().give(bytes_, memory_)) std::free(memory_);
+}
+
+void Pages::reserve(int64_t count) {
+    while (this->count() < count) {
+        Slab slab(kSlabPages * bytes_ + 64);
+        if (pages_.capacity() < pages_.size() + kSlabPages)
+            pages_.reserve(2 * pages_.size() + kSlabPages);
+        const auto address = reinterpret_cast<uintptr_t>(slab.memory());
+        slabs_.push_back(std::move(slab));
+        uint8_t* first = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);
+        for (int64_t i = 0; i < kSlabPages; ++i) pages_.push_back(first + i * bytes_);
+    }
+}
+
+}  // namespace everystep

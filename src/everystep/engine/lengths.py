@@ -239,9 +239,9 @@ class Lengths:
     ) -> list[list[int]]:
         """As many as the measured costs justify. Where none is, one sequence now and then has a
         draft to see what drafts cost and how they do."""
-        costs, none = self.costs, [[0] for _ in sequences]
+        costs, wanted = self.costs, [[0] for _ in sequences]
         if not costs.steps.knows(fed):
-            return none
+            return wanted
         records = [record_of(sequence, drafter) for sequence in sequences]
         if drafter in costs.rounds and max(costs.steps.samples) > fed:
             chances = chances_of(records, most_drafts)
@@ -253,8 +253,8 @@ class Lengths:
         if drafter in costs.rounds:
             self.resting[drafter] = fed
         if drafter not in costs.rounds or costs.allow_trying:
-            none[_cheapest(sequences, records)] = [min(_TRIED, drafter.tokens)]
-        return none
+            wanted[_cheapest(sequences, records)] = [min(_TRIED, drafter.tokens)]
+        return wanted
 
 
 def _cheapest(sequences: list[Sequence], records: list[DraftRecord]) -> int:

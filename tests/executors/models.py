@@ -120,7 +120,12 @@ def family_model(model_type: str, **config: Any) -> Model:
     """A model of the family's own reading of CONFIG and `config`."""
     family = find_family(model_type)
     spec = family.read_spec({**family.defaults, **CONFIG, **config})
-    network = family.assemble(spec, _drawn(family.parameters(spec), 0, torch.float64))
+    return _of_family(model_type, spec, torch.float64)
+
+
+def _of_family(model_type: str, spec: DecoderSpec, dtype: torch.dtype) -> Model:
+    family = find_family(model_type)
+    network = family.assemble(spec, _drawn(family.parameters(spec), 0, dtype))
     return Model(ModelConfig({"model_type": model_type}), spec, network)
 
 
@@ -144,8 +149,11 @@ def narrow_model(
 ) -> Model:
     """A tiny model of a family, in float32 or rounded; with or without panels."""
     config = {**CONFIG, "intermediate_size": inner}  # int4 wants whole blocks of 32
-    reading = find_family(name).read_spec({**find_family(name).defaults, **config})
-    model = random_model(reading, dtype=torch.float32)
+    family = find_family(name)
+    config |= {"num_hidden_layers": 4} if name == "smollm3" else {}  # the fourth knows no positions
+    config |= {"sliding_window": 5} if "gemma" in name else {}
+    reading = family.read_spec({**family.defaults, **config})
+    model = _of_family(name, reading, torch.float32)
     if rounding is None and not panels:
         return model
     tied = {"tie_word_embeddings": reading.tied}

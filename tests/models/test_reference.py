@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from everystep.models import build_model
-from tests.models.tiny import Tensors, farthest, ids, ours, reference_decoder, reference_t5
+from tests.models.tiny import (
+    Tensors,
+    farthest,
+    ids,
+    ours,
+    reference_decoder,
+    reference_t5,
+    with_norms,
+)
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.5, 3.0]}
@@ -54,6 +62,59 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with biases and windows": (
+        "qwen3",
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3 with windows": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2},
+    ),
+    "smollm3 with named layers": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 1, 0, 1],
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "mlp_bias": True,
+        },
+    ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 without caps": (
+        "gemma2",
+        {"final_logit_softcapping": None, "attn_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
+    "gemma3 with ropes and a cap": (
+        "gemma3_text",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3 with a window": ("phi3", {"sliding_window": 7}),
+    "phi3 that turns a part of each head": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 with a window, without biases": (
+        "starcoder2",
+        {"sliding_window": 7, "use_bias": False, "tie_word_embeddings": False},
+    ),
     "qwen2 with types of layers": (
         "qwen2",
         {
@@ -67,7 +128,7 @@ each_type = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def compare(kind: str, dtype: torch.dtype, length: int, **config: Any) -> None:
-    reference = reference_decoder(kind, dtype, **config)
+    reference = with_norms(reference_decoder(kind, dtype, **config))
     read = ids(3, length)
     with torch.no_grad():
         expected = reference(read, use_cache=False).logits

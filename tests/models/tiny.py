@@ -8,21 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from everystep.models import Model, build_model
 from everystep.models.loader import HeldWeights as Tensors
+from tests.parity.models import EXACT
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 97,
@@ -56,13 +69,43 @@ DECODERS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
+}
+# What a family's own defaults would make large, or sizes would make impossible.
+OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {"head_dim": 10},
+    "smollm3": {"num_hidden_layers": 5, "pad_token_id": 0},
+    "gemma2": {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 7},
+    "gemma3_text": {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 7},
+    "phi3": {"pad_token_id": 0},
 }
 
 
 def reference_decoder(kind: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
     """A model of the reference."""
     make_config, make_model = DECODERS[kind]
-    return make_model(make_config(**{**SIZES, **config})).to(dtype).eval()
+    sizes = {**SIZES, **OWN_SIZES.get(kind, {}), **config}
+    # Other ways to attend leave caps of scores out, or round to float32.
+    how = {"attn_implementation": EXACT} if "gemma" in kind else {}
+    model = make_model(make_config(**sizes, **how)).to(dtype).eval()
+    for module in model.modules():
+        if hasattr(module, "scalar_embed_scale"):
+            # As in a model that was loaded in this type, instead of rounded to float32 before.
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=dtype)
+    return model
+
+
+def with_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose norms have weights of their own from now on."""
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(weight, mean=weight.mean().item(), std=0.3)
+    return model
 
 
 def reference_t5(dtype: torch.dtype, **config: Any) -> PreTrainedModel:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.draws import Draw
-from tests.parity.models import CATALOGUE, pair
+from tests.parity.models import TINIES, pair
 from tests.parity.text import their_tokenizer
 
 # An id that no tiny model can generate.
@@ -82,7 +82,7 @@ def _unbounded(draw: Draw) -> bool:
 
 
 def _bounded(draw: Draw) -> Draw:
-    context = CATALOGUE[draw.model].context or draw.span + 20
+    context = TINIES[draw.model].context or draw.span + 20
     return without(draw, max_new_tokens=min(20, context - draw.span))
 
 

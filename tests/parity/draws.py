@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tests.parity.models import CATALOGUE, Tiny
+from tests.parity.models import CATALOGUE, TINIES, Tiny
 from tests.parity.options import MODES, OPTIONS, Mode, Option, Rng, Shape
 from tests.parity.parts import CRITERIA, PROCESSORS
 from tests.parity.text import LETTERS, own_tokenizer
@@ -93,10 +93,11 @@ NEED_IDS = (
 )
 
 
-def draw(number: int) -> Draw:
-    """The draw of a number, always the same."""
+def draw(number: int, model: str | None = None) -> Draw:
+    """The draw of a number, always the same, of any model of the catalogue or of the one named."""
     rng = random.Random(f"parity {number}")
-    tiny = CATALOGUE[rng.choice(sorted(CATALOGUE))]
+    drawn = rng.choice(sorted(CATALOGUE))
+    tiny = TINIES[model or drawn]
     shape, lengths = _shape(rng, tiny)
     pad = _pad(rng, shape)
     ragged = len(set(lengths)) > 1
@@ -143,7 +144,7 @@ def _entered(rng: Rng, one: Draw) -> Draw:
     way = rng.choices(list(ways), list(ways.values()))[0]
     if way == "embedded" and not one.shape.looks_up:
         return replace(one, embedded=True, prefix=False)
-    if way == "earlier" and min(map(len, one.prompts)) > 1 and not CATALOGUE[one.model].alone:
+    if way == "earlier" and min(map(len, one.prompts)) > 1 and not TINIES[one.model].alone:
         return _continuing(rng, one)
     if way == "healed":
         return _healed(rng, one)

@@ -20,14 +20,20 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers.masking_utils import eager_mask
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from everystep.api.load import from_weights
 from everystep.nn.norm import Norm
 
 EXACT = "exact"
+ROOTS = (LlamaRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, SmolLM3RMSNorm, T5LayerNorm)
 
 
 def exact_attention(
@@ -37,12 +43,15 @@ def exact_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the reference's eager kind, with the softmax in the type of the model."""
     shared = module.num_key_value_groups
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     weights = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        weights = (weights / softcap).tanh() * softcap
     if attention_mask is not None:
         weights = weights + attention_mask
     weights = weights.softmax(-1)
@@ -70,13 +79,22 @@ def exact_norms() -> Iterator[None]:
     def theirs(norm: Any, x: Tensor) -> Tensor:
         return norm.weight * F.rms_norm(x, x.shape[-1:], eps=norm.variance_epsilon)
 
+    def one_more(norm: Any, x: Tensor) -> Tensor:
+        return (1 + norm.weight) * F.rms_norm(x, x.shape[-1:], eps=norm.eps)
+
+    rounding = Norm.__call__
+
     def own(norm: Any, x: Tensor) -> Tensor:
-        return norm.weight * F.rms_norm(x, x.shape[-1:], eps=norm.eps)
+        if norm.kind == "layer":
+            return rounding(norm, x)
+        scale = 1 + norm.weight if norm.plus_one else norm.weight
+        return scale * F.rms_norm(x, x.shape[-1:], eps=norm.eps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LlamaRMSNorm, "forward", theirs)
-        patch.setattr(Qwen2RMSNorm, "forward", theirs)
-        patch.setattr(T5LayerNorm, "forward", theirs)
+        for kind in ROOTS:
+            patch.setattr(kind, "forward", theirs)
+        patch.setattr(Gemma2RMSNorm, "forward", one_more)
+        patch.setattr(Gemma3RMSNorm, "forward", one_more)
         patch.setattr(Norm, "__call__", own)
         yield
 
@@ -221,10 +239,39 @@ CATALOGUE: Mapping[str, Tiny] = {
 }
 
 
+_GEMMA = {
+    "head_dim": 10,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+
+
+def _decoder(kind: str, vocabulary: int, **changes: Any) -> Tiny:
+    return Tiny(kind, {**BASE, "model_type": kind, "vocab_size": vocabulary, **changes})
+
+
+FURTHER: Mapping[str, Tiny] = {
+    tiny.name: tiny
+    for tiny in (
+        _decoder("mistral", 38, sliding_window=6),
+        _decoder("qwen3", 43, head_dim=10),
+        _decoder("smollm3", 34, num_hidden_layers=4, tie_word_embeddings=True),
+        _decoder("gemma2", 39, **_GEMMA, final_logit_softcapping=9.0, attn_logit_softcapping=4.0),
+        _decoder("gemma3_text", 47, **_GEMMA, num_hidden_layers=3, sliding_window_pattern=3),
+        _decoder("phi3", 32, sliding_window=9),
+        _decoder("starcoder2", 36, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh"),
+    )
+}
+"""Families that are drawn by their names."""
+TINIES = {**CATALOGUE, **FURTHER}
+
+
 @cache
 def pair(name: str) -> Pair:
     """The model of a name; its weights depend on the name alone."""
-    tiny = CATALOGUE[name]
+    tiny = TINIES[name]
     known = transformers.CONFIG_MAPPING[tiny.config["model_type"]]
     # The reference's eager attention steps down to float32 in decoders alone.
     attention = "eager" if tiny.encodes else EXACT
@@ -243,7 +290,7 @@ def fresh_reference(name: str) -> Any:
     room that their static caches had."""
     model = pair(name).reference
     vars(model).pop("_previous_max_cache_length", None)
-    if not CATALOGUE[name].encodes:
+    if not TINIES[name].encodes:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model
 
@@ -273,7 +320,7 @@ def _randomise(model: Any, tiny: Tiny) -> None:
         elif name.endswith("EncDecAttention.o.weight"):
             weight.copy_(0.1 * noise)  # the encoder must not drown what the decoder said last
         elif name.endswith("norm.weight"):
-            weight.copy_(1 + 0.2 * noise)
+            weight.copy_(weight.mean() + 0.2 * noise)
         elif weight.dim() == 1:
             weight.copy_(0.2 * noise)
         else:

@@ -11,7 +11,7 @@ import transformers
 
 from everystep.config.fields import FIELDS
 from tests.parity.draws import Draw, draw
-from tests.parity.models import CATALOGUE, pair
+from tests.parity.models import CATALOGUE, TINIES, pair
 from tests.parity.options import MODES
 from tests.parity.test_random_settings import ALL_BLOCKS, PER_BLOCK
 from tests.parity.text import own_tokenizer, spellings, their_tokenizer
@@ -79,7 +79,7 @@ def test_padding_stands_on_either_side_and_under_no_mask() -> None:
     assert min(kinds[side, masked] for side in ("left", "right") for masked in (True, False)) > 50
 
 
-@pytest.mark.parametrize("size", sorted({tiny.vocabulary for tiny in CATALOGUE.values()}))
+@pytest.mark.parametrize("size", sorted({tiny.vocabulary for tiny in TINIES.values()}))
 def test_both_tokenizers_have_the_models_tokens_and_agree(size: int) -> None:
     mine, theirs = own_tokenizer(size), their_tokenizer(size)
     assert sorted(mine.get_vocab().values()) == list(range(size))
@@ -97,15 +97,15 @@ def test_prompts_that_are_healed_are_what_their_text_encodes_to() -> None:
         assert len({*map(len, one.prompts)}) == 1
 
 
-DECODERS = [name for name, tiny in CATALOGUE.items() if not tiny.encodes]
+DECODERS = [name for name, tiny in TINIES.items() if not tiny.encodes]
 
 
-@pytest.mark.parametrize("model", CATALOGUE)
+@pytest.mark.parametrize("model", TINIES)
 def test_a_model_chooses_different_tokens(model: str) -> None:
     """A model whose choice never varies would agree with any other."""
-    vocabulary = CATALOGUE[model].vocabulary
+    vocabulary = TINIES[model].vocabulary
     ids = torch.randint(vocabulary, (8, 8), generator=torch.Generator().manual_seed(1))
-    behind = {"decoder_input_ids": ids.flip(0)} if CATALOGUE[model].encodes else {}
+    behind = {"decoder_input_ids": ids.flip(0)} if TINIES[model].encodes else {}
     with torch.no_grad():
         chosen = pair(model).reference(ids, **behind).logits.argmax(-1)
     assert len(chosen.unique()) >= vocabulary // 3
@@ -115,10 +115,14 @@ def test_a_model_chooses_different_tokens(model: str) -> None:
 def test_the_replaced_attention_is_the_references_own(model: str) -> None:
     reference = pair(model).reference
     ids, mask = torch.arange(12).reshape(2, 6), torch.ones(2, 6, dtype=torch.long)
-    mask[0, :2] = 0
+    # Fused attention knows no caps of scores. The eager one rounds to float32, and gives nan for
+    # padding that sees nothing.
+    capped = TINIES[model].config.get("attn_logit_softcapping") is not None
+    mask[0, :2] = int(capped)
     with torch.no_grad():
         exact = reference(ids, attention_mask=mask).logits
-        reference.set_attn_implementation("sdpa")
+        reference.set_attn_implementation("eager" if capped else "sdpa")
         own = reference(ids, attention_mask=mask).logits
         reference.set_attn_implementation("exact")
-    assert torch.allclose(exact[mask == 1], own[mask == 1], rtol=0, atol=1e-12)
+    bound = 1e-5 if capped else 1e-12
+    assert torch.allclose(exact[mask == 1], own[mask == 1], rtol=0, atol=bound)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.parity.draws import draw
 from tests.parity.judge import ROUNDED, Verdict, judge
+from tests.parity.models import FURTHER
 
 PER_BLOCK = 25
 DEFAULT_BLOCKS = 12
@@ -53,6 +54,19 @@ def test_results_are_the_references(
 def test_a_draw_that_once_differed_is_equal(number: int) -> None:
     verdict = judge(draw(number))
     assert verdict.ran and not verdict.problems, _report([verdict])
+
+
+@pytest.mark.parametrize(
+    "block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))]
+)
+@pytest.mark.parametrize("family", FURTHER)
+def test_results_of_every_family_are_the_references(
+    family: str, block: int, record_property: Callable[[str, Any], None]
+) -> None:
+    verdicts = [judge(draw(number, family)) for number in range(10 * block, 10 * block + 10)]
+    record_property("parity", _counts(verdicts))
+    assert not any(verdict.problems for verdict in verdicts), _report(verdicts)
+    assert sum(verdict.ran for verdict in verdicts) >= 8, "too many refusals"
 
 
 def _counts(verdicts: list[Verdict]) -> dict[str, int]:

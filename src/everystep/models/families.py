@@ -18,10 +18,16 @@ from everystep.nn.network import Network
 
 # Every `model_type` that can be built, and the file with its family.
 MODULES: Mapping[str, str] = {
-    "llama": "decoders",
+    "gemma2": "decoders.gemma",
+    "gemma3_text": "decoders.gemma",
+    "llama": "decoders.llama",
     "mamba": "mamba",
-    "mistral": "decoders",
-    "qwen2": "decoders",
+    "mistral": "decoders.mistral",
+    "phi3": "decoders.phi3",
+    "qwen2": "decoders.qwen2",
+    "qwen3": "decoders.qwen3",
+    "smollm3": "decoders.smollm3",
+    "starcoder2": "decoders.starcoder2",
     "t5": "t5",
 }
 

@@ -34,7 +34,8 @@ NAMES: Mapping[str, str] = {
     "mlp_post_norm": "post_mlp_layernorm",
 }
 """What most families call their tensors, without `.weight` and `.bias`; those of a layer come after
-`layers` and its number. Names of what a spec does not have are not used."""
+`layers` and its number. Names of what a spec does not have are not used. `qkv` and `gate_up` name
+what checkpoints of some families hold as one."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def _attention(spec: DecoderSpec, key: str, names: Mapping[str, str]) -> Iterato
     queries = attention.heads * attention.head_dim
     shared = attention.kv_heads * attention.head_dim
     fused = {names["q"]: queries, names["k"]: shared, names["v"]: shared}
+    if "qkv" in names:
+        fused = {names["qkv"]: queries + 2 * shared}
     yield from linear(f"{key}.qkv", fused, spec.width, bias=attention.qkv_bias)
     yield from linear(f"{key}.out", {names["out"]: spec.width}, queries, bias=attention.out_bias)
     if attention.qk_norm:
@@ -117,6 +120,8 @@ def _attention(spec: DecoderSpec, key: str, names: Mapping[str, str]) -> Iterato
 def _mlp(spec: DecoderSpec, key: str, names: Mapping[str, str]) -> Iterator[Parameter]:
     mlp = spec.mlp
     inner = {names[role]: mlp.size for role in (("gate", "up") if mlp.gated else ("up",))}
+    if "gate_up" in names:
+        inner = {names["gate_up"]: 2 * mlp.size}
     yield from linear(f"{key}.up", inner, spec.width, bias=mlp.bias)
     yield from linear(f"{key}.down", {names["down"]: spec.width}, mlp.size, bias=mlp.bias)
 

@@ -1,0 +1,26 @@
+"""Llama 2 and 3, SmolLM2 and everything else that says `model_type: llama`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everystep.models.config import Fields
+from everystep.models.decoders.reading import decoder_family, gated_decoder, heads_of
+from everystep.models.rope_config import read_rope
+from everystep.models.spec import DecoderSpec, LayerSpec
+
+
+def _read(config: Mapping[str, Any]) -> DecoderSpec:
+    read = Fields(config)
+    layer = LayerSpec(read_rope(read, heads_of(read)[2]))
+    bias, mlp_bias = read.flag("attention_bias", False), read.flag("mlp_bias", False)
+    layers = [layer] * read.integer("num_hidden_layers")
+    return gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+
+
+FAMILIES = {
+    "llama": decoder_family(
+        _read, vocab_size=32000, intermediate_size=11008, max_position_embeddings=2048
+    )
+}

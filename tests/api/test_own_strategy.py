@@ -136,7 +136,8 @@ def test_every_face_takes_it(kind: Any, model: LanguageModel, tmp_path: Path) ->
 def test_it_goes_with_drafts_and_samplers(kind: Any, model: LanguageModel) -> None:
     asked = {**ASKED, "strategy": kind(0.2), "return_dict_in_generate": True}
     ids = torch.tensor([IDS])
-    drafted = model.generate(ids, prompt_lookup_num_tokens=4, **asked)
+    drafts = {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+    drafted = model.generate(ids, **drafts, **asked)
     assert drafted.new_tokens == [by_the_book(model, 0.2)]
     assert drafted.speculation["drafted"] > 0
     best = model.generate(ids, do_sample=True, top_k=1, **asked)

@@ -130,16 +130,16 @@ def test_what_does_not_pay_is_tried_by_one_sequence_now_and_then() -> None:
 def test_a_drafter_is_not_asked_before_it_may_have_become_better() -> None:
     drafter, lengths = PromptLookup(4, schedule="costs"), Lengths()
     lengths.costs.note_step(3, 3, 0.0, 1.0, 0.0)
-    lengths.resting[drafter] = 3
-    assert not lengths.rests(drafter, 3)  # nothing was lost so far
+    lengths.idle[drafter] = 3
+    assert not lengths.is_idle(drafter, 3)  # nothing was lost so far
     lengths.costs.note_step(5, 3, 0.0, 1.5, 0.1)
     assert lengths.costs.gained_seconds == pytest.approx(-0.6)
-    assert lengths.rests(drafter, 3) and not lengths.rests(drafter, 2)
+    assert lengths.is_idle(drafter, 3) and not lengths.is_idle(drafter, 2)
     for _ in range(60):
         lengths.costs.note_step(3, 3, 0.0, 1.0, 0.0)
-    assert not lengths.rests(drafter, 3)
+    assert not lengths.is_idle(drafter, 3)
     lengths.forget(drafter)
-    assert not lengths.resting
+    assert not lengths.idle
 
 
 def test_who_has_no_draft_yet_is_taken_to_do_as_the_others_do() -> None:

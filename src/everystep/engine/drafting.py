@@ -72,7 +72,7 @@ class Drafters:
         rows = sum(len(one.units) for group in feeds.ready for one in group.live)
         failed: Failed = []
         for drafter, own in using.items():
-            if self.lengths.rests(drafter, rows):
+            if self.lengths.is_idle(drafter, rows):
                 continue
             serve = partial(self._ask, drafter, feeds, rows)
             failed += together_or_apart(own, serve, partial(self._restart, drafter, groups, feeds))

@@ -199,21 +199,21 @@ class Costs:
 class Lengths:
     """How many ids each sequence's draft may have.
 
-    `resting`: drafters whose drafts did not pay when they were last asked, with how many positions
+    `idle`: drafters whose drafts did not pay when they were last asked, with how many positions
     that step fed without them.
     """
 
     costs: Costs = field(default_factory=Costs)
-    resting: dict[Drafter, int] = field(default_factory=dict)
+    idle: dict[Drafter, int] = field(default_factory=dict)
 
-    def rests(self, drafter: Drafter, fed: int) -> bool:
+    def is_idle(self, drafter: Drafter, fed: int) -> bool:
         """Whether nothing has changed since drafts of it did not pay."""
-        return self.resting.get(drafter) == fed and not self.costs.allow_trying
+        return self.idle.get(drafter) == fed and not self.costs.allow_trying
 
     def forget(self, drafter: Drafter) -> None:
         """The drafter is not used any more."""
         self.costs.rounds.pop(drafter, None)
-        self.resting.pop(drafter, None)
+        self.idle.pop(drafter, None)
 
     def limits(
         self,
@@ -248,10 +248,10 @@ class Lengths:
             units = max([1 + len(sequence.companions) for sequence in sequences])
             found = best_lengths(costs, drafter, chances, fed, units)
             if any(map(any, found)):
-                self.resting.pop(drafter, None)
+                self.idle.pop(drafter, None)
                 return found
         if drafter in costs.rounds:
-            self.resting[drafter] = fed
+            self.idle[drafter] = fed
         if drafter not in costs.rounds or costs.allow_trying:
             wanted[_cheapest(sequences, records)] = [min(_TRIED, drafter.tokens)]
         return wanted

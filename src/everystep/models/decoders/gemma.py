@@ -49,7 +49,7 @@ def _gemma3(config: Mapping[str, Any]) -> DecoderSpec:
             "config.json: attn_logit_softcapping has no effect in Gemma 3",
             wanted="null",
             got=read.values["attn_logit_softcapping"],
-            do="Remove it: no checkpoint was trained with it",
+            do="Remove it: transformers reads it and does not apply it",
         )
     (_, _, size), every = heads_of(read), read.integer("sliding_window_pattern", 6)
     ropes = {kind: _rope_of_type(read, size, kind) for kind in (FULL, SLIDING)}

@@ -126,14 +126,13 @@ def _first_to_come(rates: Tensor, noise: Tensor, count: int) -> Tensor:
 
     As -log(u) is at least 1 - u, most tokens are out without a logarithm.
     """
-    if rates.shape[1] <= 2 * _AHEAD or count >= _AHEAD or not on_host(rates):
-        return torch.topk(rates / -noise.log(), count).indices
-    bounds, likely = torch.topk(rates / (1 - noise), _AHEAD)
-    keys = rates.gather(1, likely) / -noise.gather(1, likely).log()
-    best, places = torch.topk(keys, count)
-    if not bool((best[:, -1] > 1.001 * bounds[:, -1]).all()):
-        return torch.topk(rates / -noise.log(), count).indices
-    return likely.gather(1, places)
+    if count < _AHEAD < rates.shape[1] // 2 and on_host(rates):
+        bounds, likely = torch.topk(rates / (1 - noise), _AHEAD)
+        keys = rates.gather(1, likely) / -noise.gather(1, likely).log()
+        best, places = torch.topk(keys, count)
+        if bool((best[:, -1] > 1.001 * bounds[:, -1]).all()):
+            return likely.gather(1, places)
+    return torch.topk(rates / -noise.log(), count).indices
 
 
 def _reached(cumulative: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from everystep.models.decoders.reading import (
     gated_decoder,
     heads_of,
     layer_types,
+    rope_of,
 )
 from everystep.models.parameters import NAMES
 from everystep.models.rope_config import read_rope
@@ -37,7 +38,7 @@ _GLOBAL, _LOCAL = 1_000_000.0, 10_000.0  # the bases of Gemma 3's ropes
 def _gemma2(config: Mapping[str, Any]) -> DecoderSpec:
     """Every other layer has a window, from the first one on. A null means no cap."""
     read = Fields({"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, **config})
-    rope = read_rope(read, heads_of(read)[2])
+    rope = rope_of(read)
     return _gemma(read, {FULL: rope, SLIDING: rope}, every=2, qk_norm=False)
 
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, gated_decoder, heads_of
-from everystep.models.rope_config import read_rope
+from everystep.models.decoders.reading import decoder_family, gated_decoder, rope_of
 from everystep.models.spec import DecoderSpec, LayerSpec
 
 
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
-    layer = LayerSpec(read_rope(read, heads_of(read)[2]))
+    layer = LayerSpec(rope_of(read))
     bias, mlp_bias = read.flag("attention_bias", False), read.flag("mlp_bias", False)
     layers = [layer] * read.integer("num_hidden_layers")
     return gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)

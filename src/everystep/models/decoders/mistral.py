@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, gated_decoder, heads_of, window_of
-from everystep.models.rope_config import read_rope
+from everystep.models.decoders.reading import decoder_family, gated_decoder, rope_of, window_of
 from everystep.models.spec import DecoderSpec, LayerSpec
 
 
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields({"sliding_window": 4096, **config})
-    layer = LayerSpec(read_rope(read, heads_of(read)[2]), window_of(read))
+    layer = LayerSpec(rope_of(read), window_of(read))
     return gated_decoder(read, [layer] * read.integer("num_hidden_layers"))
 
 

@@ -9,11 +9,10 @@ from everystep.models.config import Fields
 from everystep.models.decoders.reading import (
     decoder_family,
     gated_decoder,
-    heads_of,
+    rope_of,
     window_of,
 )
 from everystep.models.parameters import NAMES
-from everystep.models.rope_config import read_rope
 from everystep.models.spec import DecoderSpec, LayerSpec
 
 _NAMES = {**NAMES, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
@@ -21,7 +20,7 @@ _NAMES = {**NAMES, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(_with_longrope(config))
-    layer = LayerSpec(read_rope(read, heads_of(read)[2]), window_of(read))
+    layer = LayerSpec(rope_of(read), window_of(read))
     return gated_decoder(read, [layer] * read.integer("num_hidden_layers"))
 
 

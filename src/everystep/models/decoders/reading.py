@@ -10,8 +10,10 @@ from everystep.models.config import Fields
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import Family
 from everystep.models.parameters import NAMES, decoder_parameters
+from everystep.models.rope_config import read_rope
 from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from everystep.nn.activations import ACTIVATIONS
+from everystep.nn.rotary import Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _DEFAULTS: Mapping[str, Any] = {
@@ -75,6 +77,11 @@ def heads_of(read: Fields) -> tuple[int, int, int]:
     return heads, shared, read.integer("head_dim", width // heads)
 
 
+def rope_of(read: Fields, theta: float = 10_000.0) -> Rope:
+    """The rope that all layers have; `theta` is the family's default base."""
+    return read_rope(read, heads_of(read)[2], theta=theta)
+
+
 def window_of(read: Fields) -> int | None:
     """The window that all layers have, None without one."""
     return read.integer("sliding_window") if read.has("sliding_window") else None
@@ -88,16 +95,3 @@ def layer_types(read: Fields, usual: Sequence[str]) -> list[str]:
     if not isinstance(kinds, list) or len(kinds) != len(usual) or {*kinds} - {FULL, SLIDING}:
         raise read.wrong("layer_types", f"{len(usual)} times {FULL!r} or {SLIDING!r}", kinds)
     return list(kinds)
-
-
-def late_windows(read: Fields) -> list[int | None]:
-    """The window of each layer where `use_sliding_window` turns them on: of those in `layer_types`,
-    or of those from `max_window_layers` on. The reference keeps no window at all when the switch is
-    off, whatever the types say."""
-    count = read.integer("num_hidden_layers")
-    if not read.flag("use_sliding_window"):
-        layer_types(read, [FULL] * count)
-        return [None] * count
-    first = read.integer("max_window_layers", least=0)
-    kinds = layer_types(read, [SLIDING if i >= first else FULL for i in range(count)])
-    return [read.integer("sliding_window") if kind == SLIDING else None for kind in kinds]

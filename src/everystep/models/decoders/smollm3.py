@@ -11,17 +11,16 @@ from everystep.models.decoders.reading import (
     SLIDING,
     decoder_family,
     gated_decoder,
-    heads_of,
     layer_types,
+    rope_of,
 )
-from everystep.models.rope_config import read_rope
 from everystep.models.spec import DecoderSpec, LayerSpec
 
 
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     """Windows are on layers without positions, unless `layer_types` says otherwise."""
     read = Fields(config)
-    rope, turning = read_rope(read, heads_of(read)[2], theta=2_000_000.0), _turning(read)
+    rope, turning = rope_of(read, theta=2_000_000.0), _turning(read)
     windowed = read.flag("use_sliding_window") and read.has("sliding_window")
     kinds = layer_types(read, [SLIDING if windowed and not one else FULL for one in turning])
     layers = [

@@ -15,6 +15,7 @@ import everystep as es
 from everystep.api.model import LanguageModel
 from everystep.engine import Engine, given
 from everystep.errors import RequestError, UnknownArgumentError
+from everystep.models.layout.embedders import BoxEncoder, PatchEncoder
 from everystep.types import Given
 from tests.api.document import BOX, PATCH, Document, boxes, images, padded
 
@@ -23,14 +24,19 @@ COUNTS = (2, 3)
 PIXELS, BBOX = images(2), boxes(COUNTS)
 
 
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return Document()
+@pytest.fixture(scope="module", params=["declared", "loaded"])
+def document(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Document:
+    """A Llama with encoders that its user declares, and a model that has its own."""
+    loaded = request.param == "loaded"
+    return Document(tmp_path_factory.mktemp("document") if loaded else None)
 
 
 @pytest.fixture(autouse=True)
-def _no_calls(document: Document) -> None:
-    document.patches.calls = document.boxes.calls = 0
+def _counted(document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in document.encoders:
+        one.sizes.clear()
+    for kind, counted in zip((PatchEncoder, BoxEncoder), document.encoders, strict=True):
+        monkeypatch.setattr(kind, "__call__", lambda self, x, c=counted: c(self, x))
 
 
 def rows(document: Document) -> list[list[int]]:
@@ -103,11 +109,8 @@ def test_returns_share_one_encoding_and_quantised_rows_agree_in_chunks(document:
 def test_equal_contents_are_encoded_once(document: Document) -> None:
     ids = padded([document.ids(2, 0)] * 3)
     same = {"pixel_values": PIXELS[:1].expand(3, -1, -1, -1), "bbox": BBOX[:1].expand(3, -1, -1)}
-    sizes: list[int] = []
-    hook = document.patches.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     out = document.model.generate(**ids, **same, **QUIET)
-    hook.remove()
-    assert sizes == [1] and len(set(map(tuple, out.tolist()))) == 1
+    assert document.patches.sizes == [1] and len(set(map(tuple, out.tolist()))) == 1
 
 
 def prompts(document: Document) -> list[dict[str, Any]]:
@@ -290,7 +293,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "text as an image": ({"pixel_values": "photo.png"}, ["pixel_values", "not a tensor", "str"]),
     "a meta image": ({"pixel_values": PIXELS.to("meta")}, ["pixel_values", "no numbers", "meta"]),
-    "nested boxes": ({"bbox": [[[1, 2, 3, 4]], [[1, 2], [3, 4]]]}, ["bbox", "not a tensor"]),
+    "nested boxes": (
+        {"bbox": [[[1, 2, 3, 4]], [[1, 2], [3, 4]]]},
+        ["bbox", "row 1", "(any, 4)", "(2, 2)"],
+    ),
+    "ragged boxes": ({"bbox": [[[1, 2, 3], [4]], [[5]]]}, ["bbox", "not a tensor"]),
     "healed": ({"token_healing": True}, ["token_healing"]),
 }
 
@@ -348,6 +355,7 @@ DECLARED: dict[str, tuple[Callable[[], Any], str]] = {
     "twice": (lambda: [es.PromptInput("a", len, (4,), n) for n in (5, 6)], "'a' is taken"),
     "one token": (lambda: [es.PromptInput(n, len, (4,), 5) for n in "ab"], "one token"),
     "a stranger": (lambda: [len], "not prompt inputs"),
+    "no test": (lambda: es.PromptInput("a", len, (4,), 5, misfits=7), "misfits"),  # type: ignore[arg-type]
 }
 
 
@@ -355,9 +363,10 @@ DECLARED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_declaration_is_checked(document: Document, name: str) -> None:
     make, said = DECLARED[name]
     model = LanguageModel(document.model.core, document.model.generation_config)
+    before = model.prompt_inputs
     with pytest.raises(RequestError, match=said):
         model.prompt_inputs = make()
-    assert model.prompt_inputs == ()
+    assert model.prompt_inputs == before
 
 
 def test_ids_beyond_the_vocabulary_are_impossible_to_predict(document: Document) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from everystep.api.arrays import as_numbers
 from everystep.errors import RequestError
+from everystep.models.encoders import Misfit, PromptEncoder
 from everystep.types import Injected, Prompt, Request
 
 Rows = Sequence[Mapping[str, Tensor]]
@@ -34,6 +35,8 @@ class PromptInput:
     of b rows (b, *shape) to their features, as (b, n, E) or as a list of b tensors (n, E); rows
     with values of equal shape are encoded together. Its features stand, in order, where the prompt
     has the id `token`, which need not be in the vocabulary, or at the absolute `positions`.
+    `misfits`: of one row's value of that shape, what is wrong, what was wanted and what was given,
+    for each thing that makes it impossible; what it names is a RequestError before any compute.
     """
 
     name: str
@@ -41,6 +44,7 @@ class PromptInput:
     shape: tuple[int | None, ...]
     token: int | None = None
     positions: tuple[int, ...] | None = None
+    misfits: Callable[[Tensor], Iterable[Misfit]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -49,6 +53,12 @@ class PromptInput:
         for what, wrong, wanted, got in (
             ("no name", not str(self.name).isidentifier(), "a keyword", self.name),
             ("no encoder", not callable(self.encoder), "a function", type(self.encoder).__name__),
+            (
+                "impossible misfits",
+                not (self.misfits is None or callable(self.misfits)),
+                "a function",
+                type(self.misfits).__name__,
+            ),
             (
                 "not one place where its features stand",
                 (self.token is None) == (self.positions is None),
@@ -74,6 +84,13 @@ class PromptInput:
         if prompt.ids is None:
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero(prompt.ids == self.token) + prompt.hidden
+
+
+def own_inputs(encoders: Iterable[PromptEncoder]) -> tuple[PromptInput, ...]:
+    """The prompt inputs of a model with these encoders."""
+    return tuple(
+        PromptInput(one.name, one, one.shape, one.token, misfits=one.misfits) for one in encoders
+    )
 
 
 def require_distinct(inputs: Iterable[Any], taken: Iterable[str]) -> tuple[PromptInput, ...]:
@@ -112,7 +129,7 @@ def read_values(declared: Sequence[PromptInput], given: Mapping[str, Any], rows:
 def _split(one: PromptInput, given: Any, rows: int) -> list[Tensor | None]:
     """(B,) the value of each row, None for a row without."""
     wanted = f"{rows} rows of {_shown(one.shape)}"
-    if isinstance(given, list | tuple) and any(isinstance(v, Tensor | None) for v in given):
+    if isinstance(given, list | tuple) and _by_row(given):
         each = [None if v is None else as_numbers(one.name, v, wanted) for v in given]
         # A row's value may stand in a batch of one.
         each = [v[0] if v is not None and _fits(v[:1], (1, *one.shape)) else v for v in each]
@@ -124,10 +141,23 @@ def _split(one: PromptInput, given: Any, rows: int) -> list[Tensor | None]:
         what = f"{one.name} and the prompt differ in rows"
         raise RequestError(what, wanted=rows, got=len(each), do=do)
     for row, value in enumerate(each):
-        if value is not None and not _fits(value, one.shape):
-            what = f"{one.name} has the wrong shape in row {row}"
-            raise RequestError(what, wanted=_shown(one.shape), got=tuple(value.shape))
+        if value is not None:
+            _require_fitting(one, value, row)
     return each
+
+
+def _by_row(given: Sequence[Any]) -> bool:
+    """Whether each entry is a row's value: a tensor, nothing, or lists of different lengths."""
+    lengths = {len(one) for one in given if isinstance(one, list | tuple)}
+    return len(lengths) > 1 or any(isinstance(one, Tensor | None) for one in given)
+
+
+def _require_fitting(one: PromptInput, value: Tensor, row: int) -> None:
+    if not _fits(value, one.shape):
+        what = f"{one.name} has the wrong shape in row {row}"
+        raise RequestError(what, wanted=_shown(one.shape), got=tuple(value.shape))
+    for what, wanted, got in one.misfits(value) if one.misfits is not None else ():
+        raise RequestError(f"{one.name}, row {row}: {what}", wanted=wanted, got=got)
 
 
 def _fits(value: Tensor, shape: tuple[int | None, ...]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from everystep.adapters import LoRA, read_lora
 from everystep.api.absent import refuse_argument
 from everystep.api.custom import require_loop
-from everystep.api.features import PromptInput, require_distinct
+from everystep.api.features import PromptInput, own_inputs, require_distinct
 from everystep.api.forward import cache_of_forward, kept_positions
 from everystep.api.options import KEYWORDS
 from everystep.api.rectangle import generate
@@ -122,11 +122,11 @@ class LanguageModel:
 
     @property
     def prompt_inputs(self) -> tuple[PromptInput, ...]:
-        """What is encoded and read inside a prompt: further keywords of every call.
+        """What is encoded and read inside a prompt, by keyword; the model's own at first.
 
         May be set to a list of `PromptInput`; RequestError where names or tokens are taken.
         """
-        return self._prompt_inputs
+        return self._prompt_inputs or own_inputs(self.core.encoders)
 
     @prompt_inputs.setter
     def prompt_inputs(self, inputs: Iterable[PromptInput]) -> None:

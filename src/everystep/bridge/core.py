@@ -23,6 +23,7 @@ from everystep.bridge.trial import examine
 from everystep.cache.containers import Cache, DynamicCache, own_half
 from everystep.errors import RequestError
 from everystep.executors.process import out_of_memory
+from everystep.models.encoders import PromptEncoder
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard, Store
 from everystep.types import InputSpec, Prompt
@@ -66,6 +67,7 @@ class ForeignModel:
     """A module of transformers or PEFT, examined: it holds no weights of its own."""
 
     learns = True
+    encoders: tuple[PromptEncoder, ...] = ()
 
     def __init__(self, module: nn.Module) -> None:
         self.foreign = Foreign(module)

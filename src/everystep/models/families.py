@@ -12,12 +12,14 @@ from importlib import import_module
 from typing import Any
 
 from everystep.errors import UnsupportedError, nearest
+from everystep.models.encoders import EncoderPlan
 from everystep.models.loader import WeightLoader
 from everystep.models.parameters import Parameter
 from everystep.nn.network import Network
 
 # Every `model_type` that can be built, and the file with its family.
 MODULES: Mapping[str, str] = {
+    "doclayllm": "layout.family",
     "gemma2": "decoders.gemma",
     "gemma3_text": "decoders.gemma",
     "llama": "decoders.llama",
@@ -32,12 +34,18 @@ MODULES: Mapping[str, str] = {
 }
 
 
+def no_encoders(config: Mapping[str, Any]) -> tuple[EncoderPlan, ...]:
+    """What most families plan."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Family:
     """How a configuration becomes a spec, a spec parameters, and loaded parameters a network.
 
     `defaults`: what the configuration may leave out. `leftovers`: patterns of names in checkpoints
-    that hold nothing that is needed.
+    that hold nothing that is needed. `plan_encoders`: the encoders of prompt inputs that a
+    configuration, complete with its defaults, describes beside the network.
     """
 
     defaults: Mapping[str, Any]
@@ -45,6 +53,13 @@ class Family:
     parameters: Callable[[Any], Iterable[Parameter]]
     assemble: Callable[[Any, WeightLoader], Network]
     leftovers: tuple[str, ...] = ()
+    plan_encoders: Callable[[Mapping[str, Any]], tuple[EncoderPlan, ...]] = no_encoders
+
+    def all_parameters(self, config: Mapping[str, Any], spec: Any) -> dict[str, Parameter]:
+        """Those of the network and of the encoders, by their keys."""
+        plans = self.plan_encoders(config)
+        beside = (one for plan in plans for one in plan.parameters)
+        return {one.key: one for one in (*self.parameters(spec), *beside)}
 
     def leaves_over(self, spec: Any, name: str) -> bool:
         """Whether checkpoints may hold this for nothing, as they may a copy of a tied head."""

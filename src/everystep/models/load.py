@@ -21,10 +21,11 @@ from everystep.models.loader import (
     Kept,
     TensorSource,
     WeightLoader,
+    held_weights,
     network_weights,
 )
 from everystep.models.model import Model
-from everystep.nn.linear import Rows, Weight, dense, rows_of
+from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
@@ -59,7 +60,7 @@ def build_model(
     wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
     loader = WeightLoader(
-        {one.key: one for one in family.parameters(spec)},
+        family.all_parameters(values, spec),
         source,
         wanted,
         torch.device(device),
@@ -84,8 +85,9 @@ def _places(model: Model) -> Iterator[tuple[str, Weight, int, int]]:
     """Checkpoint name, the weight that has it among its rows, and which of them. What a network of
     the caller's own has beside is named as there."""
     family = find_family(model.config.model_type)
-    parts = {one.key: one.parts for one in family.parameters(model.spec)}
-    for key, held in network_weights(model.network):
+    known = family.all_parameters(model.config, model.spec)
+    parts = {key: one.parts for key, one in known.items()}
+    for key, held in _weights(model):
         if key not in parts:
             for one in held if isinstance(held, tuple) else (held,):
                 yield key, one, 0, one.shape[0]
@@ -164,7 +166,7 @@ def convert_model(
     place = torch.device(model.device if device is None else device)
     held = HeldWeights(weights)
     loader = WeightLoader(
-        {one.key: one for one in family.parameters(model.spec)},
+        family.all_parameters(model.config, model.spec),
         held,
         wanted,
         place,
@@ -187,14 +189,22 @@ def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
             "the model's weights are packed, and nothing can change them",
             do="Call model.requires_grad_() first",
         )
-    held = network_weights(model.network)
-    return [(key, weight) for key, weight in held if isinstance(weight, Tensor)]
+    return [(key, weight) for key, weight in _weights(model) if isinstance(weight, Tensor)]
+
+
+def _weights(model: Model) -> Iterator[tuple[str, Matrix]]:
+    """Key and weight of everything in the network and in the encoders."""
+    yield from network_weights(model.network)
+    for encoder in model.encoders:
+        yield from held_weights(encoder.name, encoder)
 
 
 def _model(family: Family, config: ModelConfig, spec: Any, loader: WeightLoader) -> Model:
     # A caller may train these weights, which tensors of inference mode do not allow.
     with ordinary_mode(), torch.no_grad():
-        return Model(config, spec, family.assemble(spec, loader), loader.learns)
+        network = family.assemble(spec, loader)
+        encoders = tuple(plan.assemble(loader) for plan in family.plan_encoders(config))
+        return Model(config, spec, network, loader.learns, encoders)
 
 
 def _in_panels(

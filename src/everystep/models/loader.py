@@ -174,12 +174,13 @@ def network_weights(network: Network) -> Iterator[tuple[str, Matrix]]:
     yield "embed", network.table
     for part in fields(network):
         if part.name == "head" and network.spec.tied:
-            yield from _held("head.bias", network.head.bias)
+            yield from held_weights("head.bias", network.head.bias)
         elif part.name != "table":
-            yield from _held(part.name, getattr(network, part.name))
+            yield from held_weights(part.name, getattr(network, part.name))
 
 
-def _held(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
+def held_weights(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
+    """Those of a part of a network, whose own key is `key`."""
     if isinstance(part, Tensor):
         yield key, part
     elif isinstance(part, RelativeBias):
@@ -194,7 +195,7 @@ def _held(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
             yield f"{key}.{name}", weight
     elif isinstance(part, tuple):
         for index, layer in enumerate(part):
-            if not is_dataclass(layer):
-                continue
-            for role in fields(layer):
-                yield from _held(f"{key}.{index}.{role.name}", getattr(layer, role.name))
+            yield from held_weights(f"{key}.{index}", layer)
+    elif is_dataclass(part):
+        for role in fields(part):
+            yield from held_weights(f"{key}.{role.name}", getattr(part, role.name))

@@ -17,6 +17,7 @@ from everystep.cache.containers import Cache
 from everystep.errors import RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits
+from everystep.models.encoders import PromptEncoder
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, State
 from everystep.types import Prompt
@@ -38,12 +39,14 @@ class Model:
     """`config`: the values of config.json. `spec`: what the network was built from.
 
     `learns`: its weights are plain float tensors, which may require gradients and change.
+    `encoders`: what it embeds inputs of a prompt with, beside the network.
     """
 
     config: ModelConfig
     spec: Any = field(repr=False)
     network: Network = field(repr=False)
     learns: bool = False
+    encoders: tuple[PromptEncoder, ...] = field(default=(), repr=False)
     __reduce_ex__ = refuse_copies
 
     @property

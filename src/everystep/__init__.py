@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from everystep.api.many import generate as generate
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
+    from everystep.api.pages import layout_prompt as layout_prompt
     from everystep.api.prefill import prefill as prefill
     from everystep.api.prefixes import Prefix as Prefix
     from everystep.api.run import Run as Run
@@ -185,6 +186,7 @@ _NAMES = {
     "api.many": "Stream chat generate stream",
     "api.model": "LanguageModel",
     "api.features": "PromptInput",
+    "api.pages": "layout_prompt",
     "api.prefill": "prefill",
     "api.prefixes": "Prefix",
     "api.run": "Run",

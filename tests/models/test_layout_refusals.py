@@ -146,6 +146,13 @@ def test_an_input_that_cannot_be_is_refused_before_compute(
         model.generate(PROMPT, **{"pixel_values": PIXELS, "bbox": boxes([2]), **given})
 
 
+def test_a_forward_by_hand_names_ids_that_it_cannot_embed(model: es.LanguageModel) -> None:
+    with pytest.raises(
+        RequestError, match=r"outside the vocabulary; wanted 0 to 96; got 5 to 15000"
+    ):
+        model(PROMPT)
+
+
 def test_the_text_model_has_the_defaults_of_llama() -> None:
     values = {"model_type": "doclayllm", "num_hidden_layers": 3}
     llama, family = find_family("llama"), find_family("doclayllm")

@@ -15,6 +15,7 @@ import everystep as es
 from everystep.cli import options as o
 from everystep.cli.grammars import Choices, GrammarFile, Regex, Schema, following
 from everystep.cli.loading import load
+from everystep.cli.pages import Lines, Page, Reasoning, asked_page
 from everystep.cli.reading import read_prompt
 from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
 from everystep.cli.terminal import (
@@ -69,6 +70,9 @@ def generate(
     regex: Regex = None,
     grammar: GrammarFile = None,
     choices: Choices = None,
+    page: Page = None,
+    lines: Lines = None,
+    reasoning: Reasoning = False,
     as_json: _AsJson = False,
     as_jsonl: _AsJsonl = False,
     save: Save = None,
@@ -86,10 +90,11 @@ def generate(
     Without PROMPT and --file the prompt is read from standard input.
     """
     form = _form(as_json, as_jsonl, several=(num_return_sequences or 1) > 1)
-    if raw and system is not None:
-        raise typer.BadParameter("--system needs the chat template, which --raw leaves out")
+    _refuse_beside_raw(raw, {"--system": system, "--page": page, "--lines": lines})
+    about_page = asked_page(page, lines, reasoning, system)
     if resume is not None:
-        refuse_prompt({"PROMPT": prompt, "--file": file, "--system": system, "--raw": raw})
+        prompts = {"PROMPT": prompt, "--file": file, "--page": page}
+        refuse_prompt({**prompts, "--system": system, "--raw": raw})
     decoding = o.decoding(
         strategy=strategy,
         strategy_option=strategy_option,
@@ -124,7 +129,7 @@ def generate(
         else:
             o.note_seed(loaded, decoding, seed)
             begin: Any = es.open if in_hands else es.stream
-            asked = _asked(text, system, raw, tokenizer)
+            asked = _asked(text, system, raw, loaded, tokenizer, about_page)
             begun = begin(loaded, tokenizer, asked, seed=seed, **decoding, **drafting)
     watched = WatchedRun(begun, tokenizer, save or resume, trace) if in_hands else begun
     with watched as stream:
@@ -153,6 +158,13 @@ def _form(as_json: bool, as_jsonl: bool, *, several: bool) -> str:
     return "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
 
 
+def _refuse_beside_raw(raw: bool, said: Mapping[str, Any]) -> None:
+    """BadParameter for what stands in a chat template, where there is to be none."""
+    for name, value in said.items():
+        if raw and value is not None:
+            raise typer.BadParameter(f"{name} needs the chat template, which --raw leaves out")
+
+
 def _drafting(assistant: str | None, how: tuple[Any, ...]) -> dict[str, Any]:
     """Arguments of a call for the model that drafts, loaded as the other one is; none without."""
     if assistant is None:
@@ -169,8 +181,13 @@ def _said(context: typer.Context, decoding: Mapping[str, Any], seed: int | None)
     return said if seed is None else {**said, "seed": seed}
 
 
-def _asked(text: str, system: str | None, raw: bool, tokenizer: Any) -> Any:
-    """Messages where the model has a chat template, else, and with `raw`, the text itself."""
+def _asked(
+    text: str, system: str | None, raw: bool, model: Any, tokenizer: Any, page: dict[str, Any]
+) -> Any:
+    """Messages where the model has a chat template, else, and with `raw`, the text itself; with a
+    page a question about it."""
+    if page:
+        return es.layout_prompt(model, tokenizer, text, **page)
     templated = tokenizer.chat_template is not None
     if not templated and system is not None:
         do = "Leave --system out and put the instructions into the prompt"

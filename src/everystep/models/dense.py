@@ -241,7 +241,15 @@ def _seen(
 
 def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     if ids is not None and inputs_embeds is None:
-        return network.embed(ids.to(network.device))
+        try:
+            return network.embed(ids.to(network.device))
+        except IndexError as error:
+            raise RequestError(
+                "an id is outside the vocabulary",
+                wanted=f"0 to {network.spec.vocab_size - 1}",
+                got=f"{int(ids.min())} to {int(ids.max())}",
+                do="Embed placeholders yourself and pass inputs_embeds, or call generate",
+            ) from error
     if inputs_embeds is not None and ids is None:
         return inputs_embeds.to(network.device, network.dtype)
     raise RequestError("a forward reads either ids or embeddings", wanted="exactly one of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ from torch import Tensor
 from everystep.api.load import from_weights
 from everystep.api.model import LanguageModel
 from everystep.config import GenerationConfig
+from everystep.models import complete_config
+from everystep.models.families import find_family
+
+_LLAMA: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 
 
 def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **config: Any) -> LanguageModel:
@@ -17,25 +33,29 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float64, **config: Any)
 
     Weights are drawn widely, so that its choices differ from position to position.
     """
-    values: dict[str, Any] = {
-        "model_type": "llama",
-        "vocab_size": 48,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        **config,
-    }
+    values = {**_LLAMA, **config}
     settings = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=3)
     weights = _llama_weights(values, seed)
     return from_weights(values, weights, dtype=dtype, generation_config=settings)
 
 
-def _llama_weights(values: dict[str, Any], seed: int) -> dict[str, Tensor]:
+def tiny_document(seed: int = 0, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A document model for the ids of `tiny_tokenizer`, whose pages are four patches of 16 pixels a
+    side."""
+    sizes = {"hidden_size": 32, "input_size": 32, "coordinate_size": 5, "shape_size": 6}
+    own = {"vocab_size": 320, "max_position_embeddings": 4096, "layout_config": sizes}
+    values = complete_config({**_LLAMA, "model_type": "doclayllm", **own})
+    weights = _llama_weights(values, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for plan in find_family("doclayllm").plan_encoders(values):
+        for one in plan.parameters:
+            (part,) = one.parts
+            weights[part.name] = torch.randn(one.shape, generator=generator) * 0.3
+    settings = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return from_weights(values, weights, dtype=dtype, generation_config=settings)
+
+
+def _llama_weights(values: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     names = ("hidden_size", "intermediate_size", "vocab_size")
     hidden, inner, vocabulary = (values[name] for name in names)

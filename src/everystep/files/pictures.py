@@ -1,0 +1,105 @@
+"""Pictures from files of untrusted sources: their header is judged before a pixel is decoded.
+
+Pillow reads them, which the extra `vision` installs. Only formats that hold plain pixels are
+opened: none of them runs another program.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from everystep.errors import EverystepError, FormatError, RequestError, UnsupportedError
+from everystep.files.opening import open_regular, size_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 80_000_000
+"""What a page has at 600 dots per inch on A3, and Pillow opens without a warning."""
+MOST_BYTES = 256 << 20
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
+_DEEP = ("I", "F")
+"""Modes with more than 8 bits per channel, of which a conversion keeps the lowest alone."""
+
+_PAGED = ("PNG", "WEBP", "TIFF")
+"""Formats that may hold several pictures. Those of a photograph belong together."""
+
+PictureLike = Union[str, os.PathLike[str], "Image"]
+"""A path, or an `Image` of Pillow."""
+
+
+def read_picture(source: PictureLike) -> Image:
+    """The picture in a file, or one of Pillow's, in RGB with 8 bits per channel.
+
+    FormatError for what is no picture, is broken, holds several, or has more than MOST_PIXELS by
+    its header, before any is decoded. UnsupportedError without Pillow.
+    """
+    pillow = _pillow()
+    if isinstance(source, pillow.Image):
+        return _converted(source, "the picture")
+    if not isinstance(source, str | os.PathLike):
+        wanted, got = "a path or an Image of Pillow", type(source).__name__
+        raise RequestError("this is no picture", wanted=wanted, got=got)
+    path = Path(source)
+    with open_regular(path) as file:
+        size = size_of(file)
+        if size > MOST_BYTES:
+            wanted = f"at most {MOST_BYTES} bytes"
+            raise FormatError(f"{path} is too large", wanted=wanted, got=size)
+        try:
+            with pillow.open(file, formats=FORMATS) as picture:
+                return _converted(picture, str(path))
+        except EverystepError:
+            raise
+        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+            raise _too_many(str(path), str(error)) from error
+        except Exception as error:  # decoders fail in many ways, all of them the file's fault
+            raise FormatError(
+                f"{path} is no picture, or a broken one",
+                wanted=f"one of {', '.join(FORMATS)}",
+                got=str(error)[:200],
+            ) from error
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UnsupportedError(
+            "pictures are read by Pillow, which is not installed",
+            do="Install it: pip install 'everystep[vision]'",
+        ) from error
+    return Image
+
+
+def _converted(picture: Image, name: str) -> Image:
+    width, height = picture.size
+    if width * height > MOST_PIXELS:
+        raise _too_many(name, f"{width} * {height}")
+    if not width * height:
+        raise FormatError(f"{name} has no pixels", got=f"{width} * {height}")
+    if picture.mode.split(";")[0] in _DEEP:
+        do = "Convert it to 8 bits per channel first"
+        raise FormatError(f"{name} is too deep", wanted="8 bits", got=picture.mode, do=do)
+    if picture.format in _PAGED and _holds_several(picture):
+        do = "Give each of them as a picture of its own"
+        raise FormatError(f"{name} holds several pictures", wanted="one", do=do)
+    return picture.convert("RGB")
+
+
+def _holds_several(picture: Image) -> bool:
+    try:
+        picture.seek(1)
+    except EOFError:
+        picture.seek(0)
+        return False
+    return True
+
+
+def _too_many(name: str, got: str) -> FormatError:
+    do = "Scan or scale it to fewer"
+    return FormatError(
+        f"{name} has too many pixels", wanted=f"at most {MOST_PIXELS}", got=got, do=do
+    )

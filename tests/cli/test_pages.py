@@ -86,3 +86,15 @@ def test_a_model_that_reads_no_pages_says_so(call: Caller, tmp_path: Path) -> No
     folder = str(write_tiny_model(tmp_path / "model"))
     outcome = call("generate", QUESTION, "-m", folder, "--page", page, "--lines", lines)
     assert outcome.code == 1 and "this model reads no pages" in outcome.err
+
+
+def test_a_rounded_folder_reads_the_same_pages(call: Caller, folder: str, tmp_path: Path) -> None:
+    made = str(tmp_path / "rounded")
+    assert call("quantize", folder, made, "--format", "int8").code == 0
+    page, lines = write_page(tmp_path)
+    tokens = []
+    for path, how in ((made, "auto"), (folder, "int8")):
+        model, tokenizer = es.load(path, quantize=how)  # type: ignore[arg-type]
+        prompt = es.layout_prompt(model, tokenizer, QUESTION, lines=lines, image=page)
+        tokens.append(model.generate(**prompt, max_new_tokens=5, do_sample=False).tolist())
+    assert tokens[0] == tokens[1]

@@ -20,13 +20,14 @@ from everystep.executors.choice import open_executor
 from everystep.executors.native import NativeExecutor, obstacles
 from everystep.executors.native.program import Program, program_of
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.models import Model, convert_model
+from everystep.models import Model, build_model, convert_model, named_weights
 from everystep.models.decoder import Decoder
+from everystep.models.loader import HeldWeights
 from everystep.nn.rounding import Rounding
 from everystep.types import Verb, Work
 from tests.executors.layout import axes_model
 from tests.executors.members import members
-from tests.executors.models import SPECS, narrow_model, random_model
+from tests.executors.models import CONFIG, SPECS, narrow_model, random_model
 from tests.executors.works import (
     Wanderer,
     answer,
@@ -98,6 +99,25 @@ def test_every_format_is_computed(name: str, rounding: Rounding) -> None:
         far += (distances(found, wanted) > 1e-5).tolist()
         assert distances(found, wanted).max() < 0.05
     assert sum(far) < 0.06 * len(far)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13])
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_the_largest_codes_do_not_overflow(rounding: Rounding, rows: int) -> None:
+    """Inputs and weights that are all extremes of their codes, of one sign and of both."""
+    shapes = {name: one.shape for name, one in named_weights(narrow_model("llama", None))}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    tensors["model.embed_tokens.weight"].fill_(1.0)
+    tensors["model.norm.weight"].fill_(1.0)
+    head = tensors["lm_head.weight"]
+    head.copy_(torch.from_numpy(np.random.default_rng(0).choice([-1.0, 1.0], head.shape)))
+    head[0], head[1] = 1.0, -1.0
+    config = {**CONFIG, "model_type": "llama", "intermediate_size": 64}
+    model = build_model(config, HeldWeights(tensors), dtype=torch.float32, quantize=rounding)
+    work = one_feed([3] * rows, verbs=(Verb("allocate", 0),))
+    wanted = dict(named_weights(model))["lm_head.weight"].sum(1).expand(rows, -1)
+    found = NativeExecutor(model).run(work).logits
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("rounding", ["int8", "int4"])

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "pages.h"
 
@@ -62,9 +63,23 @@ struct Seen {
     float& total() const { return at[width + 1]; }
 };
 
-// Scores of P pages of keys, one after another.
+// Calls `use(count, first)` for Q queries, as many at once as have sums in the registers.
+template <int Q, class Use>
+inline void each_few(Use use) {
+    constexpr int kFew = std::min(Q, simd::kSums), kRest = Q % kFew;
+    for (int first = 0; first + kFew <= Q; first += kFew) use(std::integral_constant<int, kFew>(), first);
+    if constexpr (kRest > 0) use(std::integral_constant<int, kRest>(), Q - kRest);
+}
+
+// How many sums each of Q queries may have, `most` at most.
+constexpr int sums_each(int queries, int most) {
+    return most > 1 && queries * most > simd::kSums ? sums_each(queries, most / 2) : most;
+}
+
+// Scores of P pages of keys, one after another, with Q queries from `values` on.
 template <class Type, int Q, int P>
-inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, float* scores) {
+inline void page_scores(const Keys& keys, int64_t page, const float* values, bool fetch,
+                        float* scores) {
     using namespace simd;
     const int64_t dim = keys.shape.dim, apart = whole_vectors(dim);
     const typename Type::Number* from[P];
@@ -83,12 +98,12 @@ inline void page_scores(const Keys& keys, int64_t page, const Queries& queries, 
             const auto* at = from[p] + d * kPagePositions;
             key[p] = Type::load(at);
             // Values lie behind the keys.
-            if (queries.fetch && d * kPagePositions % kLine == 0)
+            if (fetch && d * kPagePositions % kLine == 0)
                 __builtin_prefetch(at + dim * kPagePositions);
         }
 #pragma GCC unroll 12
         for (int i = 0; i < Q; ++i) {
-            const Floats query = splat(queries.values[i * apart + d]);
+            const Floats query = splat(values[i * apart + d]);
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p) acc[i][p] = fma(key[p], query, acc[i][p]);
         }
@@ -182,23 +197,33 @@ inline void attend_tile(const Keys& keys, const Queries& queries, int64_t first,
                         Seen seen, Ahead ahead) {
     alignas(64) float scores[Q * kSpan];
     const int64_t pages = last / kPagePositions - first + 1;
-    // Two pages at once, whose sums do not wait for each other.
-    constexpr int kPages = 2;
-    int64_t page = 0;
-    for (; page + kPages <= pages; page += kPages)
-        page_scores<Type, Q, kPages>(keys, first + page, queries, scores + page * kPagePositions);
-    for (; page < pages; ++page)
-        page_scores<Type, Q, 1>(keys, first + page, queries, scores + page * kPagePositions);
+    each_few<Q>([&](auto count, int i) {
+        const float* values = queries.values + i * whole_vectors(keys.shape.dim);
+        const bool fetch = queries.fetch && i == 0;
+        // Two pages at once, if they can be, whose sums do not wait for each other.
+        constexpr int kPages = sums_each(count, 2);
+        int64_t page = 0;
+        const auto pages_of = [&](auto together) {
+            for (; page + together <= pages; page += together)
+                page_scores<Type, count, together>(keys, first + page, values, fetch,
+                                                   scores + i * kSpan + page * kPagePositions);
+        };
+        pages_of(std::integral_constant<int, kPages>());
+        if constexpr (kPages > 1) pages_of(std::integral_constant<int, 1>());
+    });
     const int64_t width = seen.width;
     for (int i = 0; i < Q; ++i)
         weigh<Type>(keys, scores + i * kSpan, first, pages, queries, i,
                     {seen.at + i * Seen::size(width), width});
-    constexpr int kVectors = Q <= 6 ? 4 : 2;
-    int64_t column = 0;
-    for (; column + kVectors * simd::kLanes <= width; column += kVectors * simd::kLanes)
-        mix_columns<Type, Q, kVectors>(keys, first, last, column, scores, seen, ahead);
-    for (; column < width; column += simd::kLanes)
-        mix_columns<Type, Q, 1>(keys, first, last, column, scores, seen, ahead);
+    each_few<Q>([&](auto count, int i) {
+        const Seen few{seen.at + i * Seen::size(width), width};
+        constexpr int kVectors = sums_each(count, 4);
+        int64_t column = 0;
+        for (; column + kVectors * simd::kLanes <= width; column += kVectors * simd::kLanes)
+            mix_columns<Type, count, kVectors>(keys, first, last, column, scores + i * kSpan, few, ahead);
+        for (; column < width; column += simd::kLanes)
+            mix_columns<Type, count, 1>(keys, first, last, column, scores + i * kSpan, few, ahead);
+    });
 }
 
 // Attends with the kernel for as many queries as there are.

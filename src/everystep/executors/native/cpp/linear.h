@@ -9,13 +9,13 @@
 #include <type_traits>
 
 #include "pack.h"
+#include "products.h"
 #include "simd.h"
 
 namespace everystep {
 
-// How many rows are computed together at most: as many as leave each a register for its sums and one
-// for its products, beside the weights.
-constexpr int64_t kTogether = 12;
+// How many rows are computed together at most. Each has a sum and a product.
+constexpr int64_t kTogether = std::min(12, simd::kSums);
 
 inline int64_t whole_groups(int64_t rows) { return (rows + kTogether - 1) / kTogether * kTogether; }
 
@@ -72,24 +72,6 @@ inline bool reads_values(const Linear& linear) {
     return std::any_of(linear.parts, linear.parts + linear.count, [](const Matrix& part) {
         return static_cast<Format>(part.format) == Format::kFloat;
     });
-}
-
-template <bool kFourBits>
-inline simd::Bytes column_group(const uint8_t* codes, int g) {
-    if (!kFourBits) return simd::load_bytes(codes + g * 64);
-    const simd::Bytes both = simd::load_bytes(codes + g % 4 * 64);
-    return g < 4 ? simd::low_halves(both) : simd::high_halves(both);
-}
-
-// One block of 32 columns: `acc[m]` grows by the exact products of the m-th row from `inputs` on.
-template <bool kFourBits, int M>
-inline void block_products(const uint8_t* codes, const int8_t* inputs, simd::Ints (&acc)[M]) {
-#pragma GCC unroll 8
-    for (int g = 0; g < 8; ++g) {
-        const simd::Bytes w = column_group<kFourBits>(codes, g);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) acc[m] = simd::dot(acc[m], w, inputs + m * kBlock + g * 4);
-    }
 }
 
 // How a quantised format is read. `kOffset`: what was added to every code, taken back by the offsets
@@ -198,7 +180,7 @@ inline void each_tile(int64_t rows, Use use) {
         for (; rows - row >= count; row += count) use(count, row);
     };
     tiles_of(std::integral_constant<int, kTogether>());
-    tiles_of(std::integral_constant<int, 8>());
+    if constexpr (kTogether > 8) tiles_of(std::integral_constant<int, 8>());
     tiles_of(std::integral_constant<int, 4>());
     tiles_of(std::integral_constant<int, 2>());
     tiles_of(std::integral_constant<int, 1>());

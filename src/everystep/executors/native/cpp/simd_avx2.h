@@ -7,16 +7,15 @@
 
 namespace everystep::simd {
 
+// How many sums the registers hold beside what is added to them.
+constexpr int kSums = 6;
+
 struct Floats {
     __m256 lo, hi;
 };
 struct Ints {
     __m256i lo, hi;
 };
-struct Bytes {
-    __m256i lo, hi;
-};
-
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, Floats a) {
     _mm256_storeu_ps(p, a.lo);
@@ -106,36 +105,6 @@ inline Floats load_codes(const int8_t* p) {
     const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8));
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high))};
-}
-
-inline Bytes load_bytes(const uint8_t* p) {
-    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
-}
-inline Bytes low_halves(Bytes a) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
-}
-inline Bytes high_halves(Bytes a) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 4), mask),
-            _mm256_and_si256(_mm256_srli_epi16(a.hi, 4), mask)};
-}
-
-// acc[lane] + sum over j < 4 of w[4 * lane + j] * a[j], with unsigned w and signed a, exactly.
-inline Ints dot(Ints acc, Bytes w, const int8_t* a) {
-    int32_t four;
-    __builtin_memcpy(&four, a, 4);
-    // Even and odd bytes apart as 16-bit numbers, whose pairs add up without saturation.
-    const __m256i four16 = _mm256_set1_epi32(four);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four16, 8), 8);
-    const __m256i odd = _mm256_srai_epi16(four16, 8);
-    const __m256i mask = _mm256_set1_epi16(255);
-    const auto both = [&](__m256i bytes) {
-        return _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(bytes, mask), even),
-                                _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8), odd));
-    };
-    return {_mm256_add_epi32(acc.lo, both(w.lo)), _mm256_add_epi32(acc.hi, both(w.hi))};
 }
 
 }  // namespace everystep::simd

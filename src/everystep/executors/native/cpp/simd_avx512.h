@@ -7,6 +7,9 @@
 
 namespace everystep::simd {
 
+// How many sums the registers hold beside what is added to them.
+constexpr int kSums = 24;
+
 struct Floats {
     __m512 v;
 };

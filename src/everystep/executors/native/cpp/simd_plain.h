@@ -7,6 +7,9 @@
 
 namespace everystep::simd {
 
+// How many sums the registers hold beside what is added to them.
+constexpr int kSums = 24;
+
 typedef float Floats16 __attribute__((vector_size(64)));
 typedef int32_t Ints16 __attribute__((vector_size(64)));
 typedef uint32_t Words16 __attribute__((vector_size(64)));

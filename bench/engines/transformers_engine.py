@@ -1,4 +1,4 @@
-"""Answers of transformers, in float32, with its dynamic cache."""
+"""Answers of transformers with its dynamic cache, in float32 but for folders called bfloat16."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import time
 
 import torch
 from protocol import Answer, check_counts, padded, serve
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 def load(path: str, threads: int) -> tuple[Answer, dict[str, object]]:
     """A folder of safetensors."""
     torch.set_num_threads(threads)
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    dtype = torch.bfloat16 if path.endswith("bfloat16") else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
 
     def answer(prompts: list[list[int]], tokens: int) -> tuple[float, float]:

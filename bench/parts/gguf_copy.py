@@ -14,7 +14,7 @@ import numpy as np
 
 from everystep.files.gguf import GgufFile, read_gguf
 
-_CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
+BLOCK_CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
 _PLAIN = {"F32": np.float32, "F16": np.float16}
 _ALIGNMENT = 32
 
@@ -26,7 +26,7 @@ def write_copy(source: Path, target: Path, kind: str) -> Path:
     for name, tensor in file.tensors.items():
         form = _form(name, tensor.shape, kind)
         blob = encode(form, file.dequantise(name).numpy())
-        infos.append(_info(name, tensor.shape, _CODES[form], offset))
+        infos.append(tensor_info(name, tensor.shape, BLOCK_CODES[form], offset))
         blobs.append(blob + bytes(-len(blob) % _ALIGNMENT))
         offset += len(blobs[-1])
     header = _metadata(file) + b"".join(infos)
@@ -72,7 +72,8 @@ def _form(name: str, shape: tuple[int, ...], kind: str) -> str:
     return "Q8_0" if kind == "Q4_0" and name in ("token_embd.weight", "output.weight") else kind
 
 
-def _info(name: str, shape: tuple[int, ...], code: int, offset: int) -> bytes:
+def tensor_info(name: str, shape: tuple[int, ...], code: int, offset: int) -> bytes:
+    """A tensor as the header of a file describes it."""
     text = name.encode()
     sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
     return struct.pack("<Q", len(text)) + text + sizes + struct.pack("<IQ", code, offset)
@@ -81,5 +82,5 @@ def _info(name: str, shape: tuple[int, ...], code: int, offset: int) -> bytes:
 def _metadata(file: GgufFile) -> bytes:
     """Everything before the description of the first tensor."""
     start = bytes(file.data[: min(tensor.offset for tensor in file.tensors.values())].numpy())
-    ends = [start.index(_info(name, (), 0, 0)[: 8 + len(name)]) for name in file.tensors]
+    ends = [start.index(tensor_info(name, (), 0, 0)[: 8 + len(name)]) for name in file.tensors]
     return start[: min(ends)]

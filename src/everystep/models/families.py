@@ -6,7 +6,7 @@ A file holds its `FAMILIES` and is imported when a model of one is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -18,11 +18,16 @@ from everystep.nn.network import Network
 
 # Every `model_type` that can be built, and the file with its family.
 MODULES: Mapping[str, str] = {
+    "falcon": "decoders.falcon",
     "gemma2": "decoders.gemma",
     "gemma3_text": "decoders.gemma",
+    "gpt2": "decoders.gpt2",
+    "gpt_neox": "decoders.gpt_neox",
     "llama": "decoders.llama",
     "mamba": "mamba",
     "mistral": "decoders.mistral",
+    "olmo2": "decoders.olmo2",
+    "opt": "decoders.opt",
     "phi3": "decoders.phi3",
     "qwen2": "decoders.qwen",
     "qwen3": "decoders.qwen",
@@ -37,7 +42,9 @@ class Family:
     """How a configuration becomes a spec, a spec parameters, and loaded parameters a network.
 
     `defaults`: what the configuration may leave out. `leftovers`: patterns of names in checkpoints
-    that hold nothing that is needed.
+    that hold nothing that is needed. `aliases`: the family's own names of values in a configuration
+    -> the usual ones, which count; it may use either. `synonyms`: further names of tensors -> those
+    that parameters have.
     """
 
     defaults: Mapping[str, Any]
@@ -45,6 +52,8 @@ class Family:
     parameters: Callable[[Any], Iterable[Parameter]]
     assemble: Callable[[Any, WeightLoader], Network]
     leftovers: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    synonyms: Mapping[str, str] = field(default_factory=dict)
 
     def leaves_over(self, spec: Any, name: str) -> bool:
         """Whether checkpoints may hold this for nothing, as they may a copy of a tied head."""

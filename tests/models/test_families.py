@@ -158,6 +158,7 @@ def test_older_files_of_gpt_neox_name_the_turning_share_beside_the_base() -> Non
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     reference = reference_decoder("gpt_neox", torch.float64, rope_parameters=rope)
     older = {**reference.config.to_dict(), "rotary_pct": 0.5, "rotary_emb_base": 500}
+    older |= {"rope_theta": 7.0, "partial_rotary_factor": 1.0}  # which mean nothing there
     del older["rope_parameters"]
     source = Tensors(reference.state_dict())
     model, read = build_model(older, source, dtype=torch.float64), ids(2, 20)
@@ -254,6 +255,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[es.EverystepError], str]] = {
         {"model_type": "gpt_neox", "rotary_pct": 1.5},
         FormatError,
         "partial_rotary_factor is impossible; wanted at most 1",
+    ),
+    "a norm for each head": (
+        {"model_type": "stablelm", "qk_layernorm": True},
+        UnsupportedError,
+        "qk_layernorm gives each head a norm of its own",
     ),
     "distances": ({"model_type": "falcon", "alibi": True}, UnsupportedError, "alibi"),
     "groups that do not fit": (

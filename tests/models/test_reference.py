@@ -167,6 +167,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo2",
         {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 3},
     ),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode, one key each, untied": (
+        "gpt_bigcode",
+        {"multi_query": False, "scale_attn_weights": False, "tie_word_embeddings": False},
+    ),
+    "phi": ("phi", {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 500.0}}),
+    "phi with normed queries, tied": (
+        "phi",
+        {"qk_layernorm": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
+    ),
+    "stablelm": ("stablelm", {}),
+    "stablelm, branches beside each other": (
+        "stablelm",
+        {
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 500.0},
+        },
+    ),
     "qwen2 with types of layers": (
         "qwen2",
         {

@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -30,6 +32,8 @@ from transformers import (
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -37,6 +41,8 @@ from transformers import (
     Qwen3ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
     T5Config,
@@ -86,10 +92,13 @@ DECODERS = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
     "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "gpt_bigcode": (GPTBigCodeConfig, GPTBigCodeForCausalLM),
     "opt": (OPTConfig, OPTForCausalLM),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
     "falcon": (FalconConfig, FalconForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi": (PhiConfig, PhiForCausalLM),
+    "stablelm": (StableLmConfig, StableLmForCausalLM),
 }
 # What a family's own defaults would make large, or sizes would make impossible.
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -99,6 +108,7 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 7},
     "phi3": {"pad_token_id": 0},
     "gpt2": {"n_inner": 80},
+    "gpt_bigcode": {"n_inner": 80},
     "opt": {"ffn_dim": 80, "pad_token_id": 0},
     "olmo2": {"pad_token_id": 0},
 }

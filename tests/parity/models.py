@@ -106,6 +106,7 @@ def exact_norms() -> Iterator[None]:
 _TABLES = {
     "t5": "shared.weight",
     "gpt2": "transformer.wte.weight",
+    "gpt_bigcode": "transformer.wte.weight",
     "opt": "model.decoder.embed_tokens.weight",
     "gpt_neox": "gpt_neox.embed_in.weight",
     "falcon": "transformer.word_embeddings.weight",
@@ -280,6 +281,9 @@ FURTHER: Mapping[str, Tiny] = {
         _decoder("gpt_neox", 35, hidden_act="gelu", rotary_pct=0.5),
         _decoder("falcon", 42),
         _decoder("olmo2", 33),
+        _decoder("gpt_bigcode", 36, n_inner=48),
+        _decoder("phi", 40, hidden_act="gelu_new"),
+        _decoder("stablelm", 31, use_parallel_residual=True, partial_rotary_factor=0.5),
     )
 }
 """Families that are drawn by their names."""

@@ -31,9 +31,10 @@ _NAMES = {
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
     (heads, size), bias = full_heads_of(read), read.flag("attention_bias")
-    older = {"rope_theta": read.number("rotary_emb_base", 10_000.0)}
-    older["partial_rotary_factor"] = read.number("rotary_pct", 0.25)
-    layer = LayerSpec(read_rope(Fields({**older, **config}), size))
+    # Values beside the set of rope parameters have names of their own here, and only those count.
+    base, share = read.number("rotary_emb_base"), read.number("rotary_pct")
+    named = {**config, "rope_theta": base, "partial_rotary_factor": share}
+    layer = LayerSpec(read_rope(Fields(named), size))
     inner, activation = read.integer("intermediate_size"), read.choice("hidden_act", ACTIVATIONS)
     return DecoderSpec(
         vocab_size=read.integer("vocab_size"),
@@ -58,6 +59,8 @@ _FAMILY = decoder_family(
     hidden_act="gelu",
     max_position_embeddings=2048,
     layer_norm_eps=1e-5,
+    rotary_emb_base=10_000,
+    rotary_pct=0.25,
     attention_bias=True,
     use_parallel_residual=True,
 )

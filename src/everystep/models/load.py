@@ -88,12 +88,7 @@ def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
         if isinstance(rows, QuantizedWeight):
             yield part.codes_name, part.stored(rows)
         else:
-            yield part.name, _values(part, rows)
-
-
-def _values(part: ParameterPart, rows: Tensor) -> Tensor:
-    """Rows of the network as the checkpoint has them."""
-    return part.stored(rows).T if part.transposed else part.stored(rows)
+            yield part.name, part.stored_values(rows)
 
 
 def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
@@ -117,7 +112,7 @@ def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its checkpoint name, quantised ones as float32 copies."""
     for part, held in _places(model):
-        yield part.name, _values(part, dense(rows_of(held, part.start, part.stop)))
+        yield part.name, part.stored_values(dense(rows_of(held, part.start, part.stop)))
 
 
 def weight_digest(model: Model) -> str:

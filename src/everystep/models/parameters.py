@@ -88,6 +88,10 @@ class ParameterPart:
             return rows
         return _gathered(rows, self.interleaved.order().argsort())
 
+    def stored_values(self, rows: Tensor) -> Tensor:
+        """Rows of the network as values lie in the checkpoint."""
+        return self.stored(rows).T if self.transposed else self.stored(rows)
+
 
 def _gathered(rows: RowsT, order: Tensor) -> RowsT:
     if isinstance(rows, Tensor):

@@ -137,7 +137,7 @@ def test_the_weights_below_may_be_packed_or_quantised(
 
 
 def test_it_learns_where_the_weights_below_are_plain() -> None:
-    model = random_model(with_attention(qk_norm=True), dtype=torch.float32, learns=True)
+    model = random_model(with_attention(qk_norm="heads"), dtype=torch.float32, learns=True)
     delta = Delta(torch.randn(2, 32, requires_grad=True), torch.randn(64, 2), 0.5)
     delta.b.requires_grad_()
     lora, places = LoRA({"layers.0.qkv": (delta,), "layers.1.out": ()}), torch.arange(5)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from everystep.errors import FormatError, MissingFileError, UnsupportedError
 from everystep.models import Model, named_weights
 from tests.adapters.making import PROJECTIONS, merge, random_lora, write_folder
 from tests.executors.models import SPECS, random_model
-from tests.models.tiny import ours, reference_t5
+from tests.models.tiny import ours, reference_decoder, reference_t5
 
 SPEC = SPECS["biases"]
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -55,6 +57,34 @@ def test_it_is_what_merging_gives(
     assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
     plain = random_model(SPEC).forward(torch.arange(9)[None])
     assert (found - plain).abs().max() > 1e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("gpt2", ["c_attn", "c_proj", "c_fc"]),
+        ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
+        ("falcon", ["query_key_value", "dense"]),
+        ("opt", ["q_proj", "v_proj", "fc1", "fc2"]),
+    ],
+)
+def test_it_is_what_peft_computes(kind: str, targets: list[str], tmp_path: Path) -> None:
+    """Where projections lie transposed, and where queries, keys and values take turns."""
+    config = {"new_decoder_architecture": True, "num_kv_heads": 2} if kind == "falcon" else {}
+    reference = reference_decoder(kind, torch.float64, **config)
+    model = ours(reference)
+    wanted = peft.LoraConfig(
+        r=3, target_modules=targets, init_lora_weights=False, fan_in_fan_out=kind == "gpt2"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(reference, wanted).eval()
+        theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.arange(9)[None]).logits
+    assert (logits(model, tmp_path) - expected).abs().max() <= 1e-6 * expected.abs().max()
+    plain = model.forward(torch.arange(9)[None])
+    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from everystep.models.decoder import assemble_decoder
 from everystep.models.families import find_family
 from everystep.models.loader import HeldWeights, WeightLoader
 from everystep.models.parameters import Parameter, decoder_parameters
-from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from everystep.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    LearnedPositions,
+    MlpSpec,
+    NormSpec,
+)
 from everystep.nn.rotary import (
     UNSCALED,
     Dynamic,
@@ -90,12 +97,19 @@ SPECS: dict[str, DecoderSpec] = {
     "biases": with_attention(qkv_bias=True, out_bias=True),
     "scale": with_attention(scale=0.9),
     "capped scores": with_attention(softcap=1.5),
-    "normed heads": with_attention(qk_norm=True),
+    "normed heads": with_attention(qk_norm="heads"),
     "plain mlp": with_mlp(gated=False, bias=True, activation="relu"),
     "layer norm": with_norm(NormSpec("layer", 1e-3, bias=True)),
     "layer norm without bias": with_norm(NormSpec("layer", 1e-3)),
     "plus one": with_norm(NormSpec("rms", 1e-5, plus_one=True), post_norms=True),
-    "parallel": replace(PLAIN, parallel=True),
+    "parallel": replace(PLAIN, parallel=True, pre_norms="shared"),
+    "parallel with two norms": replace(PLAIN, parallel=True),
+    "norms behind": replace(PLAIN, pre_norms="none", post_norms=True),
+    "normed queries": with_attention(qk_norm="whole"),
+    "learned positions": replace(
+        PLAIN, layers=(LayerSpec(None),) * 2, positions=LearnedPositions(256, unused=2)
+    ),
+    "weaker layers": with_layers(LayerSpec(rope()), LayerSpec(rope(), factor=0.4)),
     "tied": replace(PLAIN, tied=True, embed_scale=3.3),
     "head": replace(PLAIN, head_bias=True, final_softcap=2.0),
     "window": with_layers(LayerSpec(rope(), window=3), LayerSpec(rope())),
@@ -139,7 +153,8 @@ def _drawn(
         spread = 2.0 * one.shape[1] ** -0.5 if len(one.shape) > 1 else 1.0
         drawn = torch.randn(one.shape, generator=generator, dtype=torch.float64)
         for part in one.parts:
-            tensors[part.name] = drawn[part.start : part.stop] * spread
+            rows = drawn[part.start : part.stop] * spread
+            tensors[part.name] = rows.T if part.transposed else rows
     return WeightLoader(by_key, HeldWeights(tensors), dtype, torch.device("cpu"), learns=learns)
 
 
@@ -152,6 +167,7 @@ def narrow_model(
     family = find_family(name)
     config |= {"num_hidden_layers": 4} if name == "smollm3" else {}  # the fourth knows no positions
     config |= {"sliding_window": 5} if "gemma" in name else {}
+    config |= {"ffn_dim": inner} if name == "opt" else {}
     reading = family.read_spec({**family.defaults, **config})
     model = _of_family(name, reading, torch.float32)
     if rounding is None and not panels:

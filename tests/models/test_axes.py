@@ -68,7 +68,9 @@ def ours(kind: str, text: PreTrainedModel, head: Tensor) -> Model:
         vocab_size=40,
         width=64,
         norm=NormSpec("rms", text.config.rms_norm_eps),
-        attention=AttentionSpec(2, 1, 32, 32**-0.5, qkv_bias=not third, qk_norm=third),
+        attention=AttentionSpec(
+            2, 1, 32, 32**-0.5, qkv_bias=not third, qk_norm="heads" if third else None
+        ),
         mlp=MlpSpec(128, "silu"),
         layers=(LayerSpec(rope),) * 2,
     )

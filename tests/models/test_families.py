@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import everystep as es
 from everystep.errors import FormatError, UnsupportedError
@@ -122,6 +123,50 @@ def test_phi3_of_a_stretched_context(tmp_path: Path) -> None:
     assert torch.equal(again.forward(read), model.forward(read))
 
 
+@pytest.mark.parametrize("executor", ["torch", "native"])
+def test_what_a_checkpoint_of_a_body_holds_is_enough_for_a_tied_head(
+    executor: Any, tmp_path: Path
+) -> None:
+    """As the files of GPT-2 are, masks beside the weights included."""
+    whole = with_norms(reference_decoder("gpt2", torch.float32))
+    body = dict(whole.transformer.state_dict())
+    body |= {f"h.{index}.attn.bias": torch.ones(1, 1, 64, 64).tril() for index in range(3)}
+    save_file({n: w.contiguous() for n, w in body.items()}, tmp_path / "model.safetensors")
+    whole.config.save_pretrained(tmp_path)
+    model, read = es.load_model(tmp_path, executor=executor), ids(2, 9)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    expected = whole.generate(read, do_sample=False, **options)
+    assert torch.equal(model.generate(read, **options), expected)
+    assert "transformer.h.0.attn.c_attn.weight" in model.state_dict()
+
+
+def test_a_body_without_a_head_of_its_own_is_no_model() -> None:
+    whole = reference_decoder("gpt_neox", torch.float32)
+    with pytest.raises(es.EverystepError, match="no language head"):
+        build_model(whole.config.to_dict(), Tensors(whole.gpt_neox.state_dict()))
+
+
+def test_values_have_the_names_of_the_family_and_the_usual_ones() -> None:
+    model = ours(reference_decoder("gpt2", torch.float32))
+    assert model.config.n_embd == model.config.hidden_size == 48
+    assert model.config.n_positions == model.config.max_position_embeddings == 64
+    with pytest.raises(FormatError, match="n_embd and hidden_size are two names of one value"):
+        complete_config({"model_type": "gpt2", "n_embd": 32, "hidden_size": 48})
+
+
+def test_older_files_of_gpt_neox_name_the_turning_share_beside_the_base() -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    reference = reference_decoder("gpt_neox", torch.float64, rope_parameters=rope)
+    older = {**reference.config.to_dict(), "rotary_pct": 0.5, "rotary_emb_base": 500}
+    older |= {"rope_theta": 7.0, "partial_rotary_factor": 1.0}  # which mean nothing there
+    del older["rope_parameters"]
+    source = Tensors(reference.state_dict())
+    model, read = build_model(older, source, dtype=torch.float64), ids(2, 20)
+    with torch.no_grad():
+        expected = reference(read, use_cache=False).logits
+    assert torch.allclose(model.forward(read), expected, rtol=0, atol=1e-9)
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[es.EverystepError], str]] = {
     "both ways": (
         {"model_type": "gemma2", "use_bidirectional_attention": True},
@@ -175,6 +220,81 @@ WRONG: dict[str, tuple[dict[str, Any], type[es.EverystepError], str]] = {
         },
         FormatError,
         "short_factor is impossible; wanted 4 positive numbers",
+    ),
+    "another encoder": (
+        {"model_type": "gpt2", "add_cross_attention": True},
+        UnsupportedError,
+        "looks at an encoder",
+    ),
+    "heads of unequal size": (
+        {"model_type": "gpt2", "num_attention_heads": 7},
+        FormatError,
+        "num_attention_heads is impossible; wanted a divisor of hidden_size = 48",
+    ),
+    "norms after sums": (
+        {"model_type": "opt", "do_layer_norm_before": False},
+        UnsupportedError,
+        "do_layer_norm_before makes a model with norms after the sums",
+    ),
+    "no last norm": (
+        {"model_type": "opt", "_remove_final_layer_norm": True},
+        UnsupportedError,
+        "no norm after the last layer",
+    ),
+    "norms without weights": (
+        {"model_type": "opt", "layer_norm_elementwise_affine": False},
+        UnsupportedError,
+        "norms without weights",
+    ),
+    "embeddings of another width": (
+        {"model_type": "opt", "word_embed_proj_dim": 24},
+        UnsupportedError,
+        "word_embed_proj_dim = hidden_size = 48",
+    ),
+    "more than whole heads": (
+        {"model_type": "gpt_neox", "rotary_pct": 1.5},
+        FormatError,
+        "partial_rotary_factor is impossible; wanted at most 1",
+    ),
+    "a norm for each head": (
+        {"model_type": "stablelm", "qk_layernorm": True},
+        UnsupportedError,
+        "qk_layernorm gives each head a norm of its own",
+    ),
+    "distances": ({"model_type": "falcon", "alibi": True}, UnsupportedError, "alibi"),
+    "groups that do not fit": (
+        {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 4},
+        FormatError,
+        "num_kv_heads is impossible; wanted a divisor of 6",
+    ),
+    "groups of the older kind": (
+        {"model_type": "falcon", "multi_query": False, "num_kv_heads": 2},
+        FormatError,
+        "num_kv_heads is impossible; wanted 6",
+    ),
+    "newer branches in a row": (
+        {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
+        FormatError,
+        "parallel_attn is impossible",
+    ),
+    "two norms of the older kind": (
+        {"model_type": "falcon", "num_ln_in_parallel_attn": 2},
+        FormatError,
+        "num_ln_in_parallel_attn is impossible; wanted 1",
+    ),
+    "three norms": (
+        {
+            "model_type": "falcon",
+            "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 3,
+        },
+        FormatError,
+        "num_ln_in_parallel_attn is impossible; wanted 1 or 2",
+    ),
+    "a head that turns in part": (
+        {"model_type": "falcon", "rope_parameters": {"partial_rotary_factor": 0.5}},
+        FormatError,
+        "partial_rotary_factor is impossible; wanted heads that turn whole",
     ),
     "a norm that divides by nothing": (
         {"model_type": "starcoder2", "norm_epsilon": 0},

@@ -19,6 +19,11 @@ from tests.models.tiny import ids, ours, reference_decoder, reference_t5
 REFERENCES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: reference_decoder("llama", torch.float64, attention_bias=True, mlp_bias=True),
     "qwen2": lambda: reference_decoder("qwen2", torch.float64, tie_word_embeddings=True),
+    "gpt2": lambda: reference_decoder("gpt2", torch.float64),
+    "falcon": lambda: reference_decoder(
+        "falcon", torch.float64, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "olmo2": lambda: reference_decoder("olmo2", torch.float64),
     "t5": lambda: reference_t5(torch.float64, feed_forward_proj="gated-gelu"),
 }
 
@@ -28,7 +33,7 @@ def gradients(model: Model) -> dict[str, Tensor]:
     family = find_family(model.config.model_type)
     parts = {one.key: one.parts for one in family.parameters(model.spec)}
     return {
-        part.name: weight.grad[part.start : part.stop]
+        part.name: part.stored_values(weight.grad[part.start : part.stop])
         for key, weight in learning_weights(model)
         for part in parts[key]
         if weight.grad is not None

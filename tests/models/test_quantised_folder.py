@@ -15,9 +15,11 @@ from torch import Tensor
 import everystep as es
 from everystep.api.load import write_quantized
 from everystep.errors import EverystepError, FileError, FormatError, RequestError, UnsupportedError
-from everystep.models import stored_weights
+from everystep.models import convert_model, stored_weights
 from everystep.nn.quantized import QuantizedWeight
+from everystep.nn.rounding import quantize
 from tests.cli.tiny_model import CONFIG, write_tiny_model
+from tests.models.tiny import reference_decoder, with_norms
 
 WIDE = {"hidden_size": 32, "intermediate_size": 64}
 
@@ -61,6 +63,32 @@ def test_a_folder_comes_back_bit_for_bit(source: Path, tmp_path: Path, format: A
     assert torch.equal(found.generate(**prompt, **options), made.generate(**prompt, **options))
     assert es.load_model(target, quantize=format).generation_config.eos_token_id == 256
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_layouts_of_checkpoints_come_back(kind: str, tmp_path: Path, format: Any) -> None:
+    """Where projections lie transposed, and where queries, keys and values take turns."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "n_inner": 64, "intermediate_size": 64}
+    config = {**sizes, "vocab_size": CONFIG["vocab_size"]}
+    reference = with_norms(reference_decoder(kind, torch.float32, **config))
+    reference.save_pretrained(write_tiny_model(tmp_path / "source"))
+    made = es.load_model(tmp_path / "source", quantize=format)
+    target = write_quantized(tmp_path / "source", tmp_path / "target", format)
+    found, read = es.load_model(target), torch.arange(9)[None]
+    assert torch.equal(found.core.forward(read), made.core.forward(read))
+    floats = es.load_model(target, dtype=torch.float32)
+    exact = {name: one.shape for name, one in reference.state_dict().items()}
+    exact["embed_out.weight"] = exact["lm_head.weight"]
+    assert all(exact[name] == one.shape for name, one in floats.state_dict().items())
+    wide = convert_model(made.core, dtype=torch.float32).forward(read)
+    assert torch.equal(floats.core.forward(read), wide)
+    # Each output is rounded by itself.
+    name = {"gpt2": "transformer.h.0.attn.c_attn", "gpt_neox": "gpt_neox.layers.0.attention.dense"}
+    weight = reference.state_dict()[f"{name[kind]}.weight"]
+    rounded = quantize(weight.T if kind == "gpt2" else weight, format).dequantize()
+    own = floats.state_dict()[f"{name[kind]}.weight"]
+    assert torch.equal(own, rounded.T if kind == "gpt2" else rounded)
 
 
 def test_a_type_makes_floats_of_the_codes(source: Path, tmp_path: Path) -> None:

@@ -115,6 +115,78 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "starcoder2",
         {"sliding_window": 7, "use_bias": False, "tie_word_embeddings": False},
     ),
+    "gpt2": ("gpt2", {}),
+    "gpt2 with weaker later layers, untied": (
+        "gpt2",
+        {
+            "scale_attn_by_inverse_layer_idx": True,
+            "tie_word_embeddings": False,
+            "activation_function": "relu",
+            "n_inner": None,
+        },
+    ),
+    "gpt2 with raw scores": ("gpt2", {"scale_attn_weights": False}),
+    "opt": ("opt", {}),
+    "opt without biases, untied": (
+        "opt",
+        {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, one branch after the other": (
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "falcon": ("falcon", {}),
+    "falcon with groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon with groups and one norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon, one key each, one branch after the other": (
+        "falcon",
+        {
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "tie_word_embeddings": False,
+            "activation": "relu",
+            "ffn_hidden_size": 80,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2 with biases, tied": (
+        "olmo2",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 3},
+    ),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode, one key each, untied": (
+        "gpt_bigcode",
+        {"multi_query": False, "scale_attn_weights": False, "tie_word_embeddings": False},
+    ),
+    "phi": ("phi", {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 500.0}}),
+    "phi with normed queries, tied": (
+        "phi",
+        {"qk_layernorm": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
+    ),
+    "stablelm": ("stablelm", {}),
+    "stablelm, branches beside each other": (
+        "stablelm",
+        {
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 500.0},
+        },
+    ),
     "qwen2 with types of layers": (
         "qwen2",
         {

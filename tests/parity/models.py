@@ -23,6 +23,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -33,7 +34,10 @@ from everystep.api.load import from_weights
 from everystep.nn.norm import Norm
 
 EXACT = "exact"
-ROOTS = (LlamaRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, SmolLM3RMSNorm, T5LayerNorm)
+ROOTS = (
+    *(LlamaRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, SmolLM3RMSNorm),
+    T5LayerNorm,
+)
 
 
 def exact_attention(
@@ -47,7 +51,7 @@ def exact_attention(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the reference's eager kind, with the softmax in the type of the model."""
-    shared = module.num_key_value_groups
+    shared = getattr(module, "num_key_value_groups", 1)
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     weights = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
@@ -99,6 +103,16 @@ def exact_norms() -> Iterator[None]:
         yield
 
 
+_TABLES = {
+    "t5": "shared.weight",
+    "gpt2": "transformer.wte.weight",
+    "gpt_bigcode": "transformer.wte.weight",
+    "opt": "model.decoder.embed_tokens.weight",
+    "gpt_neox": "gpt_neox.embed_in.weight",
+    "falcon": "transformer.word_embeddings.weight",
+}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A configuration as config.json holds it. `alone`: its results depend on the other rows of a
@@ -127,7 +141,7 @@ class Tiny:
     @property
     def table(self) -> str:
         """The name of the embeddings."""
-        return "shared.weight" if self.encodes else "model.embed_tokens.weight"
+        return _TABLES.get(self.config["model_type"], "model.embed_tokens.weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,6 +276,14 @@ FURTHER: Mapping[str, Tiny] = {
         _decoder("gemma3_text", 47, **_GEMMA, num_hidden_layers=3, sliding_window_pattern=3),
         _decoder("phi3", 32, sliding_window=9),
         _decoder("starcoder2", 36, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh"),
+        _decoder("gpt2", 41, n_inner=48, tie_word_embeddings=True),
+        _decoder("opt", 37, ffn_dim=48),
+        _decoder("gpt_neox", 35, hidden_act="gelu", rotary_pct=0.5),
+        _decoder("falcon", 42),
+        _decoder("olmo2", 33),
+        _decoder("gpt_bigcode", 36, n_inner=48),
+        _decoder("phi", 40, hidden_act="gelu_new"),
+        _decoder("stablelm", 31, use_parallel_residual=True, partial_rotary_factor=0.5),
     )
 }
 """Families that are drawn by their names."""
@@ -273,8 +295,8 @@ def pair(name: str) -> Pair:
     """The model of a name; its weights depend on the name alone."""
     tiny = TINIES[name]
     known = transformers.CONFIG_MAPPING[tiny.config["model_type"]]
-    # The reference's eager attention steps down to float32 in decoders alone.
-    attention = "eager" if tiny.encodes else EXACT
+    # The reference's eager attention steps down to float32 in most decoders, and in them alone.
+    attention = "eager" if tiny.encodes or "falcon" in tiny.name else EXACT
     config = known.from_dict(dict(tiny.config), attn_implementation=attention)
     auto = transformers.AutoModelForSeq2SeqLM if tiny.encodes else transformers.AutoModelForCausalLM
     with torch.random.fork_rng():
@@ -290,8 +312,9 @@ def fresh_reference(name: str) -> Any:
     room that their static caches had."""
     model = pair(name).reference
     vars(model).pop("_previous_max_cache_length", None)
-    if not TINIES[name].encodes:
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    body = model.base_model
+    if hasattr(body, "rotary_emb"):
+        body.rotary_emb = type(body.rotary_emb)(model.config)
     return model
 
 
@@ -319,9 +342,8 @@ def _randomise(model: Any, tiny: Tiny) -> None:
             weight.copy_(noise)
         elif name.endswith("EncDecAttention.o.weight"):
             weight.copy_(0.1 * noise)  # the encoder must not drown what the decoder said last
-        elif name.endswith("norm.weight"):
-            weight.copy_(weight.mean() + 0.2 * noise)
         elif weight.dim() == 1:
-            weight.copy_(0.2 * noise)
+            weight.copy_(weight.mean() + 0.2 * noise)
         else:
-            weight.copy_(noise / math.sqrt(weight.shape[1] / 2))
+            inputs = weight.shape[0 if "gpt2" in tiny.name and ".h." in name else 1]
+            weight.copy_(noise / math.sqrt(inputs / 2))

@@ -112,10 +112,11 @@ def test_a_specification_says_nothing_that_is_not_read() -> None:
         *(f"AttentionSpec.{name}" for name in ("heads", "kv_heads", "head_dim", "scale")),
         *(f"AttentionSpec.{name}" for name in ("qkv_bias", "out_bias", "qk_norm", "softcap")),
         *(f"MlpSpec.{name}" for name in ("size", "activation", "gated", "bias")),
-        *(f"LayerSpec.{name}" for name in ("rope", "window")),
+        *(f"LayerSpec.{name}" for name in ("rope", "window", "factor")),
         *(f"DecoderSpec.{name}" for name in ("vocab_size", "width", "norm", "attention", "mlp")),
         *(f"DecoderSpec.{name}" for name in ("layers", "parallel", "post_norms", "embed_scale")),
-        *(f"DecoderSpec.{name}" for name in ("tied", "head_bias", "final_softcap")),
+        *(f"DecoderSpec.{name}" for name in ("tied", "head_bias", "final_softcap", "pre_norms")),
+        "DecoderSpec.positions",
     }
 
 

@@ -57,25 +57,27 @@ def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
     if values is None:
         raise MissingFileError(f"{folder} is not the folder of an adapter", wanted=CONFIG)
     config = Fields(values, str(folder / CONFIG))
-    _refuse_variants(config)
-    weights = open_weights(folder, STEM)
     targets = _targets(model)
+    _refuse_variants(config, transposed=any(part.transposed for _, part in targets.values()))
+    weights = open_weights(folder, STEM)
     deltas: dict[str, list[Delta]] = {}
     for module, pair in sorted(_pairs(weights).items()):
         target, part = _find(targets, module)
         a, b = (weights.load(pair[half], model.dtype).to(model.device) for half in "AB")
         _check_shapes(config, module, (part.stop - part.start, target.shape[1]), a, b)
         key = target.key.removesuffix(".weight")
-        deltas.setdefault(key, []).append(Delta(a, b, _scale(config, len(a)), part.start))
+        delta = Delta(a, part.loaded(b), _scale(config, len(a)), part.start)
+        deltas.setdefault(key, []).append(delta)
     return LoRA({key: tuple(found) for key, found in deltas.items()})
 
 
-def _refuse_variants(config: Fields) -> None:
+def _refuse_variants(config: Fields, *, transposed: bool) -> None:
+    """`transposed`: weights lie so in checkpoints, which `fan_in_fan_out` says of them."""
     config.choice("peft_type", {"LORA": None}, "LORA")
     config.choice("bias", {"none": None}, "none")
     for key in _REFUSED:
         value = config.values.get(key)
-        if value:
+        if value and not (transposed and key == "fan_in_fan_out"):
             raise UnsupportedError(
                 f"{config.where}: {key} is not supported",
                 wanted="a plain LoRA, without it",

@@ -54,6 +54,12 @@ class Assistant:
     layers: int | None = None
     tokenizer: Any = field(default=None, compare=False)
 
+    @property
+    def most_positions(self) -> int | None:
+        """How many positions it has embeddings for; None where any number will do."""
+        core = self.model if isinstance(self.model, ForeignModel) else self.model.core
+        return cast(int | None, core.network.most_positions)
+
     def __call__(self) -> Executor:
         """A fresh executor whose rows can be cut back."""
         if isinstance(self.model, ForeignModel):

@@ -13,7 +13,7 @@ from warnings import warn
 
 from everystep.api.allowing import allowed_in, length_of_allowed
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
-from everystep.api.drafts import drafts_of
+from everystep.api.drafts import Assistant, drafts_of
 from everystep.api.features import with_features
 from everystep.api.grammars import with_forced
 from everystep.api.healing import healed, require_healable
@@ -28,6 +28,7 @@ from everystep.cache.formats import Quantization
 from everystep.config import Effective
 from everystep.config.effective import for_rows
 from everystep.engine.collect import kept_rows
+from everystep.engine.draft_model import DraftModel
 from everystep.errors import RequestError
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
@@ -38,7 +39,7 @@ from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
 from everystep.types import Request, Wants
-from everystep.types.protocols import Stop, Strategy
+from everystep.types.protocols import Drafter, Stop, Strategy
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -91,12 +92,12 @@ def prepare(
     inputs = after_prefix(model, inputs, options)
     if options.effective.token_healing:
         require_healable(inputs, options)
-    most = length_of_allowed(options, DEFAULT_NEW)
-    new = _most_new(options.effective, inputs, model.context, most)
+    new = _most_new(options, inputs, model.context)
     options = replace(options, effective=_settled(options, inputs, new, model.context))
     reach = max(inputs.width + new, longest(options.criteria))
     strategy = strategy_of(options, reach - inputs.width)
     drafter, verification = drafts_of(model, options, strategy)
+    _require_places(model, drafter, inputs, new)
     require_known_words(strategy, model.vocab_size)
     drafts, positions = drafter is not None, inputs.total_width + new - 1
     cache, hidden = past, strategy.reads.hidden and runs != "loop"
@@ -175,15 +176,16 @@ def completed(model: LanguageModel, call: Call) -> Call:
     return replace(call, requests=tuple(requests), heard=heard)
 
 
-def _most_new(e: Effective, inputs: Inputs, context: int | None, default: int) -> int:
+def _most_new(options: Options, inputs: Inputs, context: int | None) -> int:
     """How many tokens may follow the positions of a prompt, which count once, whether they are ids,
     embeddings or both; padding counts with them, as it stands in the rectangle that is returned.
     Ids that are not those of the positions count beside them in `max_length`, as in the reference.
 
-    `max_new_tokens` wins over `max_length`; without either, `default`, or as many as the context
-    leaves.
+    `max_new_tokens` wins over `max_length`; without either, as many as the context leaves, at most
+    the default or what the allowed sequences need.
     """
-    prompt = inputs.prompt_width
+    e, prompt = options.effective, inputs.prompt_width
+    default = length_of_allowed(options, DEFAULT_NEW)
     if e.max_new_tokens is not None:
         return int(e.max_new_tokens)
     if e.source("max_length") != "default" and e.max_length is not None:
@@ -204,6 +206,26 @@ def _most_new(e: Effective, inputs: Inputs, context: int | None, default: int) -
             do="Shorten the prompt, or set max_new_tokens",
         )
     return default if context is None else min(default, context - prompt)
+
+
+def _require_places(
+    model: LanguageModel, drafter: Drafter | None, inputs: Inputs, new: int
+) -> None:
+    """RequestError where a row may leave the positions that its model has embeddings for, or the
+    one that drafts for it."""
+    limits = {"the model": model.core.network.most_positions}
+    if isinstance(drafter, DraftModel) and isinstance(drafter.open, Assistant):
+        limits["assistant_model"] = drafter.open.most_positions
+    prompt = max(one.length for one in inputs.prompts)
+    for name, most in limits.items():
+        # The last token is not fed.
+        if most is not None and prompt + new - 1 > most:
+            raise RequestError(
+                f"{name} learned embeddings of {most} positions, and cannot read beyond them",
+                wanted=f"at most {max(most + 1 - prompt, 0)} new tokens after this prompt",
+                got=f"a prompt of {prompt} positions and up to {new} new tokens",
+                do="Lower max_new_tokens or max_length, or shorten the prompt",
+            )
 
 
 def _settled(options: Options, inputs: Inputs, new: int, context: int | None) -> Effective:

@@ -54,6 +54,11 @@ class ForeignNetwork:
     foreign: Foreign = field(repr=False)
 
     @property
+    def most_positions(self) -> int | None:
+        """None: the module says itself what it cannot read."""
+        return None
+
+    @property
     def inputs(self) -> tuple[InputSpec, ...]:
         """What the module takes by name beside ids or embeddings."""
         return declared(self.foreign)

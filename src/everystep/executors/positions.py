@@ -51,6 +51,14 @@ def position_ids(work: Work, axes: int = 1) -> np.ndarray:
     return places
 
 
+def require_places(network: Network, work: Work) -> None:
+    """RequestError where a feed has a position that the network cannot tell from others."""
+    if network.most_positions is None or not len(work.rows):
+        return
+    given = [int(places.min()) for _, places in own_positions(work) if places.numel()]
+    network.require_places(min(given, default=0), int(row_lengths(work).max()) - 1)
+
+
 def row_lengths(work: Work) -> np.ndarray:
     """(F,) one more than the greatest position id of each feed."""
     lengths: np.ndarray = work.starts + work.counts

@@ -23,6 +23,7 @@ from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
     position_ids,
+    require_places,
     row_lengths,
 )
 from everystep.executors.process import in_process
@@ -95,6 +96,7 @@ class TorchExecutor:
 
     def _run(self, work: Work) -> StepOutput:
         places = position_ids(work, self._network.axes)
+        require_places(self._network, work)
         self.cache.apply(work)
         if not len(work.rows):
             return StepOutput(self._no_logits())

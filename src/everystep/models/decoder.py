@@ -30,7 +30,7 @@ class Layer:
     out: LinearMap
     up: LinearMap
     down: LinearMap
-    attention_norm: Norm
+    attention_norm: Norm | None
     mlp_norm: Norm | None
     attention_post_norm: Norm | None
     mlp_post_norm: Norm | None
@@ -40,11 +40,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoder(Network):
-    """A decoder-only network."""
+    """A decoder-only network; `positions`: (rows, E) embeddings of positions, where it learns
+    them."""
 
     spec: DecoderSpec
     layers: tuple[Layer, ...]
     rules: tuple[Rule, ...]
+    positions: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -56,6 +58,23 @@ class Decoder(Network):
         """How many position ids a position has."""
         ropes = [layer.rope for layer in self.spec.layers if layer.rope is not None]
         return 1 + max((axis for rope in ropes for axis in rope.axes), default=0)
+
+    @property
+    def most_positions(self) -> int | None:
+        """How many positions it has embeddings for; None where any number will do."""
+        return None if self.spec.positions is None else self.spec.positions.count
+
+    @property
+    def placed_rows(self) -> Tensor | None:
+        """(positions, E) the embedding of each position, where it has them."""
+        if self.positions is None or self.spec.positions is None:
+            return None
+        return self.positions[self.spec.positions.unused :]
+
+    @property
+    def counts_seen(self) -> bool:
+        """Whether the plain forward numbers the positions that its mask leaves."""
+        return self.spec.positions is not None and self.spec.positions.from_mask
 
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
@@ -75,7 +94,7 @@ class Decoder(Network):
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""
-        hidden = inputs.hidden
+        hidden = self._placed(inputs)
         tables = self._tables(inputs)
         context.keep(hidden)
         for index, layer in enumerate(self.layers):
@@ -97,14 +116,22 @@ class Decoder(Network):
             for rope in ropes
         }
 
+    def _placed(self, inputs: StepInputs) -> Tensor:
+        """(N, E) embeddings, with those of their positions if there are any."""
+        rows = self.placed_rows
+        return inputs.hidden if rows is None else inputs.hidden + rows[inputs.places(())]
+
     def _layer(
         self, index: int, layer: Layer, hidden: Tensor, table: RotaryTable | None, context: Context
     ) -> Tensor:
-        normed = layer.attention_norm(hidden)
+        normed = _normed(layer.attention_norm, hidden)
         mixed = self._attention(index, layer, normed, table, context)
-        hidden = _add(hidden, layer.out, mixed, layer.attention_post_norm)
-        read = normed if layer.mlp_norm is None else layer.mlp_norm(hidden)
-        return _add(hidden, layer.down, self._mlp(layer, read), layer.mlp_post_norm)
+        added = _add(hidden, layer.out, mixed, layer.attention_post_norm)
+        if self.spec.pre_norms == "shared":
+            read = normed
+        else:
+            read = _normed(layer.mlp_norm, hidden if self.spec.parallel else added)
+        return _add(added, layer.down, self._mlp(layer, read), layer.mlp_post_norm)
 
     def _attention(
         self, index: int, layer: Layer, x: Tensor, table: RotaryTable | None, context: Context
@@ -115,10 +142,10 @@ class Decoder(Network):
         qkv = layer.qkv(x).view(-1, turning + spec.kv_heads, spec.head_dim)
         q, kv = qkv[:, : spec.heads], qkv[:, spec.heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            keys = kv[:, : spec.kv_heads]
             # A norm's gradient needs what the norm has read, so it reads a copy.
-            q.copy_(layer.q_norm(q.clone()))
-            keys.copy_(layer.k_norm(keys.clone()))
+            for part, norm in ((q, layer.q_norm), (kv[:, : spec.kv_heads], layer.k_norm)):
+                read = part.clone() if spec.qk_norm == "heads" else part.clone().flatten(1)
+                part.copy_(norm(read).view_as(part))
         if table is not None:
             rotate_(qkv[:, :turning], table)
         kv = kv.view(-1, 2, spec.kv_heads, spec.head_dim)
@@ -128,6 +155,10 @@ class Decoder(Network):
         activation = ACTIVATIONS[self.spec.mlp.activation]
         inner = layer.up(x)
         return gated(inner, activation) if self.spec.mlp.gated else activation(inner)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _add(hidden: Tensor, linear: LinearMap, x: Tensor, post_norm: Norm | None) -> Tensor:
@@ -140,5 +171,5 @@ def assemble_decoder(spec: DecoderSpec, loader: WeightLoader) -> Decoder:
     """A decoder from its parameters."""
     layers = loader.layers(Layer, "layers", len(spec.layers), spec.norm)
     scale, softcap = spec.attention.scale, spec.attention.softcap
-    rules = tuple(Rule(scale, softcap, layer.window) for layer in spec.layers)
-    return Decoder(spec, *loader.frame(spec), layers, rules)
+    rules = tuple(Rule(scale * one.factor, softcap, one.window) for one in spec.layers)
+    return Decoder(spec, *loader.frame(spec), layers, rules, loader.tensor_if("positions"))

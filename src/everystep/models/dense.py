@@ -158,8 +158,13 @@ def dense_logits(
     packed = None
     if position_ids is not None and attention_mask is None and cache is None:
         packed = _packed(position_ids, batch, network.device)
-    if position_ids is None:
+    if position_ids is None and seen is not None and network.counts_seen:
+        # Padding has no position of its own, and stands where the first one does.
+        position_ids = (seen.cumsum(-1) - 1).clamp(min=0)[:, start:]
+    elif position_ids is None:
         position_ids = torch.arange(start, start + length)
+    if length:
+        network.require_places(int(position_ids.min()), int(position_ids.max()))
     # (B, T) or (axes, B, T)
     places = position_ids.expand(*position_ids.shape[:-2], batch, length)
     ends = places.cpu().view(-1, batch, length).amax(dim=(0, 2))

@@ -6,7 +6,7 @@ A file holds its `FAMILIES` and is imported when a model of one is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -20,15 +20,23 @@ from everystep.nn.network import Network
 # Every `model_type` that can be built, and the file with its family.
 MODULES: Mapping[str, str] = {
     "doclayllm": "layout.family",
+    "falcon": "decoders.falcon",
     "gemma2": "decoders.gemma",
     "gemma3_text": "decoders.gemma",
+    "gpt2": "decoders.gpt2",
+    "gpt_bigcode": "decoders.gpt2",
+    "gpt_neox": "decoders.gpt_neox",
     "llama": "decoders.llama",
     "mamba": "mamba",
     "mistral": "decoders.mistral",
+    "olmo2": "decoders.olmo2",
+    "opt": "decoders.opt",
+    "phi": "decoders.phi",
     "phi3": "decoders.phi3",
     "qwen2": "decoders.qwen",
     "qwen3": "decoders.qwen",
     "smollm3": "decoders.smollm3",
+    "stablelm": "decoders.stablelm",
     "starcoder2": "decoders.starcoder2",
     "t5": "t5",
 }
@@ -44,8 +52,10 @@ class Family:
     """How a configuration becomes a spec, a spec parameters, and loaded parameters a network.
 
     `defaults`: what the configuration may leave out. `leftovers`: patterns of names in checkpoints
-    that hold nothing that is needed. `plan_encoders`: the encoders of prompt inputs that a
-    configuration, complete with its defaults, describes beside the network.
+    that hold nothing that is needed. `aliases`: the family's own names of values in a configuration
+    -> the usual ones, which count; it may use either. `synonyms`: further names of tensors -> those
+    that parameters have. `plan_encoders`: the encoders of prompt inputs that a configuration,
+    complete with its defaults, describes beside the network.
     """
 
     defaults: Mapping[str, Any]
@@ -53,6 +63,8 @@ class Family:
     parameters: Callable[[Any], Iterable[Parameter]]
     assemble: Callable[[Any, WeightLoader], Network]
     leftovers: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    synonyms: Mapping[str, str] = field(default_factory=dict)
     plan_encoders: Callable[[Mapping[str, Any]], tuple[EncoderPlan, ...]] = no_encoders
 
     def all_parameters(self, config: Mapping[str, Any], spec: Any) -> dict[str, Parameter]:

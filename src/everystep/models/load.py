@@ -7,13 +7,14 @@ here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, ModelClassError, RequestError, UnsupportedError
+from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.loader import (
@@ -25,6 +26,8 @@ from everystep.models.loader import (
     network_weights,
 )
 from everystep.models.model import Model
+from everystep.models.names import Renamed, check_names, common_names
+from everystep.models.parameters import ParameterPart
 from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.quantized import QuantizedWeight
@@ -59,51 +62,59 @@ def build_model(
     quantised = quantize is not None or kept is not None
     wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
+    parameters = family.all_parameters(values, spec)
+    names = common_names(family, spec, parameters.values(), source.names())
     loader = WeightLoader(
-        family.all_parameters(values, spec),
-        source,
+        parameters,
+        Renamed(source, names),
         wanted,
         torch.device(device),
-        kept,
+        None if kept is None else lambda name: kept(names[name]),
         rounding=quantize,
         panels=_in_panels(in_panels, spec, wanted, device),
     )
-    _check_names(family, spec, loader)
+    check_names(family, spec, parameters.values(), loader.source)
     return _model(family, ModelConfig(values), spec, loader)
 
 
 def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:
-    """Every weight as it is stored, under its checkpoint name; parts of fused ones are views.
+    """Every weight as it is stored, under its checkpoint name; parts of fused ones are views where
+    the checkpoint has the same order.
 
-    What lies in panels is unpacked when its turn comes.
+    What lies in panels is unpacked when its turn comes. Codes of a weight that a checkpoint has
+    transposed lie row by row, under that name and ".T".
     """
-    for name, held, start, stop in _places(model):
-        yield name, rows_of(held, start, stop)
+    for part, held in _places(model):
+        rows = rows_of(held, part.start, part.stop)
+        if isinstance(rows, QuantizedWeight):
+            yield part.codes_name, part.stored(rows)
+        else:
+            yield part.name, part.stored_values(rows)
 
 
-def _places(model: Model) -> Iterator[tuple[str, Weight, int, int]]:
-    """Checkpoint name, the weight that has it among its rows, and which of them. What a network of
-    the caller's own has beside is named as there."""
+def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
+    """What has a name in the checkpoint, and the weight that has its rows. What a network of the
+    caller's own has beside is named as there."""
     family = find_family(model.config.model_type)
     known = family.all_parameters(model.config, model.spec)
     parts = {key: one.parts for key, one in known.items()}
     for key, held in _weights(model):
         if key not in parts:
             for one in held if isinstance(held, tuple) else (held,):
-                yield key, one, 0, one.shape[0]
+                yield ParameterPart(key, 0, one.shape[0]), one
             continue
         if isinstance(held, tuple):
             for part, one in zip(parts[key], held, strict=True):
-                yield part.name, one, 0, one.shape[0]
+                yield replace(part, start=0, stop=one.shape[0]), one
             continue
         for part in parts[key]:
-            yield part.name, held, part.start, part.stop
+            yield part, held
 
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its checkpoint name, quantised ones as float32 copies."""
-    for name, weight in stored_weights(model):
-        yield name, dense(weight)
+    for part, held in _places(model):
+        yield part.name, part.stored_values(dense(rows_of(held, part.start, part.stop)))
 
 
 def weight_digest(model: Model) -> str:
@@ -112,8 +123,9 @@ def weight_digest(model: Model) -> str:
     Whole weights would take seconds to read; no two checkpoints agree in all of these.
     """
     digest = hashlib.sha256()
-    for name, held, start, stop in _places(model):
-        digest.update(f"{name} {stop - start}".encode())
+    for part, held in _places(model):
+        start, stop = part.start, part.stop
+        digest.update(f"{part.name} {stop - start}".encode())
         for row in sorted({start, (start + stop) // 2, stop - 1}):
             values = dense(rows_of(held, row, row + 1)).detach().to("cpu", torch.float32)
             digest.update(values.contiguous().numpy().tobytes())
@@ -123,15 +135,15 @@ def weight_digest(model: Model) -> str:
 def weight_bytes(model: Model) -> dict[str, int]:
     """How many bytes of weights there are of each format or type, the most first."""
     found: dict[str, int] = {}
-    for _, held, start, stop in _places(model):
+    for part, held in _places(model):
         # All rows of a weight take the same room, and one is quick to unpack.
-        row = rows_of(held, start, start + 1)
+        row = rows_of(held, part.start, part.start + 1)
         kind, size = (
             (str(row.format), row.bytes)
             if isinstance(row, QuantizedWeight)
             else (str(row.dtype).removeprefix("torch."), row.nbytes)
         )
-        found[kind] = found.get(kind, 0) + size * (stop - start)
+        found[kind] = found.get(kind, 0) + size * (part.stop - part.start)
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
@@ -220,7 +232,23 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # A null stays only where the family has no value for it, as in the reference.
     given = {key: value for key, value in config.items() if value is not None}
     absent = {key: None for key in config if key not in given}
-    return {"is_encoder_decoder": False} | absent | dict(family.defaults) | given
+    given |= _by_both_names(family.aliases, given)
+    found = {"is_encoder_decoder": False} | absent | dict(family.defaults) | given
+    return found | {own: found[usual] for own, usual in family.aliases.items() if usual in found}
+
+
+def _by_both_names(aliases: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The usual names of what is given under the family's own; FormatError where they disagree."""
+    found = {usual: given[own] for own, usual in aliases.items() if own in given}
+    for own, usual in aliases.items():
+        if usual in found and given.get(usual, found[usual]) != found[usual]:
+            raise FormatError(
+                f"config.json: {own} and {usual} are two names of one value",
+                wanted="one of them, or equal values",
+                got=f"{found[usual]!r} and {given[usual]!r}",
+                do=f"Remove {usual}",
+            )
+    return found
 
 
 def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
@@ -253,51 +281,6 @@ def _supported(dtype: torch.dtype) -> torch.dtype:
         wanted = ", ".join(_DTYPES)
         raise UnsupportedError("no model runs in this type", wanted=wanted, got=dtype)
     return dtype
-
-
-def _check_names(family: Family, spec: Any, loader: WeightLoader) -> None:
-    """Raises FormatError unless the source has each parameter, in its shape, and nothing else."""
-    wanted = {
-        part.name: (part.stop - part.start, *one.shape[1:])
-        for one in loader.parameters.values()
-        for part in one.parts
-    }
-    found = set(loader.source.names())
-    missing = [name for name in wanted if name not in found]
-    unknown = sorted(found - set(wanted))
-    unexpected = [name for name in unknown if not family.leaves_over(spec, name)]
-    if missing and _is_headless(wanted, found):
-        raise ModelClassError(
-            "this checkpoint has no language head, so it cannot generate",
-            wanted="a model saved whole, such as a ...ForCausalLM",
-            got=f"the weights of its body alone ({_some(sorted(found), 2)})",
-            do="Save the whole model with save_pretrained, and load that",
-        )
-    if missing:
-        near = f"; there are also unknown ones: {_some(unexpected)}" if unexpected else ""
-        raise FormatError(f"weights are missing: {_some(missing)}{near}")
-    if unexpected:
-        raise FormatError(
-            f"there are weights that this model has no place for: {_some(unexpected)}",
-            do="Check that config.json and weights belong together",
-        )
-    for name, shape in wanted.items():
-        given = tuple(loader.source.shape(name))
-        if given != shape:
-            what = f"the weight {name!r} does not fit config.json"
-            raise FormatError(what, wanted=shape, got=given)
-
-
-def _is_headless(wanted: Iterable[str], found: set[str]) -> bool:
-    """Whether what was found is the body of a model: no head, or names that begin one level in."""
-    names = set(wanted)
-    inside = {name.partition(".")[2] for name in names} - {"", "weight"}
-    return names - found == {"lm_head.weight"} or (bool(found) and found <= inside)
-
-
-def _some(names: list[str], count: int = 4) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
 
 
 def usable_device(device: str | int | torch.device) -> torch.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -105,7 +106,7 @@ class WeightLoader:
         norm = self.norm(spec.norm, "norm")
         if not spec.tied:
             return table, norm, self.linear("head")
-        bias = self._tensor_if("head.bias")
+        bias = self.tensor_if("head.bias")
         head = shared_linear(table, bias, exact_activations=self.exact_activations)
         return table, norm, head
 
@@ -120,24 +121,25 @@ class WeightLoader:
 
     def norm(self, spec: NormSpec, key: str) -> Norm:
         """A norm."""
-        weight, bias = self.tensor(f"{key}.weight"), self._tensor_if(f"{key}.bias")
+        weight, bias = self.tensor(f"{key}.weight"), self.tensor_if(f"{key}.bias")
         return Norm(spec.kind, spec.eps, weight, bias, spec.plus_one)
 
     def linear(self, key: str) -> LinearMap:
         """A linear map in the layout that this machine prefers."""
-        weight, bias = self._matrix(f"{key}.weight"), self._tensor_if(f"{key}.bias")
+        weight, bias = self._matrix(f"{key}.weight"), self.tensor_if(f"{key}.bias")
         return packed_linear(weight, bias, exact_activations=self.exact_activations)
 
     def tensor(self, key: str) -> Tensor:
         """The values of a parameter."""
         return self._values(self.parameters.pop(key))
 
-    def _tensor_if(self, key: str) -> Tensor | None:
+    def tensor_if(self, key: str) -> Tensor | None:
+        """The values of a parameter that the network may not have."""
         return self.tensor(key) if key in self.parameters else None
 
     def _part(self, key: str, norm: NormSpec) -> Norm | LinearMap | Tensor | None:
         if f"{key}.weight" not in self.parameters:
-            return self._tensor_if(key)
+            return self.tensor_if(key)
         return self.norm(norm, key) if key.endswith("norm") else self.linear(key)
 
     def _matrix(self, key: str) -> Matrix:
@@ -150,23 +152,40 @@ class WeightLoader:
         return Panels.of(found, self._arena)
 
     def _rows(self, parameter: Parameter) -> Rows | tuple[Rows, ...]:
-        kept = [None if self.kept is None else self.kept(part.name) for part in parameter.parts]
+        kept = [self._kept(part) for part in parameter.parts]
         if all(one is None for one in kept):
             values = self._values(parameter)
             return values if self.rounding is None else quantize(values, self.rounding)
         return joined([self._one(*pair) for pair in zip(parameter.parts, kept, strict=True)])
 
+    def _kept(self, part: ParameterPart) -> QuantizedWeight | None:
+        if self.kept is None or part.codes_name not in self.names:
+            return None
+        found = self.kept(part.codes_name)
+        return None if found is None else part.loaded(found)
+
     def _one(self, part: ParameterPart, kept: QuantizedWeight | None) -> Rows:
         if kept is not None:
             return kept.to(self.device)
-        return self.source.load(part.name, self.dtype).to(self.device, copy=True)
+        return self._read(part).to(self.device, copy=True)
 
     def _values(self, parameter: Parameter) -> Tensor:
         tensor = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
         for part in parameter.parts:
             # What a source returns may be a view of a mapped file: the copy is the model's own.
-            tensor[part.start : part.stop].copy_(self.source.load(part.name, self.dtype))
+            tensor[part.start : part.stop].copy_(self._read(part))
         return tensor.requires_grad_(self.learns)
+
+    def _read(self, part: ParameterPart) -> Tensor:
+        """The values of a part as the network has them."""
+        if not part.transposed or part.codes_name in self.names:
+            return part.loaded(self.source.load(part.codes_name, self.dtype))
+        return part.loaded(self.source.load(part.name, self.dtype).T)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """What the source has."""
+        return frozenset(self.source.names())
 
 
 def network_weights(network: Network) -> Iterator[tuple[str, Matrix]]:

@@ -1,21 +1,28 @@
 """The two-way map between a network's tensors and the names of a checkpoint.
 
 The decoder fuses projections that read the same input; a checkpoint names them one by one. A
-parameter is one tensor of the network, and its parts say which of its rows have which name. Loading
-fills parameters from names, exporting cuts them into names again. Values are not known here.
+parameter is one tensor of the network, and its parts say which of its rows have which name, and how
+they lie there. Loading fills parameters from names, exporting cuts them into names again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from everystep.models.spec import DecoderSpec, NormSpec
+from everystep.nn.quantized import QuantizedWeight
+
+RowsT = TypeVar("RowsT", Tensor, QuantizedWeight)
 
 NAMES: Mapping[str, str] = {
     "embed": "model.embed_tokens",
+    "positions": "model.embed_positions",
     "norm": "model.norm",
     "head": "lm_head",
     "layers": "model.layers",
@@ -39,12 +46,57 @@ what checkpoints of some families hold as one."""
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """How rows of several kinds take turns in a checkpoint: `sizes[0]` rows of the first kind,
+    `sizes[1]` of the second and so on, and all that `groups` times. The network has the rows of
+    each kind together."""
+
+    groups: int
+    sizes: tuple[int, ...]
+
+    def order(self) -> Tensor:
+        """(rows,) which row there each row of the network is."""
+        there = torch.arange(self.groups * sum(self.sizes)).view(self.groups, -1)
+        return torch.cat([kind.flatten() for kind in torch.split(there, list(self.sizes), dim=1)])
+
+
+@dataclass(frozen=True)
 class ParameterPart:
-    """Rows [start, stop) of a parameter, under this name in the checkpoint."""
+    """Rows [start, stop) of a parameter, under this name in the checkpoint.
+
+    `transposed`: they are columns there. `interleaved`: they are in another order there.
+    """
 
     name: str
     start: int
     stop: int
+    transposed: bool = False
+    interleaved: Interleaved | None = None
+
+    @property
+    def codes_name(self) -> str:
+        """Its name where it lies as codes, which are never transposed."""
+        return f"{self.name}.T" if self.transposed else self.name
+
+    def loaded(self, rows: RowsT) -> RowsT:
+        """Rows in the order of the checkpoint -> in that of the network."""
+        return rows if self.interleaved is None else _gathered(rows, self.interleaved.order())
+
+    def stored(self, rows: RowsT) -> RowsT:
+        """The opposite."""
+        if self.interleaved is None:
+            return rows
+        return _gathered(rows, self.interleaved.order().argsort())
+
+    def stored_values(self, rows: Tensor) -> Tensor:
+        """Rows of the network as values lie in the checkpoint."""
+        return self.stored(rows).T if self.transposed else self.stored(rows)
+
+
+def _gathered(rows: RowsT, order: Tensor) -> RowsT:
+    if isinstance(rows, Tensor):
+        return rows[order.to(rows.device)]
+    return rows.gather(order.to(rows.device))
 
 
 @dataclass(frozen=True)
@@ -55,6 +107,11 @@ class Parameter:
     shape: tuple[int, ...]
     parts: tuple[ParameterPart, ...]
 
+    def shapes(self) -> Iterator[tuple[ParameterPart, tuple[int, ...]]]:
+        """Every part with its shape where rows are rows."""
+        for part in self.parts:
+            yield part, (part.stop - part.start, *self.shape[1:])
+
 
 def parameter(key: str, name: str, *shape: int) -> Parameter:
     """A tensor that has one name."""
@@ -62,14 +119,24 @@ def parameter(key: str, name: str, *shape: int) -> Parameter:
 
 
 def linear(
-    key: str, projections: Mapping[str, int], inputs: int, *, bias: bool = False
+    key: str,
+    projections: Mapping[str, int],
+    inputs: int,
+    *,
+    bias: bool = False,
+    transposed: bool = False,
+    interleaved: Interleaved | None = None,
 ) -> Iterator[Parameter]:
     """Those of projections, name -> rows, that are fused in this order."""
     stops = list(accumulate(projections.values()))
     places = list(zip(projections, [0, *stops[:-1]], stops, strict=True))
     shapes = {"weight": (stops[-1], inputs), "bias": (stops[-1],)}
     for kind in ("weight", "bias") if bias else ("weight",):
-        parts = (ParameterPart(f"{name}.{kind}", start, stop) for name, start, stop in places)
+        turned = transposed and kind == "weight"
+        parts = (
+            ParameterPart(f"{name}.{kind}", start, stop, turned, interleaved)
+            for name, start, stop in places
+        )
         yield Parameter(f"{key}.{kind}", shapes[kind], tuple(parts))
 
 
@@ -88,47 +155,79 @@ def frame(spec: Any, names: Mapping[str, str]) -> Iterator[Parameter]:
         yield parameter("head.weight", f"{names['head']}.weight", spec.vocab_size, spec.width)
 
 
-def decoder_parameters(spec: DecoderSpec, names: Mapping[str, str] = NAMES) -> list[Parameter]:
+@dataclass(frozen=True)
+class Layout:
+    """How checkpoints hold a decoder: `names` as in NAMES. `transposed`: projections lie as
+    (inputs, outputs). `interleaved`: queries, keys and values take turns in `qkv`, those that
+    belong to one key head after those of another."""
+
+    names: Mapping[str, str]
+    transposed: bool = False
+    interleaved: bool = False
+
+
+_USUAL = Layout(NAMES)
+
+
+def decoder_parameters(spec: DecoderSpec, layout: Layout = _USUAL) -> list[Parameter]:
     """Every tensor of a decoder."""
+    names = layout.names
     found = list(frame(spec, names))
     if spec.head_bias:
         found.append(parameter("head.bias", f"{names['head']}.bias", spec.vocab_size))
+    if (learned := spec.positions) is not None:
+        rows, name = learned.unused + learned.count, f"{names['positions']}.weight"
+        found.append(parameter("positions", name, rows, spec.width))
     for index in range(len(spec.layers)):
         prefix = f"{names['layers']}.{index}"
-        own = {role: f"{prefix}.{name}" for role, name in names.items()}
+        own = replace(layout, names={role: f"{prefix}.{name}" for role, name in names.items()})
         found += _attention(spec, f"layers.{index}", own)
         found += _mlp(spec, f"layers.{index}", own)
         for role in _layer_norms(spec):
-            found += norm(spec.norm, f"layers.{index}.{role}", own[role], spec.width)
+            found += norm(spec.norm, f"layers.{index}.{role}", own.names[role], spec.width)
     return found
 
 
-def _attention(spec: DecoderSpec, key: str, names: Mapping[str, str]) -> Iterator[Parameter]:
-    attention = spec.attention
+def _attention(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Parameter]:
+    attention, names, turned = spec.attention, layout.names, layout.transposed
     queries = attention.heads * attention.head_dim
     shared = attention.kv_heads * attention.head_dim
     fused = {names["q"]: queries, names["k"]: shared, names["v"]: shared}
     if "qkv" in names:
         fused = {names["qkv"]: queries + 2 * shared}
-    yield from linear(f"{key}.qkv", fused, spec.width, bias=attention.qkv_bias)
-    yield from linear(f"{key}.out", {names["out"]: spec.width}, queries, bias=attention.out_bias)
-    if attention.qk_norm:
-        for role in ("q_norm", "k_norm"):
-            yield from norm(spec.norm, f"{key}.{role}", names[role], attention.head_dim)
+    turns, bias = _turns(spec) if layout.interleaved else None, attention.qkv_bias
+    yield from linear(
+        f"{key}.qkv", fused, spec.width, bias=bias, transposed=turned, interleaved=turns
+    )
+    out, bias = {names["out"]: spec.width}, attention.out_bias
+    yield from linear(f"{key}.out", out, queries, bias=bias, transposed=turned)
+    if attention.qk_norm is not None:
+        sizes = {"heads": (attention.head_dim,) * 2, "whole": (queries, shared)}
+        for role, size in zip(("q_norm", "k_norm"), sizes[attention.qk_norm], strict=True):
+            yield from norm(spec.norm, f"{key}.{role}", names[role], size)
 
 
-def _mlp(spec: DecoderSpec, key: str, names: Mapping[str, str]) -> Iterator[Parameter]:
-    mlp = spec.mlp
+def _turns(spec: DecoderSpec) -> Interleaved:
+    """The queries that read a key, then the key, then the value, and so on."""
+    attention, size = spec.attention, spec.attention.head_dim
+    readers = attention.heads // attention.kv_heads
+    return Interleaved(attention.kv_heads, (readers * size, size, size))
+
+
+def _mlp(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Parameter]:
+    mlp, names, turned = spec.mlp, layout.names, layout.transposed
     inner = {names[role]: mlp.size for role in (("gate", "up") if mlp.gated else ("up",))}
     if "gate_up" in names:
         inner = {names["gate_up"]: 2 * mlp.size}
-    yield from linear(f"{key}.up", inner, spec.width, bias=mlp.bias)
-    yield from linear(f"{key}.down", {names["down"]: spec.width}, mlp.size, bias=mlp.bias)
+    yield from linear(f"{key}.up", inner, spec.width, bias=mlp.bias, transposed=turned)
+    down = {names["down"]: spec.width}
+    yield from linear(f"{key}.down", down, mlp.size, bias=mlp.bias, transposed=turned)
 
 
 def _layer_norms(spec: DecoderSpec) -> Iterator[str]:
-    yield "attention_norm"
-    if not spec.parallel:
+    if spec.pre_norms != "none":
+        yield "attention_norm"
+    if spec.pre_norms == "each":
         yield "mlp_norm"
     if spec.post_norms:
         yield from ("attention_post_norm", "mlp_post_norm")

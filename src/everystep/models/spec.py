@@ -7,9 +7,14 @@ holds no tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from everystep.errors import InvariantError
 from everystep.nn.norm import NormKind
 from everystep.nn.rotary import Rope
+
+QkNorm = Literal["heads", "whole"]
+PreNorms = Literal["each", "shared", "none"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """`qk_norm`: queries and keys are normalised per head before they turn."""
+    """`qk_norm`: queries and keys are normalised before they turn, each of the "heads" by itself or
+    all of them as a "whole"."""
 
     heads: int
     kv_heads: int
@@ -32,7 +38,7 @@ class AttentionSpec:
     scale: float
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QkNorm | None = None
     softcap: float | None = None
 
 
@@ -48,18 +54,37 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What may differ from layer to layer; no rope means no position at all."""
+    """What may differ from layer to layer; no rope means that queries and keys do not turn.
+
+    `factor`: scores are multiplied by it beside the scale of attention.
+    """
 
     rope: Rope | None
     window: int | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A table of `count` embeddings, one per position id, which are added to those of tokens.
+
+    A checkpoint has `unused` rows before the first. `from_mask`: where no position ids are given,
+    the plain forward counts the positions that its mask leaves, not all of them.
+    """
+
+    count: int
+    unused: int = 0
+    from_mask: bool = False
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """`parallel`: attention and MLP read the same normalised input and are added together.
+    """`parallel`: the MLP reads what attention reads, the layer's input, and both are added to it.
 
-    `post_norms`: the output of each is normalised before it is added. `embed_scale`: token
-    embeddings are multiplied by it. `tied`: the head is the embedding table.
+    `pre_norms`: attention and MLP read it through a norm "each", or through one that is "shared",
+    which wants `parallel`, or as it is. `post_norms`: the output of each is normalised before it is
+    added. `embed_scale`: token embeddings are multiplied by it. `tied`: the head is the embedding
+    table. `positions`: those that are learned, where there are any.
     """
 
     vocab_size: int
@@ -69,8 +94,15 @@ class DecoderSpec:
     mlp: MlpSpec
     layers: tuple[LayerSpec, ...]
     parallel: bool = False
+    pre_norms: PreNorms = "each"
     post_norms: bool = False
     embed_scale: float | None = None
     tied: bool = False
     head_bias: bool = False
     final_softcap: float | None = None
+    positions: LearnedPositions | None = None
+
+    def __post_init__(self) -> None:
+        if self.pre_norms == "shared" and not self.parallel:
+            what = "attention and MLP share a norm only where they are parallel"
+            raise InvariantError(what, got=repr(self))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from everystep.errors import RequestError
 from everystep.nn.attention import RelativeBias, Rule
 from everystep.nn.linear import LinearMap, Weight, look_up
 from everystep.nn.norm import Norm
@@ -171,9 +172,30 @@ class Network:
         return 1
 
     @property
+    def most_positions(self) -> int | None:
+        """How many positions it can tell apart; None where any number will do."""
+        return None
+
+    @property
+    def counts_seen(self) -> bool:
+        """Whether the plain forward numbers the positions that its mask leaves, not all of them."""
+        return False
+
+    @property
     def inputs(self) -> tuple[InputSpec, ...]:
         """What it reads beside ids or embeddings."""
         return ()
+
+    def require_places(self, first: int, last: int) -> None:
+        """RequestError where it cannot tell a position from `first` to `last` from others."""
+        most = self.most_positions
+        if most is not None and (first < 0 or last >= most):
+            raise RequestError(
+                "the model learned an embedding for each position, and has no others",
+                wanted=f"positions 0 to {most - 1}",
+                got=first if first < 0 else last,
+                do="Shorten the prompt, or ask for fewer new tokens",
+            )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everystep.errors import UnsupportedError
-from everystep.executors.positions import declared_inputs, position_ids
+from everystep.executors.positions import declared_inputs, position_ids, require_places
 from everystep.models import Model
 from everystep.models.decoder import Decoder
 from everystep.models.loader import network_weights
@@ -53,7 +53,7 @@ class NumpyExecutor(StrictExecutor):
     def __init__(self, model: Model) -> None:
         self._spec, network = _decoder_of(model)
         self._weights = {key: _float64(dense(held)) for key, held in network_weights(network)}
-        self._axes = network.axes
+        self._network, self._axes = network, network.axes
         # A decoder rounds the factor to the type of its weights.
         scale = 1.0 if self._spec.embed_scale is None else self._spec.embed_scale
         self._embed_scale = float(torch.tensor(scale, dtype=model.dtype))
@@ -63,6 +63,7 @@ class NumpyExecutor(StrictExecutor):
     def run(self, work: Work) -> StepOutput:
         """Logits are float64; RequestError for positions that do not fit the model."""
         position_ids(work, self._axes)
+        require_places(self._network, work)
         return super().run(work)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -78,6 +79,9 @@ class NumpyExecutor(StrictExecutor):
         hidden = self._weights["embed"][np.maximum(feed.tokens, 0)] * self._embed_scale
         for _, start, values in feed.extra.inputs:
             hidden[start : start + len(values)] = _float64(values)
+        if self._spec.positions is not None:
+            places = feed.positions[0] + self._spec.positions.unused
+            hidden = hidden + self._weights["positions"][places]
         mask = None if feed.extra.mask is None else feed.extra.mask.numpy()
         layers, attentions = [hidden], []
         for index in range(len(self._spec.layers)):
@@ -118,14 +122,16 @@ class NumpyExecutor(StrictExecutor):
         `mask`: (1 or H, T, S) bool, what each position sees of the row, None for all before it.
         """
         key = f"layers.{index}"
-        normed = self._norm(f"{key}.attention_norm", hidden)
+        pre, before = self._spec.pre_norms, hidden
+        normed = hidden if pre == "none" else self._norm(f"{key}.attention_norm", hidden)
         q, k, v = self._heads(index, normed, positions)
         for part, new in ((2 * index, k), (2 * index + 1, v)):
             row.parts[part] = np.concatenate([row.parts[part], new])
         mixed, weights = self._attention(index, q, row, mask)
         hidden = hidden + self._post_norm(f"{key}.attention", self._linear(f"{key}.out", mixed))
-        if not self._spec.parallel:
-            normed = self._norm(f"{key}.mlp_norm", hidden)
+        if pre != "shared":
+            read = before if self._spec.parallel else hidden
+            normed = read if pre == "none" else self._norm(f"{key}.mlp_norm", read)
         return hidden + self._post_norm(f"{key}.mlp", self._mlp(key, normed)), weights
 
     def _heads(self, index: int, x: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
@@ -133,8 +139,9 @@ class NumpyExecutor(StrictExecutor):
         key, spec = f"layers.{index}", self._spec.attention
         qkv = self._linear(f"{key}.qkv", x).reshape(len(x), -1, spec.head_dim)
         q, k, v = np.split(qkv, [spec.heads, spec.heads + spec.kv_heads], axis=1)
-        if spec.qk_norm:
-            q, k = self._norm(f"{key}.q_norm", q), self._norm(f"{key}.k_norm", k)
+        for role, x in {"q_norm": q, "k_norm": k}.items() if spec.qk_norm else ():
+            whole = (len(x), -1) if spec.qk_norm == "whole" else x.shape
+            x[:] = self._norm(f"{key}.{role}", x.reshape(whole)).reshape(x.shape)
         if (rope := self._spec.layers[index].rope) is not None:
             q, k = _rotated(q, rope, positions), _rotated(k, rope, positions)
         return [q, k, v]
@@ -143,17 +150,18 @@ class NumpyExecutor(StrictExecutor):
         self, index: int, q: np.ndarray, row: Row, mask: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Queries (T, H, D) of the row's last T of S positions -> (T, H * D) and (H, T, S)."""
-        spec, window = self._spec.attention, self._spec.layers[index].window
+        spec, layer = self._spec.attention, self._spec.layers[index]
         shared = spec.heads // spec.kv_heads
         keys, values = (x.repeat(shared, axis=1) for x in row.parts[2 * index : 2 * index + 2])
         place = np.arange(len(keys))
         own = place[len(keys) - len(q) :, None]
         seen = place <= own
-        if window is not None:
-            seen = seen & (place > own - window)
+        if layer.window is not None:
+            seen = seen & (place > own - layer.window)
         if mask is not None:
             seen = seen & mask
-        scores = _capped(np.einsum("thd,shd->hts", q, keys) * spec.scale, spec.softcap)
+        scores = np.einsum("thd,shd->hts", q, keys) * (spec.scale * layer.factor)
+        scores = _capped(scores, spec.softcap)
         scores = np.where(seen, scores, -np.inf)
         powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights = powers / powers.sum(axis=-1, keepdims=True)

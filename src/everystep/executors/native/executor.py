@@ -31,6 +31,7 @@ from everystep.executors.positions import (
     given_inputs,
     own_positions,
     position_ids,
+    require_places,
 )
 from everystep.executors.process import in_process, pause_torch_threads
 from everystep.models import Model, refuse_copies
@@ -121,6 +122,7 @@ class NativeExecutor:
     def _output(self, work: Work) -> StepOutput:
         given = own_positions(work)
         places = position_ids(work, self._program.decoder.axes) if given else None
+        require_places(self._program.decoder, work)
         self._apply(work)
         if not len(work.rows):
             self._library.es_rest(self._runner)
@@ -250,6 +252,10 @@ class NativeExecutor:
         if embeds:
             given = [GivenEmbeds(start, len(x), x.data_ptr()) for start, x in embeds]
             step.embed = (GivenEmbeds * len(embeds))(*given)
+        learned = None
+        if places is not None and self._program.structure.positions:
+            learned = _addressed(places.reshape(-1, len(work.tokens))[0].astype(np.int32))
+        step.positions = learned and learned[1]
         results = (room.logits, room.totals, listed, hidden)
         step.logits, step.totals, step.best_hidden, step.hidden = map(_address, results)
         if early is None:

@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 9
+INTERFACE = 10
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -66,6 +66,8 @@ class LayerWeights(Structure):
         *((name, NormWeights) for name in ("q", "k")),
         ("rope", c_int64),
         ("window", c_int64),
+        ("factor", c_float),
+        ("pad", c_float),
     )
 
 
@@ -74,14 +76,15 @@ class DecoderWeights(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("layers", "width", "heads", "kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("inner", "vocabulary")),
-        *((name, c_int32) for name in ("norm_kind", "activation")),
+        *((name, c_int64) for name in ("inner", "vocabulary", "places")),
+        *((name, c_int32) for name in ("norm_kind", "activation", "parallel", "whole_qk")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "embed_scale", "final_softcap")),
         ("pad", c_float),
         ("layer", POINTER(LayerWeights)),
         ("norm", NormWeights),
         ("embedding", Matrix),
         ("head", LinearMapC),
+        ("positions", c_void_p),
     )
 
 
@@ -107,7 +110,7 @@ class StepWork(Structure):
         ("stride", c_int64),
         ("rope", POINTER(RopeRows)),
         ("embed", POINTER(GivenEmbeds)),
-        ("best", c_void_p),
+        *((name, c_void_p) for name in ("positions", "best")),
         ("most", c_int64),
         *((name, c_void_p) for name in ("logits", "totals")),
         *((name, c_void_p) for name in ("best_values", "best_tokens", "best_totals")),

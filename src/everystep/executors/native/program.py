@@ -111,8 +111,11 @@ class Program:
             head_dim=attention.head_dim,
             inner=spec.mlp.size,
             vocabulary=spec.vocab_size,
+            places=decoder.most_positions or 0,
             norm_kind=_NORMS[spec.norm.kind],
             activation=_ACTIVATIONS[spec.mlp.activation],
+            parallel=spec.parallel,
+            whole_qk=attention.qk_norm == "whole",
             eps=spec.norm.eps,
             scale=attention.scale,
             softcap=attention.softcap or 0.0,
@@ -122,6 +125,7 @@ class Program:
             norm=self._norm(decoder.norm),
             embedding=table,
             head=self._joined([table], head.bias) if spec.tied else self._linear(head),
+            positions=self._floats(decoder.placed_rows),
         )
 
     def _layer(self, index: int, layer: Layer) -> LayerWeights:
@@ -148,6 +152,7 @@ class Program:
             k=self._norm(layer.k_norm),
             rope=-1 if rope is None else self.ropes.index(rope),
             window=spec.layers[index].window or 0,
+            factor=spec.layers[index].factor,
         )
 
     def _linear(self, linear: TorchLinear) -> LinearMapC:

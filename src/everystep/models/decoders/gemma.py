@@ -23,7 +23,7 @@ from everystep.models.decoders.reading import (
 )
 from everystep.models.parameters import NAMES
 from everystep.models.rope_config import read_rope
-from everystep.models.spec import DecoderSpec, LayerSpec
+from everystep.models.spec import DecoderSpec, LayerSpec, QkNorm
 from everystep.nn.rotary import UNSCALED, Rope
 
 _NAMES = {
@@ -39,7 +39,7 @@ def _gemma2(config: Mapping[str, Any]) -> DecoderSpec:
     """Every other layer has a window, from the first one on. A null means no cap."""
     read = Fields({"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, **config})
     rope = rope_of(read)
-    return _gemma(read, {FULL: rope, SLIDING: rope}, every=2, qk_norm=False)
+    return _gemma(read, {FULL: rope, SLIDING: rope}, every=2, qk_norm=None)
 
 
 def _gemma3(config: Mapping[str, Any]) -> DecoderSpec:
@@ -54,10 +54,12 @@ def _gemma3(config: Mapping[str, Any]) -> DecoderSpec:
         )
     (_, _, size), every = heads_of(read), read.integer("sliding_window_pattern", 6)
     ropes = {kind: _rope_of_type(read, size, kind) for kind in (FULL, SLIDING)}
-    return _gemma(read, ropes, every=every, qk_norm=True)
+    return _gemma(read, ropes, every=every, qk_norm="heads")
 
 
-def _gemma(read: Fields, ropes: Mapping[str, Rope], *, every: int, qk_norm: bool) -> DecoderSpec:
+def _gemma(
+    read: Fields, ropes: Mapping[str, Rope], *, every: int, qk_norm: QkNorm | None
+) -> DecoderSpec:
     if read.flag("use_bidirectional_attention", False):
         raise UnsupportedError(
             "config.json: use_bidirectional_attention makes a model that does not generate",

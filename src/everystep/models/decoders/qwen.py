@@ -26,7 +26,7 @@ def _qwen2(config: Mapping[str, Any]) -> DecoderSpec:
 def _qwen3(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
     bias = read.flag("attention_bias", False)
-    return gated_decoder(read, _layers(read), qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return gated_decoder(read, _layers(read), qkv_bias=bias, out_bias=bias, qk_norm="heads")
 
 
 def _layers(read: Fields) -> list[LayerSpec]:

@@ -9,9 +9,16 @@ from typing import Any
 from everystep.models.config import Fields
 from everystep.models.decoder import assemble_decoder
 from everystep.models.families import Family
-from everystep.models.parameters import NAMES, decoder_parameters
+from everystep.models.parameters import NAMES, Layout, decoder_parameters
 from everystep.models.rope_config import read_rope
-from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from everystep.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    QkNorm,
+)
 from everystep.nn.activations import ACTIVATIONS
 from everystep.nn.rotary import Rope
 
@@ -35,9 +42,9 @@ def decoder_family(
     return Family(
         {**_DEFAULTS, **defaults},
         read_spec,
-        partial(decoder_parameters, names=names),
+        partial(decoder_parameters, layout=Layout(names)),
         assemble_decoder,
-        leftovers=("*rotary_emb.inv_freq",),
+        leftovers=("*rotary_emb.inv_freq", f"{names['head']}.weight"),
     )
 
 
@@ -48,7 +55,7 @@ def gated_decoder(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QkNorm | None = None,
     activation: str = "hidden_act",
 ) -> DecoderSpec:
     """A decoder with RMS norms and a gated MLP, whose activation stands under that key."""
@@ -75,6 +82,14 @@ def heads_of(read: Fields) -> tuple[int, int, int]:
     if not read.has("head_dim") and width % heads:
         raise read.wrong("num_attention_heads", f"a divisor of hidden_size = {width}", heads)
     return heads, shared, read.integer("head_dim", width // heads)
+
+
+def full_heads_of(read: Fields) -> tuple[int, int]:
+    """How many heads there are, each with keys of its own, and their size: a share of the width."""
+    width, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    if width % heads:
+        raise read.wrong("num_attention_heads", f"a divisor of hidden_size = {width}", heads)
+    return heads, width // heads
 
 
 def rope_of(read: Fields, theta: float = 10_000.0) -> Rope:

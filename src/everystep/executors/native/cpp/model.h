@@ -34,6 +34,8 @@ struct Layer {
     Norm attention, mlp, attention_post, mlp_post, q, k;
     int64_t rope;    // which table, or -1
     int64_t window;  // 0: none
+    float factor;    // of scores, beside the model's scale
+    float pad;
 };
 
 // The type that keys and values are kept in; codes have one scale per position and head.
@@ -42,15 +44,21 @@ enum class KvType : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
 enum class NormKind : int32_t { kRms = 0, kLayer = 1 };
 
+// What a layer has no norm for is read as it is, but for a parallel MLP, which shares that of
+// attention.
 struct Model {
     int64_t layers, width, heads, kv_heads, head_dim, inner, vocabulary;
+    int64_t places;  // how many positions have an embedding
     int32_t norm_kind, activation;
+    int32_t parallel;  // whether an MLP reads the input of its layer
+    int32_t whole_qk;  // whether a norm of queries or keys is one of all heads
     float eps, scale, softcap, embed_scale, final_softcap;  // a cap of 0: none
     float pad;
     const Layer* layer;
     Norm norm;
     Matrix embedding;
     Linear head;
+    const float* positions;  // (places, width), or null
 };
 
 // Rows of cos and sin for one kind of rope: (n, dim) each, the first half of sin negated.
@@ -78,6 +86,7 @@ struct Work {
     int64_t stride;
     const Rope* rope;
     const Embeds* embed;
+    const int32_t* positions;  // (tokens,) whose embedding is added; null: of their place in a row
     const int64_t* best;    // (feeds,) how many of their best logits, or 0 for all
     int64_t most;           // the largest of `best`
     float* logits;          // (positions that tell all, vocabulary)

@@ -107,6 +107,8 @@ void Runner::check(const Work& work) const {
         throw std::out_of_range("an id beyond the vocabulary");
     for (int64_t feed = 0; feed < work.feeds; ++feed) {
         const int64_t end = work.starts[feed] + work.counts[feed];
+        if (model_.positions && !work.positions && end > model_.places)
+            throw std::logic_error("a position has no embedding");
         const int64_t used = (end + kPagePositions - 1) / kPagePositions;
         const int32_t* numbers = work.pages + work.rows[feed] * work.stride;
         if (used > work.stride || std::any_of(numbers, numbers + used, [&](int32_t number) {
@@ -139,9 +141,17 @@ void Runner::run(const Work& work, int threads) {
     if (work.ahead && !turn.is_crowded()) run_ahead(work);
 }
 
+// Whether the position after each row is one that the model can place.
+bool Runner::can_go_on(const Work& work) const {
+    if (!model_.positions) return true;
+    for (int64_t feed = 0; feed < work.feeds; ++feed)
+        if (work.starts[feed] + work.counts[feed] >= model_.places) return false;
+    return true;
+}
+
 // The members but the caller begin with what most likely comes next.
 void Runner::run_ahead(const Work& work) {
-    if (crew_->size() == 1 || work.feeds > kMostTokens) return;
+    if (crew_->size() == 1 || work.feeds > kMostTokens || !can_go_on(work)) return;
     if (!Guess::follows(work) || !guess_.worth_it()) return;
     try {
         start_ahead(guess_.after(work, model_.width));
@@ -275,6 +285,14 @@ void Runner::embed(Member& member, const Part& part) {
 
 void Runner::embed_token(const Part& part, int64_t token) {
     float* to = hidden_.data() + token * model_.width;
+    read_token(part, token, to);
+    if (!model_.positions) return;
+    const int32_t* given = part.work.positions;
+    const int64_t position = given ? given[part.begin + token] : part.position_of[token];
+    add_to(to, model_.positions + position * model_.width, model_.width);
+}
+
+void Runner::read_token(const Part& part, int64_t token, float* to) const {
     const int64_t id = part.work.ids[part.begin + token];
     if (id >= 0) {
         read_row(model_.embedding, id, to);
@@ -291,8 +309,12 @@ void Runner::embed_token(const Part& part, int64_t token) {
 }
 
 void Runner::norm_row(int64_t row, const Norm& norm, bool coded) {
-    normalise(static_cast<NormKind>(model_.norm_kind), hidden_.data() + row * model_.width,
-              model_.width, model_.eps, norm, normed_.row(row));
+    const float* from = hidden_.data() + row * model_.width;
+    if (norm.weight)
+        normalise(static_cast<NormKind>(model_.norm_kind), from, model_.width, model_.eps, norm,
+                  normed_.row(row));
+    else
+        std::copy_n(from, model_.width, normed_.row(row));
     if (coded) quantise_row(normed_.inputs(), row);
 }
 
@@ -304,14 +326,13 @@ void Runner::before_attention(const Part& part, int64_t row, int64_t index) {
                         work.early_hidden + (i * work.tokens + part.begin + row) * model_.width);
     if (index == model_.layers) return;
     const Layer& layer = layers_[index];
-    // Without a norm of its own the MLP reads what attention reads.
-    const bool coded = reads_codes(layer.qkv) || (!layer.mlp.weight && mlp_reads_codes(layer));
+    const bool coded = reads_codes(layer.qkv) || (shares_norm(layer) && mlp_reads_codes(layer));
     norm_row(row, layer.attention, coded);
 }
 
 void Runner::before_mlp(int64_t row, int64_t index) {
     const Layer& layer = layers_[index];
-    if (layer.mlp.weight) norm_row(row, layer.mlp, mlp_reads_codes(layer));
+    if (!shares_norm(layer)) norm_row(row, layer.mlp, mlp_reads_codes(layer));
 }
 
 void Runner::run_layer(Member& member, const Part& part, int64_t index) {
@@ -326,10 +347,15 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
                                write(qkv_.data() + row * width + column, x, count);
                            });
         },
-        [&](int64_t row) { place(part, index, row); });
+        [&](int64_t row) {
+            place(part, index, row);
+            // Nothing reads what attention reads any more, and the layer's input is still there.
+            if (model_.parallel) before_mlp(row, index);
+        });
     attend_all(member, part, index);
-    add_output(member, rows, layer.out, mixed_, layer.attention_post,
-               [&](int64_t row) { before_mlp(row, index); });
+    add_output(member, rows, layer.out, mixed_, layer.attention_post, [&](int64_t row) {
+        if (!model_.parallel) before_mlp(row, index);
+    });
     expand(member, part, index);
     add_output(member, rows, layer.down, inner_, layer.mlp_post,
                [&](int64_t row) { before_attention(part, row, index + 1); });

@@ -90,17 +90,20 @@ class Runner {
     void make_room(const Part& part);
     void check(const Work& work) const;
     void forget_lost_crew();
+    bool can_go_on(const Work& work) const;
     void run_ahead(const Work& work);
     void start_ahead(const Work& next);
     bool was_ahead(const Work& work, int threads);
     void run_layers(Member& member, const Part& part, int64_t from);
     void embed(Member& member, const Part& part);
     void embed_token(const Part& part, int64_t token);
+    void read_token(const Part& part, int64_t token, float* to) const;
     void run_layer(Member& member, const Part& part, int64_t index);
     void finish(Member& member, const Part& part);
     void read_early(const Work& work);
     template <class Place>
     void head_columns(int64_t group, const Inputs& in, int64_t rows, float cap, Place place) const;
+    void norm_heads(const Norm& norm, float* heads, int64_t count) const;
     void place(const Part& part, int64_t layer, int64_t token);
     void attend_all(Member& member, const Part& part, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;
@@ -115,6 +118,7 @@ class Runner {
     void expand_block(const Layer& layer, int64_t rows, int64_t block);
     template <int M>
     void inner_values(const Layer& layer, int64_t panel, int64_t row, simd::Floats (&out)[M]);
+    bool shares_norm(const Layer& layer) const { return model_.parallel && !layer.mlp.weight; }
     void norm_row(int64_t row, const Norm& norm, bool coded);
     void before_attention(const Part& part, int64_t row, int64_t layer);
     void before_mlp(int64_t row, int64_t layer);

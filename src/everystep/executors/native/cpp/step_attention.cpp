@@ -15,16 +15,23 @@ int64_t Runner::items(const Part& part) const {
     return int64_t(part.tiles.size()) * model_.kv_heads * group_tiles();
 }
 
+// Normalises heads that lie side by side, each by itself or as a whole, where there is such a norm.
+void Runner::norm_heads(const Norm& norm, float* heads, int64_t count) const {
+    if (!norm.weight) return;
+    const int64_t size = model_.whole_qk ? count * model_.head_dim : model_.head_dim;
+    for (float* at = heads; at < heads + count * model_.head_dim; at += size)
+        normalise(static_cast<NormKind>(model_.norm_kind), at, size, model_.eps, norm, at);
+}
+
 // Turns a token's queries and keys, and writes its keys and values into their page.
 void Runner::place(const Part& part, int64_t index, int64_t token) {
     const Layer& layer = layers_[index];
     const int64_t dim = model_.head_dim, turning = model_.heads + model_.kv_heads;
     float* qkv = qkv_.data() + token * (turning + model_.kv_heads) * dim;
+    norm_heads(layer.q, qkv, model_.heads);
+    norm_heads(layer.k, qkv + model_.heads * dim, model_.kv_heads);
     for (int64_t head = 0; head < turning; ++head) {
         float* at = qkv + head * dim;
-        const Norm& norm = head < model_.heads ? layer.q : layer.k;
-        if (norm.weight)
-            normalise(static_cast<NormKind>(model_.norm_kind), at, dim, model_.eps, norm, at);
         if (layer.rope < 0) continue;
         const Rope& rope = part.work.rope[layer.rope];
         const int64_t row =
@@ -49,6 +56,7 @@ Queries Runner::queries_of(const Item& item, int64_t index, float* scaled) const
     const int64_t dim = model_.head_dim, apart = whole_vectors(dim);
     const int64_t stride = (model_.heads + 2 * model_.kv_heads) * dim;
     const int64_t window = layers_[index].window;
+    const float scale = model_.scale * layers_[index].factor;
     Queries queries;
     queries.count = int(item.tile.count * item.heads);
     queries.values = scaled;
@@ -58,7 +66,7 @@ Queries Runner::queries_of(const Item& item, int64_t index, float* scaled) const
         const int64_t token = i / item.heads, position = item.tile.position + token;
         const float* q =
             qkv_.data() + (item.tile.token + token) * stride + (item.first + i % item.heads) * dim;
-        for (int64_t d = 0; d < dim; ++d) scaled[i * apart + d] = q[d] * model_.scale;
+        for (int64_t d = 0; d < dim; ++d) scaled[i * apart + d] = q[d] * scale;
         queries.last[i] = position;
         queries.first[i] = window ? std::max<int64_t>(0, position - window + 1) : 0;
     }

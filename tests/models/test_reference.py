@@ -187,6 +187,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 500.0},
         },
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral with a window, of one expert each": (
+        "mixtral",
+        {"sliding_window": 7, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3 with experts": ("qwen3_moe", {}),
+    "qwen3 with experts in every other layer, whose shares add up to 1": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen2 with types of layers": (
         "qwen2",
         {

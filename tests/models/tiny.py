@@ -26,6 +26,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     OPTConfig,
@@ -39,6 +41,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StableLmConfig,
@@ -99,6 +103,8 @@ DECODERS = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi": (PhiConfig, PhiForCausalLM),
     "stablelm": (StableLmConfig, StableLmForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 # What a family's own defaults would make large, or sizes would make impossible.
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -111,6 +117,14 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "gpt_bigcode": {"n_inner": 80},
     "opt": {"ffn_dim": 80, "pad_token_id": 0},
     "olmo2": {"pad_token_id": 0},
+    "mixtral": {"num_local_experts": 5},
+    "qwen3_moe": {
+        "head_dim": 10,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
 }
 
 
@@ -121,6 +135,8 @@ def reference_decoder(kind: str, dtype: torch.dtype, **config: Any) -> PreTraine
     # Other ways to attend leave caps of scores out, or round to float32.
     how = {"attn_implementation": EXACT} if "gemma" in kind else {}
     model = make_model(make_config(**sizes, **how)).to(dtype).eval()
+    # Other ways to multiply by experts know no float64.
+    model.set_experts_implementation("eager")
     for module in model.modules():
         if hasattr(module, "scalar_embed_scale"):
             # As in a model that was loaded in this type, instead of rounded to float32 before.

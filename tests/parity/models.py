@@ -23,19 +23,23 @@ from transformers.masking_utils import eager_mask
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from everystep.api.load import from_weights
+from everystep.nn.experts import Experts
 from everystep.nn.norm import Norm
 
 EXACT = "exact"
 ROOTS = (
-    *(LlamaRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, SmolLM3RMSNorm),
+    *(LlamaRMSNorm, MixtralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm),
+    *(Qwen3MoeRMSNorm, Qwen3RMSNorm, SmolLM3RMSNorm),
     T5LayerNorm,
 )
 
@@ -78,13 +82,27 @@ narrow_guidance()
 
 @contextmanager
 def exact_norms() -> Iterator[None]:
-    """Root mean square norms of both sides do not step down to float32."""
+    """Root mean square norms and routers of both sides do not step down to float32."""
 
     def theirs(norm: Any, x: Tensor) -> Tensor:
         return norm.weight * F.rms_norm(x, x.shape[-1:], eps=norm.variance_epsilon)
 
     def one_more(norm: Any, x: Tensor) -> Tensor:
         return (1 + norm.weight) * F.rms_norm(x, x.shape[-1:], eps=norm.eps)
+
+    def their_choice(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x.reshape(-1, x.shape[-1]), router.weight)
+        shares, numbers = logits.softmax(-1).topk(router.top_k, dim=-1)
+        # Mixtral's router always does.
+        if getattr(router, "norm_topk_prob", True):
+            shares = shares / shares.sum(-1, keepdim=True)
+        return logits, shares, numbers
+
+    def own_choice(
+        experts: Experts, x: Tensor, chosen: int, *, normalised: bool
+    ) -> tuple[Tensor, Tensor]:
+        shares, numbers = experts.router(x).softmax(-1).topk(chosen, dim=-1)
+        return shares / shares.sum(-1, keepdim=True) if normalised else shares, numbers
 
     rounding = Norm.__call__
 
@@ -100,6 +118,9 @@ def exact_norms() -> Iterator[None]:
         patch.setattr(Gemma2RMSNorm, "forward", one_more)
         patch.setattr(Gemma3RMSNorm, "forward", one_more)
         patch.setattr(Norm, "__call__", own)
+        for router in (MixtralTopKRouter, Qwen3MoeTopKRouter):
+            patch.setattr(router, "forward", their_choice)
+        patch.setattr(Experts, "choose", own_choice)
         yield
 
 
@@ -275,6 +296,17 @@ FURTHER: Mapping[str, Tiny] = {
         _decoder("gemma2", 39, **_GEMMA, final_logit_softcapping=9.0, attn_logit_softcapping=4.0),
         _decoder("gemma3_text", 47, **_GEMMA, num_hidden_layers=3, sliding_window_pattern=3),
         _decoder("phi3", 32, sliding_window=9),
+        _decoder("mixtral", 42, num_local_experts=5, num_experts_per_tok=2),
+        _decoder(
+            "qwen3_moe",
+            37,
+            head_dim=10,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            mlp_only_layers=[1],
+            num_hidden_layers=3,
+        ),
         _decoder("starcoder2", 36, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh"),
         _decoder("gpt2", 41, n_inner=48, tie_word_embeddings=True),
         _decoder("opt", 37, ffn_dim=48),
@@ -303,6 +335,8 @@ def pair(name: str) -> Pair:
         torch.manual_seed(0)
         reference = auto.from_config(config, dtype=torch.float64)
     reference.generation_config = transformers.GenerationConfig()
+    # The others multiply no float64.
+    reference.set_experts_implementation("eager")
     _randomise(reference, tiny)
     return Pair(tiny, reference.eval(), reference.state_dict())
 
@@ -345,5 +379,5 @@ def _randomise(model: Any, tiny: Tiny) -> None:
         elif weight.dim() == 1:
             weight.copy_(weight.mean() + 0.2 * noise)
         else:
-            inputs = weight.shape[0 if "gpt2" in tiny.name and ".h." in name else 1]
+            inputs = weight.shape[0 if "gpt2" in tiny.name and ".h." in name else -1]
             weight.copy_(noise / math.sqrt(inputs / 2))

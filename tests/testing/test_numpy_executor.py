@@ -21,7 +21,15 @@ from everystep.testing import textbook
 from everystep.testing.drive import Run, run_together
 from everystep.testing.numpy_executor import NumpyExecutor
 from everystep.types import Prompt, Request, StepOutput, Verb, Wants, Work
-from tests.executors.models import PLAIN, SPECS, family_model, random_model, with_mlp, with_norm
+from tests.executors.models import (
+    EXPERTS,
+    PLAIN,
+    SPECS,
+    family_model,
+    random_model,
+    with_mlp,
+    with_norm,
+)
 from tests.executors.prefixes import Prefixes
 from tests.executors.requests import REQUESTS
 from tests.executors.works import (
@@ -104,7 +112,7 @@ def test_attentions_are_the_weights_of_every_head(name: str) -> None:
 def test_a_specification_says_nothing_that_is_not_read() -> None:
     said = {
         f"{type(part).__name__}.{field.name}"
-        for part in (PLAIN, PLAIN.norm, PLAIN.attention, PLAIN.mlp, PLAIN.layers[0])
+        for part in (PLAIN, PLAIN.norm, PLAIN.attention, PLAIN.mlp, PLAIN.layers[0], EXPERTS)
         for field in fields(part)
     }
     assert said == {
@@ -112,7 +120,8 @@ def test_a_specification_says_nothing_that_is_not_read() -> None:
         *(f"AttentionSpec.{name}" for name in ("heads", "kv_heads", "head_dim", "scale")),
         *(f"AttentionSpec.{name}" for name in ("qkv_bias", "out_bias", "qk_norm", "softcap")),
         *(f"MlpSpec.{name}" for name in ("size", "activation", "gated", "bias")),
-        *(f"LayerSpec.{name}" for name in ("rope", "window", "factor")),
+        *(f"LayerSpec.{name}" for name in ("rope", "window", "factor", "experts")),
+        *(f"ExpertsSpec.{name}" for name in ("count", "chosen", "size", "normalised")),
         *(f"DecoderSpec.{name}" for name in ("vocab_size", "width", "norm", "attention", "mlp")),
         *(f"DecoderSpec.{name}" for name in ("layers", "parallel", "post_norms", "embed_scale")),
         *(f"DecoderSpec.{name}" for name in ("tied", "head_bias", "final_softcap", "pre_norms")),

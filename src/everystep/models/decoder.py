@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from everystep.errors import InvariantError
 from everystep.models.loader import WeightLoader
 from everystep.models.spec import DecoderSpec
 from everystep.nn.activations import ACTIVATIONS, gated
 from everystep.nn.attention import Rule
+from everystep.nn.experts import Experts
 from everystep.nn.linear import LinearMap, look_up
 from everystep.nn.network import Context, Full, Network, StepInputs, Store, Window
 from everystep.nn.norm import Norm
@@ -28,8 +30,9 @@ class Layer:
 
     qkv: LinearMap
     out: LinearMap
-    up: LinearMap
-    down: LinearMap
+    up: LinearMap | None
+    down: LinearMap | None
+    experts: Experts | None
     attention_norm: Norm | None
     mlp_norm: Norm | None
     attention_post_norm: Norm | None
@@ -131,7 +134,7 @@ class Decoder(Network):
             read = normed
         else:
             read = _normed(layer.mlp_norm, hidden if self.spec.parallel else added)
-        return _add(added, layer.down, self._mlp(layer, read), layer.mlp_post_norm)
+        return self._mlp(index, layer, added, read)
 
     def _attention(
         self, index: int, layer: Layer, x: Tensor, table: RotaryTable | None, context: Context
@@ -151,9 +154,20 @@ class Decoder(Network):
         kv = kv.view(-1, 2, spec.kv_heads, spec.head_dim)
         return context.attend(index, q, kv, self.rules[index])
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def _mlp(self, index: int, layer: Layer, hidden: Tensor, x: Tensor) -> Tensor:
+        """`hidden` (N, E) plus what the MLP or the experts of a layer make of `x` (N, E)."""
+        spec, post_norm = self.spec.layers[index].experts, layer.mlp_post_norm
+        if spec is not None and layer.experts is not None:
+            chosen, normalised = spec.chosen, spec.normalised
+            added = layer.experts(x, chosen, self._activate, normalised=normalised)
+            return hidden + (added if post_norm is None else post_norm(added))
+        if layer.up is None or layer.down is None:
+            raise InvariantError(f"layer {index} has neither an MLP nor experts")
+        return _add(hidden, layer.down, self._activate(layer.up(x)), post_norm)
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        """(..., F), or (..., 2F) where there is a gate, -> (..., F)."""
         activation = ACTIVATIONS[self.spec.mlp.activation]
-        inner = layer.up(x)
         return gated(inner, activation) if self.spec.mlp.gated else activation(inner)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.models.aliases import under_own_names
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.loader import (
@@ -63,6 +64,7 @@ def build_model(
     wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
     parameters = family.all_parameters(values, spec)
+    source, kept = under_own_names(source, kept, parameters.values())
     names = common_names(family, spec, parameters.values(), source.names())
     loader = WeightLoader(
         parameters,

@@ -17,6 +17,7 @@ from torch import Tensor
 from everystep.models.parameters import Parameter, ParameterPart
 from everystep.models.spec import NormSpec
 from everystep.nn.attention import RelativeBias
+from everystep.nn.experts import Experts
 from everystep.nn.linear import (
     LinearMap,
     Matrix,
@@ -129,6 +130,16 @@ class WeightLoader:
         weight, bias = self._matrix(f"{key}.weight"), self.tensor_if(f"{key}.bias")
         return packed_linear(weight, bias, exact_activations=self.exact_activations)
 
+    def experts(self, key: str) -> Experts:
+        """Experts whose router is not rounded: a choice that differs is no small error."""
+        values = self.tensor(f"{key}.router.weight")
+        router = packed_linear(Panels.of(values, self._arena) if self.panels else values)
+        up, down = (
+            tuple(self.linear(f"{key}.{role}.{number}") for number in range(len(values)))
+            for role in ("up", "down")
+        )
+        return Experts(router, up, down)
+
     def tensor(self, key: str) -> Tensor:
         """The values of a parameter."""
         return self._values(self.parameters.pop(key))
@@ -137,7 +148,9 @@ class WeightLoader:
         """The values of a parameter that the network may not have."""
         return self.tensor(key) if key in self.parameters else None
 
-    def _part(self, key: str, norm: NormSpec) -> Norm | LinearMap | Tensor | None:
+    def _part(self, key: str, norm: NormSpec) -> Norm | LinearMap | Experts | Tensor | None:
+        if f"{key}.router.weight" in self.parameters:
+            return self.experts(key)
         if f"{key}.weight" not in self.parameters:
             return self.tensor_if(key)
         return self.norm(norm, key) if key.endswith("norm") else self.linear(key)

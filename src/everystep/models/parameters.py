@@ -7,7 +7,7 @@ they lie there. Loading fills parameters from names, exporting cuts them into na
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everystep.models.spec import DecoderSpec, NormSpec
+from everystep.models.spec import DecoderSpec, ExpertsSpec, NormSpec
 from everystep.nn.quantized import QuantizedWeight
 
 RowsT = TypeVar("RowsT", Tensor, QuantizedWeight)
@@ -35,6 +35,12 @@ NAMES: Mapping[str, str] = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "router": "mlp.gate",
+    "expert_gate": "mlp.experts.{}.gate_proj",
+    "expert_up": "mlp.experts.{}.up_proj",
+    "expert_down": "mlp.experts.{}.down_proj",
+    "experts_up": "mlp.experts.gate_up_proj",
+    "experts_down": "mlp.experts.down_proj",
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "attention_post_norm": "post_self_attn_layernorm",
@@ -42,7 +48,9 @@ NAMES: Mapping[str, str] = {
 }
 """What most families call their tensors, without `.weight` and `.bias`; those of a layer come after
 `layers` and its number. Names of what a spec does not have are not used. `qkv` and `gate_up` name
-what checkpoints of some families hold as one."""
+what checkpoints of some families hold as one. A pair of braces stands for an expert's number;
+`experts_up` and `experts_down` are the stacks of all experts that the reference's modules hold, and
+`router_there` what those call the router where files have another name."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,27 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
+class Alias:
+    """Where a checkpoint may hold a part instead: rows [start, stop) of the `rows` under this name.
+
+    `count`: the name is that of a stack of so many matrices, (count, rows, columns) or, turned,
+    (count, columns, rows), and the part lies in the `index`-th; 0 for a matrix of its own.
+    """
+
+    name: str
+    start: int
+    stop: int
+    rows: int
+    count: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True)
 class ParameterPart:
     """Rows [start, stop) of a parameter, under this name in the checkpoint.
 
     `transposed`: they are columns there. `interleaved`: they are in another order there.
+    `alias`: where it may be instead.
     """
 
     name: str
@@ -72,6 +97,7 @@ class ParameterPart:
     stop: int
     transposed: bool = False
     interleaved: Interleaved | None = None
+    alias: Alias | None = None
 
     @property
     def codes_name(self) -> str:
@@ -182,7 +208,10 @@ def decoder_parameters(spec: DecoderSpec, layout: Layout = _USUAL) -> list[Param
         prefix = f"{names['layers']}.{index}"
         own = replace(layout, names={role: f"{prefix}.{name}" for role, name in names.items()})
         found += _attention(spec, f"layers.{index}", own)
-        found += _mlp(spec, f"layers.{index}", own)
+        if (experts := spec.layers[index].experts) is None:
+            found += _mlp(spec, f"layers.{index}", own)
+        else:
+            found += _experts(spec, experts, f"layers.{index}.experts", own.names)
         for role in _layer_norms(spec):
             found += norm(spec.norm, f"layers.{index}.{role}", own.names[role], spec.width)
     return found
@@ -222,6 +251,41 @@ def _mlp(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Parameter]:
     yield from linear(f"{key}.up", inner, spec.width, bias=mlp.bias, transposed=turned)
     down = {names["down"]: spec.width}
     yield from linear(f"{key}.down", down, mlp.size, bias=mlp.bias, transposed=turned)
+
+
+def _experts(
+    spec: DecoderSpec, experts: ExpertsSpec, key: str, names: Mapping[str, str]
+) -> Iterator[Parameter]:
+    count, size = experts.count, experts.size
+    there = f"{names['router_there']}.weight" if "router_there" in names else None
+    alias = None if there is None else Alias(there, 0, count, count)
+    router = ParameterPart(f"{names['router']}.weight", 0, count, alias=alias)
+    yield Parameter(f"{key}.router.weight", (count, spec.width), (router,))
+    roles = ("expert_gate", "expert_up") if spec.mlp.gated else ("expert_up",)
+    inner = [(names[role], size) for role in roles]
+    for expert in range(count):
+        up = _in_stack(inner, names["experts_up"], count, expert)
+        yield Parameter(f"{key}.up.{expert}.weight", (up[-1].stop, spec.width), up)
+    for expert in range(count):
+        outer = [(names["expert_down"], spec.width)]
+        down = _in_stack(outer, names["experts_down"], count, expert)
+        yield Parameter(f"{key}.down.{expert}.weight", (spec.width, size), down)
+
+
+def _in_stack(
+    parts: Sequence[tuple[str, int]], stack: str, count: int, expert: int
+) -> tuple[ParameterPart, ...]:
+    """Those of an expert's matrix, (name, rows) each, which a stack holds in the same order."""
+    stops = list(accumulate(rows for _, rows in parts))
+    return tuple(
+        ParameterPart(
+            f"{name.format(expert)}.weight",
+            stop - rows,
+            stop,
+            alias=Alias(stack, stop - rows, stop, stops[-1], count, expert),
+        )
+        for (name, rows), stop in zip(parts, stops, strict=True)
+    )
 
 
 def _layer_norms(spec: DecoderSpec) -> Iterator[str]:

@@ -53,15 +53,30 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """`count` MLPs of `size`, of which a router chooses `chosen` for each position.
+
+    `normalised`: the shares of the chosen ones add up to 1.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    normalised: bool
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What may differ from layer to layer; no rope means that queries and keys do not turn.
 
     `factor`: scores are multiplied by it beside the scale of attention.
+    `experts`: stand where other layers have an MLP, and are MLPs like it but for their size.
     """
 
     rope: Rope | None
     window: int | None = None
     factor: float = 1.0
+    experts: ExpertsSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class NumpyExecutor(StrictExecutor):
         if pre != "shared":
             read = before if self._spec.parallel else hidden
             normed = read if pre == "none" else self._norm(f"{key}.mlp_norm", read)
-        return hidden + self._post_norm(f"{key}.mlp", self._mlp(key, normed)), weights
+        return hidden + self._post_norm(f"{key}.mlp", self._mlp(index, normed)), weights
 
     def _heads(self, index: int, x: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
         """(T, E) -> queries (T, H, D), keys and values (T, K, D)."""
@@ -167,12 +167,30 @@ class NumpyExecutor(StrictExecutor):
         weights = powers / powers.sum(axis=-1, keepdims=True)
         return np.einsum("hts,shd->thd", weights, values).reshape(len(q), -1), weights
 
-    def _mlp(self, key: str, x: np.ndarray) -> np.ndarray:
-        inner, up = self._linear(f"{key}.up", x), np.ones(1)
+    def _mlp(self, index: int, x: np.ndarray) -> np.ndarray:
+        key, experts = f"layers.{index}", self._spec.layers[index].experts
+        if experts is None:
+            return self._linear(f"{key}.down", self._inner(f"{key}.up", x))
+        logits = torch.from_numpy(x @ self._weights[f"{key}.experts.router.weight"].T)
+        every = logits.softmax(-1, dtype=torch.float32).numpy()
+        out = np.zeros_like(x)
+        for row, shares in enumerate(every):
+            best = np.argsort(-shares, kind="stable")[: experts.chosen]
+            if experts.normalised:
+                shares = shares / shares[best].sum()
+            for number in best:
+                inner = self._inner(f"{key}.experts.up.{number}", x[row])
+                made = self._linear(f"{key}.experts.down.{number}", inner)
+                out[row] += np.float64(shares[number]) * made
+        return out
+
+    def _inner(self, key: str, x: np.ndarray) -> np.ndarray:
+        inner, up = self._linear(key, x), np.ones(1)
         if self._spec.mlp.gated:
             inner, up = np.split(inner, 2, axis=-1)
         active = _ACTIVATIONS[self._spec.mlp.activation](torch.from_numpy(inner)).numpy()
-        return self._linear(f"{key}.down", active * up)
+        inner = active * up
+        return inner
 
     def _linear(self, key: str, x: np.ndarray) -> np.ndarray:
         return x @ self._weights[f"{key}.weight"].T + self._weights.get(f"{key}.bias", 0.0)

@@ -165,7 +165,7 @@ class EmulatedLibrary:
         assert self._call("es_interface") == INTERFACE
         sizes = (c_int64 * len(_MIRRORED))()
         self._call("es_sizes", there := self._take(sizeof(sizes)))
-        assert self._read(there, sizeof(sizes)) == struct.pack("=7q", *map(sizeof, _MIRRORED))
+        assert self._read(there, sizeof(sizes)) == struct.pack("=9q", *map(sizeof, _MIRRORED))
 
     def close(self) -> None:
         """Ends the program, which has to be alive."""

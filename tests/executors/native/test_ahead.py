@@ -41,6 +41,7 @@ MODELS = (
     partial(specified, "window"),
     partial(specified, "rope longrope"),  # turns by the length of a row: nothing can be begun
     partial(narrow_model, "llama", "int8"),
+    partial(narrow_model, "qwen3_moe", "int8"),
 )
 
 

@@ -20,7 +20,7 @@ from tests.executors.models import narrow_model
 from tests.executors.works import one_feed
 
 ROUNDINGS: tuple[Rounding | None, ...] = (None, "int8", "int4")
-each_model = pytest.mark.parametrize("name", ["llama", "qwen2"])
+each_model = pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
 each_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 

@@ -156,6 +156,10 @@ class NativeExecutor:
         self._library.es_guesses(self._runner, counts)
         return counts[0], counts[1]
 
+    def experts_read(self) -> int:
+        """How many experts of all layers were read so far, what was begun ahead included."""
+        return int(self._library.es_experts_read(self._runner))
+
     def embed(self, ids: Tensor) -> Tensor:
         """(n,) ids -> (n, E) their embeddings."""
         return self._program.decoder.embed(ids)

@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 10
+INTERFACE = 11
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -51,6 +51,22 @@ class LinearMapC(Structure):
     _fields_ = (("count", c_int64), ("parts", Matrix * 3), ("bias", c_void_p))
 
 
+class MlpWeights(Structure):
+    """An MLP, whose gate may have no matrices."""
+
+    _fields_ = tuple((name, LinearMapC) for name in ("gate", "up", "down"))
+
+
+class ExpertWeights(Structure):
+    """Experts, none where `count` is 0."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("count", "chosen", "normalised")),
+        ("router", LinearMapC),
+        ("each", POINTER(MlpWeights)),
+    )
+
+
 class NormWeights(Structure):
     """A norm, or none where `weight` is null."""
 
@@ -61,7 +77,9 @@ class LayerWeights(Structure):
     """One layer."""
 
     _fields_ = (
-        *((name, LinearMapC) for name in ("qkv", "out", "gate", "up", "down")),
+        *((name, LinearMapC) for name in ("qkv", "out")),
+        ("dense", MlpWeights),
+        ("experts", ExpertWeights),
         *((name, NormWeights) for name in ("attention", "mlp", "attention_post", "mlp_post")),
         *((name, NormWeights) for name in ("q", "k")),
         ("rope", c_int64),
@@ -125,7 +143,17 @@ class StepWork(Structure):
     )
 
 
-_MIRRORED = (Matrix, LinearMapC, LayerWeights, DecoderWeights, RopeRows, GivenEmbeds, StepWork)
+_MIRRORED = (
+    Matrix,
+    LinearMapC,
+    MlpWeights,
+    ExpertWeights,
+    LayerWeights,
+    DecoderWeights,
+    RopeRows,
+    GivenEmbeds,
+    StepWork,
+)
 
 
 _FUNCTIONS = {
@@ -136,6 +164,7 @@ _FUNCTIONS = {
     "es_import": (None, c_void_p, c_void_p, c_int64, c_void_p),
     "es_rest": (None, c_void_p),
     "es_guesses": (None, c_void_p, POINTER(c_int64)),
+    "es_experts_read": (c_int64, c_void_p),
     "es_read_out": (c_int32, c_void_p, c_void_p, c_int64, c_void_p),
     "es_run": (c_int32, c_void_p, POINTER(StepWork), c_int32),
 }

@@ -19,16 +19,19 @@ from torch import Tensor
 
 from everystep.executors.native.library import (
     DecoderWeights,
+    ExpertWeights,
     LayerWeights,
     LinearMapC,
     Matrix,
+    MlpWeights,
     NormWeights,
     check,
     status,
 )
 from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder, Layer
-from everystep.models.spec import DecoderSpec
+from everystep.models.spec import DecoderSpec, ExpertsSpec
+from everystep.nn.experts import Experts
 from everystep.nn.linear import JoinedLinear, QuantizedLinear, Weight, rows_of, weights_of
 from everystep.nn.linear import LinearMap as TorchLinear
 from everystep.nn.norm import Norm
@@ -130,20 +133,14 @@ class Program:
 
     def _layer(self, index: int, layer: Layer) -> LayerWeights:
         spec, rope = self.decoder.spec, self.decoder.spec.layers[index].rope
-        up, bias = weights_of(layer.up.matrix()), layer.up.bias
-        gate: tuple[Weight, ...] = ()
-        gate_bias: Tensor | None = None
-        if spec.mlp.gated:
-            size = spec.mlp.size
-            gate, up = _rows(up, 0, size), _rows(up, size, 2 * size)
-            if bias is not None:
-                gate_bias, bias = bias[:size], bias[size:]
+        dense = MlpWeights()
+        if layer.up is not None and layer.down is not None:
+            dense = self._mlp(layer.up, layer.down, spec.mlp.size)
         return LayerWeights(
             qkv=self._linear(layer.qkv),
             out=self._linear(layer.out),
-            gate=self._joined([*map(self._matrix, gate)], gate_bias),
-            up=self._joined([*map(self._matrix, up)], bias),
-            down=self._linear(layer.down),
+            dense=dense,
+            experts=self._experts(spec.layers[index].experts, layer.experts),
             attention=self._norm(layer.attention_norm),
             mlp=self._norm(layer.mlp_norm),
             attention_post=self._norm(layer.attention_post_norm),
@@ -153,6 +150,34 @@ class Program:
             rope=-1 if rope is None else self.ropes.index(rope),
             window=spec.layers[index].window or 0,
             factor=spec.layers[index].factor,
+        )
+
+    def _mlp(self, up: TorchLinear, down: TorchLinear, size: int) -> MlpWeights:
+        rows, bias = weights_of(up.matrix()), up.bias
+        gate: tuple[Weight, ...] = ()
+        gate_bias: Tensor | None = None
+        if self.decoder.spec.mlp.gated:
+            gate, rows = _rows(rows, 0, size), _rows(rows, size, 2 * size)
+            if bias is not None:
+                gate_bias, bias = bias[:size], bias[size:]
+        return MlpWeights(
+            gate=self._joined([*map(self._matrix, gate)], gate_bias),
+            up=self._joined([*map(self._matrix, rows)], bias),
+            down=self._linear(down),
+        )
+
+    def _experts(self, spec: ExpertsSpec | None, experts: Experts | None) -> ExpertWeights:
+        if spec is None or experts is None:
+            return ExpertWeights()
+        pairs = zip(experts.up, experts.down, strict=True)
+        each = (MlpWeights * spec.count)(*(self._mlp(*pair, spec.size) for pair in pairs))
+        self._alive.append(each)
+        return ExpertWeights(
+            count=spec.count,
+            chosen=spec.chosen,
+            normalised=spec.normalised,
+            router=self._linear(experts.router),
+            each=each,
         )
 
     def _linear(self, linear: TorchLinear) -> LinearMapC:

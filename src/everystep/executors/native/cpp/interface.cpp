@@ -38,17 +38,19 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 10; }
+int32_t es_interface() { return 11; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
     out[0] = sizeof(Matrix);
     out[1] = sizeof(Linear);
-    out[2] = sizeof(Layer);
-    out[3] = sizeof(Model);
-    out[4] = sizeof(Rope);
-    out[5] = sizeof(Embeds);
-    out[6] = sizeof(Work);
+    out[2] = sizeof(Mlp);
+    out[3] = sizeof(Experts);
+    out[4] = sizeof(Layer);
+    out[5] = sizeof(Model);
+    out[6] = sizeof(Rope);
+    out[7] = sizeof(Embeds);
+    out[8] = sizeof(Work);
 }
 
 // Every function that returns a number returns a Failure. `kv_type`: a KvType.
@@ -88,6 +90,9 @@ void es_guesses(void* runner, int64_t* out) {
     out[0] = of(runner).guess().made();
     out[1] = of(runner).guess().true_ones();
 }
+
+// How many experts were read in all works.
+int64_t es_experts_read(void* runner) { return of(runner).experts_read(); }
 
 // Writes (rows, vocabulary) logits of (rows, width) hidden states after the last norm. What was begun
 // ahead goes on.

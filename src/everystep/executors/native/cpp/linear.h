@@ -23,7 +23,7 @@ inline int64_t whole_groups(int64_t rows) { return (rows + kTogether - 1) / kTog
 // A group of rows that are computed together lies block after block, so that a kernel finds all of
 // its rows at fixed distances.
 struct Inputs {
-    const float* values;  // (rows, columns)
+    float* values;  // (rows, columns)
     int64_t columns, blocks;
     int64_t together;  // rows of a group: kTogether, or all rows where they are fewer
     int8_t* codes;     // (groups, blocks, rows of a group, 32), zeros beyond the columns

@@ -29,8 +29,23 @@ struct Norm {
     const float* bias;    // or null
 };
 
+struct Mlp {
+    Linear gate, up, down;  // a gate without parts: none
+};
+
+// MLPs of which a router chooses some for each row; no count: none.
+struct Experts {
+    int64_t count, chosen;
+    int64_t normalised;  // whether the shares of the chosen add up to 1
+    Linear router;
+    const Mlp* each;  // (count,)
+};
+
+// It has an MLP or experts.
 struct Layer {
-    Linear qkv, out, gate, up, down;  // a gate without parts: none
+    Linear qkv, out;
+    Mlp dense;
+    Experts experts;
     Norm attention, mlp, attention_post, mlp_post, q, k;
     int64_t rope;    // which table, or -1
     int64_t window;  // 0: none

@@ -5,81 +5,56 @@
 #include <new>
 #include <stdexcept>
 
-#include "rows.h"
+#include "panel.h"
 
 namespace everystep {
 namespace {
 
-int64_t panels_in(const Linear& linear) {
-    int64_t panels = 0;
-    for (int64_t i = 0; i < linear.count; ++i) panels += panels_of(linear.parts[i].rows);
-    return panels;
+Reads reads_of(const Mlp& mlp) {
+    return {reads_codes(mlp.gate) || reads_codes(mlp.up), reads_values(mlp.gate) || reads_values(mlp.up)};
 }
 
-// A panel of a linear map: `count` outputs from `column` on.
-struct Panel {
-    const Matrix& matrix;
-    int64_t number, column;
-    int count;
-    bool biased;
-    simd::Floats bias;
-
-    // The outputs of M rows from `row` on.
-    template <int M>
-    void products(const Inputs& in, int64_t row, simd::Floats (&out)[M]) const {
-        tile<M>(matrix, number, in, row, out);
-        if (!biased) return;
-        for (simd::Floats& x : out) x = simd::add(x, bias);
+Reads reads_of(const Layer& layer) {
+    Reads found = reads_of(layer.dense);
+    for (int64_t i = 0; i < layer.experts.count; ++i) {
+        const Reads one = reads_of(layer.experts.each[i]);
+        found = {found.codes || one.codes, found.values || one.values};
     }
-};
-
-Panel panel_of(const Linear& linear, int64_t number) {
-    int64_t column = number * kPanel;
-    const Matrix* w = linear.parts;
-    for (; number >= panels_of(w->rows); ++w) {
-        column += w->rows - panels_of(w->rows) * kPanel;
-        number -= panels_of(w->rows);
-    }
-    const int count = int(std::min(kPanel, w->rows - number * kPanel));
-    const bool biased = linear.bias != nullptr;
-    return {*w, number, column, count, biased,
-            biased ? read(linear.bias + column, count) : simd::splat(0.0f)};
+    return found;
 }
 
-// Calls `use(row, column, values, count)` with 16 outputs of every row, bias included.
-template <class Use>
-void multiply_panel(const Linear& linear, int64_t number, const Inputs& in, int64_t rows, Use use) {
-    const Panel panel = panel_of(linear, number);
-    each_tile(rows, [&](auto count, int64_t row) {
-        simd::Floats out[count];
-        panel.products(in, row, out);
-        for (int m = 0; m < count; ++m) use(row + m, panel.column, out[m], panel.count);
-    });
+bool fits(const Mlp& mlp, int64_t inner) {
+    return in_columns_of_panels(mlp.up, inner) &&
+           (mlp.gate.count == 0 || in_columns_of_panels(mlp.gate, inner));
 }
 
-// Whether panel i has the columns from 16 i on, as phases need that join what panels give: all
-// matrices but the last are whole panels.
-bool in_columns_of_panels(const Linear& linear, int64_t columns) {
-    int64_t before = 0;
-    for (int64_t i = 0; i < linear.count; ++i) {
-        if (before % kPanel != 0) return false;
-        before += linear.parts[i].rows;
-    }
-    return before == columns;
+// The largest inner size of any expert.
+int64_t most_inner(const std::vector<Layer>& layers) {
+    int64_t most = 0;
+    for (const Layer& layer : layers)
+        for (int64_t i = 0; i < layer.experts.count; ++i)
+            most = std::max(most, outputs_of(layer.experts.each[i].up));
+    return most;
 }
-
-bool mlp_reads_codes(const Layer& layer) { return reads_codes(layer.gate) || reads_codes(layer.up); }
 
 }  // namespace
 
 InputBuffer::InputBuffer(int64_t rows, int64_t columns)
-    : values_(rows * columns),
-      scales_(whole_groups(rows) * blocks_of(columns)),
-      sums_(scales_.size()),
-      codes_(scales_.size() * kBlock),
-      offsets_(scales_.size()),
-      inputs_{values_.data(), columns,        blocks_of(columns), kTogether,
-              codes_.data(),  scales_.data(), offsets_.data(),    sums_.data()} {}
+    : inputs_{nullptr, columns, blocks_of(columns), kTogether, nullptr, nullptr, nullptr, nullptr} {
+    fit(rows);
+}
+
+void InputBuffer::fit(int64_t rows) {
+    if (rows <= rows_) return;
+    values_.resize(rows * inputs_.columns);
+    scales_.resize(whole_groups(rows) * inputs_.blocks);
+    sums_.resize(scales_.size());
+    codes_.resize(scales_.size() * kBlock);
+    offsets_.resize(scales_.size());
+    rows_ = rows;
+    inputs_ = {values_.data(), inputs_.columns, inputs_.blocks,  inputs_.together,
+               codes_.data(),  scales_.data(),  offsets_.data(), sums_.data()};
+}
 
 Runner::Runner(const Model& model, KvType type)
     : model_(model),
@@ -92,13 +67,20 @@ Runner::Runner(const Model& model, KvType type)
       normed_(kMostTokens, model.width),
       mixed_(kMostTokens, model.heads * model.head_dim),
       inner_(kMostTokens, model.inner),
-      last_(kMostTokens, model.width) {
-    bool fits = in_columns_of_panels(model.head, model.vocabulary);
+      last_(kMostTokens, model.width),
+      inputs_of_experts_(0, model.width),
+      inner_of_experts_(0, most_inner(layers_)) {
+    bool fit = in_columns_of_panels(model.head, model.vocabulary);
     for (const Layer& layer : layers_) {
-        fits = fits && in_columns_of_panels(layer.up, model.inner);
-        if (layer.gate.count > 0) fits = fits && in_columns_of_panels(layer.gate, model.inner);
+        mlp_reads_.push_back(reads_of(layer));
+        const Experts& experts = layer.experts;
+        if (experts.count == 0) fit = fit && fits(layer.dense, model.inner);
+        for (int64_t i = 0; i < experts.count; ++i)
+            fit = fit && fits(experts.each[i], outputs_of(experts.each[i].up)) &&
+                  in_columns_of_panels(experts.each[i].down, model.width);
+        if (experts.count > 0) fit = fit && in_columns_of_panels(experts.router, experts.count);
     }
-    if (!fits) throw std::invalid_argument("a matrix begins within a panel");
+    if (!fit) throw std::invalid_argument("a matrix begins within a panel");
 }
 
 void Runner::check(const Work& work) const {
@@ -250,7 +232,15 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
 }
 
 void Runner::make_room(const Part& part) {
-    const int64_t room = part.spans * seen_size() + kMostQueries * whole_vectors(model_.head_dim);
+    int64_t room = part.spans * seen_size() + kMostQueries * whole_vectors(model_.head_dim);
+    for (const Layer& layer : layers_) {
+        if (layer.experts.count == 0) continue;
+        const int64_t places = Routing::most_places(layer.experts, part.tokens());
+        routing_.expect(layer.experts, part.tokens());
+        inputs_of_experts_.fit(places);
+        inner_of_experts_.fit(places);
+        room = std::max(room, part.tokens() * kPanel);
+    }
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
     if (part.spread) spread_.resize(items(part) * part.spans * seen_size());
@@ -326,13 +316,13 @@ void Runner::before_attention(const Part& part, int64_t row, int64_t index) {
                         work.early_hidden + (i * work.tokens + part.begin + row) * model_.width);
     if (index == model_.layers) return;
     const Layer& layer = layers_[index];
-    const bool coded = reads_codes(layer.qkv) || (shares_norm(layer) && mlp_reads_codes(layer));
+    const bool coded = reads_codes(layer.qkv) || (shares_norm(layer) && mlp_reads_[index].codes);
     norm_row(row, layer.attention, coded);
 }
 
 void Runner::before_mlp(int64_t row, int64_t index) {
     const Layer& layer = layers_[index];
-    if (!shares_norm(layer)) norm_row(row, layer.mlp, mlp_reads_codes(layer));
+    if (!shares_norm(layer)) norm_row(row, layer.mlp, mlp_reads_[index].codes);
 }
 
 void Runner::run_layer(Member& member, const Part& part, int64_t index) {
@@ -356,49 +346,10 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
     add_output(member, rows, layer.out, mixed_, layer.attention_post, [&](int64_t row) {
         if (!model_.parallel) before_mlp(row, index);
     });
+    if (layer.experts.count > 0) return run_experts(member, part, index);
     expand(member, part, index);
-    add_output(member, rows, layer.down, inner_, layer.mlp_post,
+    add_output(member, rows, layer.dense.down, inner_, layer.mlp_post,
                [&](int64_t row) { before_attention(part, row, index + 1); });
-}
-
-// The inputs to an MLP's last product. An item is a block of its codes, two panels wide.
-void Runner::expand(Member& member, const Part& part, int64_t index) {
-    crew_->share(member, blocks_of(model_.inner),
-                 [&](int64_t block) { expand_block(layers_[index], part.tokens(), block); });
-}
-
-void Runner::expand_block(const Layer& layer, int64_t rows, int64_t block) {
-    const bool coded = reads_codes(layer.down), valued = reads_values(layer.down);
-    const int64_t first = 2 * block, panels = std::min<int64_t>(2, panels_of(model_.inner) - first);
-    each_tile(rows, [&](auto count, int64_t row) {
-        simd::Floats inner[2][count];
-        for (int64_t i = 0; i < 2; ++i)
-            if (i < panels)
-                inner_values(layer, first + i, row, inner[i]);
-            else
-                std::fill_n(inner[i], int(count), simd::splat(0.0f));
-        for (int m = 0; m < count; ++m) {
-            if (coded) quantise_block(inner_.inputs(), row + m, block, inner[0][m], inner[1][m]);
-            for (int64_t i = 0; valued && i < panels; ++i) {
-                const int64_t column = (first + i) * kPanel;
-                write(inner_.row(row + m) + column, inner[i][m],
-                      int(std::min(kPanel, model_.inner - column)));
-            }
-        }
-    });
-}
-
-// What M rows from `row` on have between an MLP's products, 16 columns of it.
-template <int M>
-void Runner::inner_values(const Layer& layer, int64_t number, int64_t row, simd::Floats (&out)[M]) {
-    const Activation kind = static_cast<Activation>(model_.activation);
-    const bool gated = layer.gate.count > 0;
-    panel_of(gated ? layer.gate : layer.up, number).products(normed_.inputs(), row, out);
-    for (simd::Floats& x : out) x = activate(kind, x);
-    if (!gated) return;
-    simd::Floats factors[M];
-    panel_of(layer.up, number).products(normed_.inputs(), row, factors);
-    for (int m = 0; m < M; ++m) out[m] = simd::mul(out[m], factors[m]);
 }
 
 template <class Then>
@@ -416,13 +367,17 @@ void Runner::add_output(Member& member, int64_t rows, const Linear& linear, cons
                            });
         },
         [&](int64_t row) {
-            if (post.weight) {
-                float* added = added_.data() + row * width;
-                normalise(static_cast<NormKind>(model_.norm_kind), added, width, model_.eps, post, added);
-                add_to(hidden_.data() + row * width, added, width);
-            }
+            if (post.weight) add_normalised(row, post);
             each_row(row);
         });
+}
+
+// What was made for a row comes to it, normalised.
+void Runner::add_normalised(int64_t row, const Norm& post) {
+    const int64_t width = model_.width;
+    float* added = added_.data() + row * width;
+    normalise(static_cast<NormKind>(model_.norm_kind), added, width, model_.eps, post, added);
+    add_to(hidden_.data() + row * width, added, width);
 }
 
 void Runner::finish(Member& member, const Part& part) {

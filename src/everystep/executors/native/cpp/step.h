@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "crew.h"
+#include "experts.h"
 #include "guess.h"
 #include "head.h"
 #include "linear.h"
@@ -18,6 +19,8 @@ namespace everystep {
 class InputBuffer {
   public:
     InputBuffer(int64_t rows, int64_t columns);
+    // There is room for so many rows; what they held may be lost.
+    void fit(int64_t rows);
     float* row(int64_t i) { return values_.data() + i * inputs_.columns; }
     const Inputs& inputs() const { return inputs_; }
     // So many rows come next: few of them lie as close together as they can.
@@ -27,7 +30,13 @@ class InputBuffer {
     std::vector<float> values_, scales_, sums_;
     std::vector<int8_t> codes_;
     std::vector<int32_t> offsets_;
+    int64_t rows_ = 0;
     Inputs inputs_;
+};
+
+// In which forms the first products of an MLP read their inputs.
+struct Reads {
+    bool codes, values;
 };
 
 // Consecutive tokens of one feed, whose queries of one key head are computed together.
@@ -56,6 +65,9 @@ class Runner {
     // Nothing is computed until the next work.
     void give_up_ahead();
     const Guess& guess() const { return guess_; }
+
+    // How many experts were read in all layers and parts of works, what was begun ahead included.
+    int64_t experts_read() const { return routing_.num_read(); }
 
     // Calls `use(keys, position, key, value)` for a row's first positions, in every layer and head,
     // with the places of its key and value in (layers, 2, kv_heads, length, head_dim).
@@ -115,9 +127,19 @@ class Runner {
     void attend_span(const Keys& keys, const Queries& queries, int64_t span, float* seen) const;
     void conclude_item(int64_t layer, const Item& item, float* seen);
     void expand(Member& member, const Part& part, int64_t layer);
-    void expand_block(const Layer& layer, int64_t rows, int64_t block);
+    void expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to,
+                      int64_t block) const;
     template <int M>
-    void inner_values(const Layer& layer, int64_t panel, int64_t row, simd::Floats (&out)[M]);
+    void inner_values(const Mlp& mlp, const Inputs& in, int64_t number, int64_t row,
+                      simd::Floats (&out)[M]) const;
+    void run_experts(Member& member, const Part& part, int64_t index);
+    void route(Member& member, int64_t rows, int64_t index);
+    void gather(const ChosenExpert& one, int64_t index);
+    Inputs read_by(const ChosenExpert& one, int64_t rows) const;
+    Inputs inner_of(const Mlp& expert, const ChosenExpert& one) const;
+    void add_experts(const Experts& experts, int64_t panel, int64_t rows, const Norm& post,
+                     float* sums);
+    void add_normalised(int64_t row, const Norm& post);
     bool shares_norm(const Layer& layer) const { return model_.parallel && !layer.mlp.weight; }
     void norm_row(int64_t row, const Norm& norm, bool coded);
     void before_attention(const Part& part, int64_t row, int64_t layer);
@@ -140,6 +162,9 @@ class Runner {
     std::vector<Wanted> wanted_;  // in the order of tokens
     Head head_;
     InputBuffer normed_, mixed_, inner_, last_;
+    std::vector<Reads> mlp_reads_;  // per layer
+    Routing routing_;               // of the layer that is being computed
+    InputBuffer inputs_of_experts_, inner_of_experts_;
     std::vector<float> spread_;
     std::vector<std::vector<float>> scratch_;
     Guess guess_;

@@ -1,0 +1,74 @@
+// Linear maps panel by panel: 16 outputs of every row at a time, bias included.
+#pragma once
+
+#include "linear.h"
+#include "rows.h"
+
+namespace everystep {
+
+inline int64_t panels_in(const Linear& linear) {
+    int64_t panels = 0;
+    for (int64_t i = 0; i < linear.count; ++i) panels += panels_of(linear.parts[i].rows);
+    return panels;
+}
+
+inline int64_t outputs_of(const Linear& linear) {
+    int64_t outputs = 0;
+    for (int64_t i = 0; i < linear.count; ++i) outputs += linear.parts[i].rows;
+    return outputs;
+}
+
+// A panel of a linear map: `count` outputs from `column` on.
+struct Panel {
+    const Matrix& matrix;
+    int64_t number, column;
+    int count;
+    bool biased;
+    simd::Floats bias;
+
+    // The outputs of M rows from `row` on.
+    template <int M>
+    void products(const Inputs& in, int64_t row, simd::Floats (&out)[M]) const {
+        tile<M>(matrix, number, in, row, out);
+        if (!biased) return;
+        for (simd::Floats& x : out) x = simd::add(x, bias);
+    }
+};
+
+inline Panel panel_of(const Linear& linear, int64_t number) {
+    int64_t column = number * kPanel;
+    const Matrix* w = linear.parts;
+    for (; number >= panels_of(w->rows); ++w) {
+        column += w->rows - panels_of(w->rows) * kPanel;
+        number -= panels_of(w->rows);
+    }
+    const int count = int(std::min(kPanel, w->rows - number * kPanel));
+    const bool biased = linear.bias != nullptr;
+    return {*w, number, column, count, biased,
+            biased ? read(linear.bias + column, count) : simd::splat(0.0f)};
+}
+
+// Calls `use(row, column, values, count)` with 16 outputs of every row, bias included.
+template <class Use>
+inline void multiply_panel(const Linear& linear, int64_t number, const Inputs& in, int64_t rows,
+                           Use use) {
+    const Panel panel = panel_of(linear, number);
+    each_tile(rows, [&](auto count, int64_t row) {
+        simd::Floats out[count];
+        panel.products(in, row, out);
+        for (int m = 0; m < count; ++m) use(row + m, panel.column, out[m], panel.count);
+    });
+}
+
+// Whether panel i has the columns from 16 i on, as phases need that join what panels give: all
+// matrices but the last are whole panels.
+inline bool in_columns_of_panels(const Linear& linear, int64_t columns) {
+    int64_t before = 0;
+    for (int64_t i = 0; i < linear.count; ++i) {
+        if (before % kPanel != 0) return false;
+        before += linear.parts[i].rows;
+    }
+    return before == columns;
+}
+
+}  // namespace everystep

@@ -242,9 +242,8 @@ class EmulatedLibrary:
                 setattr(made, name, type(value)(*(self._copied(one, inside) for one in value)))
             elif isinstance(value, ctypes._Pointer):
                 # `layer` of a decoder has `layers`, `rope` and `embed` of a work likewise.
-                items = [
-                    self._copied(value[i], inside) for i in range(getattr(structure, f"{name}s"))
-                ]
+                count = getattr(structure, "count" if name == "each" else f"{name}s")
+                items = [self._copied(value[i], inside) for i in range(count)]
                 setattr(made, name, ctypes.cast(self._write(b"".join(map(bytes, items))), kind))
         return made
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include <atomic>
-#include <cmath>
+#include <utility>
 #include <vector>
 
 #include "head.h"
@@ -56,15 +56,12 @@ class Routing {
         }
         // Probabilities, of which those of the chosen add up to 1 where they are normalised.
         const float highest = best[0].value;
-        float total = 0;
+        float chosen = 0;
         for (int64_t i = 0; i < experts.chosen; ++i) {
-            best[i].value = std::exp(best[i].value - highest);
-            total += best[i].value;
+            best[i].value = power(best[i].value - highest);
+            chosen += best[i].value;
         }
-        if (!experts.normalised) {
-            total = 0;
-            for (int64_t i = 0; i < experts.count; ++i) total += std::exp(logits[i] - highest);
-        }
+        const float total = experts.normalised ? chosen : powers(logits, experts.count, highest);
         for (int64_t i = 0; i < experts.chosen; ++i) best[i].value /= total;
     }
 
@@ -97,6 +94,24 @@ class Routing {
     int64_t num_read() const { return num_read_; }
 
   private:
+    // e^x, as all instruction sets compute it.
+    static float power(float x) {
+        float lanes[simd::kLanes];
+        simd::store(lanes, simd::exp(simd::splat(x)));
+        return lanes[0];
+    }
+    // The sum of e^(x - highest).
+    static float powers(const float* x, int64_t count, float highest) {
+        using namespace simd;
+        Floats total = splat(0.0f);
+        each_vector(count, [&](int64_t at, int n) {
+            float own[kLanes] = {};
+            write(own, exp(sub(read(x + at, n), splat(highest))), n);
+            total = add(total, load(own));
+        });
+        return sum(total);
+    }
+
     template <class T>
     static void fit(std::vector<T>& held, int64_t size) {
         if (int64_t(held.size()) < size) held.resize(size);

@@ -332,7 +332,7 @@ def test_a_row_is_fed_from_where_it_ends() -> None:
 def test_matrices_that_begin_within_a_panel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = narrow_model("llama", None)
     program = Program(cast(Decoder, model.network))
-    up = program.structure.layer[1].up
+    up = program.structure.layer[1].dense.up
     up.count, up.parts[1] = 2, up.parts[0]
     up.parts[0].rows, up.parts[1].rows = 24, 40
     place = "everystep.executors.native.executor.program_of"

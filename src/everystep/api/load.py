@@ -26,6 +26,7 @@ from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.opening import is_there
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import Model, build_gguf_model, build_model
+from everystep.models.families import find_family
 from everystep.models.load import usable_device
 from everystep.models.loader import HeldWeights
 from everystep.models.quantised_folder import (
@@ -151,6 +152,8 @@ class _Choices:
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
+    # Whose weights have no reader either is told of its family first.
+    find_family(found.config["model_type"])
     build: Callable[..., Model] = build_quantised_model
     quantize = choices.quantize
     if folder_format(found.config) is None:

@@ -16,6 +16,7 @@ from everystep.api.custom import require_loop
 from everystep.api.features import PromptInput, own_inputs, require_distinct
 from everystep.api.forward import cache_of_forward, kept_positions
 from everystep.api.options import KEYWORDS
+from everystep.api.passed import with_prompt
 from everystep.api.rectangle import generate
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
@@ -239,8 +240,11 @@ class LanguageModel:
         return (weight for _, weight in self.named_parameters())
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
-        """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes."""
-        return self.core.network.embed
+        """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes.
+
+        RequestError for ids outside the vocabulary.
+        """
+        return self.core.embed
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every weight under its checkpoint name.
@@ -369,19 +373,8 @@ class LanguageModel:
         see `api/custom.py`.
         """
         refuse_argument("synced_gpus", synced_gpus)
-        first: object = inputs
-        if isinstance(first, Mapping):
-            what, got = "the first argument is a mapping", type(first).__name__
-            raise RequestError(
-                what, wanted="ids", got=got, do="Pass its entries: generate(**batch)"
-            )
-        name = self.core.source or "input_ids"
-        if inputs is not None and kwargs.get(name) is not None:
-            what = f"the prompt was given twice: as the first argument and as {name}"
-            raise RequestError(what, do=f"Pass it once, as {name}")
         given = {
-            **kwargs,
-            name: kwargs.get(name) if inputs is None else inputs,
+            **with_prompt(kwargs, inputs, self.core.source or "input_ids"),
             "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,

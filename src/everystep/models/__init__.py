@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from everystep.models.dense import embedded
 from everystep.models.early import first_layers
 from everystep.models.gguf import build_gguf_model
 from everystep.models.load import (
@@ -23,6 +24,7 @@ __all__ = [
     "build_model",
     "complete_config",
     "convert_model",
+    "embedded",
     "first_layers",
     "learning_weights",
     "named_weights",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from everystep.errors import UnsupportedError
 from everystep.models.encoders import EncoderPlan
 from everystep.models.loader import WeightLoader
-from everystep.models.parameters import Parameter
+from everystep.models.parameters import Parameter, ParameterPart
 from everystep.nn.network import Network
 
 # Every `model_type` that can be built, and the file with its family.
@@ -76,8 +76,15 @@ class Family:
 
     def leaves_over(self, spec: Any, name: str) -> bool:
         """Whether checkpoints may hold this for nothing, as they may a copy of a tied head."""
-        leftovers = (*self.leftovers, "lm_head.weight") if spec.tied else self.leftovers
-        return any(fnmatchcase(name, pattern) for pattern in leftovers)
+        if any(fnmatchcase(name, pattern) for pattern in self.leftovers):
+            return True
+        return spec.tied and name == self.head(spec).name
+
+    def head(self, spec: Any) -> ParameterPart:
+        """What the head is in a checkpoint that holds one."""
+        parameters = self.parameters(replace(spec, tied=False))
+        (head,) = next(one.parts for one in parameters if one.key == "head.weight")
+        return head
 
 
 _ELSEWHERE = (

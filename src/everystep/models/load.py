@@ -28,6 +28,7 @@ from everystep.models.loader import (
 from everystep.models.model import Model
 from everystep.models.names import Renamed, check_names, common_names
 from everystep.models.parameters import ParameterPart
+from everystep.models.tying import spec_as_stored, with_table
 from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.quantized import QuantizedWeight
@@ -64,6 +65,7 @@ def build_model(
     spec = family.read_spec(values)
     parameters = family.all_parameters(values, spec)
     names = common_names(family, spec, parameters.values(), source.names())
+    parameters = with_table(family, spec, parameters, names)
     loader = WeightLoader(
         parameters,
         Renamed(source, names),
@@ -74,6 +76,7 @@ def build_model(
         panels=_in_panels(in_panels, spec, wanted, device),
     )
     check_names(family, spec, parameters.values(), loader.source)
+    spec = spec_as_stored(family, spec, loader)
     return _model(family, ModelConfig(values), spec, loader)
 
 

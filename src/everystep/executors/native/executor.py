@@ -34,7 +34,7 @@ from everystep.executors.positions import (
     require_places,
 )
 from everystep.executors.process import in_process, pause_torch_threads
-from everystep.models import Model, refuse_copies
+from everystep.models import Model, embedded, refuse_copies
 from everystep.types import MOST_BEST, Answer, InputSpec, Past, Scores, StepOutput, Work
 
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -158,7 +158,7 @@ class NativeExecutor:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(n,) ids -> (n, E) their embeddings."""
-        return self._program.decoder.embed(ids)
+        return embedded(self._program.decoder, ids)
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy, once its verbs were applied."""

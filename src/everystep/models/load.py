@@ -120,6 +120,17 @@ def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
         yield part.name, part.stored_values(dense(rows_of(held, part.start, part.stop)))
 
 
+def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a folder that holds the model's weights in this type."""
+    values = {**model.config, "dtype": str(dtype).removeprefix("torch.")}
+    values.pop("torch_dtype", None)
+    # A head that a checkpoint held beside the table it was said to be tied to.
+    apart = {**values, "tie_word_embeddings": False}
+    if not model.spec.tied and find_family(model.config.model_type).read_spec(apart) == model.spec:
+        return apart
+    return values
+
+
 def weight_digest(model: Model) -> str:
     """A digest of the name, size and type of every weight, and of three of its rows.
 

@@ -44,6 +44,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "t5, apart": ("t5", {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}),
+    "mamba of a size that expand does not say": ("mamba", {"intermediate_size": 48}),
     "mamba, apart": ("mamba", {"tie_word_embeddings": False}),
 }
 CASES = {**{kind: (kind, {}) for kind in MAKE}, **FURTHER}

@@ -46,7 +46,8 @@ _SIZES = {
     "max_position_embeddings": "context_length",
 }
 _FREQUENCIES = "rope_freqs.weight"
-_ARCHITECTURES = ("llama", "qwen2")
+# What files call an architecture, and the family that it is.
+ARCHITECTURES: Mapping[str, str] = {"llama": "llama", "qwen2": "qwen2"}
 # Each changes what a model computes, and none is understood here.
 _REFUSED = (
     "expert_count",
@@ -121,7 +122,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {name: read.integer(own + key) for name, key in _SIZES.items()}
     heads = config["num_attention_heads"]
     config |= {
-        "model_type": architecture,
+        "model_type": ARCHITECTURES[architecture],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "num_key_value_heads": read.integer(f"{own}attention.head_count_kv", heads),
         "rms_norm_eps": _decimal(read, f"{own}attention.layer_norm_rms_epsilon", 1e-5),
@@ -147,10 +148,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 def _check_known(file: GgufFile, architecture: str) -> None:
     do = "Load the model from a Hugging Face folder if its family is known"
-    if architecture not in _ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise UnsupportedError(
             "this GGUF architecture has no implementation here",
-            wanted=" or ".join(_ARCHITECTURES),
+            wanted=" or ".join(ARCHITECTURES),
             got=repr(architecture),
             do=do,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from everystep.executors.native import spec_obstacles
 from everystep.models import complete_config
 from everystep.models.families import MODULES, find_family
-from everystep.models.gguf import ARCHITECTURES
+from everystep.models.gguf_architectures import ARCHITECTURES
 from tests.reading import ROOT
 
 PAGE = ROOT / "docs" / "guide" / "models.md"
@@ -27,7 +27,7 @@ def _table() -> str:
 
 
 def _line(kind: str) -> str:
-    own = [f"`{file}`" for file, family in ARCHITECTURES.items() if family == kind]
+    own = [f"`{file}`" for file, one in ARCHITECTURES.items() if one.family == kind]
     spec = find_family(kind).read_spec(complete_config({"model_type": kind}))
     native = "no" if spec_obstacles(spec) else "yes"
     return _row(f"`{kind}`", "yes", ", ".join(own) or "no", native, "yes")

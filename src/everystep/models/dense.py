@@ -135,7 +135,7 @@ def embedded(network: Network, ids: Tensor, name: str = "input_ids") -> Tensor:
                 f"{name} holds an id outside the vocabulary",
                 wanted=f"0 to {size - 1}",
                 got=low if low < 0 else high,
-                do="Check that tokenizer and model belong together",
+                do="Check that tokenizer and model belong together; embed placeholders yourself",
             )
     return network.embed(found)
 

@@ -24,6 +24,7 @@ SOURCES = (
     "interface.cpp",
     "step.cpp",
     "step_attention.cpp",
+    "step_weights.cpp",
     "pages.cpp",
     "crew.cpp",
     "guess.cpp",

@@ -151,6 +151,14 @@ def loss_of(logits: Tensor, labels: Tensor | None, aligned: bool) -> Tensor | No
         )
     predicted, wanted = (logits, labels) if aligned else (logits[:, :-1], labels[:, 1:])
     wanted = wanted.to(logits.device).flatten()
+    absent = (wanted != -100) & ((wanted < 0) | (wanted >= logits.shape[2]))
+    if absent.any():
+        raise RequestError(
+            "labels hold an id outside the vocabulary",
+            wanted=f"0 to {logits.shape[2] - 1}, or -100 for no label",
+            got=int(wanted[absent][0]),
+            do="Check that tokenizer and model belong together",
+        )
     wide = torch.promote_types(logits.dtype, torch.float32)
     return cross_entropy(predicted.to(wide).flatten(0, 1), wanted, ignore_index=-100)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from everystep.errors import FileError
 from everystep.files import atomic
-from everystep.files.atomic import atomic_file, remove_leftovers, write_atomic
+from everystep.files.atomic import atomic_file, atomic_files, remove_leftovers, write_atomic
 
 
 @pytest.fixture
@@ -109,3 +110,53 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     remove_leftovers(tmp_path)
     assert names(tmp_path) == [".c", "b.partial", "d"]
+
+
+def test_files_of_a_folder_come_with_the_last_one_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks at any moment finds either no last file or all files that belong to it."""
+    folder, seen = tmp_path / "folder", []
+    folder.mkdir()
+    for name in ("config", "old", "weights", "others"):
+        (folder / name).write_text("before")
+    replace = os.replace
+
+    def watched(one: Path, two: Path) -> None:
+        seen.append(names(folder))
+        replace(one, two)
+
+    with atomic_files(folder, last="config", stale=lambda name: name == "old") as new:
+        for name in ("config", "weights"):
+            (new / name).write_text("after")
+        assert (folder / "weights").read_text() == "before"
+        monkeypatch.setattr(atomic.os, "replace", watched)
+    assert names(folder) == ["config", "others", "weights"]
+    assert [(folder / name).read_text() for name in names(folder)] == ["after", "before", "after"]
+    assert all("config" not in one and "old" not in one for one in seen)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_files_that_fail_leave_a_folder_as_it_was(there: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    if there:
+        folder.mkdir()
+        (folder / "config").write_text("before")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        atomic_files(folder, last="config", stale=lambda name: True) as new,
+    ):
+        (new / "config").write_text("after")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == (["folder"] if there else [])
+    if there:
+        assert names(folder) == ["config"] and (folder / "config").read_text() == "before"
+
+
+def test_a_file_takes_no_files(target: Path) -> None:
+    target.write_text("a file")
+    with (
+        pytest.raises(FileError, match="is a file"),
+        atomic_files(target, last="config", stale=lambda name: True),
+    ):
+        pass

@@ -15,7 +15,7 @@ from everystep.files.gguf import read_gguf
 from everystep.models import Model
 from everystep.models.gguf import build_gguf_model
 from tests.files.gguf_writer import write_gguf
-from tests.models.tiny import farthest, ids, reference_decoder
+from tests.models.tiny import farthest, ids, reference_decoder, with_norms
 
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -28,6 +28,22 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA = {
+    **LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+# What a family's files call its layers' tensors.
+LAYERS = {
+    "qwen3": {**LAYER, **QK_NORMS},
+    "gemma2": GEMMA,
+    "gemma3_text": {**GEMMA, **QK_NORMS},
+    "phi3": {**LAYER, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "starcoder2": {**LAYER, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+}
+PERMUTED = ("llama", "mistral", "smollm3")
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -55,20 +71,22 @@ def converted(reference: PreTrainedModel, kind: str) -> dict[str, tuple[str, Ten
     for name, values in reference.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+        if kind in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = 6 if "q_proj" in name else 2
             halves = values.view(heads, 2, -1, *values.shape[1:])
             values = halves.transpose(1, 2).reshape(values.shape)
-        stored[_gguf_name(name)] = ("F32", values.contiguous())
+        if "gemma" in kind and "norm" in name:
+            values = values + 1
+        stored[_gguf_name(name, LAYERS.get(kind, LAYER))] = ("F32", values.contiguous())
     return stored
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, layer: dict[str, str]) -> str:
     role, _, kind = name.rpartition(".")
     if role in OUTER:
         return f"{OUTER[role]}.{kind}"
     _, _, index, inner = role.split(".", 3)
-    return f"blk.{index}.{LAYER[inner]}.{kind}"
+    return f"blk.{index}.{layer[inner]}.{kind}"
 
 
 def load(path: Path, keys: dict[str, object], tensors: dict[str, tuple[str, Tensor]]) -> Model:
@@ -93,6 +111,97 @@ def test_it_computes_what_the_folder_does(tmp_path: Path, kind: str, config: Any
         assert farthest(model.forward(read), reference(read).logits) < 1e-5
     assert model.config.num_key_value_heads == 2
     assert model.config.rms_norm_eps == 1e-6
+
+
+WINDOWED = {"attention.sliding_window": 7, "attention.key_length": 10, "rope.dimension_count": 10}
+PHI3 = {"attention.layer_norm_rms_epsilon": 1e-5}
+GEMMA_SIZES = {"query_pre_attn_scalar": 10}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "mistral": ("mistral", "llama", {"sliding_window": None}, {}),
+    "smollm3": ("smollm3", "smollm3", {}, {"block_count": 5, "rope.freq_base": 2e6}),
+    "qwen3": (
+        *("qwen3", "qwen3", {}),
+        {"attention.key_length": 10, "rope.dimension_count": 10},
+    ),
+    "gemma2": (
+        *("gemma2", "gemma2"),
+        {**GEMMA_SIZES, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 4.0},
+        {**WINDOWED, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 9.0},
+    ),
+    "gemma3": (
+        *("gemma3_text", "gemma3"),
+        {
+            **GEMMA_SIZES,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        {
+            **WINDOWED,
+            "block_count": 7,
+            "rope.freq_base": 5e5,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "phi3": ("phi3", "phi3", {}, PHI3),
+    "phi3 with a window": (
+        *("phi3", "phi3", {"sliding_window": 7}),
+        {**PHI3, "attention.sliding_window": 7},
+    ),
+    "starcoder2": (
+        *("starcoder2", "starcoder2", {"sliding_window": None}),
+        {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_architecture_computes_what_the_folder_does(tmp_path: Path, name: str) -> None:
+    kind, architecture, config, keys = FAMILIES[name]
+    reference = with_norms(reference_decoder(kind, torch.float32, **config))
+    model = load(tmp_path, metadata(architecture, **keys), converted(reference, kind))
+    read = ids(2, 30)
+    with torch.no_grad():
+        assert farthest(model.forward(read), reference(read, use_cache=False).logits) < 1e-5
+
+
+def test_the_largest_gemmas_scale_by_the_mean_size_of_a_head(tmp_path: Path) -> None:
+    for kind, architecture, layers in (("gemma2", "gemma2", 46), ("gemma3_text", "gemma3", 62)):
+        sizes = {"num_hidden_layers": layers, "query_pre_attn_scalar": 8}
+        reference = reference_decoder(kind, torch.float32, **sizes)
+        keys = metadata(architecture, **WINDOWED, block_count=layers)
+        model = load(tmp_path, keys, converted(reference, kind))
+        assert model.config.query_pre_attn_scalar == 48 // 6
+        assert model.spec.attention.scale == 8**-0.5
+
+
+@pytest.mark.parametrize("length", [12, 40])
+def test_a_stretched_phi3_has_factors_for_short_rows_and_long_ones(
+    tmp_path: Path, length: int
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 2.1, 2.5, 3.0],
+        "attention_factor": 1.25,
+    }
+    trained = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    reference = reference_decoder("phi3", torch.float32, rope_parameters=rope, **trained)
+    factors = {
+        f"rope_factors_{one}.weight": ("F32", torch.tensor(rope[f"{one}_factor"]))
+        for one in ("short", "long")
+    }
+    keys = metadata(
+        "phi3",
+        **{"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.25, **PHI3},
+    )
+    model = load(tmp_path, keys, converted(reference, "phi3") | factors)
+    read = ids(2, length)
+    with torch.no_grad():
+        assert farthest(model.forward(read), reference(read, use_cache=False).logits) < 1e-5
 
 
 def test_llama3_comes_as_one_divisor_per_frequency(tmp_path: Path) -> None:

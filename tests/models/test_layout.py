@@ -39,6 +39,15 @@ def model(request: Any, folder: Path) -> es.LanguageModel:
     return es.load_model(folder, executor=request.param)
 
 
+def test_a_saved_model_is_the_same(model: es.LanguageModel, tmp_path: Path) -> None:
+    """With its embedders, in shards too."""
+    model.save_pretrained(tmp_path / "saved", max_shard_size="40KB")
+    again, held = es.load_model(tmp_path / "saved"), model.state_dict()
+    found = again.state_dict()
+    assert found.keys() == held.keys()
+    assert all(torch.equal(one, held[name]) for name, one in found.items())
+
+
 def batch(document: Document) -> dict[str, Any]:
     rows = [document.ids(count, row) for row, count in enumerate(COUNTS)]
     return {**padded(rows), "pixel_values": PIXELS, "bbox": BBOX}

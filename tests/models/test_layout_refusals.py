@@ -147,9 +147,7 @@ def test_an_input_that_cannot_be_is_refused_before_compute(
 
 
 def test_a_forward_by_hand_names_ids_that_it_cannot_embed(model: es.LanguageModel) -> None:
-    with pytest.raises(
-        RequestError, match=r"outside the vocabulary; wanted 0 to 96; got 5 to 15000"
-    ):
+    with pytest.raises(RequestError, match=r"outside the vocabulary; wanted 0 to 96; got 15000"):
         model(PROMPT)
 
 

@@ -146,6 +146,62 @@ def test_a_folder_without_settings_is_enough(folder: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.chat_template) == (None, None)
 
 
+def test_a_tokenizer_as_it_was_read_is_copied(folder: Path, tmp_path: Path) -> None:
+    """With what other programs read of it, and keys that nobody here knows."""
+    configure(folder, added_by_others=[1, 2])
+    (folder / "tokenizer.model").write_bytes(b"of another program")
+    (folder / "notes.txt").write_text("no part of it")
+    read = Tokenizer.from_folder(folder)
+    written = [Path(path) for path in read.save_pretrained(tmp_path / "again")]
+    assert sorted(written) == sorted((tmp_path / "again").iterdir())
+    names = {path.name for path in written}
+    assert {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"} <= names
+    assert all(path.read_bytes() == (folder / path.name).read_bytes() for path in written)
+    assert "notes.txt" not in names
+
+
+def test_a_changed_tokenizer_is_written_as_it_is(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(b"of another program")
+    changed, grown = Tokenizer.from_folder(folder), Tokenizer.from_folder(folder)
+    changed.pad_token = "<bos>"
+    grown.backend.add_tokens(["<new>"])
+    for number, read in enumerate((changed, grown)):
+        target = tmp_path / str(number)
+        read.save_pretrained(target)
+        assert not (target / "tokenizer.model").exists()
+        again = Tokenizer.from_folder(target)
+        assert again.pad_token == read.pad_token
+        assert again.get_vocab() == read.get_vocab()
+
+
+def test_a_tokenizer_whose_folder_is_gone_is_written(folder: Path, tmp_path: Path) -> None:
+    read = Tokenizer.from_folder(folder)
+    (folder / "tokenizer.json").unlink()
+    read.save_pretrained(tmp_path / "again")
+    assert Tokenizer.from_folder(tmp_path / "again").get_vocab() == read.get_vocab()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_tokenizer_may_be_saved_where_it_came_from(folder: Path, changed: bool) -> None:
+    (folder / "tokenizer.model").write_bytes(b"of another program")
+    read = Tokenizer.from_folder(folder)
+    if changed:
+        read.pad_token = "<bos>"
+    read.save_pretrained(folder)
+    assert Tokenizer.from_folder(folder).pad_token == read.pad_token
+    assert (folder / "tokenizer.model").exists()
+
+
+def test_templates_of_another_tokenizer_go(folder: Path, tmp_path: Path) -> None:
+    read = Tokenizer.from_folder(folder)
+    read.chat_template = None
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja"):
+        (tmp_path / "old" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "old" / name).write_text("another's")
+    read.save_pretrained(tmp_path / "old")
+    assert Tokenizer.from_folder(tmp_path / "old").chat_template is None
+
+
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 LARGE = " " * (MAX_TEMPLATE_BYTES + 1)
 BROKEN: list[tuple[str, str | bytes | None, type[Exception], str]] = [

@@ -7,7 +7,7 @@ bits, whatever its neighbours ask for. Where an adapter comes from is not known 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from everystep.models.decoder import Decoder
-from everystep.nn.linear import LinearMap, Matrix
+from everystep.models.model import Model
+from everystep.nn.linear import LinearMap, Matrix, dense
+
+_ROLES = ("qkv", "out", "up", "down")  # the projections of a layer that adapters change
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +58,47 @@ class LoRA:
                 for key, deltas in self.targets.items()
             }
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MergedLinear(LinearMap):
+    """A map as a weight alone, float values with the deltas added, made when it is asked for."""
+
+    base: LinearMap
+    bias: Tensor | None
+    deltas: tuple[tuple[Delta, float], ...]
+
+    def matrix(self) -> Tensor:
+        """(out, in), a copy."""
+        found = dense(self.base.matrix()).detach().clone()
+        wide = torch.promote_types(found.dtype, torch.float32)
+        for delta, weight in self.deltas:
+            rows = found[delta.start : delta.start + len(delta.b)]
+            change = delta.b.to(wide) @ delta.a.to(wide) * (delta.scale * weight)
+            rows.copy_(rows.to(wide) + change)
+        return found
+
+
+def merged(model: Model, adapters: Sequence[tuple[LoRA, float]]) -> Model:
+    """The model with adapters in its weights, each times a number; only to be exported.
+
+    Its maps compute nothing. A model that is no decoder takes no adapters.
+    """
+    network = model.network
+    if not isinstance(network, Decoder):
+        return model
+
+    def changed(key: str, base: LinearMap) -> LinearMap:
+        deltas = [(one, weight) for lora, weight in adapters for one in lora.targets.get(key, ())]
+        return _MergedLinear(base, base.bias, tuple(deltas)) if deltas else base
+
+    layers = []
+    for index, layer in enumerate(network.layers):
+        maps: dict[str, Any] = {
+            role: changed(f"layers.{index}.{role}", getattr(layer, role)) for role in _ROLES
+        }
+        layers.append(replace(layer, **maps))
+    return replace(model, network=replace(network, layers=tuple(layers)))
 
 
 _Use = tuple[LoRA, Tensor, Tensor]
@@ -99,7 +143,7 @@ def adapted(decoder: Decoder, adapters: Mapping[str, LoRA], asked: Asked) -> Dec
     layers = []
     for index, layer in enumerate(decoder.layers):
         changed: dict[str, Any] = {}
-        for role in ("qkv", "out", "up", "down"):
+        for role in _ROLES:
             key, base = f"layers.{index}.{role}", getattr(layer, role)
             deltas = [
                 (delta, places, weights)

@@ -31,9 +31,10 @@ STAYS = 1.0
 
 def healed(model: LanguageModel, inputs: Inputs, options: Options) -> Inputs:
     """The prompts with their last tokens chosen anew by the model, padded on the left."""
-    vocabulary = options.tokenizer.get_vocab()
-    known = [prompt.ids.tolist() for prompt in inputs.prompts if prompt.ids is not None]
-    stripped = [_stripped(ids, options.tokenizer) for ids in known]
+    known = options.tokenizer.get_vocab()
+    vocabulary = {piece: token for piece, token in known.items() if token < model.vocab_size}
+    read = [prompt.ids.tolist() for prompt in inputs.prompts if prompt.ids is not None]
+    stripped = [_stripped(ids, options.tokenizer) for ids in read]
     rows = [_healed_row(model, ids, vocabulary, options.fill) for ids in stripped]
     width = max(len(row) for row in rows)
     pads = tuple(width - len(row) for row in rows)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from everystep.api.model import LanguageModel
@@ -24,8 +23,10 @@ from everystep.files.atomic import atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
 from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.opening import is_there
+from everystep.files.safetensors_writer import Entry, write_weights
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.models import Model, build_gguf_model, build_model
+from everystep.models.families import find_family
 from everystep.models.load import usable_device
 from everystep.models.loader import HeldWeights
 from everystep.models.quantised_folder import (
@@ -151,6 +152,8 @@ class _Choices:
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
+    # Whose weights have no reader either is told of its family first.
+    find_family(found.config["model_type"])
     build: Callable[..., Model] = build_quantised_model
     quantize = choices.quantize
     if folder_format(found.config) is None:
@@ -212,6 +215,7 @@ def write_quantized(
     with atomic_folder(target) as folder:
         tokenizer.save_pretrained(folder)
         model.generation_config.to_json_file(folder / GENERATION_CONFIG)
-        write_atomic(folder / "model.safetensors", save(tensors, {"format": "pt"}))
+        entries = [Entry(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
+        write_weights(folder, entries, tensors.values())
         write_atomic(folder / CONFIG, json.dumps(config, indent=2).encode())
     return target

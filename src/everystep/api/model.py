@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.adapters import LoRA, read_lora
+from everystep.adapters import Adapters, moved_adapters, with_adapter, without_adapter
 from everystep.api.absent import refuse_argument
 from everystep.api.custom import require_loop
 from everystep.api.features import PromptInput, own_inputs, require_distinct
 from everystep.api.forward import cache_of_forward, kept_positions
+from everystep.api.objects import require_core
 from everystep.api.options import KEYWORDS
+from everystep.api.passed import with_prompt
 from everystep.api.rectangle import generate
+from everystep.api.saving import Merged, save_model, with_merged
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
-from everystep.errors import ModelClassError, RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -64,20 +67,14 @@ class LanguageModel:
         executor: ExecutorName = "auto",
         cache_dtype: CacheDtype | None = None,
     ) -> None:
-        if not isinstance(core, Model):
-            raise ModelClassError(
-                "this object is not a model that can generate",
-                wanted="a models.Model",
-                got=type(core).__name__,
-                do="Use everystep.load_model",
-            )
+        require_core(core)
         refuse_cache_dtype(core, cache_dtype)
         self._core = core
         self.generation_config = generation_config or GenerationConfig()
         self.name_or_path = name
         self._executor = executor
         self._cache_dtype = cache_dtype
-        self._adapters: dict[str, LoRA] = {}
+        self._adapters: Adapters = {}
         self._prompt_inputs: tuple[PromptInput, ...] = ()
 
     @property
@@ -182,8 +179,7 @@ class LanguageModel:
         if dtype is not None or place != self.device:
             in_panels = partial(holds_panels, self._executor)
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
-            moved = self._core.device, self._core.dtype
-            self._adapters = {name: one.to(*moved) for name, one in self._adapters.items()}
+            self._adapters = moved_adapters(self._adapters, self._core.device, self._core.dtype)
         return self
 
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
@@ -191,22 +187,11 @@ class LanguageModel:
 
         A call that is running goes on without it. See `read_lora` for what is refused.
         """
-        if not isinstance(name, str) or not name or name in self._adapters:
-            raise RequestError(
-                "an adapter cannot have this name",
-                wanted="a string, not the name of an adapter that is loaded",
-                got=repr(name),
-                do="Choose another, or call delete_adapter first",
-            )
-        self._adapters = {**self._adapters, name: read_lora(folder, self._core)}
+        self._adapters = with_adapter(self._adapters, name, folder, self._core)
 
     def delete_adapter(self, name: str) -> None:
         """No new call can ask for the adapter."""
-        if name not in self._adapters:
-            raise RequestError(
-                "there is no such adapter", wanted=list(self._adapters), got=repr(name)
-            )
-        self._adapters = {key: one for key, one in self._adapters.items() if key != name}
+        self._adapters = without_adapter(self._adapters, name)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -239,8 +224,11 @@ class LanguageModel:
         return (weight for _, weight in self.named_parameters())
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
-        """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes."""
-        return self.core.network.embed
+        """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes.
+
+        RequestError for ids outside the vocabulary.
+        """
+        return self.core.embed
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every weight under its checkpoint name.
@@ -248,6 +236,24 @@ class LanguageModel:
         Those that lie row by row are views of the model's memory, so change clones of them.
         """
         return dict(named_weights(self._core))
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        adapters: Merged | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """The folder holds the model as this library and the reference load it, in safetensors.
+
+        Files of a model that was there are replaced, others stay; where writing fails, the folder
+        is as it was. `dtype`: the type that is written, None for the weights' own; quantised ones
+        need it. `adapters`: names, or (name, weight) pairs, that are merged into what is written;
+        RequestError where some are loaded and it is left out.
+        """
+        core = with_merged(self._core, self._adapters, adapters)
+        save_model(core, self.generation_config, save_directory, dtype, max_shard_size)
 
     @property
     def weight_bytes(self) -> dict[str, int]:
@@ -369,19 +375,8 @@ class LanguageModel:
         see `api/custom.py`.
         """
         refuse_argument("synced_gpus", synced_gpus)
-        first: object = inputs
-        if isinstance(first, Mapping):
-            what, got = "the first argument is a mapping", type(first).__name__
-            raise RequestError(
-                what, wanted="ids", got=got, do="Pass its entries: generate(**batch)"
-            )
-        name = self.core.source or "input_ids"
-        if inputs is not None and kwargs.get(name) is not None:
-            what = f"the prompt was given twice: as the first argument and as {name}"
-            raise RequestError(what, do=f"Pass it once, as {name}")
         given = {
-            **kwargs,
-            name: kwargs.get(name) if inputs is None else inputs,
+            **with_prompt(kwargs, inputs, self.core.source or "input_ids"),
             "generation_config": generation_config,
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from everystep.errors import RequestError
+from everystep.errors import ModelClassError, RequestError
+from everystep.models import Model
 from everystep.types.protocols import Hook
 
 
@@ -21,6 +22,17 @@ def require(name: str, value: Any, *methods: str) -> Any:
         got=repr(value),
         do=f"Pass such an object as {name}, or leave it out",
     )
+
+
+def require_core(core: object) -> None:
+    """ModelClassError unless it is a model of this library, before it is given its defaults."""
+    if not isinstance(core, Model):
+        raise ModelClassError(
+            "this object is not a model that can generate",
+            wanted="a models.Model",
+            got=type(core).__name__,
+            do="Use everystep.load_model",
+        )
 
 
 def read_functions(name: str, value: Any) -> tuple[Any, ...]:

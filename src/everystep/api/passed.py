@@ -80,6 +80,24 @@ class Passed:
         return prompt if self.place is None else self.place(prompt)
 
 
+def with_prompt(given: Given, prompt: object, name: str) -> dict[str, Any]:
+    """The keywords of a call with its first argument, the prompt, by `name`.
+
+    RequestError for a mapping, and for a prompt that was given twice.
+    """
+    if isinstance(prompt, Mapping):
+        raise RequestError(
+            "the first argument is a mapping",
+            wanted="ids",
+            got=type(prompt).__name__,
+            do="Pass its entries: generate(**batch)",
+        )
+    if prompt is not None and given.get(name) is not None:
+        what = f"the prompt was given twice: as the first argument and as {name}"
+        raise RequestError(what, do=f"Pass it once, as {name}")
+    return {**given, name: given.get(name) if prompt is None else prompt}
+
+
 def read_passed(model: LanguageModel, given: Given, options: Options, name: str) -> Passed:
     """What these keywords say of the rows; errors call the ids by `name`."""
     ids, embeds, pad = _read_content(model, given, options, name)

@@ -123,6 +123,10 @@ class WrappedModel(LanguageModel):
         """The module's."""
         return dict(self.module.state_dict())
 
+    def save_pretrained(self, save_directory: str | PathLike[str], **choices: Any) -> None:
+        """What the module's own method writes, with its arguments: of a PEFT model its adapters."""
+        self.module.save_pretrained(save_directory, **choices)  # type: ignore[operator]
+
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
         """The module, a PEFT model, has the adapter in the folder under this name from now on."""
         self._of_peft().load_adapter(folder, adapter_name=name)

@@ -115,6 +115,10 @@ class ForeignModel:
         """The width of the logits."""
         return self.findings.vocab_size
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(..., E) embeddings of ids (...,)."""
+        return self.foreign.embed(ids)
+
     def digest(self) -> str:
         """Equal for modules of one class and configuration, with the same adapters at work, whose
         weights agree in name, type, size and 64 values each."""

@@ -27,7 +27,7 @@ from everystep.executors.positions import (
     row_lengths,
 )
 from everystep.executors.process import in_process
-from everystep.models import Model, refuse_copies
+from everystep.models import Model, embedded, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Full, Network, Placed, StepInputs, Window
@@ -111,7 +111,7 @@ class TorchExecutor:
     def embed(self, ids: Tensor) -> Tensor:
         """(n,) ids -> (n, E) their embeddings, on the device of the model."""
         with inference_mode():
-            return self._network.embed(ids.to(self.device))
+            return embedded(self._network, ids)
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy."""

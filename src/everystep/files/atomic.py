@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from everystep.errors import FileError
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -52,6 +54,36 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync_folder(target.parent)
+
+
+@contextmanager
+def atomic_files(target: Path, last: str, stale: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields a new folder whose files lie in `target` when the block ends, and vanish if it raises.
+
+    Other files of `target` stay, but those with `stale` names, which go. `last` is the file without
+    which the others are nothing: where `target` has one it goes first, and the new one comes last,
+    so that whoever finds it finds everything. FileError where `target` is a file.
+    """
+    if target.exists() and not target.is_dir():
+        raise FileError(f"{target} is a file", wanted="a folder", do="Choose another place")
+    if not target.exists() or not any(target.iterdir()):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target) as folder:
+            yield folder
+        return
+    partial = target / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+    partial.mkdir()
+    try:
+        yield partial
+        (target / last).unlink(missing_ok=True)
+        for old in target.iterdir():
+            if stale(old.name):
+                old.unlink()
+        for new in sorted(partial.iterdir(), key=lambda path: path.name == last):
+            os.replace(new, target / new.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _sync_folder(target)
 
 
 def write_atomic(target: Path, data: bytes) -> None:

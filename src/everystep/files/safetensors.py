@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_NAME_LENGTH = 512
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -228,10 +228,8 @@ def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTen
     code = field(entry, "dtype", str, where)
     shape = field(entry, "shape", list, where)
     offsets = field(entry, "data_offsets", list, where)
-    if code not in _DTYPES:
-        raise UnsupportedError(
-            f"{where} is of an unknown type", wanted=", ".join(_DTYPES), got=code
-        )
+    if code not in DTYPES:
+        raise UnsupportedError(f"{where} is of an unknown type", wanted=", ".join(DTYPES), got=code)
     if not all(type(size) is int and size >= 0 for size in shape):
         raise FormatError(f"{where} has an impossible shape", got=shape)
     if len(offsets) != 2 or not all(type(offset) is int and offset >= 0 for offset in offsets):
@@ -239,4 +237,4 @@ def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTen
             f"{where} has impossible offsets", wanted="two counts of bytes", got=offsets
         )
     start, end = offsets
-    return StoredTensor(file, data + start, end - start, tuple(shape), _DTYPES[code])
+    return StoredTensor(file, data + start, end - start, tuple(shape), DTYPES[code])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from everystep.models.dense import embedded
 from everystep.models.early import first_layers
 from everystep.models.gguf import build_gguf_model
 from everystep.models.load import (
     build_model,
     complete_config,
     convert_model,
+    exported_config,
     learning_weights,
     named_weights,
     stored_weights,
@@ -23,6 +25,8 @@ __all__ = [
     "build_model",
     "complete_config",
     "convert_model",
+    "embedded",
+    "exported_config",
     "first_layers",
     "learning_weights",
     "named_weights",

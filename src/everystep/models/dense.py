@@ -125,6 +125,21 @@ class DenseContext:
         return self._sights[length]
 
 
+def embedded(network: Network, ids: Tensor, name: str = "input_ids") -> Tensor:
+    """(..., E) embeddings of ids (...,); RequestError where one is outside the vocabulary."""
+    size, found = network.spec.vocab_size, ids.to(network.device)
+    if found.numel():
+        low, high = (int(one) for one in found.aminmax())
+        if low < 0 or high >= size:
+            raise RequestError(
+                f"{name} holds an id outside the vocabulary",
+                wanted=f"0 to {size - 1}",
+                got=low if low < 0 else high,
+                do="Check that tokenizer and model belong together; embed placeholders yourself",
+            )
+    return network.embed(found)
+
+
 def dense_logits(
     network: Network,
     ids: Tensor | None,
@@ -149,7 +164,7 @@ def dense_logits(
         else:
             keys, _ = across[0]
             across_seen = _seen((keys.shape[0], keys.shape[2]), mask, keys.device)
-        hidden = network.embed(decoder_input_ids.to(network.device))
+        hidden = embedded(network, decoder_input_ids, "decoder_input_ids")
         attention_mask = decoder_attention_mask
     else:
         hidden = _hidden(network, ids, inputs_embeds)
@@ -246,15 +261,7 @@ def _seen(
 
 def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     if ids is not None and inputs_embeds is None:
-        try:
-            return network.embed(ids.to(network.device))
-        except IndexError as error:
-            raise RequestError(
-                "an id is outside the vocabulary",
-                wanted=f"0 to {network.spec.vocab_size - 1}",
-                got=f"{int(ids.min())} to {int(ids.max())}",
-                do="Embed placeholders yourself and pass inputs_embeds, or call generate",
-            ) from error
+        return embedded(network, ids)
     if inputs_embeds is not None and ids is None:
         return inputs_embeds.to(network.device, network.dtype)
     raise RequestError("a forward reads either ids or embeddings", wanted="exactly one of them")

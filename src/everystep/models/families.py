@@ -5,16 +5,17 @@ A file holds its `FAMILIES` and is imported when a model of one is built.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
-from everystep.errors import UnsupportedError, nearest
+from everystep.errors import UnsupportedError
 from everystep.models.encoders import EncoderPlan
 from everystep.models.loader import WeightLoader
-from everystep.models.parameters import Parameter
+from everystep.models.parameters import Parameter, ParameterPart
 from everystep.nn.network import Network
 
 # Every `model_type` that can be built, and the file with its family.
@@ -77,20 +78,67 @@ class Family:
 
     def leaves_over(self, spec: Any, name: str) -> bool:
         """Whether checkpoints may hold this for nothing, as they may a copy of a tied head."""
-        leftovers = (*self.leftovers, "lm_head.weight") if spec.tied else self.leftovers
-        return any(fnmatchcase(name, pattern) for pattern in leftovers)
+        if any(fnmatchcase(name, pattern) for pattern in self.leftovers):
+            return True
+        return spec.tied and name == self.head(spec).name
+
+    def head(self, spec: Any) -> ParameterPart:
+        """What the head is in a checkpoint that holds one."""
+        parameters = self.parameters(replace(spec, tied=False))
+        (head,) = next(one.parts for one in parameters if one.key == "head.weight")
+        return head
+
+
+_ELSEWHERE = (
+    "If transformers knows it, load it there and pass the model to everystep.wrap, which needs"
+    " the extra everystep[transformers]"
+)
 
 
 def find_family(model_type: object) -> Family:
     """The family of a `model_type`; UnsupportedError when there is none."""
     if not isinstance(model_type, str) or model_type not in MODULES:
-        close = nearest(str(model_type), MODULES)
+        meant = intended_family(str(model_type))
         raise UnsupportedError(
             "this kind of model has no implementation here",
             wanted=f"model_type of {', '.join(MODULES)}",
             got=repr(model_type),
-            do=f"The nearest is {close!r}" if close else None,
+            do=f"Perhaps you meant {meant!r}" if meant else _ELSEWHERE,
         )
     module = import_module(f"everystep.models.{MODULES[model_type]}")
     family: Family = module.FAMILIES[model_type]
     return family
+
+
+def intended_family(name: str) -> str | None:
+    """The family whose name this is, misspelt; None where it may as well be that of another.
+
+    Names of families differ by a letter or a digit: bert and bart, olmo2 and molmo2, phi and phi3.
+    So case and separators may differ, and one letter inside a word be missing, added or out of
+    turn.
+    """
+    return next((one for one in MODULES if _is_misspelt(name, one)), None)
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    given, words = _words(name), _words(known)
+    if "".join(given) == "".join(words):
+        return True
+    wrong = [(one, word) for one, word in zip(given, words, strict=False) if one != word]
+    return len(given) == len(words) and len(wrong) == 1 and _has_slip(*wrong[0])
+
+
+def _words(name: str) -> list[str]:
+    """Its words and its numbers."""
+    return re.findall(r"[a-z]+|\d+", name.lower())
+
+
+def _has_slip(given: str, word: str) -> bool:
+    if len(word) < 4 or (given[0], given[-1]) != (word[0], word[-1]):
+        return False
+    short, long = sorted((given, word), key=len)
+    if len(short) < len(long):
+        return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+    return any(
+        given[:i] + given[i + 1] + given[i] + given[i + 2 :] == word for i in range(len(given) - 1)
+    )

@@ -1,7 +1,8 @@
 """GGUF files as sources of models: their keys and names in the words of the families.
 
-The format's converters renamed every tensor and, for Llama, reordered the rows of the query and key
-projections, so that rotary halves became rotary pairs; both are undone here. What bytes mean is the
+The format's converters renamed every tensor. For some architectures they reordered the rows of the
+query and key projections, so that rotary halves became rotary pairs, or added 1 to norms; all of it
+is undone here. What bytes mean is the
 reader's business.
 """
 
@@ -17,26 +18,16 @@ from torch import Tensor
 from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.files.gguf import GgufFile
 from everystep.models.config import Fields
+from everystep.models.gguf_architectures import ARCHITECTURES, REFUSED, Architecture
 from everystep.models.load import InPanels, build_model
 from everystep.models.model import Model
 from everystep.nn.quantized import Format, QuantizedWeight
 from everystep.nn.rounding import Rounding
 
 _GLOBAL = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
 }
 _SIZES = {
     "hidden_size": "embedding_length",
@@ -46,20 +37,9 @@ _SIZES = {
     "max_position_embeddings": "context_length",
 }
 _FREQUENCIES = "rope_freqs.weight"
-_ARCHITECTURES = ("llama", "qwen2")
-# Each changes what a model computes, and none is understood here.
-_REFUSED = (
-    "expert_count",
-    "attention.sliding_window",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "embedding_scale",
-    "residual_scale",
-    "logit_scale",
-    "rope.scaling.attn_factor",
-)
+# Factors of Phi-3's rope, for short rows and for long ones.
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+_OF_ROPES = (_FREQUENCIES, _SHORT, _LONG)
 # The blocks that become quantised weights: a float16 scale, a float16 minimum in Q4_1, the codes.
 _BLOCKS: Mapping[str, tuple[Format, int]] = {
     "Q8_0": ("q8_0", 34),
@@ -116,15 +96,15 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     """The metadata in the words of a config.json."""
     read = Fields(file.metadata, str(file.path))
     architecture = read.text("general.architecture")
-    _check_known(file, architecture)
+    known = _known(file, architecture)
     own = f"{architecture}."
     config: dict[str, Any] = {name: read.integer(own + key) for name, key in _SIZES.items()}
     heads = config["num_attention_heads"]
     config |= {
-        "model_type": architecture,
+        "model_type": known.family,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "num_key_value_heads": read.integer(f"{own}attention.head_count_kv", heads),
-        "rms_norm_eps": _decimal(read, f"{own}attention.layer_norm_rms_epsilon", 1e-5),
+        known.epsilon: _decimal(read, f"{own}{known.epsilon_key}", 1e-5),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": _decimal(read, f"{own}rope.freq_base", 10_000.0),
     }
@@ -138,6 +118,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     scaling = _scaling(file, read, own, config["max_position_embeddings"])
     if scaling is not None:
         config["rope_scaling"] = scaling
+    if known.derived is not None:
+        config |= known.derived(read, own, config)
     for name in ("bos", "eos"):
         key = f"tokenizer.ggml.{name}_token_id"
         if read.has(key):
@@ -145,26 +127,40 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-def _check_known(file: GgufFile, architecture: str) -> None:
+def _known(file: GgufFile, architecture: str) -> Architecture:
     do = "Load the model from a Hugging Face folder if its family is known"
-    if architecture not in _ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise UnsupportedError(
             "this GGUF architecture has no implementation here",
-            wanted=" or ".join(_ARCHITECTURES),
+            wanted=" or ".join(ARCHITECTURES),
             got=repr(architecture),
             do=do,
         )
-    for key in _REFUSED:
+    for key, read_by in REFUSED.items():
         value = file.metadata.get(f"{architecture}.{key}", 0)
-        if value not in (0, 1.0):
+        if value not in (0, 1.0) and architecture not in read_by:
             what = f"the GGUF key {architecture}.{key} has no implementation here"
             raise UnsupportedError(what, got=value, do=do)
     if "token_embd.weight" not in file.tensors:
         raise FormatError("the GGUF file has no tensor token_embd.weight")
+    return ARCHITECTURES[architecture]
 
 
 def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, Any] | None:
-    """RoPE scaling; Llama 3's comes as one factor per frequency, which longrope can say."""
+    """RoPE scaling; Llama 3's comes as one factor per frequency, which longrope can say.
+
+    Phi-3's comes as two, and as what attention is multiplied by."""
+    if _SHORT in file.tensors and _LONG in file.tensors:
+        trained = read.integer(f"{own}rope.scaling.original_context_length")
+        stretched: dict[str, Any] = {
+            "rope_type": "longrope",
+            "short_factor": file.dequantise(_SHORT, torch.float64).tolist(),
+            "long_factor": file.dequantise(_LONG, torch.float64).tolist(),
+            "original_max_position_embeddings": trained,
+        }
+        if read.has(f"{own}rope.scaling.attn_factor"):
+            stretched["attention_factor"] = _decimal(read, f"{own}rope.scaling.attn_factor")
+        return stretched
     if _FREQUENCIES in file.tensors:
         factors = file.dequantise(_FREQUENCIES, torch.float64).tolist()
         return {
@@ -200,13 +196,15 @@ class _Renamed:
 
     def __init__(self, file: GgufFile, config: Mapping[str, Any]) -> None:
         self._file = file
-        self._sources = {_renamed(name): name for name in file.tensors if name != _FREQUENCIES}
+        self._known = ARCHITECTURES[str(file.metadata["general.architecture"])]
+        names = [name for name in file.tensors if name not in _OF_ROPES]
+        self._sources = {_renamed(name, self._known.layer): name for name in names}
         # How many heads the permuted ones have.
         self._heads = {
             "self_attn.q_proj.": config["num_attention_heads"],
             "self_attn.k_proj.": config["num_key_value_heads"],
         }
-        if config["model_type"] != "llama":
+        if not self._known.permuted:
             self._heads = {}
 
     def names(self) -> Iterable[str]:
@@ -219,6 +217,8 @@ class _Renamed:
         stored = self._sources[name]
         values = self._file.dequantise(stored, dtype or torch.float32)
         self._file.release(stored)
+        if self._known.one_more and name.endswith("norm.weight"):
+            return values - 1
         heads = self._heads_of(name)
         return values if heads is None else _halves(values, heads)
 
@@ -253,13 +253,14 @@ def _weight_of_blocks(block_name: str, raw: Tensor) -> QuantizedWeight:
     return QuantizedWeight(format, codes.flatten(1).view(kind), halves(0), mins)
 
 
-def _renamed(name: str) -> str:
+def _renamed(name: str, layer: Mapping[str, str]) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; unknown names stay."""
-    if name in _GLOBAL:
-        return _GLOBAL[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in _LAYER:
-        return f"model.layers.{int(parts[1])}.{_LAYER[parts[2]]}.{parts[3]}"
+    role, _, kind = name.rpartition(".")
+    if role in _GLOBAL:
+        return f"{_GLOBAL[role]}.{kind}"
+    parts = role.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in layer:
+        return f"model.layers.{int(parts[1])}.{layer[parts[2]]}.{kind}"
     return name
 
 

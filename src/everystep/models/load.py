@@ -29,6 +29,7 @@ from everystep.models.loader import (
 from everystep.models.model import Model
 from everystep.models.names import Renamed, check_names, common_names
 from everystep.models.parameters import ParameterPart
+from everystep.models.tying import spec_as_stored, with_table
 from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.quantized import QuantizedWeight
@@ -66,6 +67,7 @@ def build_model(
     parameters = family.all_parameters(values, spec)
     source, kept = under_own_names(source, kept, parameters.values())
     names = common_names(family, spec, parameters.values(), source.names())
+    parameters = with_table(family, spec, parameters, names)
     loader = WeightLoader(
         parameters,
         Renamed(source, names),
@@ -76,6 +78,7 @@ def build_model(
         panels=_in_panels(in_panels, spec, wanted, device),
     )
     check_names(family, spec, parameters.values(), loader.source)
+    spec = spec_as_stored(family, spec, loader)
     return _model(family, ModelConfig(values), spec, loader)
 
 
@@ -117,6 +120,17 @@ def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its checkpoint name, quantised ones as float32 copies."""
     for part, held in _places(model):
         yield part.name, part.stored_values(dense(rows_of(held, part.start, part.stop)))
+
+
+def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a folder that holds the model's weights in this type."""
+    values = {**model.config, "dtype": str(dtype).removeprefix("torch.")}
+    values.pop("torch_dtype", None)
+    # A head that a checkpoint held beside the table it was said to be tied to.
+    apart = {**values, "tie_word_embeddings": False}
+    if not model.spec.tied and find_family(model.config.model_type).read_spec(apart) == model.spec:
+        return apart
+    return values
 
 
 def weight_digest(model: Model) -> str:

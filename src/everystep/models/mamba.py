@@ -178,7 +178,7 @@ def read_spec(config: Mapping[str, Any]) -> MambaSpec:
     return MambaSpec(
         vocab_size=read.integer("vocab_size"),
         width=width,
-        inner=read.integer("expand") * width,
+        inner=read.integer("intermediate_size", read.integer("expand") * width),
         state=read.integer("state_size"),
         kernel=read.integer("conv_kernel", least=2),
         rank=math.ceil(width / 16) if automatic else read.integer("time_step_rank"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from everystep.cache.containers import Cache
 from everystep.errors import RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
-from everystep.models.dense import dense_logits
+from everystep.models.dense import dense_logits, embedded
 from everystep.models.encoders import PromptEncoder
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, State
@@ -135,6 +135,10 @@ class Model:
             encoder_states,
             heard,
         )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(..., E) embeddings of ids (...,); RequestError for one outside the vocabulary."""
+        return embedded(self.network, ids)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding, those of holes in its mask left out;

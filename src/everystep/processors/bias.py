@@ -156,17 +156,24 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         ids = rows.ids()
         for r, sequence in enumerate(rows.sequences):
             batch_id = self.first + sequence.index // self.num_beams
-            mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]])] = 0
+            mask[r, self._tokens(batch_id, ids[r, : rows.lengths[r]], mask.shape[1])] = 0
         return only_allowed(rows, scores, mask, self.num_beams)
 
-    def _tokens(self, batch_id: int, ids: Tensor) -> list[int]:
-        tokens = list(self.prefix_allowed_tokens_fn(batch_id, ids))
-        if not tokens:
+    def _tokens(self, batch_id: int, ids: Tensor, size: int) -> Tensor:
+        tokens = torch.as_tensor(list(self.prefix_allowed_tokens_fn(batch_id, ids)))
+        if not len(tokens):
             raise RequestError(
                 f"prefix_allowed_tokens_fn allows nothing for batch id {batch_id}",
                 wanted="at least one token",
                 got="none",
                 do="Let it return the end token where a text is complete",
+            )
+        if tokens.min() < 0 or tokens.max() >= size:
+            raise RequestError(
+                "prefix_allowed_tokens_fn allows an id outside the vocabulary",
+                wanted=f"0 to {size - 1}",
+                got=int(tokens[(tokens < 0) | (tokens >= size)][0]),
+                do="Return ids that the model has logits for",
             )
         return tokens
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from everystep.errors import FormatError, MissingFileError
+from everystep.errors import FileError, FormatError, MissingFileError
 from everystep.files.atomic import write_atomic
 from everystep.files.folder import TOKENIZER, find_tokenizer
 from everystep.files.opening import is_there, read_bounded
@@ -27,6 +28,20 @@ MAX_TEMPLATE_BYTES = 1 << 20
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+OLDER_TEMPLATE = "chat_template.json"
+FURTHER_TEMPLATES = "additional_chat_templates"
+# The same vocabulary in other forms, which other programs read.
+VOCABULARIES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+)
 EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -48,8 +63,52 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     )
 
 
-def write_folder(folder: Path, backend: tokenizers.Tokenizer, settings: Settings) -> list[Path]:
-    """Writes the files that `read_folder` reads and returns their paths."""
+def write_folder(
+    folder: Path, backend: tokenizers.Tokenizer, settings: Settings, origin: Path | None = None
+) -> list[Path]:
+    """Writes the files that `read_folder` reads and returns their paths.
+
+    Where the folder `origin` still says the same, its own files are copied, byte for byte, and with
+    them what other programs read. Templates that lie in `folder` and are not written go: they would
+    be read in place of these.
+    """
+    files = _copied(origin, backend, settings) or _made(backend, settings)
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / path, data)
+    for template in _templates_in(folder):
+        if str(template) not in files:
+            (folder / template).unlink()
+    return [folder / path for path in files]
+
+
+def _copied(
+    origin: Path | None, backend: tokenizers.Tokenizer, settings: Settings
+) -> dict[str, bytes]:
+    """The files of `origin`, none where they say something else by now."""
+    try:
+        known = None if origin is None else read_folder(origin)
+    except FileError:
+        known = None
+    if origin is None or known is None or known[0].to_str() != backend.to_str():
+        return {}
+    if replace(known[1], name_or_path=settings.name_or_path) != settings:
+        return {}
+    own = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, *VOCABULARIES)
+    paths = [*map(Path, own), *_templates_in(origin)]
+    return {str(one): (origin / one).read_bytes() for one in paths if is_there(origin / one)}
+
+
+def _templates_in(folder: Path) -> list[Path]:
+    """Where templates lie in a folder, without the folder."""
+    known = [Path(CHAT_TEMPLATE), Path(OLDER_TEMPLATE)]
+    further = sorted(folder.glob(f"{FURTHER_TEMPLATES}/*.jinja"))
+    return [one for one in known if is_there(folder / one)] + [
+        one.relative_to(folder) for one in further
+    ]
+
+
+def _made(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, bytes]:
     named = dict(settings.special)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -67,12 +126,9 @@ def write_folder(folder: Path, backend: tokenizers.Tokenizer, settings: Settings
     templates = settings.chat_template or {}
     sources = {"default": templates} if isinstance(templates, str) else templates
     for name, source in sources.items():
-        path = f"additional_chat_templates/{name}.jinja"
+        path = f"{FURTHER_TEMPLATES}/{name}.jinja"
         files[CHAT_TEMPLATE if name == "default" else path] = source
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / path, text.encode())
-    return [folder / path for path in files]
+    return {path: text.encode() for path, text in files.items()}
 
 
 def _json_text(value: object) -> str:
@@ -146,12 +202,12 @@ def _extra_tokens(source: Mapping[str, Any]) -> Iterator[str]:
 
 def _read_templates(folder: Path, config: dict[str, object]) -> str | dict[str, str] | None:
     """The template files win over the configuration's template."""
-    older = folder / "chat_template.json"
+    older = folder / OLDER_TEMPLATE
     found = _named_templates(config, str(folder / TOKENIZER_CONFIG))
     found |= _named_templates(read_json(older) or {}, str(older))
     if is_there(folder / CHAT_TEMPLATE):
         found["default"] = _read_template(folder / CHAT_TEMPLATE)
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+    for file in sorted((folder / FURTHER_TEMPLATES).glob("*.jinja")):
         found[file.stem] = _read_template(file)
     return found["default"] if list(found) == ["default"] else found or None
 

@@ -69,6 +69,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Settings = NO_SETTINGS) -> None:
         self.backend = backend
+        self._origin: Path | None = None
         self.special = settings.special
         self.padding_side = settings.padding_side
         self.truncation_side = settings.truncation_side
@@ -81,7 +82,9 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
         """The tokenizer of a folder of the Hugging Face layout; FileError if it is broken."""
-        return cls(*read_folder(Path(folder)))
+        found = cls(*read_folder(Path(folder)))
+        found._origin = Path(folder)
+        return found
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
@@ -93,7 +96,10 @@ class Tokenizer:
         return cls(*read_gguf(metadata))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
-        """Writes the files of the Hugging Face layout and returns their paths."""
+        """Writes the files of the Hugging Face layout and returns their paths.
+
+        A tokenizer that was read from a folder, and is as it was, is copied file by file.
+        """
         settings = Settings(
             self.special,
             checked_side(self.padding_side, "padding_side"),
@@ -102,7 +108,7 @@ class Tokenizer:
             self.chat_template,
             self.name_or_path,
         )
-        return tuple(map(str, write_folder(Path(folder), self.backend, settings)))
+        return tuple(map(str, write_folder(Path(folder), self.backend, settings, self._origin)))
 
     # Text to ids
 

@@ -244,12 +244,12 @@ def test_forks_write_nothing_into_each_other() -> None:
 def test_what_it_cannot_do_goes_to_torch() -> None:
     assert isinstance(open_executor(model_of("plain")), NativeExecutor)
     assert isinstance(open_executor(model_of("plain"), "torch"), TorchExecutor)
-    assert isinstance(open_executor(model_of("plain"), "auto", {"attentions"}), TorchExecutor)
+    assert isinstance(open_executor(model_of("plain"), "auto", {"mask"}), TorchExecutor)
     wide = convert_model(model_of("plain"), dtype=torch.float64)
     assert isinstance(open_executor(wide), TorchExecutor)
 
 
-@pytest.mark.parametrize("needs", [{"attentions"}, {"layers"}])
+@pytest.mark.parametrize("needs", [{"mask"}, {"encoder"}])
 def test_asking_for_more_than_it_can_is_an_error(needs: set[str]) -> None:
     with pytest.raises(UnsupportedError, match=f"it has no {next(iter(needs))}"):
         open_executor(model_of("plain"), "native", needs)

@@ -25,6 +25,7 @@ SOURCES = (
     "step.cpp",
     "step_attention.cpp",
     "step_mlp.cpp",
+    "step_weights.cpp",
     "pages.cpp",
     "crew.cpp",
     "guess.cpp",

@@ -21,11 +21,11 @@ from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of, past_of
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
-from everystep.executors.native.early import EarlyLayers
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import obstacles, open_runner, program_of
 from everystep.executors.native.rope import RopeTable
+from everystep.executors.native.told import ToldLayers
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
@@ -34,8 +34,8 @@ from everystep.executors.positions import (
     require_places,
 )
 from everystep.executors.process import in_process, pause_torch_threads
-from everystep.models import Model, refuse_copies
-from everystep.types import MOST_BEST, Answer, InputSpec, Past, Scores, StepOutput, Work
+from everystep.models import Model, embedded, refuse_copies
+from everystep.types import MOST_BEST, InputSpec, Past, Scores, StepOutput, Work
 
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
 
@@ -52,7 +52,10 @@ class NativeExecutor:
     device = torch.device("cpu")
     host_threads: int | None = 1
     abilities = frozenset(
-        {"truncate", "cut", "embeds", "positions", "hidden", "early", "past", "best"}
+        {
+            *("truncate", "cut", "embeds", "positions", "past", "best"),
+            *("hidden", "layers", "attentions", "early"),
+        }
     )
 
     def __init__(
@@ -129,21 +132,14 @@ class NativeExecutor:
             return StepOutput(self._nothing)
         most = [0] * len(work.rows) if work.best is None else work.best.tolist()
         room, listed = self._room(work, most)
-        wanted = [f for f, extra in work.extras.items() if extra.hidden]
-        hidden = torch.empty(len(work.tokens), self._program.structure.width) if wanted else None
-        early = None
-        if any(extra.early for extra in work.extras.values()):
-            early = EarlyLayers(work, self._program.structure.width, self.vocab_size)
-        self._step(work, room, listed, places, hidden, early)
+        told = None
+        if any(map(ToldLayers.wanted_by, work.extras.values())):
+            told = ToldLayers(work, self._program.structure)
+        self._step(work, room, listed, places, told)
         best = room.best
         if best is not None and min(most) < max(most):
             room = replace(room, best=_ended(best, work))
-        answers: dict[int, Answer] = {}
-        if hidden is not None:
-            parts = hidden.split(work.counts.tolist())  # type: ignore[no-untyped-call]
-            answers = {f: Answer(hidden=parts[f]) for f in wanted}
-        for f, logits in early.answers().items() if early else ():
-            answers[f] = replace(answers.get(f, Answer()), early=logits)
+        answers = {} if told is None else told.answers()
         return replace(room, answers=answers) if answers else room
 
     def audit(self) -> dict[int, int]:
@@ -162,7 +158,7 @@ class NativeExecutor:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(n,) ids -> (n, E) their embeddings."""
-        return self._program.decoder.embed(ids)
+        return embedded(self._program.decoder, ids)
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy, once its verbs were applied."""
@@ -237,8 +233,7 @@ class NativeExecutor:
         room: StepOutput,
         listed: Tensor | None,
         places: np.ndarray | None,
-        hidden: Tensor | None,
-        early: EarlyLayers | None,
+        told: ToldLayers | None,
     ) -> None:
         feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
         copies, longest = self.rows.extend(*feeds)
@@ -260,12 +255,12 @@ class NativeExecutor:
         if places is not None and self._program.structure.positions:
             learned = _addressed(places.reshape(-1, len(work.tokens))[0].astype(np.int32))
         step.positions = learned and learned[1]
-        results = (room.logits, room.totals, listed, hidden)
-        step.logits, step.totals, step.best_hidden, step.hidden = map(_address, results)
-        if early is None:
-            step.early = step.early_rows = 0
-        else:
-            early.write(step)
+        results = (room.logits, room.totals, listed)
+        step.logits, step.totals, step.best_hidden = map(_address, results)
+        step.early = step.early_rows = 0
+        step.hidden = step.attentions = None
+        if told is not None:
+            told.write(step)
         lists = (None, None, None) if best is None else (best.values, best.tokens, best.totals)
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values, step.best_tokens, step.best_totals = map(_address, lists)

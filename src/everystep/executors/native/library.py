@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 11
+INTERFACE = 12
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -136,7 +136,7 @@ class StepWork(Structure):
         ("early", c_int64),
         *((name, c_void_p) for name in ("early_layers", "early_hidden")),
         ("early_rows", c_int64),
-        *((name, c_void_p) for name in ("early_places", "early_logits")),
+        *((name, c_void_p) for name in ("early_places", "early_logits", "attentions")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         ("ahead", c_int64),

@@ -11,7 +11,7 @@ bool Guess::follows(const Work& work) {
         if (work.wanted[feed] != 1 || work.best[feed] == 0) return false;
     for (int64_t i = 0; i < work.ropes; ++i)
         if (work.rope[i].row) return false;
-    return !work.hidden && !work.early && !work.positions;
+    return !work.hidden && !work.early && !work.attentions && !work.positions;
 }
 
 bool Guess::worth_it() {

@@ -117,6 +117,9 @@ struct Work {
     int64_t early_rows;     // how many of them the head reads
     const int64_t* early_places;  // (early_rows,) which
     float* early_logits;    // (early_rows, vocabulary) what the head alone makes of them
+    // Null, or (feeds,): null, or where the weights of attention are told, as (layers, heads, counts,
+    // starts + counts) of the feed.
+    float* const* attentions;
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;

@@ -203,7 +203,7 @@ void Runner::list_wanted(const Work& work) {
 }
 
 Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
-    Part part{work, begin, std::min(begin + kMostTokens, work.tokens), 1, false, {}, {}, {}, 0, 0};
+    Part part{work, begin, std::min(begin + kMostTokens, work.tokens), 1, false, {}, {}, {}, {}, 0, 0};
     const int64_t group = model_.heads / model_.kv_heads;
     const int64_t together = std::max<int64_t>(1, kMostQueries / group);
     int64_t offset = 0;
@@ -213,6 +213,7 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
         for (int64_t token = from; token < to; ++token) {
             part.row_of.push_back(work.rows[feed]);
             part.position_of.push_back(work.starts[feed] + token - offset);
+            part.feed_of.push_back(feed);
         }
         for (int64_t token = from; token < to; token += together)
             part.tiles.push_back({work.rows[feed], token - part.begin, std::min(together, to - token),
@@ -341,6 +342,10 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
             place(part, index, row);
             // Nothing reads what attention reads any more, and the layer's input is still there.
             if (model_.parallel) before_mlp(row, index);
+        });
+    if (part.work.attentions)
+        crew_->share(member, rows * model_.heads, [&](int64_t number) {
+            tell_weights(part, index, number / model_.heads, number % model_.heads);
         });
     attend_all(member, part, index);
     add_output(member, rows, layer.out, mixed_, layer.attention_post, [&](int64_t row) {

@@ -86,6 +86,7 @@ class Runner {
         std::vector<Tile> tiles;
         std::vector<int64_t> row_of;       // per token
         std::vector<int64_t> position_of;  // per token
+        std::vector<int64_t> feed_of;      // per token
         int64_t wanted_begin, wanted_end;
         int64_t tokens() const { return end - begin; }
     };
@@ -117,6 +118,7 @@ class Runner {
     void head_columns(int64_t group, const Inputs& in, int64_t rows, float cap, Place place) const;
     void norm_heads(const Norm& norm, float* heads, int64_t count) const;
     void place(const Part& part, int64_t layer, int64_t token);
+    void tell_weights(const Part& part, int64_t layer, int64_t token, int64_t head) const;
     void attend_all(Member& member, const Part& part, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;
     Queries queries_of(const Item& item, int64_t layer, float* scaled) const;

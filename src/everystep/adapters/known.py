@@ -1,0 +1,45 @@
+"""The adapters of a model, by the names that requests ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+
+import torch
+
+from everystep.adapters.lora import LoRA
+from everystep.adapters.peft_folder import read_lora
+from everystep.errors import RequestError
+from everystep.models import Model
+
+Adapters = Mapping[str, LoRA]
+
+
+def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model: Model) -> Adapters:
+    """These and the LoRA in a PEFT folder; RequestError for a name that is taken or none."""
+    if not isinstance(name, str) or not name or name in known:
+        raise RequestError(
+            "an adapter cannot have this name",
+            wanted="a string, not the name of an adapter that is loaded",
+            got=repr(name),
+            do="Choose another, or call delete_adapter first",
+        )
+    return {**known, name: read_lora(folder, model)}
+
+
+def without_adapter(known: Adapters, name: str) -> Adapters:
+    """These but the one of this name; RequestError where there is none."""
+    require_adapter(known, name)
+    return {key: one for key, one in known.items() if key != name}
+
+
+def moved_adapters(known: Adapters, device: torch.device, dtype: torch.dtype) -> Adapters:
+    """These on a device, in a type."""
+    return {name: one.to(device, dtype) for name, one in known.items()}
+
+
+def require_adapter(known: Adapters, name: str) -> None:
+    """RequestError where there is no adapter of this name."""
+    if name not in known:
+        do = "Call load_adapter first"
+        raise RequestError("there is no such adapter", wanted=list(known), got=repr(name), do=do)

@@ -1,0 +1,124 @@
+"""A model as a folder that both this library and the reference load."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everystep.adapters import Adapters, merged, require_adapter
+from everystep.config import GenerationConfig
+from everystep.errors import RequestError, UnsupportedError
+from everystep.files.atomic import atomic_files
+from everystep.files.folder import CONFIG, GENERATION_CONFIG
+from everystep.files.safetensors_writer import Entry, is_of_weights, write_weights
+from everystep.models import Model, exported_config, named_weights, stored_weights
+from everystep.nn.quantized import QuantizedWeight
+
+Merged = Sequence[str | tuple[str, float]]
+"""Names of adapters, or pairs of a name and a weight."""
+
+_UNITS = {
+    unit: base**power
+    for base, end in ((1000, "B"), (1024, "iB"))
+    for power, letter in ((1, "K"), (2, "M"), (3, "G"))
+    for unit in (f"{letter}{end}",)
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+def save_model(
+    core: Model,
+    settings: GenerationConfig,
+    folder: str | PathLike[str],
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+) -> None:
+    """See `LanguageModel.save_pretrained`."""
+    most_bytes = _bytes_of(max_shard_size)
+    wanted = _type_of(core, dtype)
+    config = _json_of(exported_config(core, wanted))
+    entries = [Entry(name, tuple(one.shape), wanted) for name, one in named_weights(core)]
+    with atomic_files(Path(folder), last=CONFIG, stale=is_of_weights) as new:
+        # Taken again, since holding all of them would take the room of a second model.
+        write_weights(new, entries, _converted(core, wanted), most_bytes)
+        settings.to_json_file(new / GENERATION_CONFIG)
+        (new / CONFIG).write_text(config, encoding="utf-8")
+
+
+def with_merged(core: Model, known: Adapters, asked: Merged | None) -> Model:
+    """The model with the adapters that are asked for in its weights.
+
+    RequestError for one that is not known, and where some are known and nothing is said of them.
+    """
+    if asked is None:
+        if known:
+            raise RequestError(
+                "adapters are loaded, and are no part of the model's weights",
+                wanted="which of them to merge into the weights that are written",
+                got=f"{', '.join(map(repr, known))} and no choice",
+                do="Pass adapters=[...], which may be empty",
+            )
+        return core
+    pairs = [(one, 1.0) if isinstance(one, str) else one for one in asked]
+    for name, _ in pairs:
+        require_adapter(known, name)
+    return merged(core, [(known[name], float(weight)) for name, weight in pairs])
+
+
+def _type_of(core: Model, asked: torch.dtype | None) -> torch.dtype:
+    """The type that is written; UnsupportedError for codes that no type was asked for."""
+    if asked is not None:
+        if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
+            what = "weights cannot be written in this type"
+            raise RequestError(what, wanted="torch.float32, torch.bfloat16, ...", got=repr(asked))
+        return asked
+    if any(isinstance(one, QuantizedWeight) for _, one in stored_weights(core)):
+        raise UnsupportedError(
+            "quantised weights have no form that transformers reads",
+            wanted="a dtype in which their values are written",
+            got="no dtype",
+            do="Pass dtype=torch.float32, say; `everystep quantize` writes folders of codes",
+        )
+    return core.dtype
+
+
+def _converted(core: Model, dtype: torch.dtype) -> Iterator[Tensor]:
+    for name, one in named_weights(core):
+        found = one.to(dtype)
+        if dtype == torch.float16 and not torch.equal(one.isfinite(), found.isfinite()):
+            raise RequestError(
+                f"{name} has values that float16 cannot hold",
+                wanted="values up to 65504",
+                got=float(one.abs().max()),
+                do="Pass dtype=torch.bfloat16 or torch.float32",
+            )
+        yield found
+
+
+def _json_of(config: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+    except TypeError as error:
+        what = "the model's configuration holds what JSON cannot"
+        raise RequestError(what, got=error, do="Make the model of plain values") from error
+
+
+def _bytes_of(size: int | str) -> int:
+    """How many bytes a shard may have, of a number or "5GB"."""
+    if isinstance(size, str) and (found := _SIZE.fullmatch(size)) is not None:
+        size = int(float(found[1]) * _UNITS[found[2]])
+    if type(size) is not int or size < 1:
+        raise RequestError(
+            "max_shard_size is no size",
+            wanted=f"a number of bytes, or one with a unit of {', '.join(_UNITS)}",
+            got=repr(size),
+            do="Pass '5GB', say",
+        )
+    return size

@@ -6,7 +6,7 @@ This is what a loop of the caller's runs on. The engine's rows are not known her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ def dense_logits(
         hidden = network.embed(decoder_input_ids.to(network.device))
         attention_mask = decoder_attention_mask
     else:
-        hidden = _hidden(network, ids, inputs_embeds)
+        hidden = _hidden(network, ids, inputs_embeds, network.embed)
     seen = _seen((hidden.shape[0], start + hidden.shape[1]), attention_mask, hidden.device)
     batch, length = hidden.shape[:2]
     packed = None
@@ -204,7 +204,8 @@ def _encoded(
     """Keys and values of encoder states, the caller's or new ones, and which of those are real."""
     hidden = encoder_states
     if hidden is None:
-        hidden = _hidden(network, ids, inputs_embeds)
+        hidden = _hidden(network, ids, inputs_embeds, network.embed_source)
+    require_within(hidden.shape[1], network.most_source_positions, "the encoder")
     seen = _seen(hidden.shape[:2], attention_mask, hidden.device)
     states = network.encode(hidden, seen) if encoder_states is None else hidden
     # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
@@ -244,10 +245,26 @@ def _seen(
     return None if bool(seen.all()) else seen
 
 
-def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+def require_within(length: int, most: int | None, who: str) -> None:
+    """RequestError for more positions than there are vectors for."""
+    if most is not None and length > most:
+        raise RequestError(
+            f"{who} has no positions beyond those that it was made with",
+            wanted=f"at most {most}",
+            got=f"{length} positions",
+            do="Shorten the prompt or what may follow it",
+        )
+
+
+def _hidden(
+    network: Network,
+    ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    embed: Callable[[Tensor], Tensor],
+) -> Tensor:
     if ids is not None and inputs_embeds is None:
         try:
-            return network.embed(ids.to(network.device))
+            return embed(ids.to(network.device))
         except IndexError as error:
             raise RequestError(
                 "an id is outside the vocabulary",

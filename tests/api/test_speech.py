@@ -215,3 +215,36 @@ def test_what_cannot_be_is_an_error(name: str) -> None:
     given, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
         pair()[1].generate(**given)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_face_reads_sounds(tmp_path: Any) -> None:
+    """Each transcript begins with the start token alone, as nothing else is said there."""
+    _, model = pair()
+    features = heard(SPAN)["input_features"]
+    start = {"decoder_input_ids": torch.full((2, 1), 60), "suppress_tokens": None}
+    plain = {"max_new_tokens": 5, "suppress_tokens": None}
+    expected = model.generate(features, **start, max_new_tokens=5).tolist()
+    prompts = [{"input_features": features[0]}, {"input_features": features[1:]}]
+    many = es.generate(model, None, prompts, **plain)
+    assert [len(row) for row in many] == [len(row) for row in expected]
+    run = es.open(model, None, prompts[0], **plain)
+    next(run)
+    run.save(tmp_path / "run")
+    assert list(es.resume(tmp_path / "run", model, None).result().tokens) == many[0]
+
+
+WRONG_PROMPTS: dict[str, tuple[Any, str]] = {
+    "ids": ([1, 2, 3], "wanted a mapping with input_features"),
+    "too few frames": ({"input_features": torch.randn(CHANNELS, 9)}, "does not fit the model"),
+    "no tensor": ({"input_features": [1.0]}, "does not fit the model"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PROMPTS)
+def test_prompts_that_are_no_sounds(name: str) -> None:
+    prompt, text = WRONG_PROMPTS[name]
+    with pytest.raises(RequestError, match=text):
+        es.generate(pair()[1], None, [prompt], max_new_tokens=3)
+    with pytest.raises(UnsupportedError, match=r"Call model\.generate"):
+        es.generate(pair()[1], None, [{"input_features": heard(SPAN)}], language="en")

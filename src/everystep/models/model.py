@@ -93,6 +93,8 @@ class Model:
         name, wanted = str(self.source), self.network.source_shape
         values = given[name]
         each = list(values) if isinstance(values, Tensor | list | tuple) else []
+        # One of a list may stand in a batch of one.
+        each = [one[0] if tuple(getattr(one, "shape", ())) == (1, *wanted) else one for one in each]
         right = [isinstance(one, Tensor) and one.is_floating_point() for one in each]
         shapes = [tuple(getattr(one, "shape", ())) for one in each]
         if not each or not all(right) or any(shape != wanted for shape in shapes):

@@ -409,7 +409,7 @@ def _randomise(model: Any, tiny: Tiny) -> None:
     for name, weight in model.named_buffers():
         if name == "final_logits_bias":
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            weight.copy_(0.3 * noise)
+            weight.copy_(0.1 * noise)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         if weight is head:
@@ -417,7 +417,11 @@ def _randomise(model: Any, tiny: Tiny) -> None:
         elif name == "decoder.final_layer_norm.weight" and tied:
             # A tied T5 divides by this root, and small embeddings keep it from repeating tokens.
             weight.copy_(math.sqrt(weight.shape[0]) * (1 + 0.2 * noise))
-        elif name.endswith(("shared.weight", "encoder.embed_tokens.weight", "positions.weight")):
+        elif tiny.placed and name.endswith(("fc2.weight", "self_attn.out_proj.weight")):
+            weight.copy_(0.05 * noise)  # norms come after, and would leave little of the token
+        elif tiny.encodes and name.endswith("positions.weight"):
+            weight.copy_(0.1 * noise)
+        elif tiny.encodes and name.endswith(("shared.weight", "embed_tokens.weight")):
             weight.copy_(noise)
         elif name.endswith(("EncDecAttention.o.weight", "encoder_attn.out_proj.weight")):
             weight.copy_(0.1 * noise)  # the encoder must not drown what the decoder said last

@@ -17,7 +17,7 @@ from tests.reading import PACKAGE, parsed, sources
 FACE = "__init__"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("_version", "types", "errors"),
-    ("config", "nn", "draws", "text", "files", "outputs"),
+    ("config", "nn", "draws", "text", "sounds", "files", "outputs"),
     ("cache", "processors", "stops"),
     ("models", "adapters", "executors"),
     ("strategies",),

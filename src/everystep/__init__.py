@@ -151,6 +151,8 @@ if TYPE_CHECKING:
     from everystep.processors.watermark import WatermarkDetector as WatermarkDetector
     from everystep.processors.watermark import WatermarkDetectorOutput as WatermarkDetectorOutput
     from everystep.processors.watermark import WatermarkLogitsProcessor as WatermarkLogitsProcessor
+    from everystep.sounds.features import WhisperFeatureExtractor as WhisperFeatureExtractor
+    from everystep.sounds.reading import read_sound as read_sound
     from everystep.stops.criteria import ConfidenceCriteria as ConfidenceCriteria
     from everystep.stops.criteria import EosTokenCriteria as EosTokenCriteria
     from everystep.stops.criteria import MaxLengthCriteria as MaxLengthCriteria
@@ -245,6 +247,8 @@ _NAMES = {
         TypicalLogitsWarper
     """,
     "processors.watermark": "WatermarkDetector WatermarkDetectorOutput WatermarkLogitsProcessor",
+    "sounds.features": "WhisperFeatureExtractor",
+    "sounds.reading": "read_sound",
     "stops.criteria": """
         ConfidenceCriteria EosTokenCriteria MaxLengthCriteria MaxTimeCriteria
         StopStringCriteria StoppingCriteria StoppingCriteriaList

@@ -29,7 +29,7 @@ from tests.executors.works import (
     only_verbs,
     read,
 )
-from tests.models.tiny import ours, reference_t5
+from tests.models.tiny import ours, reference_pair
 
 IDS = [3, 9, 30, 4, 4, 17, 25, 6, 1, 39, 12, 8, 22, 5]
 OPEN = Verb("allocate", 0)
@@ -221,19 +221,23 @@ def test_an_accelerator_gives_the_same(name: str) -> None:
 # --- encoders -------------------------------------------------------------------------------------
 
 
+ENCODING = ("t5", "bart", "mbart", "marian")
+
+
 @cache
-def pair() -> Model:
-    return ours(reference_t5(torch.float64))
+def pair(kind: str = "t5") -> Model:
+    return ours(reference_pair(kind, torch.float64))
 
 
-def encoded(*prompts: list[int]) -> list[Tensor]:
-    return [pair().encode(Prompt(ids=np.array(prompt))) for prompt in prompts]
+def encoded(*prompts: list[int], kind: str = "t5") -> list[Tensor]:
+    return [pair(kind).encode(Prompt(ids=np.array(prompt))) for prompt in prompts]
 
 
-def decoded(prompt: list[int], ids: list[int]) -> Tensor:
+def decoded(prompt: list[int], ids: list[int], kind: str = "t5") -> Tensor:
     """(T, V) without a cache."""
+    read, written = torch.tensor([prompt]), torch.tensor([ids])
     with torch.inference_mode():
-        return pair().forward(torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids]))[0]
+        return pair(kind).forward(read, decoder_input_ids=written)[0]
 
 
 def run_pair(executor: TorchExecutor, work: Work, encoders: dict[int, Tensor]) -> StepOutput:
@@ -242,21 +246,24 @@ def run_pair(executor: TorchExecutor, work: Work, encoders: dict[int, Tensor]) -
 
 @pytest.mark.parametrize("attentions", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 1), (5, 2), (12, 12), (3, 20)], ids=str)
-def test_rows_look_at_their_own_encoder(lengths: tuple[int, int], attentions: bool) -> None:
-    executor, prompts = TorchExecutor(pair()), [IDS[:9], IDS[:4]]
+@pytest.mark.parametrize("kind", ENCODING)
+def test_rows_look_at_their_own_encoder(
+    kind: str, lengths: tuple[int, int], attentions: bool
+) -> None:
+    executor, prompts = TorchExecutor(pair(kind)), [IDS[:9], IDS[:4]]
     rows = [(IDS * 2)[:length] for length in lengths]
     verbs = (OPEN, Verb("allocate", 1))
     tokens = ints(*rows[0], *rows[1])
     work = Work(verbs, ints(0, 1), ints(0, 0), ints(*lengths), ints(*lengths), tokens)
-    states = dict(enumerate(encoded(*prompts)))
+    states = dict(enumerate(encoded(*prompts, kind=kind)))
     output = run_pair(executor, asking(work, attentions=attentions), states)
-    expected = torch.cat([decoded(p, row) for p, row in zip(prompts, rows, strict=True)])
+    expected = torch.cat([decoded(p, row, kind) for p, row in zip(prompts, rows, strict=True)])
     assert_near(output.logits, expected)
     more = executor.run(
         Work((), ints(1, 0), ints(*lengths[::-1]), ints(1, 1), ints(1, 1), ints(7, 8))
     )
-    expected = [decoded(prompts[1], [*rows[1], 7])[-1:], decoded(prompts[0], [*rows[0], 8])[-1:]]
-    assert_near(more.logits, torch.cat(expected))
+    after = (prompts[1], [*rows[1], 7]), (prompts[0], [*rows[0], 8])
+    assert_near(more.logits, torch.cat([decoded(*one, kind)[-1:] for one in after]))
 
 
 def test_forks_share_encoder_states() -> None:

@@ -24,7 +24,14 @@ from everystep.nn.quantized import QuantizedWeight
 from everystep.testing.numpy_executor import NumpyExecutor
 from tests.files.gguf_writer import write_gguf
 from tests.models.test_gguf import converted, metadata
-from tests.models.tiny import Tensors, farthest, ids, reference_decoder, reference_t5
+from tests.models.tiny import (
+    Tensors,
+    farthest,
+    ids,
+    reference_decoder,
+    reference_pair,
+    reference_t5,
+)
 
 # Weights drawn narrowly: what rounding does to a wild model says nothing about rounding.
 SIZES: dict[str, Any] = {
@@ -126,12 +133,19 @@ def formats_of(model: Model) -> set[str]:
     return {one.format for one in weights if isinstance(one, QuantizedWeight)}
 
 
+INNER = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "init_std": 0.1}
+TABLES = ("relative_attention_bias", "embed_positions", "final_logits_bias")
+"""What is added as it is."""
+
+
 def references() -> list[PreTrainedModel]:
     every: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
     return [
         reference_decoder("llama", torch.float32, **SIZES, **every),
         reference_decoder("qwen2", torch.float32, **SIZES, tie_word_embeddings=True),
         reference_t5(torch.float32, feed_forward_proj="gated-gelu", d_kv=16),
+        reference_pair("bart", torch.float32, **INNER),
+        reference_pair("marian", torch.float32, **INNER, share_encoder_decoder_embeddings=False),
     ]
 
 
@@ -140,7 +154,7 @@ def made(reference: PreTrainedModel, **options: Any) -> Model:
 
 
 @pytest.mark.parametrize(("format", "bound"), [("int8", 0.05), ("int4", 0.4)])
-@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("index", range(5))
 def test_every_family_is_rounded(index, format, bound) -> None:
     reference = references()[index]
     model = made(reference, quantize=format)
@@ -148,10 +162,10 @@ def test_every_family_is_rounded(index, format, bound) -> None:
     floats = dict(named_weights(made(reference)))
     for name, weight in stored_weights(model):
         if isinstance(weight, Tensor):
-            assert weight.dim() == 1 or "relative_attention_bias" in name, name
+            assert weight.dim() == 1 or any(one in name for one in TABLES), name
         else:
             assert rms(weight.dequantize(), floats[name]) < bound / 3
-    asked: dict[str, Any] = {"decoder_input_ids": ids(2, 4)} if index == 2 else {}
+    asked: dict[str, Any] = {"decoder_input_ids": ids(2, 4)} if index > 1 else {}
     read = ids(2, 12)
     assert rms(model.forward(read, **asked), made(reference).forward(read, **asked)) < bound
 

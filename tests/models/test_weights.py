@@ -10,7 +10,15 @@ from transformers import PreTrainedModel
 
 from everystep.models import build_model, convert_model, named_weights
 from tests.executors.models import SPECS, random_model
-from tests.models.tiny import Tensors, ids, ours, reference_decoder, reference_t5
+from tests.models.tiny import (
+    ENCODER_DECODERS,
+    Tensors,
+    ids,
+    ours,
+    reference_decoder,
+    reference_pair,
+    reference_t5,
+)
 
 TIED = {
     "lm_head.weight",
@@ -41,6 +49,17 @@ def test_what_went_in_comes_out(index: int, dtype: torch.dtype) -> None:
     given |= {"embed_out.weight": given.get("lm_head.weight")}  # as GPT-NeoX is saved
     assert set(given) - set(found) <= TIED
     assert all(torch.equal(given[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("kind", ENCODER_DECODERS)
+def test_what_goes_into_an_encoder_and_a_decoder_comes_out(kind: str) -> None:
+    reference = reference_pair(kind, torch.float32)
+    given, model = reference.state_dict(), ours(reference)
+    for one in (model, convert_model(model, learns=True), convert_model(model)):
+        found = dict(named_weights(one))
+        copies = {name.rpartition(".")[0].rpartition(".")[2] for name in set(given) - set(found)}
+        assert copies <= {"embed_tokens", "lm_head", "proj_out"}
+        assert all(torch.equal(given[name], tensor) for name, tensor in found.items())
 
 
 def test_fused_parts_are_views_of_one_tensor() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -24,10 +26,16 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MT5Config,
+    MT5ForConditionalGeneration,
     Olmo2Config,
     Olmo2ForCausalLM,
     OPTConfig,
@@ -51,6 +59,8 @@ from transformers import (
     Starcoder2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from everystep.models import Model, build_model
@@ -77,6 +87,29 @@ T5_SIZES: Mapping[str, Any] = {
     "num_heads": 4,
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
+}
+STACK_SIZES: Mapping[str, Any] = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 56,
+    "init_std": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 3,
+}
+TEXT_SIZES: Mapping[str, Any] = {**STACK_SIZES, "max_position_embeddings": 40}
+SOUND_SIZES: Mapping[str, Any] = {
+    **STACK_SIZES,
+    "num_mel_bins": 5,
+    "max_source_positions": 16,
+    "max_target_positions": 40,
+    "begin_suppress_tokens": None,
 }
 MAMBA_SIZES: Mapping[str, Any] = {
     "vocab_size": 97,
@@ -105,6 +138,14 @@ DECODERS = {
     "stablelm": (StableLmConfig, StableLmForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+ENCODER_DECODERS: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {
+    "t5": (T5Config, T5ForConditionalGeneration, T5_SIZES),
+    "mt5": (MT5Config, MT5ForConditionalGeneration, T5_SIZES),
+    "bart": (BartConfig, BartForConditionalGeneration, TEXT_SIZES),
+    "mbart": (MBartConfig, MBartForConditionalGeneration, TEXT_SIZES),
+    "marian": (MarianConfig, MarianMTModel, TEXT_SIZES),
+    "whisper": (WhisperConfig, WhisperForConditionalGeneration, SOUND_SIZES),
 }
 # What a family's own defaults would make large, or sizes would make impossible.
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -152,10 +193,26 @@ def with_norms(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def reference_pair(kind: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
+    """An encoder-decoder of the reference, whose norms and biases have values of their own."""
+    make_config, make_model, sizes = ENCODER_DECODERS[kind]
+    model = make_model(make_config(**{**sizes, **config})).to(dtype).eval()
+    for name, weight in model.state_dict().items():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(weight, mean=weight.mean().item(), std=0.3)
+    return model
+
+
 def reference_t5(dtype: torch.dtype, **config: Any) -> PreTrainedModel:
-    """An encoder-decoder of the reference."""
+    """A T5 of the reference as it is made: norms of ones."""
     model = T5ForConditionalGeneration(T5Config(**{**T5_SIZES, **config}))
     return model.to(dtype).eval()
+
+
+def sounds(batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, channels, frames) what the encoder of a tiny Whisper hears."""
+    size = SOUND_SIZES["num_mel_bins"], 2 * SOUND_SIZES["max_source_positions"]
+    return torch.randn(batch, *size, dtype=dtype)
 
 
 def reference_mamba(dtype: torch.dtype, **config: Any) -> PreTrainedModel:

@@ -33,6 +33,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from everystep.api.load import from_weights
+from everystep.config import GenerationConfig
 from everystep.nn.experts import Experts
 from everystep.nn.norm import Norm
 
@@ -152,7 +153,12 @@ class Tiny:
     @property
     def encodes(self) -> bool:
         """Whether an encoder reads the prompts."""
-        return self.config["model_type"] == "t5"
+        return self.config["model_type"] in ("t5", *PLACED)
+
+    @property
+    def placed(self) -> bool:
+        """Whether an encoder counts the padding before a prompt."""
+        return self.config["model_type"] in PLACED
 
     @property
     def context(self) -> int | None:
@@ -162,6 +168,8 @@ class Tiny:
     @property
     def table(self) -> str:
         """The name of the embeddings."""
+        if self.placed:
+            return "model.shared.weight"
         return _TABLES.get(self.config["model_type"], "model.embed_tokens.weight")
 
 
@@ -203,6 +211,25 @@ T5: Mapping[str, Any] = {
     "pad_token_id": None,
     "decoder_start_token_id": None,
 }
+
+
+STACKS: Mapping[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "decoder_start_token_id": None,
+    "forced_eos_token_id": None,
+}
+PLACED = ("bart", "marian", "mbart")
+"""Families whose encoder reads a vector for each place of the rectangle, padding included."""
 
 
 def _llama(name: str, vocabulary: int, alone: bool = False, **changes: Any) -> Tiny:
@@ -287,6 +314,10 @@ def _decoder(kind: str, vocabulary: int, **changes: Any) -> Tiny:
     return Tiny(kind, {**BASE, "model_type": kind, "vocab_size": vocabulary, **changes})
 
 
+def _placed(kind: str, vocabulary: int, **changes: Any) -> Tiny:
+    return Tiny(kind, {**STACKS, "model_type": kind, "vocab_size": vocabulary, **changes})
+
+
 FURTHER: Mapping[str, Tiny] = {
     tiny.name: tiny
     for tiny in (
@@ -316,6 +347,15 @@ FURTHER: Mapping[str, Tiny] = {
         _decoder("gpt_bigcode", 36, n_inner=48),
         _decoder("phi", 40, hidden_act="gelu_new"),
         _decoder("stablelm", 31, use_parallel_residual=True, partial_rotary_factor=0.5),
+        _placed("bart", 42),
+        _placed(
+            "marian",
+            46,
+            activation_function="swish",
+            scale_embedding=True,
+            decoder_start_token_id=0,
+        ),
+        _placed("mbart", 28, tie_word_embeddings=False),
     )
 }
 """Families that are drawn by their names."""
@@ -356,7 +396,8 @@ def fresh_reference(name: str) -> Any:
 def subject(name: str) -> Any:
     """This library's model with the same weights."""
     known = pair(name)
-    return from_weights(dict(known.tiny.config), known.weights, dtype=torch.float64)
+    config, settings = dict(known.tiny.config), GenerationConfig()
+    return from_weights(config, known.weights, dtype=torch.float64, generation_config=settings)
 
 
 @torch.no_grad()
@@ -365,6 +406,10 @@ def _randomise(model: Any, tiny: Tiny) -> None:
     generator = torch.Generator().manual_seed(sum(map(ord, tiny.name)))
     head = model.get_output_embeddings().weight
     tied = tiny.encodes and tiny.config.get("tie_word_embeddings", True)
+    for name, weight in model.named_buffers():
+        if name == "final_logits_bias":
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weight.copy_(0.1 * noise)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         if weight is head:
@@ -372,9 +417,13 @@ def _randomise(model: Any, tiny: Tiny) -> None:
         elif name == "decoder.final_layer_norm.weight" and tied:
             # A tied T5 divides by this root, and small embeddings keep it from repeating tokens.
             weight.copy_(math.sqrt(weight.shape[0]) * (1 + 0.2 * noise))
-        elif name == "shared.weight":
+        elif tiny.placed and name.endswith(("fc2.weight", "self_attn.out_proj.weight")):
+            weight.copy_(0.05 * noise)  # norms come after, and would leave little of the token
+        elif tiny.encodes and name.endswith("positions.weight"):
+            weight.copy_(0.1 * noise)
+        elif tiny.encodes and name.endswith(("shared.weight", "embed_tokens.weight")):
             weight.copy_(noise)
-        elif name.endswith("EncDecAttention.o.weight"):
+        elif name.endswith(("EncDecAttention.o.weight", "encoder_attn.out_proj.weight")):
             weight.copy_(0.1 * noise)  # the encoder must not drown what the decoder said last
         elif weight.dim() == 1:
             weight.copy_(weight.mean() + 0.2 * noise)

@@ -232,6 +232,12 @@ ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "mm_encoder_outputs": (object(), {}),
     "token_type_ids": (PROMPT, {}),
     "trust_remote_code": (True, {}),
+    "language": ("en", {}),
+    "task": ("transcribe", {}),
+    "return_timestamps": (True, {}),
+    "return_segments": (True, {}),
+    "prompt_ids": (torch.tensor([1]), {}),
+    "condition_on_prev_tokens": (True, {}),
     "logits_to_keep": (5, {}),
     "use_model_defaults": (True, {}),
     "return_legacy_cache": (True, {}),
@@ -244,6 +250,8 @@ _LATER = (
     *("continuous_batching_config", "synced_gpus"),
     *("cache_params", "pixel_values", "pixel_values_videos", "input_features"),
     *("mm_encoder_outputs", "token_type_ids", "trust_remote_code", "logits_to_keep"),
+    *("language", "task", "return_timestamps", "return_segments", "prompt_ids"),
+    "condition_on_prev_tokens",
     *("use_model_defaults", "return_legacy_cache"),
     *("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"),  # of this model
 )

@@ -107,7 +107,13 @@ ARGUMENTS_LATER = {
     ),
 }
 """Names whose capability is not built yet -> what it is, and what to do instead."""
+_SPEECH = (
+    "transcripts are written by model.generate of a model that listens",
+    "Call model.generate(input_features, ...) of a Whisper, or leave it out",
+)
 ARGUMENTS_NEVER = {
+    **dict.fromkeys(("language", "task", "return_timestamps", "return_segments"), _SPEECH),
+    **dict.fromkeys(("prompt_ids", "condition_on_prev_tokens"), _SPEECH),
     "token_type_ids": (
         "no model of this library reads segments",
         "Leave token_type_ids out, or call the tokenizer with return_token_type_ids=False",

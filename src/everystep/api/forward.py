@@ -11,6 +11,7 @@ from everystep.api.caches import is_recurrent, require_cache, require_room
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, UnsupportedError
+from everystep.outputs import encoder_states
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -32,6 +33,17 @@ def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
         got=repr(wanted),
         do="Leave it out for the logits of every position",
     )
+
+
+def states_in_place(given: object, *read: Tensor | None) -> Tensor | None:
+    """(B, S, E) the caller's encoder states, None without; RequestError beside what an encoder
+    would read."""
+    if given is None:
+        return None
+    if any(one is not None for one in read):
+        what = "encoder_outputs and a prompt for the encoder were both given"
+        raise RequestError(what, do="Leave what the encoder would read out")
+    return encoder_states(given)
 
 
 def cache_of_forward(

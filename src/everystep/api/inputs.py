@@ -21,6 +21,8 @@ from everystep.api.options import Options
 from everystep.api.passed import Given, read_passed
 from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError, UnsupportedError
+from everystep.models import Model
+from everystep.models.dense import require_within
 from everystep.nn.network import Heard
 from everystep.outputs import encoder_states
 from everystep.types import Prompt
@@ -234,8 +236,8 @@ def _fill(row: np.ndarray, first: int, last: int) -> int | None:
 def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[EncoderSource, int]:
     """The encoder's side and how many rows it has."""
     if given.get("position_ids") is not None:
-        what = "position_ids has no meaning for a model with an encoder"
-        raise RequestError(f"{what}, which knows distances alone", do="Leave position_ids out")
+        what = "position_ids has no meaning for a model with an encoder, which counts positions"
+        raise RequestError(what, do="Leave position_ids out")
     if given.get("input_ids") is not None and given.get("inputs_embeds") is not None:
         what = "inputs_embeds and input_ids both say what the encoder reads"
         raise RequestError(what, wanted="one of them", got="both", do="Leave one of them out")
@@ -243,13 +245,15 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
         states, places = _read_states(model, given)
         return EncoderSource(states=states, places=places), len(states)
     core = model.core
-    if isinstance(core, ForeignModel) and core.source is not None:
+    if core.source is not None:
         return _read_whole(core, core.source, given)
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() > 2:
         do = "Pass a (batch, length) mask"
         raise RequestError("an encoder reads no 4-D attention_mask", do=do)
     read = _read_rectangle(model, given, options)
+    longest = max(prompt.length for prompt in read.prompts)
+    require_within(longest, core.network.most_source_positions, "the encoder")
     if options.returns("output_attentions") and any(p.mask is not None for p in read.prompts):
         what = "attentions over a prompt with holes in its mask have no place in the rectangle"
         raise UnsupportedError(what, do="Leave output_attentions out, or remove what is masked")
@@ -260,7 +264,7 @@ def _read_source(model: LanguageModel, given: Given, options: Options) -> tuple[
     return EncoderSource(read.prompts, (), places, read.prompt_width, ids), read.batch
 
 
-def _read_whole(core: ForeignModel, name: str, given: Given) -> tuple[EncoderSource, int]:
+def _read_whole(core: Model | ForeignModel, name: str, given: Given) -> tuple[EncoderSource, int]:
     """The encoder's side where it reads the input of this name, and neither ids nor embeddings; how
     many states it makes of that is known when they are encoded."""
     others = [one for one in ("input_ids", "inputs_embeds") if given.get(one) is not None]
@@ -271,7 +275,7 @@ def _read_whole(core: ForeignModel, name: str, given: Given) -> tuple[EncoderSou
             got=", ".join(others) or f"no {name}",
             do=f"Pass {name}, and what the answer begins with as decoder_input_ids",
         )
-    names = (*(one.name for one in core.network.inputs), "attention_mask")
+    names = (*(one.name for one in core.inputs), "attention_mask")
     wholes = core.sources({one: given[one] for one in names if given.get(one) is not None})
     return EncoderSource(tuple(Prompt(whole=one) for one in wholes)), len(wholes)
 
@@ -298,7 +302,7 @@ def _read_states(
             do=f"Leave {' and '.join(both)} out",
         )
     real, core = given.get("attention_mask"), model.core
-    if real is not None and isinstance(core, ForeignModel) and core.source is not None:
+    if real is not None and core.source is not None:
         real = core.real_states(torch.as_tensor(real), states.shape[1])
     mask = read_mask(real, tuple(states.shape[:2]))
     places = tuple(np.flatnonzero(row) for row in mask)

@@ -14,16 +14,17 @@ from everystep.adapters import Adapters, moved_adapters, with_adapter, without_a
 from everystep.api.absent import refuse_argument
 from everystep.api.custom import require_loop
 from everystep.api.features import PromptInput, own_inputs, require_distinct
-from everystep.api.forward import cache_of_forward, kept_positions
+from everystep.api.forward import cache_of_forward, kept_positions, states_in_place
 from everystep.api.objects import require_core
 from everystep.api.options import KEYWORDS
 from everystep.api.passed import with_prompt
 from everystep.api.rectangle import generate
 from everystep.api.saving import Merged, save_model, with_merged
+from everystep.api.speech import is_speech, transcribe
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import UnsupportedError
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -45,7 +46,6 @@ from everystep.nn.network import Heard, Window
 from everystep.outputs import (
     CausalLMOutput,
     compute_transition_scores,
-    encoder_states,
     loss_of,
 )
 from everystep.types import InputSpec
@@ -115,7 +115,7 @@ class LanguageModel:
     @property
     def inputs(self) -> Mapping[str, InputSpec]:
         """What the network declares beside ids or embeddings: keywords of every call."""
-        return {one.name: one for one in self.core.network.inputs}
+        return {one.name: one for one in self.core.inputs}
 
     @property
     def prompt_inputs(self) -> tuple[PromptInput, ...]:
@@ -135,7 +135,8 @@ class LanguageModel:
     @property
     def context(self) -> int | None:
         """The longest sequence the model was made for."""
-        return getattr(self.core.config, "max_position_embeddings", None)
+        most: int | None = self.core.network.most_positions
+        return getattr(self.core.config, "max_position_embeddings", most)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -297,6 +298,7 @@ class LanguageModel:
         output_attentions: bool | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
+        input_features: Tensor | None = None,
     ) -> Any:
         """Logits of every position, (B, T, V), and the cache with these positions after its own.
 
@@ -305,17 +307,16 @@ class LanguageModel:
         `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
         none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
         the last positions logits are given, 0 for all, or (n,) of which. `labels` (B, T): ids whose
-        loss is given, each predicted from what stands before it, -100 for none. `encoder_outputs`
-        stand in the place of an encoder's prompt. With an encoder it is `decoder_input_ids` (B, T)
-        that come after what is cached; keys and values of the encoder's states are cached beside
-        them. Differentiable after `requires_grad_`. Returns a `CausalLMOutput`, or with
+        loss is given, each predicted from what stands before it, -100 for none. `input_features`
+        (B, channels, frames): what an encoder of sounds reads; `encoder_outputs` stand in the place
+        of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
+        cached; keys and values of the encoder's states are cached beside them. Differentiable after
+        `requires_grad_`. Returns a `CausalLMOutput`, or with
         `return_dict=False` a tuple.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
-        if encoder_outputs is not None and inputs is not None:
-            what = "encoder_outputs and a prompt for the encoder were both given"
-            raise RequestError(what, do="Leave input_ids and inputs_embeds out")
+        states = states_in_place(encoder_outputs, inputs, input_features)
         kept = kept_positions(logits_to_keep, given)
         cache = cache_of_forward(self, given, past_key_values, use_cache)
         heard = Heard() if output_hidden_states or output_attentions else None
@@ -328,14 +329,14 @@ class LanguageModel:
             cache=cache,
             kept=kept,
             decoder_attention_mask=decoder_attention_mask,
-            encoder_states=None if encoder_outputs is None else encoder_states(encoder_outputs),
+            encoder_states=states,
             heard=heard,
+            sounds=input_features,
         )
         result = CausalLMOutput(loss_of(logits, labels, self.is_encoder_decoder), logits, cache)
-        if heard is not None and output_hidden_states:
-            result.hidden_states = tuple(heard.layers)
-        if heard is not None and output_attentions:
-            result.attentions = tuple(heard.attentions)
+        if heard is not None:
+            result.hidden_states = tuple(heard.layers) if output_hidden_states else None
+            result.attentions = tuple(heard.attentions) if output_attentions else None
         return result.to_tuple() if return_dict is False else result
 
     compute_transition_scores = staticmethod(compute_transition_scores)
@@ -392,4 +393,4 @@ class LanguageModel:
             "hooks": hooks,
             "assistant_model": assistant_model,
         }
-        return generate(self, given)
+        return transcribe(self, given) if is_speech(self) else generate(self, given)

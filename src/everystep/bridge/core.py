@@ -63,8 +63,17 @@ class ForeignNetwork:
         """What the module takes by name beside ids or embeddings."""
         return declared(self.foreign)
 
+    @property
+    def most_source_positions(self) -> int | None:
+        """None, likewise."""
+        return None
+
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
+        return self.foreign.embed(tokens)
+
+    def embed_source(self, tokens: Tensor) -> Tensor:
+        """(...,) ids that an encoder reads -> (..., E)."""
         return self.foreign.embed(tokens)
 
 
@@ -99,6 +108,11 @@ class ForeignModel:
         """The configuration of the module, of its text part where it has several."""
         config = self.foreign.config
         return config if self.foreign.encodes else config.get_text_config()
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """What prompts may bring beside ids or embeddings."""
+        return self.network.inputs
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ This is what a loop of the caller's runs on. The engine's rows are not known her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +125,14 @@ class DenseContext:
         return self._sights[length]
 
 
-def embedded(network: Network, ids: Tensor, name: str = "input_ids") -> Tensor:
-    """(..., E) embeddings of ids (...,); RequestError where one is outside the vocabulary."""
+def embedded(
+    network: Network,
+    ids: Tensor,
+    name: str = "input_ids",
+    embed: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """(..., E) embeddings of ids (...,), those of the decoder unless `embed` makes others;
+    RequestError where one is outside the vocabulary."""
     size, found = network.spec.vocab_size, ids.to(network.device)
     if found.numel():
         low, high = (int(one) for one in found.aminmax())
@@ -137,7 +143,7 @@ def embedded(network: Network, ids: Tensor, name: str = "input_ids") -> Tensor:
                 got=low if low < 0 else high,
                 do="Check that tokenizer and model belong together; embed placeholders yourself",
             )
-    return network.embed(found)
+    return (embed or network.embed)(found)
 
 
 def dense_logits(
@@ -167,7 +173,7 @@ def dense_logits(
         hidden = embedded(network, decoder_input_ids, "decoder_input_ids")
         attention_mask = decoder_attention_mask
     else:
-        hidden = _hidden(network, ids, inputs_embeds)
+        hidden = _hidden(network, ids, inputs_embeds, network.embed)
     seen = _seen((hidden.shape[0], start + hidden.shape[1]), attention_mask, hidden.device)
     batch, length = hidden.shape[:2]
     packed = None
@@ -219,7 +225,8 @@ def _encoded(
     """Keys and values of encoder states, the caller's or new ones, and which of those are real."""
     hidden = encoder_states
     if hidden is None:
-        hidden = _hidden(network, ids, inputs_embeds)
+        hidden = _hidden(network, ids, inputs_embeds, network.embed_source)
+    require_within(hidden.shape[1], network.most_source_positions, "the encoder")
     seen = _seen(hidden.shape[:2], attention_mask, hidden.device)
     states = network.encode(hidden, seen) if encoder_states is None else hidden
     # (L, 2, K, B * S, D) -> (L, 2, B, K, S, D)
@@ -259,9 +266,25 @@ def _seen(
     return None if bool(seen.all()) else seen
 
 
-def _hidden(network: Network, ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+def require_within(length: int, most: int | None, who: str) -> None:
+    """RequestError for more positions than there are vectors for."""
+    if most is not None and length > most:
+        raise RequestError(
+            f"{who} has no positions beyond those that it was made with",
+            wanted=f"at most {most}",
+            got=f"{length} positions",
+            do="Shorten the prompt or what may follow it",
+        )
+
+
+def _hidden(
+    network: Network,
+    ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    embed: Callable[[Tensor], Tensor],
+) -> Tensor:
     if ids is not None and inputs_embeds is None:
-        return embedded(network, ids)
+        return embedded(network, ids, embed=embed)
     if inputs_embeds is not None and ids is None:
         return inputs_embeds.to(network.device, network.dtype)
     raise RequestError("a forward reads either ids or embeddings", wanted="exactly one of them")

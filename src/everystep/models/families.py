@@ -20,6 +20,7 @@ from everystep.nn.network import Network
 
 # Every `model_type` that can be built, and the file with its family.
 MODULES: Mapping[str, str] = {
+    "bart": "encoder_decoders.bart",
     "doclayllm": "layout.family",
     "falcon": "decoders.falcon",
     "gemma2": "decoders.gemma",
@@ -29,8 +30,11 @@ MODULES: Mapping[str, str] = {
     "gpt_neox": "decoders.gpt_neox",
     "llama": "decoders.llama",
     "mamba": "mamba",
+    "marian": "encoder_decoders.marian",
+    "mbart": "encoder_decoders.mbart",
     "mistral": "decoders.mistral",
     "mixtral": "decoders.mixtures",
+    "mt5": "encoder_decoders.t5",
     "olmo2": "decoders.olmo2",
     "opt": "decoders.opt",
     "phi": "decoders.phi",
@@ -41,7 +45,8 @@ MODULES: Mapping[str, str] = {
     "smollm3": "decoders.smollm3",
     "stablelm": "decoders.stablelm",
     "starcoder2": "decoders.starcoder2",
-    "t5": "t5",
+    "t5": "encoder_decoders.t5",
+    "whisper": "encoder_decoders.whisper",
 }
 
 

@@ -103,7 +103,7 @@ class WeightLoader:
 
     def frame(self, spec: Any) -> tuple[Weight, Norm, LinearMap]:
         """The table of token embeddings, the last norm and the head, which may be the table."""
-        (table,) = weights_of(self._matrix("embed"))
+        table = self.table("embed")
         norm = self.norm(spec.norm, "norm")
         if not spec.tied:
             return table, norm, self.linear("head")
@@ -119,6 +119,11 @@ class WeightLoader:
         return tuple(
             kind(**{role: self._part(f"{one}.{role}", norm) for role in roles}) for one in keys
         )
+
+    def table(self, key: str) -> Weight:
+        """A table of token embeddings."""
+        (table,) = weights_of(self._matrix(key))
+        return table
 
     def norm(self, spec: NormSpec, key: str) -> Norm:
         """A norm."""
@@ -183,7 +188,11 @@ class WeightLoader:
         return self._read(part).to(self.device, copy=True)
 
     def _values(self, parameter: Parameter) -> Tensor:
-        tensor = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+        whole = parameter.named_rows == parameter.shape[0]
+        empty = torch.empty if whole else torch.zeros
+        tensor = empty(parameter.shape, dtype=self.dtype, device=self.device)
+        if parameter.made is not None and parameter.parts[0].name not in self.names:
+            return tensor.copy_(parameter.made()).requires_grad_(self.learns)
         for part in parameter.parts:
             # What a source returns may be a view of a mapped file: the copy is the model's own.
             tensor[part.start : part.stop].copy_(self._read(part))
@@ -213,7 +222,7 @@ def network_weights(network: Network) -> Iterator[tuple[str, Matrix]]:
 
 def held_weights(key: str, part: object) -> Iterator[tuple[str, Matrix]]:
     """Those of a part of a network, whose own key is `key`."""
-    if isinstance(part, Tensor):
+    if isinstance(part, Weight):
         yield key, part
     elif isinstance(part, RelativeBias):
         yield key, part.table

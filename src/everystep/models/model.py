@@ -7,6 +7,7 @@ keeps; executors run works against rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from everystep.models.dense import dense_logits, embedded
 from everystep.models.encoders import PromptEncoder
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, State
-from everystep.types import Prompt
+from everystep.types import InputSpec, Prompt
 
 
 def refuse_copies(holder: object, protocol: object) -> NoReturn:
@@ -71,9 +72,43 @@ class Model:
         return not self.network.encodes and not all(isinstance(one, State) for one in stores)
 
     @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """What prompts may bring beside ids or embeddings."""
+        if self.source is None:
+            return self.network.inputs
+        sounds = InputSpec(self.source, "prompt", (), self.dtype, open=True)
+        return (*self.network.inputs, sounds)
+
+    @property
     def source(self) -> str | None:
-        """What its encoder reads by name in place of ids or embeddings: nothing."""
-        return None
+        """The name of what its encoder reads, if that is neither ids nor embeddings."""
+        return self.network.source
+
+    def sources(self, given: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """(B,) what the encoder reads of each row, of what is given by name for all of them.
+
+        RequestError unless that is of the size that it reads. As in the reference, a mask of sounds
+        hides nothing: silence is heard.
+        """
+        name, wanted = str(self.source), self.network.source_shape
+        values = given[name]
+        each = list(values) if isinstance(values, Tensor | list | tuple) else []
+        # One of a list may stand in a batch of one.
+        each = [one[0] if tuple(getattr(one, "shape", ())) == (1, *wanted) else one for one in each]
+        right = [isinstance(one, Tensor) and one.is_floating_point() for one in each]
+        shapes = [tuple(getattr(one, "shape", ())) for one in each]
+        if not each or not all(right) or any(shape != wanted for shape in shapes):
+            raise RequestError(
+                f"{name} does not fit the model",
+                wanted=f"a float tensor (rows, {wanted[0]}, {wanted[1]})",
+                got=shapes or type(values).__name__,
+                do="Pass what the feature extractor of this model gives, padded to that length",
+            )
+        return [{name: one} for one in each]
+
+    def real_states(self, mask: Tensor, length: int) -> Tensor:
+        """(B, S) bool: which of S encoder states are real where `mask` says so of the source."""
+        return torch.ones(len(mask), length, dtype=torch.bool)
 
     def own_cache(self, passed: Any) -> Any:
         """What was passed as `past_key_values`, as it is: it reads no cache of other libraries."""
@@ -96,6 +131,7 @@ class Model:
         decoder_attention_mask: Tensor | None = None,
         encoder_states: Tensor | None = None,
         heard: Heard | None = None,
+        sounds: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
@@ -104,7 +140,8 @@ class Model:
         as (B, T) or (axes, B, T), as in the reference's `forward`. With an encoder these describe
         what it reads, which a cache may hold already, and the logits are those of
         `decoder_input_ids` (B, T), whose mask (B, S + T) is `decoder_attention_mask`.
-        `encoder_states` (B, S, E) stand in the place of what an encoder would read.
+        `encoder_states` (B, S, E) stand in the place of what an encoder would read, `sounds` (B,
+        channels, frames) are what one reads that listens.
         Where there is neither mask nor cache, positions that do not go on by one begin another
         sequence in the same row, which sees nothing of the one before.
         `kept`: the positions whose logits are given. `heard` gets what the layers show, (B, T, E)
@@ -122,6 +159,8 @@ class Model:
         if not self.network.encodes and not (decoder_attention_mask is encoder_states is None):
             what = "decoder_attention_mask and encoder_outputs belong to models with an encoder"
             raise RequestError(what, do="Leave them out")
+        if sounds is not None:
+            inputs_embeds = self._listened(sounds)
         return dense_logits(
             self.network,
             ids,
@@ -137,8 +176,9 @@ class Model:
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(..., E) embeddings of ids (...,); RequestError for one outside the vocabulary."""
-        return embedded(self.network, ids)
+        """(..., E) what ids (...,) are to the encoder, or to a decoder that stands alone;
+        RequestError for one outside the vocabulary."""
+        return embedded(self.network, ids, embed=self.network.embed_source)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding, those of holes in its mask left out;
@@ -146,13 +186,22 @@ class Model:
         if not self.network.encodes:
             raise UnsupportedError("this model has no encoder")
         with inference_mode():
-            if prompt.embeds is not None:
+            if self.source is not None and self.source in prompt.whole:
+                hidden = self._listened(prompt.whole[self.source][None])[0]
+            elif prompt.embeds is not None:
                 hidden = prompt.embeds.to(self.device, self.dtype)
             elif prompt.ids is not None:
-                hidden = self.network.embed(torch.from_numpy(prompt.ids).to(self.device))
+                hidden = self.embed(torch.from_numpy(prompt.ids))
             else:
                 raise RequestError("there is nothing to encode", wanted="ids or embeddings")
             if prompt.mask is None:
                 return self.network.encode(hidden[None], None, heard)[0]
             seen = prompt.mask[-1].to(self.device)
             return self.network.encode(hidden[None], seen[None], heard)[0, seen]
+
+    def _listened(self, sounds: Tensor) -> Tensor:
+        """(B, channels, frames) -> (B, S, E); RequestError for sounds of another size."""
+        if self.source is None:
+            raise RequestError("this model reads ids and no sounds", do="Pass input_ids")
+        self.sources({self.source: sounds})
+        return self.network.listen(sounds.to(self.device, self.dtype))

@@ -46,13 +46,23 @@ def common_names(
     found = {family.synonyms.get(name, name): name for name in names}
     prefix = _prefix(parameters)
     if not spec.tied or not prefix or any(name.startswith(prefix) for name in found):
-        return found
+        return _first_names(parameters, found)
     whole = {part.name for one in parameters for part in one.parts}
     whole |= {part.codes_name for one in parameters for part in one.parts}
-    return {
+    prefixed = {
         f"{prefix}{name}" if f"{prefix}{name}" in whole else name: own
         for name, own in found.items()
     }
+    return _first_names(parameters, prefixed)
+
+
+def _first_names(parameters: Collection[Parameter], found: dict[str, str]) -> dict[str, str]:
+    """The same, where tied weights that have another of their names have the first."""
+    for part in (part for one in parameters for part in one.parts if part.name not in found):
+        other = next((name for name in part.others if name in found), None)
+        if other is not None:
+            found[part.name] = found.pop(other)
+    return found
 
 
 def check_names(
@@ -90,6 +100,8 @@ def _shapes(parameters: Collection[Parameter], found: set[str]) -> dict[str, tup
     """What a source has to have, and in which shape."""
     wanted = {}
     for one in parameters:
+        if one.made is not None and one.parts[0].name not in found:
+            continue
         for part, shape in one.shapes():
             if part.transposed and part.codes_name not in found:
                 wanted[part.name] = shape[::-1]

@@ -7,7 +7,7 @@ they lie there. Loading fills parameters from names, exporting cuts them into na
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -86,7 +86,8 @@ class Alias:
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """Rows [start, stop) of a parameter, under this name in the checkpoint.
+    """Rows [start, stop) of a parameter, under this name in the checkpoint, or under the first of
+    the `others` that it has, as tied weights may be.
 
     `transposed`: they are columns there. `interleaved`: they are in another order there.
     `alias`: where it may be instead.
@@ -98,6 +99,7 @@ class ParameterPart:
     transposed: bool = False
     interleaved: Interleaved | None = None
     alias: Alias | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def codes_name(self) -> str:
@@ -127,11 +129,21 @@ def _gathered(rows: RowsT, order: Tensor) -> RowsT:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the network: its key there, its shape, and the names of its rows."""
+    """One tensor of the network: its key there, its shape, and the names of its rows.
+
+    Rows without a name are 0. `made`: its values where a checkpoint leaves it out, None where that
+    is an error.
+    """
 
     key: str
     shape: tuple[int, ...]
     parts: tuple[ParameterPart, ...]
+    made: Callable[[], Tensor] | None = None
+
+    @property
+    def named_rows(self) -> int:
+        """How many rows have a name."""
+        return sum(part.stop - part.start for part in self.parts)
 
     def shapes(self) -> Iterator[tuple[ParameterPart, tuple[int, ...]]]:
         """Every part with its shape where rows are rows."""
@@ -152,16 +164,20 @@ def linear(
     bias: bool = False,
     transposed: bool = False,
     interleaved: Interleaved | None = None,
+    unbiased: Collection[str] = (),
 ) -> Iterator[Parameter]:
-    """Those of projections, name -> rows, that are fused in this order."""
+    """Those of projections, name -> rows, that are fused in this order; the `unbiased` among them
+    have no bias where the others have one."""
     stops = list(accumulate(projections.values()))
     places = list(zip(projections, [0, *stops[:-1]], stops, strict=True))
     shapes = {"weight": (stops[-1], inputs), "bias": (stops[-1],)}
     for kind in ("weight", "bias") if bias else ("weight",):
         turned = transposed and kind == "weight"
+        absent = unbiased if kind == "bias" else ()
         parts = (
             ParameterPart(f"{name}.{kind}", start, stop, turned, interleaved)
             for name, start, stop in places
+            if name not in absent
         )
         yield Parameter(f"{key}.{kind}", shapes[kind], tuple(parts))
 

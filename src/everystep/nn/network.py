@@ -162,6 +162,21 @@ class Network:
         return False
 
     @property
+    def source(self) -> str | None:
+        """The name of what its encoder reads in place of ids or embeddings: nothing."""
+        return None
+
+    @property
+    def source_shape(self) -> tuple[int, int]:
+        """(channels, frames) of what it reads so, where there is such a thing."""
+        raise NotImplementedError
+
+    @property
+    def most_source_positions(self) -> int | None:
+        """How many positions an encoder can read, None for any number."""
+        return None
+
+    @property
     def heads(self) -> int:
         """How many query heads a layer has; 0 where nothing is attended to."""
         return 0
@@ -200,6 +215,15 @@ class Network:
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
         return look_up(self.table, tokens)
+
+    def embed_source(self, tokens: Tensor) -> Tensor:
+        """(...,) ids that an encoder reads -> (..., E)."""
+        return self.embed(tokens)
+
+    def listen(self, sounds: Tensor) -> Tensor:
+        """(B, channels, frames) features of sounds -> (B, S, E) embeddings, where it has a source
+        of them."""
+        raise NotImplementedError
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""

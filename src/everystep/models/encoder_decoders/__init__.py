@@ -1,0 +1,1 @@
+"""Families with an encoder and a decoder, each one file on the network of `network.py`."""

@@ -1,0 +1,28 @@
+"""mBART: BART with layers that normalise before their parts, and a norm at the end of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everystep.models.config import Fields
+from everystep.models.encoder_decoders.reading import encoder_decoder_family, translator
+from everystep.models.encoder_decoders.spec import AbsolutePositions, EncoderDecoderSpec
+
+
+def _read(config: Mapping[str, Any]) -> EncoderDecoderSpec:
+    read = Fields(config)
+    positions = AbsolutePositions(read.integer("max_position_embeddings"), offset=2)
+    return translator(read, positions, pre_norm=True, embed_norm=True)
+
+
+FAMILIES = {
+    "mbart": encoder_decoder_family(
+        _read,
+        leftovers=("model.encoder.version", "model.decoder.version"),
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        forced_eos_token_id=2,
+    )
+}

@@ -1,0 +1,1 @@
+"""Sounds: read from files, and turned into what models that listen read."""

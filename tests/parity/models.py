@@ -36,6 +36,7 @@ from everystep.api.load import from_weights
 from everystep.config import GenerationConfig
 from everystep.nn.experts import Experts
 from everystep.nn.norm import Norm
+from tests.parity.sizes import BASE, STACKS, T5
 
 EXACT = "exact"
 ROOTS = (
@@ -182,52 +183,6 @@ class Pair:
     weights: Mapping[str, Tensor] = field(repr=False)
 
 
-BASE: Mapping[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-T5: Mapping[str, Any] = {
-    "model_type": "t5",
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 12,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "decoder_start_token_id": None,
-}
-
-
-STACKS: Mapping[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "decoder_start_token_id": None,
-    "forced_eos_token_id": None,
-}
 PLACED = ("bart", "marian", "mbart")
 """Families whose encoder reads a vector for each place of the rectangle, padding included."""
 
@@ -348,13 +303,7 @@ FURTHER: Mapping[str, Tiny] = {
         _decoder("phi", 40, hidden_act="gelu_new"),
         _decoder("stablelm", 31, use_parallel_residual=True, partial_rotary_factor=0.5),
         _placed("bart", 42),
-        _placed(
-            "marian",
-            46,
-            activation_function="swish",
-            scale_embedding=True,
-            decoder_start_token_id=0,
-        ),
+        _placed("marian", 46, scale_embedding=True, decoder_start_token_id=0),
         _placed("mbart", 28, tie_word_embeddings=False),
     )
 }

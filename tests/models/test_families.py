@@ -17,6 +17,7 @@ from everystep.models.families import MODULES, find_family
 from everystep.models.load import complete_config
 from everystep.models.spec import DecoderSpec
 from tests.models.page import PAGE, with_table
+from tests.models.pictures import OWN
 from tests.models.tiny import (
     DECODERS,
     OWN_SIZES,
@@ -38,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def test_every_family_of_decoders_is_tested() -> None:
-    assert {*DECODERS} == {*MODULES} - {"doclayllm", "mamba", "t5"}
+    assert {*DECODERS, *OWN} == {*MODULES} - {"doclayllm", "mamba", "t5"}
 
 
 def test_the_page_of_models_is_up_to_date() -> None:

@@ -14,16 +14,17 @@ from everystep.adapters import Adapters, moved_adapters, with_adapter, without_a
 from everystep.api.absent import refuse_argument
 from everystep.api.custom import require_loop
 from everystep.api.features import PromptInput, own_inputs, require_distinct
-from everystep.api.forward import cache_of_forward, kept_positions
+from everystep.api.forward import cache_of_forward, fed_inputs, kept_positions, see_pictures
 from everystep.api.objects import require_core
 from everystep.api.options import KEYWORDS
 from everystep.api.passed import with_prompt
+from everystep.api.pictures import picture_names
 from everystep.api.rectangle import generate
 from everystep.api.saving import Merged, save_model, with_merged
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import UnsupportedError
 from everystep.executors.base import Executor
 from everystep.executors.choice import (
     ExecutorName,
@@ -130,7 +131,8 @@ class LanguageModel:
         if self.is_encoder_decoder:
             what = "a prompt that an encoder reads takes no prompt inputs"
             raise UnsupportedError(what, do="Pass its embeddings as inputs_embeds")
-        self._prompt_inputs = require_distinct(inputs, (*KEYWORDS, *self.inputs))
+        taken = (*KEYWORDS, *self.inputs, *picture_names(self))
+        self._prompt_inputs = require_distinct(inputs, taken)
 
     @property
     def context(self) -> int | None:
@@ -297,6 +299,7 @@ class LanguageModel:
         output_attentions: bool | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
+        **pictures: Any,
     ) -> Any:
         """Logits of every position, (B, T, V), and the cache with these positions after its own.
 
@@ -308,34 +311,31 @@ class LanguageModel:
         loss is given, each predicted from what stands before it, -100 for none. `encoder_outputs`
         stand in the place of an encoder's prompt. With an encoder it is `decoder_input_ids` (B, T)
         that come after what is cached; keys and values of the encoder's states are cached beside
-        them. Differentiable after `requires_grad_`. Returns a `CausalLMOutput`, or with
-        `return_dict=False` a tuple.
+        them. `pictures`: pixels and grids, as for `generate`. Differentiable after
+        `requires_grad_`. Returns a `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
-        inputs = inputs_embeds if input_ids is None else input_ids
-        given = inputs if decoder_input_ids is None else decoder_input_ids
-        if encoder_outputs is not None and inputs is not None:
-            what = "encoder_outputs and a prompt for the encoder were both given"
-            raise RequestError(what, do="Leave input_ids and inputs_embeds out")
+        given = fed_inputs(input_ids, inputs_embeds, decoder_input_ids, encoder_outputs)
         kept = kept_positions(logits_to_keep, given)
         cache = cache_of_forward(self, given, past_key_values, use_cache)
         heard = Heard() if output_hidden_states or output_attentions else None
+        read = input_ids, position_ids, inputs_embeds
+        seen = see_pictures(self, *read, attention_mask, cache, pictures)
         logits = self._core.forward(
-            input_ids,
+            seen.ids,
             attention_mask,
-            position_ids,
-            inputs_embeds,
+            seen.positions,
+            seen.embeds,
             decoder_input_ids=decoder_input_ids,
             cache=cache,
             kept=kept,
             decoder_attention_mask=decoder_attention_mask,
             encoder_states=None if encoder_outputs is None else encoder_states(encoder_outputs),
             heard=heard,
+            declared=seen.declared,
         )
         result = CausalLMOutput(loss_of(logits, labels, self.is_encoder_decoder), logits, cache)
-        if heard is not None and output_hidden_states:
-            result.hidden_states = tuple(heard.layers)
-        if heard is not None and output_attentions:
-            result.attentions = tuple(heard.attentions)
+        result.hidden_states = tuple(heard.layers) if heard and output_hidden_states else None
+        result.attentions = tuple(heard.attentions) if heard and output_attentions else None
         return result.to_tuple() if return_dict is False else result
 
     compute_transition_scores = staticmethod(compute_transition_scores)

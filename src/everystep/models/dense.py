@@ -6,7 +6,7 @@ This is what a loop of the caller's runs on. The engine's rows are not known her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 from everystep.cache.containers import Cache, EncoderDecoderCache
 from everystep.errors import InvariantError, RequestError
 from everystep.nn.attention import RelativeBias, Rule, Sight, look, look_and_weigh
-from everystep.nn.network import Heard, Network, State, StepInputs
+from everystep.nn.network import Heard, Network, Placed, State, StepInputs
 from everystep.nn.ragged import Ragged
 
 Across = Sequence[tuple[Tensor, Tensor]]
@@ -152,6 +152,7 @@ def dense_logits(
     decoder_attention_mask: Tensor | None = None,
     encoder_states: Tensor | None = None,
     heard: Heard | None = None,
+    declared: Mapping[str, Placed] | None = None,
 ) -> Tensor:
     """(B, n, V) of positions `kept`; see `Model.forward`."""
     start = 0 if cache is None else int(cache.get_seq_length())
@@ -186,7 +187,8 @@ def dense_logits(
     lengths = ends.add(1)[:, None].expand(batch, length)
     places = places.to(network.device).flatten(-2)
     context = DenseContext(network, batch, length, seen, across, across_seen, cache, packed, heard)
-    out = network.forward(StepInputs(hidden.flatten(0, 1), places, lengths.flatten()), context)
+    inputs = StepInputs(hidden.flatten(0, 1), places, lengths.flatten(), declared or {})
+    out = network.forward(inputs, context)
     whole = network.finish(out).view(batch, length, -1)
     if heard is not None:
         heard.layers[-1] = whole

@@ -17,7 +17,7 @@ from tests.reading import PACKAGE, parsed, sources
 FACE = "__init__"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("_version", "types", "errors"),
-    ("config", "nn", "draws", "text", "sounds", "files", "outputs"),
+    ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
     ("cache", "processors", "stops"),
     ("models", "adapters", "executors"),
     ("strategies",),
@@ -34,6 +34,8 @@ LISTED: dict[tuple[str, str], str] = {
     ("types", "errors"): "a value that cannot be saved, or bytes that are damaged, are errors",
     ("config", "files"): "a configuration is read from a folder or from the hub",
     ("text", "files"): "a tokenizer is written file by file, each whole or not at all",
+    ("images", "text"): "placeholders of pictures stand among the tokens of a text",
+    ("images", "files"): "how pictures are prepared is read from a folder",
     ("executors", "models"): "an executor runs a model: it reads specification and weights",
     ("adapters", "models"): "an adapter changes projections of a decoder, found by their names",
     ("executors", "adapters"): "an executor adds what the adapters of a feed say",

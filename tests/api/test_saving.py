@@ -62,8 +62,9 @@ CASES = {**{kind: (kind, {}) for kind in MAKE}, **FURTHER}
 
 def logits(model: Any, read: torch.Tensor) -> torch.Tensor:
     given = {"decoder_input_ids": FIRST} if model.config.is_encoder_decoder else {}
+    given["input_features" if read.is_floating_point() else "input_ids"] = read
     with torch.no_grad():
-        return model(read, use_cache=False, **given).logits
+        return model(use_cache=False, **given).logits
 
 
 def tiny(folder: Path, **config: Any) -> Any:

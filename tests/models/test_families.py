@@ -17,6 +17,7 @@ from everystep.models.families import MODULES, find_family
 from everystep.models.load import complete_config
 from everystep.models.spec import DecoderSpec
 from tests.models.page import PAGE, with_table
+from tests.models.pictures import OWN
 from tests.models.tiny import (
     DECODERS,
     ENCODER_DECODERS,
@@ -39,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def test_every_family_of_decoders_is_tested() -> None:
-    assert {*DECODERS} == {*MODULES} - {"doclayllm", "mamba", *ENCODER_DECODERS}
+    assert {*DECODERS, *OWN} == {*MODULES} - {"doclayllm", "mamba", *ENCODER_DECODERS}
 
 
 def test_the_page_of_models_is_up_to_date() -> None:

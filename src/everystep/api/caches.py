@@ -18,6 +18,7 @@ from torch import Tensor
 from everystep.api.arrays import has_holes
 from everystep.api.inputs import Inputs, behind
 from everystep.api.options import Options
+from everystep.api.pictures import shift_of
 from everystep.cache.choices import read_quantization, refuse_quantized_windows
 from everystep.cache.containers import (
     Cache,
@@ -353,6 +354,7 @@ def fill_cache(cache: Cache | None, inputs: Inputs, groups: list[Group]) -> Cach
     own = own_half(cache)
     _fill(own, _placed([*map(kv_of, pasts)], places))
     own.pads = torch.tensor([int(place[0]) for place in places])
+    own.shifts = torch.tensor([shift_of(inputs.prompts[row]) for row in prompt_of])
     if isinstance(cache, EncoderDecoderCache) and inputs.source is not None:
         read = [inputs.source.places[row] for row in prompt_of]
         across = [kv for kv in map(across_of, pasts) if kv is not None]

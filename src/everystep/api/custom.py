@@ -93,7 +93,7 @@ def refuse_unseen(call: Call) -> None:
         ("seed", call.options.seed is not None),
         ("a mask inside the prompt", any(one.mask is not None for one in call.inputs.prompts)),
         ("named inputs", any(one.inputs or one.whole for one in call.inputs.prompts)),
-        ("prompt inputs", bool(call.inputs.values)),
+        ("prompt inputs", bool(call.inputs.values) or any(call.inputs.pictures)),
         ("prefix", call.options.prefix is not None),
         ("hooks", bool(call.options.hooks)),
         ("amateur_model", call.options.contrast is not None),

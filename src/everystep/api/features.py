@@ -182,23 +182,59 @@ def with_features(
     for row, request in enumerate(requests):
         prompt = request.prompt
         parts = [_placed(one, features.get(one.name, {}).get(row), prompt, row) for one in declared]
-        full = [(places, part) for places, part in parts if part is not None and len(places)]
+        full = [
+            Injected(places, part) for places, part in parts if part is not None and len(places)
+        ]
         if full:
-            request = replace(request, prompt=_injected(prompt, _merged(full, row)))
+            request = replace(request, prompt=injected_with(prompt, full))
         found.append(request)
     return tuple(found)
 
 
-def _merged(parts: list[tuple[np.ndarray, Tensor]], row: int) -> Injected:
-    """The features of several inputs, in the order of their positions."""
-    places = np.concatenate([own for own, _ in parts])
+def injected_with(prompt: Prompt, parts: Sequence[Injected]) -> Prompt:
+    """The prompt, which reads these features beside those that it has; RequestError where two of
+    them stand at one position."""
+    if not parts:
+        return prompt
+    merged = _merged([*parts] if prompt.injected is None else [prompt.injected, *parts])
+    if prompt.embeds is None:
+        return replace(prompt, injected=merged)
+    # What stands beyond the embeddings is cached, and not read again.
+    inside = merged.positions >= prompt.before
+    places = torch.from_numpy(merged.positions[inside])
+    kept = torch.from_numpy(inside)
+    embeds = prompt.embeds.clone()
+    embeds[(places - prompt.before).to(embeds.device)] = merged.embeds[kept].to(embeds)
+    inputs = dict(prompt.inputs)
+    if merged.deepstack is not None:
+        added = inputs.get(
+            "deepstack",
+            merged.deepstack.new_zeros(1).expand(prompt.length, *merged.deepstack.shape[1:]),
+        ).clone()
+        inputs["deepstack"] = added.index_add(0, places, merged.deepstack[kept].to(added))
+    return replace(prompt, embeds=embeds, inputs=inputs)
+
+
+def _merged(parts: list[Injected]) -> Injected:
+    """The features of several sources, in the order of their positions."""
+    places = np.concatenate([one.positions for one in parts])
     order = np.argsort(places, kind="stable")
     twice = np.flatnonzero(np.diff(places[order]) == 0)
     if len(twice):
-        what = f"two prompt inputs stand at one position of row {row}"
+        what = "two prompt inputs stand at one position of a prompt"
         raise RequestError(what, wanted="one each", got=int(places[order][twice[0]]))
-    embeds = torch.cat([part.to(parts[0][1]) for _, part in parts])
-    return Injected(places[order], embeds[torch.from_numpy(order).to(embeds.device)])
+    embeds = torch.cat([one.embeds.to(parts[0].embeds) for one in parts])
+    chosen = torch.from_numpy(order).to(embeds.device)
+    deep = [one.deepstack for one in parts if one.deepstack is not None]
+    added = None
+    if deep:
+        none = embeds.new_zeros(1, *deep[0].shape[1:])
+        each = [
+            none.expand(len(one.positions), -1, -1) if one.deepstack is None else one.deepstack
+            for one in parts
+        ]
+        added = torch.cat([one.to(embeds) for one in each])[chosen]
+    return Injected(places[order], embeds[chosen], added)
 
 
 def _encoded(one: PromptInput, values: Rows, width: int) -> dict[int, Tensor]:
@@ -272,13 +308,3 @@ def _placed(
         got=count,
         do=f"Pass {one.name} for every place of it in the prompt, and for nothing else",
     )
-
-
-def _injected(prompt: Prompt, injected: Injected) -> Prompt:
-    """The prompt, which reads these embeddings."""
-    if prompt.embeds is None:
-        return replace(prompt, injected=injected)
-    embeds, inside = prompt.embeds.clone(), injected.positions >= prompt.before
-    places = torch.from_numpy(injected.positions[inside] - prompt.before)
-    embeds[places.to(embeds.device)] = injected.embeds[torch.from_numpy(inside)].to(embeds)
-    return replace(prompt, embeds=embeds)

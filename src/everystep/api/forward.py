@@ -1,17 +1,23 @@
-"""What a called model reads of its arguments: positions, its cache, an encoder's states."""
+"""What a called model reads of its arguments: positions, its cache, pictures."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from everystep.api.arrays import read_ids, read_mask, require_known
 from everystep.api.caches import is_recurrent, require_cache, require_room
+from everystep.api.pictures import PictureRow, features_of, picture_names, read_pictures, vision_of
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer
-from everystep.errors import RequestError, UnsupportedError
-from everystep.outputs import encoder_states
+from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest
+from everystep.nn.network import Heard, Placed
+from everystep.outputs import CausalLMOutput, encoder_states
+from everystep.types import Injected, Prompt
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -44,6 +50,22 @@ def states_in_place(given: object, *read: Tensor | None) -> Tensor | None:
         what = "encoder_outputs and a prompt for the encoder were both given"
         raise RequestError(what, do="Leave what the encoder would read out")
     return encoder_states(given)
+
+
+def output_of(
+    logits: Tensor,
+    loss: Tensor | None,
+    cache: Cache | None,
+    heard: Heard | None,
+    layers: bool | None,
+    attentions: bool | None,
+) -> CausalLMOutput:
+    """What a called model returns; of what was heard, what was asked for."""
+    result = CausalLMOutput(loss, logits, cache)
+    if heard is not None:
+        result.hidden_states = tuple(heard.layers) if layers else None
+        result.attentions = tuple(heard.attentions) if attentions else None
+    return result
 
 
 def cache_of_forward(
@@ -80,3 +102,80 @@ def cache_of_forward(
         if "grow" not in cache.abilities:
             require_room(cache, int(cache.get_seq_length()) + length)
     return cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenInputs:
+    """What a forward reads: ids (B, T) or embeddings (B, T, E), position ids, and values of inputs
+    that the network declares, for places among the B * T positions."""
+
+    ids: Tensor | None
+    positions: Tensor | None
+    embeds: Tensor | None
+    declared: Mapping[str, Placed] | None = None
+
+
+def see_pictures(
+    model: LanguageModel,
+    input_ids: Tensor | None,
+    position_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    mask: Tensor | None,
+    cache: Cache | None,
+    given: Mapping[str, Any],
+) -> SeenInputs:
+    """The inputs with the features of the pictures that are `given` by name, and their positions.
+
+    UnknownArgumentError for other names, RequestError for what does not fit.
+    """
+    names, seen = picture_names(model), SeenInputs(input_ids, position_ids, inputs_embeds)
+    if unknown := [name for name in given if name not in names]:
+        near = nearest(unknown[0], names)
+        do = f"Perhaps you meant {near}" if near else "See help(model)"
+        raise UnknownArgumentError(f"a forward of this model knows no {unknown[0]!r}", do=do)
+    vision = vision_of(model)
+    if vision is None or all(value is None for value in given.values()):
+        return seen
+    if seen.ids is None or seen.embeds is not None:
+        do = "Pass input_ids, or the features among inputs_embeds"
+        raise RequestError("a forward finds the places of pictures among ids", do=do)
+    if cache is not None and int(cache.get_seq_length()) and seen.positions is None:
+        do = "Pass position_ids too, or call generate"
+        raise RequestError("pictures after cached positions stand at unknown positions", do=do)
+    ids = read_ids(seen.ids, "input_ids")
+    require_known(ids, model.vocab_size, "input_ids")
+    real = read_mask(None if mask is None else mask[:, -ids.shape[1] :], ids.shape)
+    rows = [PictureRow(Prompt(ids=own), marks) for own, marks in zip(ids, real, strict=True)]
+    prompts, pictures = read_pictures(vision, {**given, "position_ids": seen.positions}, rows)
+    positions = seen.positions
+    if positions is None and all(one.positions is not None for one in prompts):
+        positions = torch.stack([one.positions for one in prompts], dim=1)  # type: ignore[misc]
+    elif positions is None:
+        length = torch.from_numpy(real).long().cumsum(-1) - 1
+        plain = length.clamp(min=0).expand(3, -1, -1)
+        each = [
+            own if one.positions is None else one.positions
+            for one, own in zip(prompts, plain.unbind(1), strict=True)
+        ]
+        positions = torch.stack(each, dim=1)
+    embeds = model.core.network.embed(seen.ids.to(model.device))
+    found = features_of(model, prompts, pictures)
+    return SeenInputs(None, positions, *_injected(embeds, found))
+
+
+def _injected(
+    embeds: Tensor, found: list[list[Injected]]
+) -> tuple[Tensor, Mapping[str, Placed] | None]:
+    """The embeddings (B, T, E) with features in their places, and what those add to layers."""
+    flat, length = embeds.flatten(0, 1).clone(), embeds.shape[1]
+    added: list[tuple[Tensor, Tensor]] = []
+    for row, parts in enumerate(found):
+        for one in parts:
+            places = (torch.from_numpy(one.positions) + row * length).to(flat.device)
+            flat = flat.index_copy(0, places, one.embeds.to(flat))
+            if one.deepstack is not None:
+                added.append((places, one.deepstack.to(flat)))
+    if not added:
+        return flat.view_as(embeds), None
+    places, values = map(torch.cat, zip(*added, strict=True))
+    return flat.view_as(embeds), {"deepstack": Placed(places, values)}

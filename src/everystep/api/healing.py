@@ -58,7 +58,12 @@ def require_healable(inputs: Inputs, options: Options) -> None:
         ("inputs_embeds", any(prompt.embeds is not None for prompt in prompts)),
         ("position_ids", inputs.place is not None or any(p.positions is not None for p in prompts)),
         ("a mask inside the prompt", any(prompt.mask is not None for prompt in prompts)),
-        ("named inputs", bool(inputs.values) or any(p.inputs or p.whole for p in prompts)),
+        (
+            "named inputs",
+            bool(inputs.values)
+            or any(inputs.pictures)
+            or any(p.inputs or p.whole for p in prompts),
+        ),
     ):
         if given:
             raise RequestError(

@@ -19,6 +19,14 @@ from everystep.api.arrays import of_row, read_mask, read_positions, span_of
 from everystep.api.features import Rows, read_values
 from everystep.api.options import Options
 from everystep.api.passed import Given, read_passed
+from everystep.api.pictures import (
+    NOTHING_HELD,
+    Held,
+    Pictures,
+    read_pictures,
+    shift_of,
+    vision_of,
+)
 from everystep.bridge.core import ForeignModel
 from everystep.errors import RequestError, UnsupportedError
 from everystep.models import Model
@@ -75,6 +83,7 @@ class Inputs:
     source: EncoderSource | None = None
     negative: tuple[Prompt, ...] = ()
     values: Rows = ()
+    pictures: tuple[Pictures, ...] = ()
     place: Callable[[Tensor], Any] | None = None
     per_token: frozenset[str] = frozenset()
     number: int = 0
@@ -125,8 +134,13 @@ class Inputs:
         return np.stack([self.visible(row, fill) for row in range(self.batch)])
 
 
-def read_inputs(model: LanguageModel, given: Given, options: Options) -> Inputs:
-    """The rectangle that tokens are added to, and the encoder's side of it, if there is one."""
+def read_inputs(
+    model: LanguageModel, given: Given, options: Options, held: Held = NOTHING_HELD
+) -> Inputs:
+    """The rectangle that tokens are added to, and the encoder's side of it, if there is one.
+
+    `held`: what is cached already, where that was passed.
+    """
     if model.is_encoder_decoder:
         source, batch = _read_source(model, given, options)
         return replace(_read_decoder(model, given, options, batch), source=source)
@@ -134,7 +148,9 @@ def read_inputs(model: LanguageModel, given: Given, options: Options) -> Inputs:
         if given.get(name) is not None:
             what = f"{name} was given to a model without an encoder"
             raise RequestError(what, do="Pass the prompt as input_ids or inputs_embeds")
-    return _read_rectangle(model, given, options)
+    if options.prefix is not None:
+        held = Held(counts=(len(options.prefix),), shifts=(shift_of(options.prefix.prompt),))
+    return _read_rectangle(model, given, options, held=held)
 
 
 def placed(inputs: Inputs, new: int) -> Inputs:
@@ -167,7 +183,9 @@ def behind(prompt: Prompt, count: int, per_token: frozenset[str]) -> Prompt:
     are seen by all that comes and not fed again."""
     positions, mask = prompt.positions, prompt.mask
     if positions is not None:
-        lead = torch.arange(count).expand(*positions.shape[:-1], count)
+        # What comes next goes on behind the positions that are given, however many are cached.
+        lead = torch.arange(count).clamp(max=int(positions.min()))
+        lead = lead.expand(*positions.shape[:-1], count)
         positions = torch.cat([lead, positions], dim=-1)
     if mask is not None:
         mask = F.pad(F.pad(mask, (count, 0), value=True), (0, 0, count, 0), value=True).tril()
@@ -199,7 +217,11 @@ def with_negative(model: LanguageModel, given: Given, inputs: Inputs, options: O
 
 
 def _read_rectangle(
-    model: LanguageModel, given: Given, options: Options, name: str = "input_ids"
+    model: LanguageModel,
+    given: Given,
+    options: Options,
+    name: str = "input_ids",
+    held: Held = NOTHING_HELD,
 ) -> Inputs:
     """Prompts of every row; padding on either side is recognised by the mask and left out.
 
@@ -213,14 +235,22 @@ def _read_rectangle(
     fills: tuple[int | None, ...] = ()
     if ids is not None and passed.aligned:
         fills = tuple(_fill(row, *span) for row, span in zip(ids, spans, strict=True))
+    prompts = tuple(passed.prompt(row, *span) for row, span in enumerate(spans))
+    pictures: tuple[Pictures, ...] = ()
+    if (vision := vision_of(model)) is not None:
+        own = [passed.real[row, first:last] for row, (first, last) in enumerate(spans)]
+        each = enumerate(zip(prompts, own, strict=True))
+        seen = [held.row(row, prompt, real, spans[row][0]) for row, (prompt, real) in each]
+        prompts, pictures = read_pictures(vision, given, seen)
     return Inputs(
-        tuple(passed.prompt(row, *span) for row, span in enumerate(spans)),
+        prompts,
         margins=tuple(width - (last - first) for first, last in spans),
         firsts=tuple(first for first, _ in spans),
         width=0 if ids is None else ids.shape[1],
         embeds_width=0 if passed.aligned else width,
         fills=fills,
         values=read_values(model.prompt_inputs, given, rows),
+        pictures=pictures,
         place=place if callable(place) else None,
         per_token=frozenset(n for n, one in model.inputs.items() if one.per == "token"),
     )

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from everystep.api.model import LanguageModel
+from everystep.api.pictures import vision_of
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
-from everystep.errors import FileError, MissingFileError, RequestError
+from everystep.errors import FileError, FormatError, MissingFileError, RequestError
 from everystep.executors.choice import ExecutorName, holds_panels
 from everystep.files.atomic import atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
@@ -25,6 +26,7 @@ from everystep.files.gguf import GgufFile, read_gguf
 from everystep.files.opening import is_there
 from everystep.files.safetensors_writer import Entry, write_weights
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from everystep.images import PictureTokenizer, read_picture_settings
 from everystep.models import Model, build_gguf_model, build_model
 from everystep.models.families import find_family
 from everystep.models.load import usable_device
@@ -72,9 +74,26 @@ def load(
         if found.tokenizer is None:
             do = "Load the model alone with everystep.load_model(path)"
             raise MissingFileError(f"{local} has no tokenizer.json", do=do)
-        return _from_folder(local, choices), Tokenizer.from_folder(local)
+        model = _from_folder(local, choices)
+        return model, tokenizer_of(model, local)
     file = read_gguf(local)
     return _from_gguf(file, local.stem, choices), Tokenizer.from_gguf(file.metadata)
+
+
+def tokenizer_of(model: LanguageModel, folder: Path) -> Tokenizer:
+    """The folder's tokenizer, which takes pictures where the model reads them and the folder says
+    how they are prepared; FormatError where the two contradict each other."""
+    vision = vision_of(model)
+    if vision is None or read_picture_settings(folder) is None:
+        return Tokenizer.from_folder(folder)
+    found = PictureTokenizer.from_folder(folder, times=vision.frames_apart)
+    wanted = (vision.patch, vision.merge, vision.frames)
+    for own in (found.images, found.videos):
+        if (own.patch, own.merge, own.frames) != wanted:
+            what = "the files of a folder prepare other patches than its model reads"
+            got = (own.patch, own.merge, own.frames)
+            raise FormatError(what, wanted=f"{wanted} pixels, patches, frames", got=got)
+    return found
 
 
 def load_model(
@@ -112,8 +131,14 @@ def from_weights(
         device=usable_device(device),
         in_panels=partial(holds_panels, "auto"),
     )
-    settings = generation_config or GenerationConfig.from_model_config(dict(config))
+    settings = generation_config or GenerationConfig.from_model_config(_with_text(config))
     return LanguageModel(core, settings)
+
+
+def _with_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration, those of its text part beside them where it has several."""
+    text = config.get("text_config")
+    return {**text, **config} if isinstance(text, Mapping) else dict(config)
 
 
 _KNOWN: Mapping[str, tuple[tuple[str | None, ...], str]] = {
@@ -169,7 +194,7 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:
-        settings = GenerationConfig.from_model_config(found.config)
+        settings = GenerationConfig.from_model_config(_with_text(found.config))
     return LanguageModel(core, settings, folder.name, choices.executor, choices.cache_dtype)
 
 

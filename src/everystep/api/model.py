@@ -14,10 +14,17 @@ from everystep.adapters import Adapters, moved_adapters, with_adapter, without_a
 from everystep.api.absent import refuse_argument
 from everystep.api.custom import require_loop
 from everystep.api.features import PromptInput, own_inputs, require_distinct
-from everystep.api.forward import cache_of_forward, kept_positions, states_in_place
+from everystep.api.forward import (
+    cache_of_forward,
+    kept_positions,
+    output_of,
+    see_pictures,
+    states_in_place,
+)
 from everystep.api.objects import require_core
 from everystep.api.options import KEYWORDS
 from everystep.api.passed import with_prompt
+from everystep.api.pictures import picture_names
 from everystep.api.rectangle import generate
 from everystep.api.saving import Merged, save_model, with_merged
 from everystep.api.speech import is_speech, transcribe
@@ -44,7 +51,6 @@ from everystep.models import (
 from everystep.models.load import usable_device
 from everystep.nn.network import Heard, Window
 from everystep.outputs import (
-    CausalLMOutput,
     compute_transition_scores,
     loss_of,
 )
@@ -119,10 +125,8 @@ class LanguageModel:
 
     @property
     def prompt_inputs(self) -> tuple[PromptInput, ...]:
-        """What is encoded and read inside a prompt, by keyword; the model's own at first.
-
-        May be set to a list of `PromptInput`; RequestError where names or tokens are taken.
-        """
+        """What is encoded and read inside a prompt, by keyword; the model's own at first. May be
+        set to a list of `PromptInput`; RequestError where names or tokens are taken."""
         return self._prompt_inputs or own_inputs(self.core.encoders)
 
     @prompt_inputs.setter
@@ -130,7 +134,8 @@ class LanguageModel:
         if self.is_encoder_decoder:
             what = "a prompt that an encoder reads takes no prompt inputs"
             raise UnsupportedError(what, do="Pass its embeddings as inputs_embeds")
-        self._prompt_inputs = require_distinct(inputs, (*KEYWORDS, *self.inputs))
+        taken = (*KEYWORDS, *self.inputs, *picture_names(self))
+        self._prompt_inputs = require_distinct(inputs, taken)
 
     @property
     def context(self) -> int | None:
@@ -222,20 +227,16 @@ class LanguageModel:
 
     def parameters(self) -> Iterator[Tensor]:
         """The same without names, as optimizers take them."""
-        return (weight for _, weight in self.named_parameters())
+        return (one for _, one in self.named_parameters())
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
-        """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes.
-
-        RequestError for ids outside the vocabulary.
-        """
+        """What turns ids (..., T) into the embeddings (..., T, E) that `inputs_embeds` takes;
+        RequestError for ids outside the vocabulary."""
         return self.core.embed
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every weight under its checkpoint name.
-
-        Those that lie row by row are views of the model's memory, so change clones of them.
-        """
+        """Every weight under its checkpoint name. Those that lie row by row are views of the
+        model's memory, so change clones of them."""
         return dict(named_weights(self._core))
 
     def save_pretrained(
@@ -299,6 +300,7 @@ class LanguageModel:
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
         input_features: Tensor | None = None,
+        **pictures: Any,
     ) -> Any:
         """Logits of every position, (B, T, V), and the cache with these positions after its own.
 
@@ -310,21 +312,23 @@ class LanguageModel:
         loss is given, each predicted from what stands before it, -100 for none. `input_features`
         (B, channels, frames): what an encoder of sounds reads; `encoder_outputs` stand in the place
         of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
-        cached; keys and values of the encoder's states are cached beside them. Differentiable after
-        `requires_grad_`. Returns a `CausalLMOutput`, or with
-        `return_dict=False` a tuple.
+        cached; keys and values of the encoder's states are cached beside them. `pictures`: pixels
+        and grids, as for `generate`. Differentiable after `requires_grad_`. Returns a
+        `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
+        states = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
-        states = states_in_place(encoder_outputs, inputs, input_features)
         kept = kept_positions(logits_to_keep, given)
         cache = cache_of_forward(self, given, past_key_values, use_cache)
         heard = Heard() if output_hidden_states or output_attentions else None
+        read = input_ids, position_ids, inputs_embeds
+        seen = see_pictures(self, *read, attention_mask, cache, pictures)
         logits = self._core.forward(
-            input_ids,
+            seen.ids,
             attention_mask,
-            position_ids,
-            inputs_embeds,
+            seen.positions,
+            seen.embeds,
             decoder_input_ids=decoder_input_ids,
             cache=cache,
             kept=kept,
@@ -332,11 +336,10 @@ class LanguageModel:
             encoder_states=states,
             heard=heard,
             sounds=input_features,
+            declared=seen.declared,
         )
-        result = CausalLMOutput(loss_of(logits, labels, self.is_encoder_decoder), logits, cache)
-        if heard is not None:
-            result.hidden_states = tuple(heard.layers) if output_hidden_states else None
-            result.attentions = tuple(heard.attentions) if output_attentions else None
+        loss = loss_of(logits, labels, self.is_encoder_decoder)
+        result = output_of(logits, loss, cache, heard, output_hidden_states, output_attentions)
         return result.to_tuple() if return_dict is False else result
 
     compute_transition_scores = staticmethod(compute_transition_scores)

@@ -12,6 +12,7 @@ from everystep.api.answers import read_best_of, read_n_best
 from everystep.api.drafts import Assistant, read_assistant, read_corpus, with_draft_notices
 from everystep.api.grammars import read_grammar
 from everystep.api.objects import read_adapters, read_functions, read_hooks, read_text, require
+from everystep.api.pictures import prompt_names
 from everystep.api.prefixes import Prefix, read_prefix
 from everystep.api.readouts import read_contrast
 from everystep.api.strategies import read_strategy, refuse_beside
@@ -176,7 +177,7 @@ def read_options(
     UnknownArgumentError, which proposes the nearest name, for other names; RequestError for what is
     impossible, contradicts something else, or cannot be done.
     """
-    named = (*model.inputs, *(one.name for one in model.prompt_inputs))
+    named = (*model.inputs, *prompt_names(model))
     _refuse_unknown(given, {*OBJECTS, *named, *beside})
     given, own = read_strategy(given)
     config = {name: value for name, value in given.items() if name in CONFIG_FIELDS}

@@ -22,6 +22,7 @@ from everystep.api.arrays import (
     require_known,
 )
 from everystep.api.options import Options
+from everystep.api.pictures import vision_of
 from everystep.bridge.core import ForeignModel
 from everystep.errors import InvariantError, RequestError
 from everystep.types import InputSpec, Prompt
@@ -115,6 +116,8 @@ def read_passed(model: LanguageModel, given: Given, options: Options, name: str)
         positions = None
     elif positions is not None:
         positions = read_positions(positions, rows, length)
+        if positions.dim() == 3 and len(positions) == 4 and vision_of(model) is not None:
+            positions = positions[1:]  # before them the places in the row, as the reference has it
     named = {
         name: (spec, read_named(spec, given[name], rows, length))
         for name, spec in model.inputs.items()

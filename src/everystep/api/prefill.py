@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from everystep.api.features import Rows, with_features
 from everystep.api.inputs import read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, read_options
+from everystep.api.pictures import Pictures, with_pictures
 from everystep.api.prefixes import Prefix, after_prefix, require_whole
 from everystep.api.prompts import PromptLike, TokenizerLike, read_prompt
 from everystep.api.session import paired
@@ -72,7 +73,7 @@ def prefill(
     require_whole(own)
     (adapters,) = options.adapters(1)
     with inference_mode():
-        past = _held(model, own, read.values, adapters)
+        past = _held(model, own, read.values, read.pictures, adapters)
     return Prefix(replace(own, past=None), past, model.core, adapters)
 
 
@@ -91,9 +92,10 @@ def _held(
     model: LanguageModel,
     prompt: Prompt,
     values: Rows = (),
+    pictures: Sequence[Pictures] = (),
     adapters: tuple[tuple[str, float], ...] = (),
 ) -> Past:
-    """What a row holds after the whole prompt, with the features of its values."""
+    """What a row holds after the whole prompt, with the features of its values and pictures."""
     request = Request(
         "prefix",
         prompt,
@@ -104,7 +106,8 @@ def _held(
         linger=True,
         adapters=adapters,
     )
-    (request,) = with_features(model.prompt_inputs, (request,), values, model.width)
+    requests = with_features(model.prompt_inputs, (request,), values, model.width)
+    (request,) = with_pictures(model, requests, pictures)
     engine = Engine(model.executor(request.needs), Lockstep(_CHUNK))
     group = engine.submit(request)
     while engine.pending:

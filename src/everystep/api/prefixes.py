@@ -99,7 +99,9 @@ def _only_ids(prompt: Prompt) -> bool:
 
 def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) -> Prompt:
     """The prompt with the past of the prefix, and what it is given at its places after it."""
-    count, own = len(prefix), prompt.positions
+    count, own, beyond = len(prefix), prompt.positions, prompt.beyond
+    if beyond is None and prefix.prompt.beyond is not None and own is None:
+        beyond = prefix.prompt.beyond + prompt.length
     first = prefix.prompt.positions
     if first is not None or own is not None:
         if first is None:
@@ -116,7 +118,7 @@ def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) ->
         # What was fed is not given again.
         fed = values.new_zeros(count, *values.shape[1:]) if values.dim() else values
         inputs[name] = torch.cat([fed, values]) if declared[name].per == "token" else values
-    return replace(prompt, positions=own, inputs=inputs, past=prefix.past)
+    return replace(prompt, positions=own, inputs=inputs, past=prefix.past, beyond=beyond)
 
 
 def _require_fitting(

@@ -19,6 +19,7 @@ from everystep.api.grammars import with_forced
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed, require_begun
 from everystep.api.options import Options, unseen_prompt
+from everystep.api.pictures import with_pictures
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.api.readouts import readout_of
 from everystep.api.searches import require_known_words
@@ -158,11 +159,10 @@ def completed(model: LanguageModel, call: Call) -> Call:
         inputs = healed(model, call.inputs, call.options)
         call = prepare(model, call.options, inputs, runs=call.runs)
     source = call.inputs.source
-    if source is None and model.prompt_inputs:
-        declared, values = model.prompt_inputs, call.inputs.values
-        return replace(call, requests=with_features(declared, call.requests, values, model.width))
     if source is None:
-        return call
+        declared, values = model.prompt_inputs, call.inputs.values
+        read = with_features(declared, call.requests, values, model.width)
+        return replace(call, requests=with_pictures(model, read, call.inputs.pictures))
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
     each = heard or (None,) * len(source.prompts)
     states = source.states or tuple(map(model.core.encode, source.prompts, each))

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from everystep.api.arrays import has_holes
+from everystep.api.pictures import prompt_names
 from everystep.api.prefixes import Prefix, rest_of
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
+from everystep.images.tokenizer import PictureTokenizer, has_pictures
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -87,15 +89,14 @@ def read_prompt(
     if not isinstance(prompt, Mapping):
         if model.core.source is not None:
             _require_content(model, {"input_ids": prompt})
-        given = {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
+        given = _read_text(tokenizer, prompt, starts_answer, prefix)
     else:
         _require_content(model, prompt)
         given = {name: _row(model, name, value) for name, value in prompt.items()}
         given = {name: value for name, value in given.items() if value is not None}
         for name in ("text", "messages"):
             if name in given:
-                ids = _ids(tokenizer, given.pop(name), starts_answer, prefix)
-                given["input_ids"] = ids[None]
+                given |= _read_text(tokenizer, given.pop(name), starts_answer, prefix)
     if "attention_mask" not in given and model.core.source is None:
         first = given.get("inputs_embeds", given.get("input_ids"))
         shape = np.shape(first)[:2]  # type: ignore[arg-type]
@@ -118,7 +119,7 @@ def refuse_inputs(model: LanguageModel, given: Mapping[str, Any]) -> None:
 
 def _keys(model: LanguageModel) -> tuple[str, ...]:
     """What a prompt that is a mapping may hold."""
-    return (*_KEYS, *model.inputs, *(one.name for one in model.prompt_inputs))
+    return (*_KEYS, *model.inputs, *prompt_names(model))
 
 
 def _require_content(model: LanguageModel, prompt: Mapping[str, Any]) -> None:
@@ -169,6 +170,25 @@ def _row(model: LanguageModel, name: str, value: Any) -> Any:
     if name == "attention_mask" and value.dim() == 3:
         return value[None]
     return value[None] if value.dim() == rank else value
+
+
+def _read_text(
+    tokenizer: TokenizerLike | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
+) -> dict[str, Any]:
+    """The ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
+    if not is_messages(prompt) or not has_pictures(prompt):
+        return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
+    if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
+        raise RequestError(
+            "messages with pictures need a tokenizer that takes them, and no prefix",
+            wanted="the tokenizer that es.load returns for a model that reads pictures",
+            got=type(tokenizer).__name__ if prefix is None else "a prefix",
+            do="Pass that, or a mapping with input_ids, pixel_values and image_grid_thw",
+        )
+    encoding = tokenizer.apply_chat_template(
+        list(prompt), add_generation_prompt=starts_answer, return_tensors="pt"
+    )
+    return dict(encoding)
 
 
 def _ids(

@@ -24,6 +24,7 @@ from everystep.api.options import (
     read_options,
     require_output_object,
 )
+from everystep.api.pictures import Held
 from everystep.api.prepare import Call, completed, prepare
 from everystep.cache.containers import Cache
 from everystep.engine import Engine, Lockstep
@@ -77,7 +78,7 @@ def read_call(model: LanguageModel, given: dict[str, Any]) -> tuple[Options, Inp
     require_output_object(options)
     past = read_cache(given, options.effective, model)
     passed, seen = hide_past(given, None if model.is_encoder_decoder else past)
-    inputs = with_seen(read_inputs(model, passed, options), seen)
+    inputs = with_seen(read_inputs(model, passed, options, Held.by(past, seen)), seen)
     return options, with_negative(model, given, inputs, options), past
 
 

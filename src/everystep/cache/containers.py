@@ -38,7 +38,8 @@ class Cache:
 
     Made from `layers`, or from a class of layers, of which one is added whenever a layer is first
     updated. `pads`: (B,) how many places before each row hold nothing, where a call of `generate`
-    has filled it. Source: the reference's `Cache`.
+    has filled it; `shifts`: (B,) what the position id of what comes next is above its place in the
+    row, where pictures say so. Source: the reference's `Cache`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Cache:
         self.layers: list[CacheLayer] = list(layers or ())
         self.layer_class_to_replicate = layer_class_to_replicate
         self.pads: Tensor | None = None
+        self.shifts: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layers={self.layers})"
@@ -115,7 +117,7 @@ class Cache:
 
     def reset(self) -> None:
         """Nothing is stored; room made before stays."""
-        self.pads = None
+        self.pads = self.shifts = None
         for layer in self.layers:
             layer.reset()
 
@@ -183,6 +185,8 @@ class Cache:
             layer.change_rows(change)
         if self.pads is not None:
             self.pads = change(self.pads)
+        if self.shifts is not None:
+            self.shifts = change(self.shifts)
 
     def _rows(self, indices: Any) -> Tensor:
         """(n,) numbers of rows, or one bool per row; RequestError for anything else."""
@@ -316,7 +320,7 @@ class EncoderDecoderCache(Cache):
         self.cross_attention_cache: Cache = across
         # The decoder's own layers are these layers, and grow in one list.
         self.layers = own.layers
-        self.pads = None
+        self.pads = self.shifts = None
         self.layer_class_to_replicate = own.layer_class_to_replicate
         self.is_updated = {
             index: across.get_seq_length(index) > 0 for index in range(len(across.layers))

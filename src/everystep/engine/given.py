@@ -73,13 +73,17 @@ class Span:
         """What is injected here, one piece per run of neighbouring positions."""
         if self.prompt.injected is None or not self.inside:
             return []
-        places, embeds = self.prompt.injected.positions, self.prompt.injected.embeds
+        injected, found = self.prompt.injected, list[Given]()
+        places, deep = injected.positions, injected.deepstack
         first, last = np.searchsorted(places, (self.start, self.stop)).tolist()
         cuts = np.flatnonzero(np.diff(places[first:last]) > 1) + first + 1
         ends = [first, *cuts.tolist(), last] if last > first else []
-        return [
-            Given("embeds", int(places[a]) - self.start, embeds[a:b]) for a, b in pairwise(ends)
-        ]
+        for a, b in pairwise(ends):
+            place = int(places[a]) - self.start
+            found.append(Given("embeds", place, injected.embeds[a:b]))
+            if deep is not None:
+                found.append(Given("deepstack", place, deep[a:b]))
+        return found
 
     def positions(self) -> Tensor | None:
         """Position ids: those that are given, then those after the greatest of them on any axis."""

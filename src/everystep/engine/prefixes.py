@@ -270,10 +270,12 @@ def _digests(prompt: Prompt, declared: Mapping[str, InputSpec]) -> np.ndarray:
     if (inside := prompt.injected) is not None:
         places = torch.from_numpy(inside.positions)
         marks = torch.zeros(length, dtype=torch.bool).index_fill(0, places, True)
-        embeds = inside.embeds.new_zeros(length, inside.embeds.shape[-1])
-        embeds[places.to(embeds.device)] = inside.embeds
         add("marks", marks[:, None])
-        add("injected", embeds)
+        for name, part in (("injected", inside.embeds), ("deepstack", inside.deepstack)):
+            if part is not None:
+                whole = part.new_zeros(length, *part.shape[1:])
+                whole[places.to(part.device)] = part
+                add(name, whole)
     for name, values in sorted(prompt.inputs.items()):
         whole = values if declared[name].per == "token" else values.expand(length, *values.shape)
         add(name, whole)

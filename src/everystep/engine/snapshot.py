@@ -82,7 +82,7 @@ def fingerprint(request: Request) -> str:
     for prompt in (request.prompt, *request.companions):
         parts = (prompt.ids, prompt.embeds, prompt.positions, prompt.encoder, prompt.mask)
         inside = prompt.injected
-        injected = () if inside is None else (inside.positions, inside.embeds)
+        injected = () if inside is None else (inside.positions, inside.embeds, inside.deepstack)
         for part in (*parts, *injected, *prompt.inputs.values(), *prompt.whole.values()):
             plain = part.detach().float().cpu().numpy() if isinstance(part, Tensor) else part
             digest.update(b"-" if plain is None else np.ascontiguousarray(plain).tobytes())

@@ -6,6 +6,7 @@ opened: none of them runs another program.
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -26,8 +27,8 @@ _DEEP = ("I", "F")
 _PAGED = ("PNG", "WEBP", "TIFF")
 """Formats that may hold several pictures. Those of a photograph belong together."""
 
-PictureLike = Union[str, os.PathLike[str], "Image"]
-"""A path, or an `Image` of Pillow."""
+PictureLike = Union[str, os.PathLike[str], bytes, "Image"]
+"""A path, what a file holds, or an `Image` of Pillow."""
 
 
 def read_picture(source: PictureLike) -> Image:
@@ -36,34 +37,40 @@ def read_picture(source: PictureLike) -> Image:
     FormatError for what is no picture, is broken, holds several, or has more than MOST_PIXELS by
     its header, before any is decoded. UnsupportedError without Pillow.
     """
-    pillow = _pillow()
+    pillow = require_pillow()
     if isinstance(source, pillow.Image):
         return _converted(source, "the picture")
+    if isinstance(source, bytes):
+        return _opened(pillow, io.BytesIO(source), "the picture", len(source))
     if not isinstance(source, str | os.PathLike):
-        wanted, got = "a path or an Image of Pillow", type(source).__name__
+        wanted, got = "a path, bytes or an Image of Pillow", type(source).__name__
         raise RequestError("this is no picture", wanted=wanted, got=got)
     path = Path(source)
     with open_regular(path) as file:
-        size = size_of(file)
-        if size > MOST_BYTES:
-            wanted = f"at most {MOST_BYTES} bytes"
-            raise FormatError(f"{path} is too large", wanted=wanted, got=size)
-        try:
-            with pillow.open(file, formats=FORMATS) as picture:
-                return _converted(picture, str(path))
-        except EverystepError:
-            raise
-        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-            raise _too_many(str(path), str(error)) from error
-        except Exception as error:  # decoders fail in many ways, all of them the file's fault
-            raise FormatError(
-                f"{path} is no picture, or a broken one",
-                wanted=f"one of {', '.join(FORMATS)}",
-                got=str(error)[:200],
-            ) from error
+        return _opened(pillow, file, str(path), size_of(file))
 
 
-def _pillow() -> Any:
+def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:
+    """The picture in an open file of so many bytes."""
+    if size > MOST_BYTES:
+        raise FormatError(f"{name} is too large", wanted=f"at most {MOST_BYTES} bytes", got=size)
+    try:
+        with pillow.open(file, formats=FORMATS) as picture:
+            return _converted(picture, name)
+    except EverystepError:
+        raise
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise _too_many(name, str(error)) from error
+    except Exception as error:  # decoders fail in many ways, all of them the file's fault
+        raise FormatError(
+            f"{name} is no picture, or a broken one",
+            wanted=f"one of {', '.join(FORMATS)}",
+            got=str(error)[:200],
+        ) from error
+
+
+def require_pillow() -> Any:
+    """The `PIL.Image` module; UnsupportedError where Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -14,7 +14,10 @@ from everystep.errors import FormatError, RequestError, UnsupportedError
 
 
 class ModelConfig(Mapping[str, Any]):
-    """The values of a config.json, read as attributes or as a mapping; they never change."""
+    """The values of a config.json, read as attributes or as a mapping; they never change.
+
+    An attribute that only the text part of several has (`text_config`) is found there.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.__dict__["_values"] = dict(values)
@@ -28,9 +31,11 @@ class ModelConfig(Mapping[str, Any]):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._values:
+        own, text = self.__dict__["_values"], self.__dict__["_values"].get("text_config")
+        found = own if name in own or not isinstance(text, Mapping) else text
+        if name.startswith("_") or name not in found:
             raise AttributeError(f"the configuration has no {name!r}")
-        return self._values[name]
+        return found[name]
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]

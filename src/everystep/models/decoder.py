@@ -22,6 +22,7 @@ from everystep.nn.linear import LinearMap, look_up
 from everystep.nn.network import Context, Full, Network, StepInputs, Store, Window
 from everystep.nn.norm import Norm
 from everystep.nn.rotary import Rope, RotaryTable, rotary_table, rotate_
+from everystep.types import InputSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +88,12 @@ class Decoder(Network):
         windows = [layer.window for layer in self.spec.layers]
         return tuple((Full(*size) if one is None else Window(*size, one),) for one in windows)
 
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """Features (layers, E) per position for the first layers, where they take any."""
+        shape = (self.spec.deepstack, self.spec.width)
+        return (InputSpec("deepstack", "token", shape, self.dtype),) if shape[0] else ()
+
     def embed(self, tokens: Tensor) -> Tensor:
         """(...,) ids -> (..., E)."""
         hidden = look_up(self.table, tokens)
@@ -98,12 +105,14 @@ class Decoder(Network):
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
         """(N, E) hidden states after the last layer, before the last norm."""
         hidden = self._placed(inputs)
-        tables = self._tables(inputs)
+        tables, added = self._tables(inputs), inputs.declared.get("deepstack")
         context.keep(hidden)
         for index, layer in enumerate(self.layers):
             rope = self.spec.layers[index].rope
             hidden = self._layer(index, layer, hidden, tables.get(rope) if rope else None, context)
             context.keep(hidden)
+            if added is not None and index < self.spec.deepstack:
+                hidden = hidden.index_add(0, added.places, added.values[:, index])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

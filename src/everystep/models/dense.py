@@ -6,7 +6,7 @@ This is what a loop of the caller's runs on. The engine's rows are not known her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 from everystep.cache.containers import Cache, EncoderDecoderCache
 from everystep.errors import InvariantError, RequestError
 from everystep.nn.attention import RelativeBias, Rule, Sight, look, look_and_weigh
-from everystep.nn.network import Heard, Network, State, StepInputs
+from everystep.nn.network import Heard, Network, Placed, State, StepInputs
 from everystep.nn.ragged import Ragged
 
 Across = Sequence[tuple[Tensor, Tensor]]
@@ -126,14 +126,12 @@ class DenseContext:
 
 
 def embedded(
-    network: Network,
-    ids: Tensor,
-    name: str = "input_ids",
-    embed: Callable[[Tensor], Tensor] | None = None,
+    network: Network, ids: Tensor, name: str = "input_ids", *, source: bool = False
 ) -> Tensor:
-    """(..., E) embeddings of ids (...,), those of the decoder unless `embed` makes others;
-    RequestError where one is outside the vocabulary."""
-    size, found = network.spec.vocab_size, ids.to(network.device)
+    """(..., E) embeddings of ids (...,), the decoder's or those of the `source` that an encoder
+    reads; RequestError where one is outside the vocabulary."""
+    size = network.source_vocab_size if source else network.spec.vocab_size
+    found = ids.to(network.device)
     if found.numel():
         low, high = (int(one) for one in found.aminmax())
         if low < 0 or high >= size:
@@ -143,7 +141,7 @@ def embedded(
                 got=low if low < 0 else high,
                 do="Check that tokenizer and model belong together; embed placeholders yourself",
             )
-    return (embed or network.embed)(found)
+    return network.embed_source(found) if source else network.embed(found)
 
 
 def dense_logits(
@@ -158,6 +156,7 @@ def dense_logits(
     decoder_attention_mask: Tensor | None = None,
     encoder_states: Tensor | None = None,
     heard: Heard | None = None,
+    declared: Mapping[str, Placed] | None = None,
 ) -> Tensor:
     """(B, n, V) of positions `kept`; see `Model.forward`."""
     start = 0 if cache is None else int(cache.get_seq_length())
@@ -173,7 +172,7 @@ def dense_logits(
         hidden = embedded(network, decoder_input_ids, "decoder_input_ids")
         attention_mask = decoder_attention_mask
     else:
-        hidden = _hidden(network, ids, inputs_embeds, network.embed)
+        hidden = _hidden(network, ids, inputs_embeds, source=False)
     seen = _seen((hidden.shape[0], start + hidden.shape[1]), attention_mask, hidden.device)
     batch, length = hidden.shape[:2]
     packed = None
@@ -192,7 +191,8 @@ def dense_logits(
     lengths = ends.add(1)[:, None].expand(batch, length)
     places = places.to(network.device).flatten(-2)
     context = DenseContext(network, batch, length, seen, across, across_seen, cache, packed, heard)
-    out = network.forward(StepInputs(hidden.flatten(0, 1), places, lengths.flatten()), context)
+    inputs = StepInputs(hidden.flatten(0, 1), places, lengths.flatten(), declared or {})
+    out = network.forward(inputs, context)
     whole = network.finish(out).view(batch, length, -1)
     if heard is not None:
         heard.layers[-1] = whole
@@ -225,7 +225,7 @@ def _encoded(
     """Keys and values of encoder states, the caller's or new ones, and which of those are real."""
     hidden = encoder_states
     if hidden is None:
-        hidden = _hidden(network, ids, inputs_embeds, network.embed_source)
+        hidden = _hidden(network, ids, inputs_embeds, source=True)
     require_within(hidden.shape[1], network.most_source_positions, "the encoder")
     seen = _seen(hidden.shape[:2], attention_mask, hidden.device)
     states = network.encode(hidden, seen) if encoder_states is None else hidden
@@ -278,13 +278,10 @@ def require_within(length: int, most: int | None, who: str) -> None:
 
 
 def _hidden(
-    network: Network,
-    ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    embed: Callable[[Tensor], Tensor],
+    network: Network, ids: Tensor | None, inputs_embeds: Tensor | None, *, source: bool
 ) -> Tensor:
     if ids is not None and inputs_embeds is None:
-        return embedded(network, ids, embed=embed)
+        return embedded(network, ids, source=source)
     if inputs_embeds is not None and ids is None:
         return inputs_embeds.to(network.device, network.dtype)
     raise RequestError("a forward reads either ids or embeddings", wanted="exactly one of them")

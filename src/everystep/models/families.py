@@ -16,6 +16,7 @@ from everystep.errors import UnsupportedError
 from everystep.models.encoders import EncoderPlan
 from everystep.models.loader import WeightLoader
 from everystep.models.parameters import Parameter, ParameterPart
+from everystep.models.vision.tower import VisionTower
 from everystep.nn.network import Network
 
 # Every `model_type` that can be built, and the file with its family.
@@ -40,8 +41,11 @@ MODULES: Mapping[str, str] = {
     "phi": "decoders.phi",
     "phi3": "decoders.phi3",
     "qwen2": "decoders.qwen",
+    "qwen2_5_vl": "decoders.qwen2_vl",
+    "qwen2_vl": "decoders.qwen2_vl",
     "qwen3": "decoders.qwen",
     "qwen3_moe": "decoders.mixtures",
+    "qwen3_vl": "decoders.qwen3_vl",
     "smollm3": "decoders.smollm3",
     "stablelm": "decoders.stablelm",
     "starcoder2": "decoders.starcoder2",
@@ -63,7 +67,9 @@ class Family:
     that hold nothing that is needed. `aliases`: the family's own names of values in a configuration
     -> the usual ones, which count; it may use either. `synonyms`: further names of tensors -> those
     that parameters have. `plan_encoders`: the encoders of prompt inputs that a configuration,
-    complete with its defaults, describes beside the network.
+    complete with its defaults, describes beside the network. `tower`: what reads pictures,
+    where the family has that. `older`: beginnings of names in older checkpoints, and what they are
+    now.
     """
 
     defaults: Mapping[str, Any]
@@ -74,6 +80,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     synonyms: Mapping[str, str] = field(default_factory=dict)
     plan_encoders: Callable[[Mapping[str, Any]], tuple[EncoderPlan, ...]] = no_encoders
+    tower: Callable[[Any, WeightLoader], VisionTower | None] | None = None
+    older: tuple[tuple[str, str], ...] = ()
 
     def all_parameters(self, config: Mapping[str, Any], spec: Any) -> dict[str, Parameter]:
         """Those of the network and of the encoders, by their keys."""

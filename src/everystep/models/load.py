@@ -221,10 +221,11 @@ def learning_weights(model: Model) -> list[tuple[str, Tensor]]:
 
 
 def _weights(model: Model) -> Iterator[tuple[str, Matrix]]:
-    """Key and weight of everything in the network and in the encoders."""
+    """Key and weight of everything in the network, in the encoders and in the tower."""
     yield from network_weights(model.network)
     for encoder in model.encoders:
         yield from held_weights(encoder.name, encoder)
+    yield from held_weights("vision", model.tower)
 
 
 def _model(family: Family, config: ModelConfig, spec: Any, loader: WeightLoader) -> Model:
@@ -232,7 +233,8 @@ def _model(family: Family, config: ModelConfig, spec: Any, loader: WeightLoader)
     with ordinary_mode(), torch.no_grad():
         network = family.assemble(spec, loader)
         encoders = tuple(plan.assemble(loader) for plan in family.plan_encoders(config))
-        return Model(config, spec, network, loader.learns, encoders)
+        tower = None if family.tower is None else family.tower(spec, loader)
+        return Model(config, spec, network, loader.learns, encoders, tower)
 
 
 def _in_panels(

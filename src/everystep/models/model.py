@@ -19,8 +19,9 @@ from everystep.errors import RequestError, UnsupportedError
 from everystep.models.config import ModelConfig
 from everystep.models.dense import dense_logits, embedded
 from everystep.models.encoders import PromptEncoder
+from everystep.models.vision.tower import VisionTower
 from everystep.nn.modes import inference_mode
-from everystep.nn.network import Heard, Network, State
+from everystep.nn.network import Heard, Network, Placed, State
 from everystep.types import InputSpec, Prompt
 
 
@@ -40,7 +41,8 @@ class Model:
     """`config`: the values of config.json. `spec`: what the network was built from.
 
     `learns`: its weights are plain float tensors, which may require gradients and change.
-    `encoders`: what it embeds inputs of a prompt with, beside the network.
+    `encoders`: what it embeds inputs of a prompt with, beside the network. `tower`: what makes
+    features of pictures, None where it reads none.
     """
 
     config: ModelConfig
@@ -48,6 +50,7 @@ class Model:
     network: Network = field(repr=False)
     learns: bool = False
     encoders: tuple[PromptEncoder, ...] = field(default=(), repr=False)
+    tower: VisionTower | None = field(default=None, repr=False)
     __reduce_ex__ = refuse_copies
 
     @property
@@ -132,6 +135,7 @@ class Model:
         encoder_states: Tensor | None = None,
         heard: Heard | None = None,
         sounds: Tensor | None = None,
+        declared: Mapping[str, Placed] | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of ids (B, T), or of embeddings (B, T, E).
 
@@ -145,7 +149,8 @@ class Model:
         Where there is neither mask nor cache, positions that do not go on by one begin another
         sequence in the same row, which sees nothing of the one before.
         `kept`: the positions whose logits are given. `heard` gets what the layers show, (B, T, E)
-        and (B, H, T, S) each, those of the decoder. Differentiable where the weights are plain;
+        and (B, H, T, S) each, those of the decoder. `declared`: values of inputs that the network
+        declares, for places among the B * T positions. Differentiable where the weights are plain;
         UnsupportedError where a gradient would have to pass through packed ones.
         """
         if self.network.encodes != (decoder_input_ids is not None):
@@ -173,12 +178,13 @@ class Model:
             decoder_attention_mask,
             encoder_states,
             heard,
+            declared,
         )
 
     def embed(self, ids: Tensor) -> Tensor:
         """(..., E) what ids (...,) are to the encoder, or to a decoder that stands alone;
         RequestError for one outside the vocabulary."""
-        return embedded(self.network, ids, embed=self.network.embed_source)
+        return embedded(self.network, ids, source=True)
 
     def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
         """Encoder states (S, E) of one prompt without padding, those of holes in its mask left out;

@@ -43,7 +43,7 @@ def common_names(
 
     The body of a model, saved alone, has no prefix; where the head is tied that is the whole model.
     """
-    found = {family.synonyms.get(name, name): name for name in names}
+    found = _current(family, list(names))
     prefix = _prefix(parameters)
     if not spec.tied or not prefix or any(name.startswith(prefix) for name in found):
         return _first_names(parameters, found)
@@ -62,6 +62,18 @@ def _first_names(parameters: Collection[Parameter], found: dict[str, str]) -> di
         other = next((name for name in part.others if name in found), None)
         if other is not None:
             found[part.name] = found.pop(other)
+    return found
+
+
+def _current(family: Family, names: list[str]) -> dict[str, str]:
+    """Each name of a source under what it is called now. Names of which some begin as they do now
+    are of a newer checkpoint."""
+    newer = any(name.startswith(now) for name in names for _, now in family.older)
+    older = () if newer else family.older
+    found = {}
+    for name in names:
+        before, now = next((pair for pair in older if name.startswith(pair[0])), ("", ""))
+        found[now + family.synonyms.get(name, name).removeprefix(before)] = name
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from everystep.errors import InvariantError
+from everystep.models.vision.spec import VisionSpec
 from everystep.nn.norm import NormKind
 from everystep.nn.rotary import Rope
 
@@ -99,7 +100,9 @@ class DecoderSpec:
     `pre_norms`: attention and MLP read it through a norm "each", or through one that is "shared",
     which wants `parallel`, or as it is. `post_norms`: the output of each is normalised before it is
     added. `embed_scale`: token embeddings are multiplied by it. `tied`: the head is the embedding
-    table. `positions`: those that are learned, where there are any.
+    table. `positions`: those that are learned, where there are any. `deepstack`: after
+    how many of the first layers features are added to the hidden states of positions that have
+    some. `vision`: the tower that makes such features of pictures, None without one.
     """
 
     vocab_size: int
@@ -116,6 +119,8 @@ class DecoderSpec:
     head_bias: bool = False
     final_softcap: float | None = None
     positions: LearnedPositions | None = None
+    deepstack: int = 0
+    vision: VisionSpec | None = None
 
     def __post_init__(self) -> None:
         if self.pre_norms == "shared" and not self.parallel:

@@ -15,6 +15,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x times the logistic function of 1.702 x, which is close to GELU."""
+    return x * (1.702 * x).sigmoid()
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -22,6 +27,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
 }
 

@@ -216,6 +216,12 @@ class Network:
         """(...,) ids -> (..., E)."""
         return look_up(self.table, tokens)
 
+    @property
+    def source_vocab_size(self) -> int:
+        """How many ids there are of those that an encoder reads, or a decoder that stands alone."""
+        size: int = self.spec.vocab_size
+        return size
+
     def embed_source(self, tokens: Tensor) -> Tensor:
         """(...,) ids that an encoder reads -> (..., E)."""
         return self.embed(tokens)

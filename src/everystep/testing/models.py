@@ -86,3 +86,48 @@ def _llama_weights(values: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{norm}.weight"] = torch.ones(hidden, dtype=torch.float64)
     return weights
+
+
+def tiny_vision(seed: int = 0, dtype: torch.dtype = torch.float64, **config: Any) -> LanguageModel:
+    """A Qwen3-VL with three layers, a tower of three blocks, patches of 4 x 4 pixels and a
+    vocabulary of 48; `config` overrides values of its config.json."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "vocab_size": 48,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 256,
+            "rope_scaling": {"mrope_section": [6, 5, 5]},
+        },
+        "vision_config": {
+            "depth": 3,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        "image_token_id": 40,
+        "video_token_id": 41,
+        "vision_start_token_id": 42,
+        "vision_end_token_id": 43,
+        **config,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    family = find_family(values["model_type"])
+    weights = {}
+    for one in family.parameters(family.read_spec(complete_config(values))):
+        for part in one.parts:
+            shape = (part.stop - part.start, *one.shape[1:])
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            scale = 2.0 / (drawn[0].numel() ** 0.5)
+            weights[part.name] = drawn * scale if drawn.dim() > 1 else 1 + drawn * 0.1
+    settings = GenerationConfig(eos_token_id=2, pad_token_id=3)
+    return from_weights(values, weights, dtype=dtype, generation_config=settings)

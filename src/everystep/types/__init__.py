@@ -149,6 +149,7 @@ class Request:
                 *(("early",) if self.readout is not None and self.readout.layers else ()),
                 *(name for name in given for one in prompts if getattr(one, name) is not None),
                 *("embeds" for one in prompts if one.injected is not None),
+                *("deepstack" for one in prompts if one.is_deep),
                 *(name for one in prompts for name in (*one.inputs, *one.whole)),
                 *(name for name in wanted if getattr(self.wants, name)),
                 *(("past",) if self.wants.cache else ()),

@@ -26,10 +26,15 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Injected:
-    """Embeddings (n, E) that are read at the positions (n,), which rise, in place of their ids."""
+    """Embeddings (n, E) that are read at the positions (n,), which rise, in place of their ids.
+
+    `deepstack`: (n, layers, E) what is added to the hidden states there after each of the first
+    layers, or None.
+    """
 
     positions: np.ndarray
     embeds: Tensor
+    deepstack: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +53,8 @@ class Prompt:
     of the prompt, and every generated position up to itself. `encoder`: (S, E) encoder states for
     cross attention, or None. `past`: the first positions as they were cached before, or None;
     `before` of them have no ids or embeddings here. `length`: how many positions the prompt fills.
-    `follows`: the position id of the first token beyond `positions`, one more than the greatest of
-    them on any axis. `brings`: whether there is more than ids.
+    `follows`: the position id of the first token beyond `positions`: `beyond`, or without that one
+    more than the greatest of them on any axis. `brings`: whether there is more than ids.
     """
 
     ids: np.ndarray | None = None
@@ -62,6 +67,7 @@ class Prompt:
     mask: Tensor | None = None
     injected: Injected | None = None
     whole: Mapping[str, Tensor] = field(default_factory=dict)
+    beyond: int | None = None
     length: int = field(init=False)
     follows: int = field(init=False)
     brings: bool = field(init=False)
@@ -72,10 +78,15 @@ class Prompt:
         own = self.positions
         object.__setattr__(self, "length", length)
         last = length - 1 if own is None or not own.numel() else int(own.max())
-        object.__setattr__(self, "follows", last + 1)
+        object.__setattr__(self, "follows", last + 1 if self.beyond is None else self.beyond)
         given_more = (self.embeds, own, self.mask, self.injected)
         brings = bool(self.inputs or self.whole) or any(one is not None for one in given_more)
         object.__setattr__(self, "brings", brings)
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether what is injected adds to hidden states too."""
+        return self.injected is not None and self.injected.deepstack is not None
 
     @property
     def hidden(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from ctypes import c_int64
+from ctypes import Array, c_int64
 from dataclasses import replace
 from functools import partial
 
@@ -54,7 +54,7 @@ class NativeExecutor:
     abilities = frozenset(
         {
             *("truncate", "cut", "embeds", "positions", "past", "best"),
-            *("hidden", "layers", "attentions", "early"),
+            *("hidden", "layers", "attentions", "early", "deepstack"),
         }
     )
 
@@ -240,17 +240,14 @@ class NativeExecutor:
         self._reserve()
         copied = np.array(copies, np.int32).T.copy() if copies else None
         turned = [table.rows(work, places, longest) for table in self._tables]
-        embeds = [
-            (start, values.float().contiguous()) for start, values in given_inputs(work, "embeds")
-        ]
+        embeds, added = _floats_given(work, "embeds"), _floats_given(work, "deepstack")
         step, best = self._asked, room.best
         self._write_feeds(step, work)
         for place, rows in enumerate(turned):
             step.rope[place] = rows
-        step.embeds = len(embeds)
-        if embeds:
-            given = [GivenEmbeds(start, len(x), x.data_ptr()) for start, x in embeds]
-            step.embed = (GivenEmbeds * len(embeds))(*given)
+        step.embeds, step.embed = len(embeds), _listed(embeds)
+        step.deep, step.added = len(added), _listed(added)
+        step.deep_layers = added[0][1].shape[1] if added else 0
         learned = None
         if places is not None and self._program.structure.positions:
             learned = _addressed(places.reshape(-1, len(work.tokens))[0].astype(np.int32))
@@ -304,6 +301,17 @@ def _ended(best: Scores, work: Work) -> Scores:
     best.values.masked_fill_(beyond, -math.inf)
     best.tokens.masked_fill_(beyond, 0)  # type: ignore[union-attr]
     return replace(best, rest=rest)
+
+
+def _floats_given(work: Work, name: str) -> list[tuple[int, Tensor]]:
+    """Where values of the named input begin, and the values as the library reads them."""
+    return [(start, x.float().contiguous()) for start, x in given_inputs(work, name)]
+
+
+def _listed(given: list[tuple[int, Tensor]]) -> Array[GivenEmbeds]:
+    """The structures for these values, which must be kept until the step is done."""
+    each = [GivenEmbeds(start, len(x), x.data_ptr()) for start, x in given]
+    return (GivenEmbeds * len(each))(*each)
 
 
 class _Turn:

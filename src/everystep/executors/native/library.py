@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 12
+INTERFACE = 13
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -139,6 +139,8 @@ class StepWork(Structure):
         *((name, c_void_p) for name in ("early_places", "early_logits", "attentions")),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
+        *((name, c_int64) for name in ("deep", "deep_layers")),
+        ("added", POINTER(GivenEmbeds)),
         ("ahead", c_int64),
     )
 

@@ -16,24 +16,26 @@ from everystep.models.decoders.reading import (
     rope_of,
 )
 from everystep.models.spec import DecoderSpec, LayerSpec
+from everystep.nn.rotary import Rope
 
 
 def _qwen2(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
-    return gated_decoder(read, _layers(read), qkv_bias=True)
+    return gated_decoder(read, windowed_layers(read, rope_of(read)), qkv_bias=True)
 
 
 def _qwen3(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
     bias = read.flag("attention_bias", False)
-    return gated_decoder(read, _layers(read), qkv_bias=bias, out_bias=bias, qk_norm="heads")
+    layers = windowed_layers(read, rope_of(read))
+    return gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, qk_norm="heads")
 
 
-def _layers(read: Fields) -> list[LayerSpec]:
+def windowed_layers(read: Fields, rope: Rope) -> list[LayerSpec]:
     """Where `use_sliding_window` turns windows on, those in `layer_types` have one, or those from
     `max_window_layers` on. The reference keeps no window at all when the switch is off, whatever
     the types say."""
-    rope, count = rope_of(read), read.integer("num_hidden_layers")
+    count = read.integer("num_hidden_layers")
     windowed = read.flag("use_sliding_window")
     first = read.integer("max_window_layers", least=0) if windowed else count
     kinds = layer_types(read, [SLIDING if index >= first else FULL for index in range(count)])

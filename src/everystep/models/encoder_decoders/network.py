@@ -124,6 +124,12 @@ class EncoderDecoder(Network):
         """(...,) ids of the decoder -> (..., E)."""
         return self._scaled(look_up(self.table, tokens))
 
+    @property
+    def source_vocab_size(self) -> int:
+        """How many ids the encoder reads."""
+        table = self.table if self.source_table is None else self.source_table
+        return int(table.shape[0])
+
     def embed_source(self, tokens: Tensor) -> Tensor:
         """(...,) ids of the encoder -> (..., E)."""
         if self.source_table is None:

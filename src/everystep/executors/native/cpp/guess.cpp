@@ -56,7 +56,7 @@ const Work& Guess::after(const Work& work, int64_t width) {
 }
 
 bool Guess::covers(const Work& asked) {
-    if (!follows(asked) || asked.embeds || asked.copies) return false;
+    if (!follows(asked) || asked.embeds || asked.deep || asked.copies) return false;
     if (asked.best_totals && !work_.best_totals) return false;
     if (asked.best_hidden && !work_.best_hidden) return false;
     covered_.clear();

@@ -86,7 +86,7 @@ struct Rope {
 
 struct Embeds {
     int64_t offset, count;  // among the tokens of the work
-    const float* values;    // (count, width)
+    const float* values;    // (count, width), or (count, layers, width) of what is added
 };
 
 // Feeds one after another. A page holds 16 positions of a row, of all layers.
@@ -123,6 +123,9 @@ struct Work {
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;
+    int64_t deep;           // how many times something is added to hidden states
+    int64_t deep_layers;    // after each of how many of the first layers
+    const Embeds* added;    // (deep,)
     // Whether threads may begin with what most likely comes next: every row has room for another
     // position in a page of its own, and tables of ropes reach it and stay until the next work.
     int64_t ahead;

@@ -315,10 +315,23 @@ void Runner::before_attention(const Part& part, int64_t row, int64_t index) {
         if (work.early_layers[i] == index)
             std::copy_n(hidden_.data() + row * model_.width, model_.width,
                         work.early_hidden + (i * work.tokens + part.begin + row) * model_.width);
+    if (index > 0 && index <= work.deep_layers) add_features(part, row, index - 1);
     if (index == model_.layers) return;
     const Layer& layer = layers_[index];
     const bool coded = reads_codes(layer.qkv) || (shares_norm(layer) && mlp_reads_[index].codes);
     norm_row(row, layer.attention, coded);
+}
+
+// What a layer's hidden states are given besides, by whoever feeds the position.
+void Runner::add_features(const Part& part, int64_t row, int64_t index) {
+    const Work& work = part.work;
+    for (int64_t i = 0; i < work.deep; ++i) {
+        const Embeds& given = work.added[i];
+        const int64_t at = part.begin + row - given.offset;
+        if (at >= 0 && at < given.count)
+            add_to(hidden_.data() + row * model_.width,
+                   given.values + (at * work.deep_layers + index) * model_.width, model_.width);
+    }
 }
 
 void Runner::before_mlp(int64_t row, int64_t index) {

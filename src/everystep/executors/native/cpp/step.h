@@ -145,6 +145,7 @@ class Runner {
     bool shares_norm(const Layer& layer) const { return model_.parallel && !layer.mlp.weight; }
     void norm_row(int64_t row, const Norm& norm, bool coded);
     void before_attention(const Part& part, int64_t row, int64_t layer);
+    void add_features(const Part& part, int64_t row, int64_t layer);
     void before_mlp(int64_t row, int64_t layer);
     template <class Then>
     void add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,

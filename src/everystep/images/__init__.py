@@ -1,0 +1,8 @@
+"""From images and frames to the patches that a tower reads, and a tokenizer that takes them."""
+
+from __future__ import annotations
+
+from everystep.images.settings import PictureSettings, read_picture_settings
+from everystep.images.tokenizer import PictureTokenizer
+
+__all__ = ["PictureSettings", "PictureTokenizer", "read_picture_settings"]

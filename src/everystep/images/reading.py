@@ -1,0 +1,63 @@
+"""Reading images: files, bytes, Pillow images, arrays and tensors, as arrays of bytes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from everystep.errors import FormatError, RequestError
+from everystep.files.pictures import MOST_PIXELS, read_picture, require_pillow
+
+
+def read_image(given: Any) -> np.ndarray:
+    """(height, width, 3) bytes of a path, bytes, a Pillow image, an array (height, width, 1, 3 or
+    4) or (height, width), or a tensor (3, height, width).
+
+    Files are turned upright as their EXIF says. Errors as those of `read_picture`, and RequestError
+    for other things; nothing is fetched from the network.
+    """
+    if isinstance(given, str) and "://" in given:
+        do = "Download it, and pass the path or the bytes"
+        raise RequestError("images are not fetched from the network", got=given[:100], do=do)
+    if isinstance(given, torch.Tensor | np.ndarray | int | float | list | tuple | None):
+        return _array(given)
+    picture = read_picture(given)
+    if isinstance(given, str | os.PathLike | bytes):
+        from PIL import ImageOps
+
+        picture = ImageOps.exif_transpose(picture)
+    return np.array(picture)
+
+
+def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """(height, width, 3), by Pillow's bicubic rule."""
+    pillow = require_pillow()
+    found = pillow.fromarray(image).resize((width, height), resample=pillow.Resampling.BICUBIC)
+    return np.asarray(found)
+
+
+def _array(given: Any) -> np.ndarray:
+    """Of an array of bytes."""
+    found: np.ndarray = np.empty(0)
+    if isinstance(given, torch.Tensor):
+        found = given.detach().cpu().numpy()
+        found = np.moveaxis(found, 0, -1) if found.ndim == 3 else found
+    elif isinstance(given, np.ndarray):
+        found = given
+    found = found[..., None] if found.ndim == 2 else found
+    if found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] not in (1, 3, 4):
+        got = f"{type(given).__name__} {found.dtype} {found.shape}"
+        raise RequestError(
+            "this is no image",
+            wanted="a path, bytes, a Pillow image, (height, width, 3) bytes, or a tensor "
+            "(3, height, width) of them",
+            got=got,
+            do="Pass values from 0 to 255 as uint8",
+        )
+    if found.shape[0] * found.shape[1] > MOST_PIXELS:
+        wanted = f"at most {MOST_PIXELS}"
+        raise FormatError("the image has too many pixels", wanted=wanted, got=found.shape)
+    return found[..., :3] if found.shape[2] > 1 else np.repeat(found, 3, axis=2)

@@ -1,0 +1,288 @@
+"""A tokenizer that takes images and videos beside text.
+
+It puts as many placeholders into the text as a picture has features, and returns the patches beside
+the ids, under the names of transformers' processors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+
+from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.files.atomic import write_atomic
+from everystep.images.reading import read_image
+from everystep.images.settings import IMAGES, VIDEOS, PictureSettings, read_picture_settings
+from everystep.images.sizes import sampled_frames, times_of
+from everystep.text import Tokenizer
+from everystep.text.batch import BatchEncoding
+from everystep.text.calls import as_chats
+from everystep.text.folder import read_folder
+from everystep.text.settings import Settings
+
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+START, END = "<|vision_start|>", "<|vision_end|>"
+_FPS = 24.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A picture as the model reads it, and what stands for it in a text."""
+
+    patches: np.ndarray
+    grid: tuple[int, int, int]
+    text: str
+
+
+class PictureTokenizer(Tokenizer):
+    """`images`, `videos`: how each are prepared; `times`: whether the frame groups of a video stand
+    in the text with their times before them."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: Settings,
+        images: PictureSettings,
+        videos: PictureSettings,
+        times: bool = True,
+    ) -> None:
+        super().__init__(backend, settings)
+        self.images, self.videos, self.times = images, videos, times
+        known = self.get_vocab()
+        if missing := [one for one in (IMAGE_PAD, VIDEO_PAD, START, END) if one not in known]:
+            what = "the vocabulary has no tokens for pictures"
+            raise FormatError(what, wanted=", ".join(missing), got="none of that name")
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str], *, times: bool = True) -> PictureTokenizer:
+        """The tokenizer of a folder that says how pictures are prepared; FileError otherwise."""
+        found = read_picture_settings(Path(folder))
+        if found is None:
+            raise FormatError(f"{folder} does not say how images are prepared")
+        return cls(*read_folder(Path(folder)), *found, times)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Writes the files of the Hugging Face layout, how pictures are prepared among them, and
+        returns their paths."""
+        paths = [Path(folder) / name for name in (IMAGES, VIDEOS)]
+        for path, own in zip(paths, (self.images, self.videos), strict=True):
+            write_atomic(path, json.dumps(own.to_dict(), indent=2).encode())
+        return (*super().save_pretrained(folder), *map(str, paths))
+
+    def __call__(
+        self,
+        text: Any = None,
+        text_pair: Any = None,
+        *,
+        images: Any = None,
+        videos: Any = None,
+        video_fps: Any = None,
+        **options: Any,
+    ) -> BatchEncoding:
+        """Columns of ids as a tokenizer gives them; with pictures also tensors of their patches and
+        grids, and what stands at each id (`mm_token_type_ids`).
+
+        `images`: one, or a list of all images of the texts in order; see `read_image`. `videos`:
+        one, or a list of them, each a list of all its frames. `video_fps`: frames per second of
+        each, 24 if nothing is said. Each `<|image_pad|>` and `<|video_pad|>` of a text stands for
+        one of them. RequestError where counts differ.
+        """
+        if images is None and videos is None:
+            return super().__call__(text, text_pair, **options)
+        if text_pair is not None or text is None:
+            raise RequestError("pictures stand in a text of their own", wanted="text, no text_pair")
+        found = [self._image(one) for one in _listed(images)]
+        films = _films(videos)
+        rates = _rates(video_fps, len(films))
+        shown = [self._video(*pair) for pair in zip(films, rates, strict=True)]
+        single = isinstance(text, str)
+        texts = _expanded([text] if single else list(text), found, shown)
+        encoding = super().__call__(texts[0] if single else texts, **options)
+        kinds = {self.convert_tokens_to_ids(IMAGE_PAD): 1, self.convert_tokens_to_ids(VIDEO_PAD): 2}
+        encoding["mm_token_type_ids"] = _kinds(encoding["input_ids"], kinds)
+        for names, own in (
+            (("pixel_values", "image_grid_thw"), found),
+            (("pixel_values_videos", "video_grid_thw"), shown),
+        ):
+            if own:
+                encoding[names[0]] = torch.from_numpy(np.concatenate([one.patches for one in own]))
+                encoding[names[1]] = torch.tensor([one.grid for one in own])
+        return encoding
+
+    def apply_chat_template(
+        self, conversation: Sequence[Any], *positional: Any, **options: Any
+    ) -> Any:
+        """A chat, or a list of chats, as its prompt; with pictures as a call with them returns it.
+
+        A picture is a part of a message's content: `{"type": "image", "image": ...}`, or
+        `{"type": "video", "video": [frames], "fps": ...}`.
+        """
+        chats, single = as_chats(conversation)
+        images, videos, rates = _pictures(chats)
+        if not images and not videos:
+            return super().apply_chat_template(conversation, *positional, **options)
+        tokenize, return_dict = (options.pop(name, True) for name in ("tokenize", "return_dict"))
+        kept = ("padding", "truncation", "max_length", "padding_side", "return_tensors")
+        of_call = {name: options.pop(name) for name in kept if name in options}
+        plain = [[_without_pictures(message) for message in chat] for chat in chats]
+        texts = super().apply_chat_template(plain, *positional, **{**options, "tokenize": False})
+        given = {"images": images or None, "videos": videos or None, "video_fps": rates or None}
+        if not tokenize:
+            found = [self._image(one) for one in images]
+            shown = [self._video(*pair) for pair in zip(_films(videos), rates, strict=True)]
+            expanded = _expanded(texts, found, shown)
+            return expanded[0] if single else expanded
+        text = texts[0] if single and not of_call.get("return_tensors") else texts
+        encoding = self(text, add_special_tokens=False, **given, **of_call)
+        return encoding if return_dict else encoding["input_ids"]
+
+    def _image(self, given: Any) -> _Prepared:
+        patches, grid = self.images.image(read_image(given))
+        return _Prepared(patches, grid, IMAGE_PAD * (len(patches) // self.images.merge**2))
+
+    def _video(self, frames: Sequence[Any], source_fps: float) -> _Prepared:
+        own = self.videos
+        if not self.times:
+            raise UnsupportedError(
+                "videos are not prepared for a model of this family",
+                wanted="images, or a model whose videos have times in the text (Qwen3-VL)",
+                do="Pass pixel_values_videos and video_grid_thw, as its own processor returns them",
+            )
+        chosen = sampled_frames(len(frames), source_fps, own.fps)
+        patches, grid = own.video([read_image(frames[index]) for index in chosen])
+        count = grid[1] * grid[2] // own.merge**2
+        group = f"{START}{VIDEO_PAD * count}{END}"
+        times = times_of(chosen, source_fps, own.frames)
+        return _Prepared(patches, grid, "".join(f"<{at:.1f} seconds>{group}" for at in times))
+
+    def __repr__(self) -> str:
+        return f"PictureTokenizer({self.name_or_path!r}, {len(self)} tokens)"
+
+
+def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation shows any."""
+    images, videos, _ = _pictures([messages])
+    return bool(images or videos)
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _films(given: Any) -> list[Any]:
+    """Videos, each of several frames."""
+    if given is None:
+        return []
+    several = isinstance(given, list | tuple) and given and _is_film(given[0])
+    films = list(given) if several else [given]
+    if not all(_is_film(film) and len(film) for film in films):
+        raise RequestError(
+            "a video is not a list of frames",
+            wanted="a list of images, or an array (frames, height, width, 3) of bytes",
+            got=type(given).__name__,
+            do="Read its frames first, with the tool that you have for that",
+        )
+    return films
+
+
+def _is_film(one: Any) -> bool:
+    return isinstance(one, list | tuple) or (isinstance(one, np.ndarray) and one.ndim == 4)
+
+
+def _rates(given: Any, count: int) -> list[float]:
+    """(count,) frames per second of each video."""
+    rates = [_FPS if given is None else given] * count if not isinstance(given, list) else given
+    fits = len(rates) == count and all(type(one) in (int, float) and one > 0 for one in rates)
+    if not fits:
+        wanted = f"a positive number, or {count} of them"
+        raise RequestError("video_fps does not fit the videos", wanted=wanted, got=repr(given))
+    return [float(one) for one in rates]
+
+
+def _pictures(chats: Sequence[Any]) -> tuple[list[Any], list[Any], list[float]]:
+    """All images, all videos and their rates, in the order of the messages."""
+    images, videos, rates = list[Any](), list[Any](), list[float]()
+    for part in _parts(chats):
+        kind = part.get("type")
+        if kind not in ("image", "video"):
+            continue
+        given = next((part[key] for key in (kind, "path") if part.get(key) is not None), None)
+        if given is None:
+            do = f"Pass it as {{'type': {kind!r}, {kind!r}: ...}}"
+            raise RequestError(f"a message holds a {kind} that is not there", do=do)
+        (images if kind == "image" else videos).append(given)
+        if kind == "video":
+            rates += _rates(part.get("fps"), 1)
+    return images, videos, rates
+
+
+def _parts(chats: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    for chat in chats:
+        for message in chat:
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(content, list | tuple):
+                yield from (part for part in content if isinstance(part, Mapping))
+
+
+def _without_pictures(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as a template reads it: of a picture it needs to know that it is there."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    parts = [
+        {"type": part["type"]}
+        if isinstance(part, Mapping) and part.get("type") in ("image", "video")
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _expanded(
+    texts: list[str], images: Sequence[_Prepared], videos: Sequence[_Prepared]
+) -> list[str]:
+    """The texts with what stands for each picture at its place; RequestError for other counts."""
+    for name, own in ((IMAGE_PAD, images), (VIDEO_PAD, videos)):
+        places = sum(text.count(name) for text in texts)
+        if places != len(own):
+            raise RequestError(
+                f"texts and pictures do not fit: each {name} stands for one",
+                wanted=f"{places} of them",
+                got=len(own),
+                do="Pass one picture per placeholder, in their order",
+            )
+        texts = [*_filled(texts, name, [one.text for one in own])]
+    return texts
+
+
+def _filled(texts: list[str], name: str, stands: list[str]) -> Iterator[str]:
+    each = iter(stands)
+    for text in texts:
+        first, *rest = text.split(name)
+        for part in rest:
+            own = next(each)
+            if name == VIDEO_PAD and first.endswith(START) and part.startswith(END):
+                # Every frame group of a video has its own marks.
+                first, part = first.removesuffix(START), part.removeprefix(END)
+            first += own + part
+        yield first
+
+
+def _kinds(ids: Any, kinds: Mapping[int, int]) -> Any:
+    """What stands at each id, in the form that the ids have."""
+    if isinstance(ids, list):
+        return [_kinds(one, kinds) if isinstance(one, list) else kinds.get(one, 0) for one in ids]
+    found = torch.zeros_like(torch.as_tensor(ids))
+    for id, kind in kinds.items():
+        found[torch.as_tensor(ids) == id] = kind
+    return found if isinstance(ids, torch.Tensor) else found.numpy()

@@ -1,0 +1,100 @@
+"""Qwen3-VL: the decoder of Qwen3, whose heads turn by time, row and column, and a vision tower,
+three of whose blocks add to what the decoder's first layers say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from everystep.errors import UnsupportedError
+from everystep.models.config import Fields
+from everystep.models.decoders.pictures import (
+    TOWER_NAMES,
+    block_numbers,
+    mrope_of,
+    mrope_values,
+    part_of,
+    text_part,
+    vision_common,
+    vision_family,
+)
+from everystep.models.decoders.reading import gated_decoder
+from everystep.models.spec import DecoderSpec, LayerSpec
+from everystep.models.vision.spec import VisionSpec
+from everystep.nn.activations import ACTIVATIONS
+
+_TEXT: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+}
+_VISION: Mapping[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+_NAMES: Mapping[str, str] = {
+    **TOWER_NAMES,
+    "up": "mlp.linear_fc1",
+    "down": "mlp.linear_fc2",
+    "taps": "model.visual.deepstack_merger_list",
+    "merger_norm": "norm",
+    "merger_up": "linear_fc1",
+    "merger_down": "linear_fc2",
+}
+
+
+def _qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
+    outer = Fields(config)
+    read = text_part(outer, _TEXT)
+    _, turns = mrope_values(read)
+    if not turns.flag("mrope_interleaved", True):
+        raise UnsupportedError(
+            f"{turns.where}: mrope_interleaved is false",
+            wanted="true, which is what transformers computes whatever it says",
+            do="Remove it",
+        )
+    rope = mrope_of(read, [24, 20, 20], 500_000.0, interleaved=True)
+    bias = read.flag("attention_bias", False)
+    layers = [LayerSpec(rope)] * read.integer("num_hidden_layers")
+    spec = gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, qk_norm="heads")
+    vision = _vision(outer, spec.width)
+    if len(vision.taps) > len(layers):
+        raise outer.wrong("deepstack_visual_indexes", f"at most {len(layers)}", vision.taps)
+    return replace(spec, deepstack=len(vision.taps), vision=vision)
+
+
+def _vision(outer: Fields, width: int) -> VisionSpec:
+    read = Fields(part_of(outer, "vision_config", _VISION), "config.json, vision_config")
+    entries = read.integer("num_position_embeddings")
+    if math.isqrt(entries) ** 2 != entries:
+        raise read.wrong("num_position_embeddings", "a square number", entries)
+    size = read.integer("hidden_size")
+    return VisionSpec(
+        **vision_common(outer, read, width, size, "out_hidden_size"),
+        inner=read.integer("intermediate_size"),
+        activation=read.choice("hidden_act", ACTIVATIONS),
+        side=math.isqrt(entries),
+        taps=block_numbers(read, "deepstack_visual_indexes"),
+    )
+
+
+FAMILIES = {"qwen3_vl": vision_family(_qwen3_vl, _NAMES)}

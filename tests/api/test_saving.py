@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -27,6 +28,7 @@ from everystep.errors import FileError, RequestError, UnsupportedError
 from everystep.models.families import MODULES
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.adapters.making import random_lora, write_folder
+from tests.models.pictures import OWN, reference_of
 from tests.models.tiny import (
     DECODERS,
     ENCODER_DECODERS,
@@ -41,6 +43,7 @@ from tests.models.tiny import (
 MAKE: dict[str, Callable[..., Any]] = {
     **{kind: partial(reference_decoder, kind) for kind in DECODERS},
     **{kind: partial(reference_pair, kind) for kind in ENCODER_DECODERS},
+    **{kind: partial(reference_of, kind) for kind in OWN},
     "mamba": reference_mamba,
 }
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,6 +102,7 @@ def test_transformers_loads_what_was_saved(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
     auto = AutoModelForSeq2SeqLM if model.is_encoder_decoder else AutoModelForCausalLM
     auto = AutoModelForSpeechSeq2Seq if kind == "whisper" else auto
+    auto = AutoModelForImageTextToText if kind in OWN else auto
     before, again = (auto.from_pretrained(tmp_path / one).eval() for one in ("theirs", "ours"))
     assert again.generation_config.max_new_tokens == 7
     read = sounds(2) if kind == "whisper" else ids(2, 30)

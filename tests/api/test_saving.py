@@ -98,12 +98,16 @@ def test_transformers_loads_what_was_saved(name: str, tmp_path: Path) -> None:
     files = ["config.json", "generation_config.json", "model.safetensors"]
     assert names(tmp_path / "ours") == files
     theirs, ours = (load_file(tmp_path / one / "model.safetensors") for one in ("theirs", "ours"))
-    assert theirs.keys() | COMPUTED.get(kind, set()) == ours.keys()
-    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    if kind not in OWN:  # these are written under the names of an older release
+        assert theirs.keys() | COMPUTED.get(kind, set()) == ours.keys()
+        assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
     auto = AutoModelForSeq2SeqLM if model.is_encoder_decoder else AutoModelForCausalLM
     auto = AutoModelForSpeechSeq2Seq if kind == "whisper" else auto
     auto = AutoModelForImageTextToText if kind in OWN else auto
     before, again = (auto.from_pretrained(tmp_path / one).eval() for one in ("theirs", "ours"))
+    loaded, held = again.state_dict(), before.state_dict()
+    assert loaded.keys() == held.keys()
+    assert all(torch.equal(loaded[key], held[key]) for key in held)
     assert again.generation_config.max_new_tokens == 7
     read = sounds(2) if kind == "whisper" else ids(2, 30)
     assert torch.equal(logits(again, read), logits(before, read))

@@ -133,7 +133,7 @@ def sinusoids(rows: int, width: int) -> Tensor:
 
     Source: Vaswani et al. 2017; the reference's MarianSinusoidalPositionalEmbedding.
     """
-    pairs = torch.arange(width) // 2
+    pairs = (torch.arange(width) // 2).double()
     angles = torch.arange(rows, dtype=torch.float64)[:, None] / 10000 ** (2 * pairs / width)
     return torch.cat([angles[:, 0::2].sin(), angles[:, 1::2].cos()], dim=1).float()
 

@@ -25,7 +25,7 @@ from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, 
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import obstacles, open_runner, program_of
 from everystep.executors.native.rope import RopeTable
-from everystep.executors.native.told import ToldLayers
+from everystep.executors.native.wanted import WantedLayers
 from everystep.executors.positions import (
     declared_inputs,
     given_inputs,
@@ -132,14 +132,14 @@ class NativeExecutor:
             return StepOutput(self._nothing)
         most = [0] * len(work.rows) if work.best is None else work.best.tolist()
         room, listed = self._room(work, most)
-        told = None
-        if any(map(ToldLayers.wanted_by, work.extras.values())):
-            told = ToldLayers(work, self._program.structure)
-        self._step(work, room, listed, places, told)
+        layers = None
+        if any(map(WantedLayers.wanted_by, work.extras.values())):
+            layers = WantedLayers(work, self._program.structure)
+        self._step(work, room, listed, places, layers)
         best = room.best
         if best is not None and min(most) < max(most):
             room = replace(room, best=_ended(best, work))
-        answers = {} if told is None else told.answers()
+        answers = {} if layers is None else layers.answers()
         return replace(room, answers=answers) if answers else room
 
     def audit(self) -> dict[int, int]:
@@ -233,7 +233,7 @@ class NativeExecutor:
         room: StepOutput,
         listed: Tensor | None,
         places: np.ndarray | None,
-        told: ToldLayers | None,
+        layers: WantedLayers | None,
     ) -> None:
         feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
         copies, longest = self.rows.extend(*feeds)
@@ -256,8 +256,8 @@ class NativeExecutor:
         step.logits, step.totals, step.best_hidden = map(_address, results)
         step.early = step.early_rows = 0
         step.hidden = step.attentions = None
-        if told is not None:
-            told.write(step)
+        if layers is not None:
+            layers.write(step)
         lists = (None, None, None) if best is None else (best.values, best.tokens, best.totals)
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values, step.best_tokens, step.best_totals = map(_address, lists)

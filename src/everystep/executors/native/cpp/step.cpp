@@ -358,7 +358,7 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
         });
     if (part.work.attentions)
         crew_->share(member, rows * model_.heads, [&](int64_t number) {
-            tell_weights(part, index, number / model_.heads, number % model_.heads);
+            report_weights(part, index, number / model_.heads, number % model_.heads);
         });
     attend_all(member, part, index);
     add_output(member, rows, layer.out, mixed_, layer.attention_post, [&](int64_t row) {

@@ -118,7 +118,7 @@ class Runner {
     void head_columns(int64_t group, const Inputs& in, int64_t rows, float cap, Place place) const;
     void norm_heads(const Norm& norm, float* heads, int64_t count) const;
     void place(const Part& part, int64_t layer, int64_t token);
-    void tell_weights(const Part& part, int64_t layer, int64_t token, int64_t head) const;
+    void report_weights(const Part& part, int64_t layer, int64_t token, int64_t head) const;
     void attend_all(Member& member, const Part& part, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;
     Queries queries_of(const Item& item, int64_t layer, float* scaled) const;

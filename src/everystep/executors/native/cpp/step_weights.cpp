@@ -1,11 +1,11 @@
-// What a step tells of attention itself: the weights with which queries mix the values of their row.
+// What a step reports of attention itself: the weights with which queries mix the values of their row.
 #include "step.h"
 
 namespace everystep {
 
 // Writes the weights of a query head of a token for its feed, if that wants them. They are made anew,
 // page after page, so that they depend on the row alone, and attention needs to know nothing of them.
-void Runner::tell_weights(const Part& part, int64_t index, int64_t token, int64_t head) const {
+void Runner::report_weights(const Part& part, int64_t index, int64_t token, int64_t head) const {
     using namespace simd;
     const Work& work = part.work;
     const int64_t feed = part.feed_of[token], position = part.position_of[token];
@@ -42,10 +42,10 @@ void Runner::tell_weights(const Part& part, int64_t index, int64_t token, int64_
     }
     const float all = sum(total);
     const int64_t line = (index * model_.heads + head) * count + position - start;
-    float* told = work.attentions[feed] + line * length;
-    std::fill_n(told, length, 0.0f);
+    float* out = work.attentions[feed] + line * length;
+    std::fill_n(out, length, 0.0f);
     for (int64_t at = first; at <= position; ++at)
-        told[at] = weights[at - first_page * kPagePositions] / all;
+        out[at] = weights[at - first_page * kPagePositions] / all;
 }
 
 }  // namespace everystep

@@ -1,4 +1,4 @@
-"""What a step tells of its layers: room for it, and the answers of feeds out of it."""
+"""What feeds want of layers: room for it in a step, and the answers that are made of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from everystep.executors.native.library import DecoderWeights, StepWork
 from everystep.types import Answer, Extra, Work
 
 
-class ToldLayers:
-    """What some feeds want to know of layers beside their logits, and room for what is told.
+class WantedLayers:
+    """What some feeds want of layers beside their logits, and room for it.
 
     That is the last hidden states, the inputs of layers, those of them that the head reads out, and
     the weights of attention.
@@ -21,11 +21,11 @@ class ToldLayers:
     def __init__(self, work: Work, shape: DecoderWeights) -> None:
         self._extras = {f: extra for f, extra in work.extras.items() if self.wanted_by(extra)}
         self._counts = work.counts.tolist()
-        tokens, told = int(work.counts.sum()), self._extras.values()
-        last = any(extra.hidden or extra.layers for extra in told)
+        tokens, asking = int(work.counts.sum()), self._extras.values()
+        last = any(extra.hidden or extra.layers for extra in asking)
         self._last = torch.empty(tokens, shape.width) if last else None
-        whole = range(shape.layers) if any(extra.layers for extra in told) else ()
-        found = sorted({*whole, *(layer for extra in told for layer in extra.early)})
+        whole = range(shape.layers) if any(extra.layers for extra in asking) else ()
+        found = sorted({*whole, *(layer for extra in asking for layer in extra.early)})
         self._layers = np.array(found, dtype=np.int64)
         self._hidden = torch.empty(len(found), tokens, shape.width)
         self._places, self._read = self._read_out(work, found, tokens)

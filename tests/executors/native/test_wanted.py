@@ -104,8 +104,8 @@ def test_weights_are_those_of_what_rows_keep(cache_dtype: CacheDtype) -> None:
 def test_logits_are_those_of_a_feed_that_wants_nothing() -> None:
     model = model_of("plain")
     plain = NativeExecutor(model).run(one_feed(IDS[:30], verbs=OPEN)).logits
-    told = NativeExecutor(model).run(asking(one_feed(IDS[:30], verbs=OPEN), **WANTS)).logits
-    assert torch.equal(plain, told)
+    found = NativeExecutor(model).run(asking(one_feed(IDS[:30], verbs=OPEN), **WANTS)).logits
+    assert torch.equal(plain, found)
 
 
 def test_such_requests_run_natively() -> None:

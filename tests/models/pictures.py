@@ -17,6 +17,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 import everystep as es
@@ -46,19 +48,33 @@ VISION: Mapping[str, Any] = {
     "patch_size": 4,
     "initializer_range": 0.2,
 }
+_THIRD = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 2],
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+}
 OWN: Mapping[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         Qwen3VLConfig,
         Qwen3VLForConditionalGeneration,
         {"head_dim": 32},
         {"mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 5e6},
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 2],
-        },
+        _THIRD,
+    ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
+        {"head_dim": 32, **_EXPERTS},
+        {"mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 5e6},
+        _THIRD,
     ),
     "qwen2_vl": (
         Qwen2VLConfig,
@@ -109,6 +125,8 @@ def reference_of(
         **TOKENS,
     )
     model: PreTrainedModel = make_model(config).to(dtype).eval()
+    # Other ways to multiply by experts know no float64.
+    model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or "ln_q" in name or name.endswith("bias"):

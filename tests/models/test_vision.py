@@ -67,7 +67,7 @@ def test_the_table_of_positions_is_read_between_its_entries() -> None:
 @pytest.mark.parametrize("kind", OWN)
 def test_a_forward_is_the_references(kind: str, rows: str) -> None:
     reference = reference_of(kind)
-    given = prompt_of(ROWS[rows], apart=kind == "qwen3_vl")
+    given = prompt_of(ROWS[rows], apart=kind.startswith("qwen3"))
     with torch.no_grad():
         expected = reference(**given, output_hidden_states=True, use_cache=False)
     found = model_of(reference)(**given, output_hidden_states=True)
@@ -83,7 +83,9 @@ def test_weights_go_in_and_out_under_the_names_of_checkpoints(kind: str) -> None
     weights = dict(named_weights(ours_of(reference)))
     assert weights.keys() == reference.state_dict().keys()
     for name, weight in reference.state_dict().items():
-        assert torch.equal(weights[name], weight), name
+        # Files hold stacks of experts turned; the reference turns them when it loads and saves.
+        turned = weight.mT if ".experts." in name else weight
+        assert torch.equal(weights[name], turned), name
 
 
 def test_positions_of_the_worked_example() -> None:
@@ -101,7 +103,7 @@ def test_positions_of_the_worked_example() -> None:
 @pytest.mark.parametrize("kind", OWN)
 def test_positions_are_the_references(kind: str) -> None:
     reference = reference_of(kind)
-    spec, apart = ours_of(reference).spec.vision, kind == "qwen3_vl"
+    spec, apart = ours_of(reference).spec.vision, kind.startswith("qwen3")
     for rows in ROWS.values():
         given = prompt_of(rows, apart=apart)
         if not {"image_grid_thw", "video_grid_thw"} & given.keys():
@@ -172,7 +174,7 @@ def test_folders_of_transformers(kind: str, tmp_path: Path) -> None:
     reference = reference_of(kind, torch.float32)
     reference.save_pretrained(tmp_path)
     model = es.load_model(tmp_path)
-    given = prompt_of(ROWS["an image"], apart=kind == "qwen3_vl", dtype=torch.float32)
+    given = prompt_of(ROWS["an image"], apart=kind.startswith("qwen3"), dtype=torch.float32)
     with torch.no_grad():
         expected = reference(**given).logits
     assert farthest(model(**given).logits, expected) < 1e-5

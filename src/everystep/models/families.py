@@ -46,6 +46,7 @@ MODULES: Mapping[str, str] = {
     "qwen3": "decoders.qwen",
     "qwen3_moe": "decoders.mixtures",
     "qwen3_vl": "decoders.qwen3_vl",
+    "qwen3_vl_moe": "decoders.qwen3_vl",
     "smollm3": "decoders.smollm3",
     "stablelm": "decoders.stablelm",
     "starcoder2": "decoders.starcoder2",

@@ -118,8 +118,17 @@ def _places(model: Model) -> Iterator[tuple[ParameterPart, Weight]]:
 
 def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its checkpoint name, quantised ones as float32 copies."""
+    stacks: dict[str, Tensor] = {}
     for part, held in _places(model):
-        yield part.name, part.stored_values(dense(rows_of(held, part.start, part.stop)))
+        values = part.stored_values(dense(rows_of(held, part.start, part.stop)))
+        if (alias := part.alias) is None or not alias.written:
+            yield part.name, values
+            continue
+        if alias.name not in stacks:
+            stacks[alias.name] = values.new_empty(alias.count, values.shape[1], alias.rows)
+        stacks[alias.name][alias.index, :, alias.start : alias.stop] = values.T
+        if alias.index == alias.count - 1 and alias.stop == alias.rows:
+            yield alias.name, stacks.pop(alias.name)
 
 
 def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:

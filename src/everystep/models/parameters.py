@@ -74,6 +74,7 @@ class Alias:
 
     `count`: the name is that of a stack of so many matrices, (count, rows, columns) or, turned,
     (count, columns, rows), and the part lies in the `index`-th; 0 for a matrix of its own.
+    `written`: files of the family hold the stack, turned, and not the part.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Alias:
     rows: int
     count: int = 0
     index: int = 0
+    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,11 +203,13 @@ def frame(spec: Any, names: Mapping[str, str]) -> Iterator[Parameter]:
 class Layout:
     """How checkpoints hold a decoder: `names` as in NAMES. `transposed`: projections lie as
     (inputs, outputs). `interleaved`: queries, keys and values take turns in `qkv`, those that
-    belong to one key head after those of another."""
+    belong to one key head after those of another. `stacked`: files hold the experts of a layer as
+    stacks, turned."""
 
     names: Mapping[str, str]
     transposed: bool = False
     interleaved: bool = False
+    stacked: bool = False
 
 
 _USUAL = Layout(NAMES)
@@ -227,7 +231,7 @@ def decoder_parameters(spec: DecoderSpec, layout: Layout = _USUAL) -> list[Param
         if (experts := spec.layers[index].experts) is None:
             found += _mlp(spec, f"layers.{index}", own)
         else:
-            found += _experts(spec, experts, f"layers.{index}.experts", own.names)
+            found += _experts(spec, experts, f"layers.{index}.experts", own)
         for role in _layer_norms(spec):
             found += norm(spec.norm, f"layers.{index}.{role}", own.names[role], spec.width)
     return found
@@ -270,9 +274,9 @@ def _mlp(spec: DecoderSpec, key: str, layout: Layout) -> Iterator[Parameter]:
 
 
 def _experts(
-    spec: DecoderSpec, experts: ExpertsSpec, key: str, names: Mapping[str, str]
+    spec: DecoderSpec, experts: ExpertsSpec, key: str, layout: Layout
 ) -> Iterator[Parameter]:
-    count, size = experts.count, experts.size
+    count, size, names = experts.count, experts.size, layout.names
     there = f"{names['router_there']}.weight" if "router_there" in names else None
     alias = None if there is None else Alias(there, 0, count, count)
     router = ParameterPart(f"{names['router']}.weight", 0, count, alias=alias)
@@ -280,16 +284,16 @@ def _experts(
     roles = ("expert_gate", "expert_up") if spec.mlp.gated else ("expert_up",)
     inner = [(names[role], size) for role in roles]
     for expert in range(count):
-        up = _in_stack(inner, names["experts_up"], count, expert)
+        up = _in_stack(inner, names["experts_up"], count, expert, layout.stacked)
         yield Parameter(f"{key}.up.{expert}.weight", (up[-1].stop, spec.width), up)
     for expert in range(count):
         outer = [(names["expert_down"], spec.width)]
-        down = _in_stack(outer, names["experts_down"], count, expert)
+        down = _in_stack(outer, names["experts_down"], count, expert, layout.stacked)
         yield Parameter(f"{key}.down.{expert}.weight", (spec.width, size), down)
 
 
 def _in_stack(
-    parts: Sequence[tuple[str, int]], stack: str, count: int, expert: int
+    parts: Sequence[tuple[str, int]], stack: str, count: int, expert: int, written: bool
 ) -> tuple[ParameterPart, ...]:
     """Those of an expert's matrix, (name, rows) each, which a stack holds in the same order."""
     stops = list(accumulate(rows for _, rows in parts))
@@ -298,7 +302,7 @@ def _in_stack(
             f"{name.format(expert)}.weight",
             stop - rows,
             stop,
-            alias=Alias(stack, stop - rows, stop, stops[-1], count, expert),
+            alias=Alias(stack, stop - rows, stop, stops[-1], count, expert, written),
         )
         for (name, rows), stop in zip(parts, stops, strict=True)
     )

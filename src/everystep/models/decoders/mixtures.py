@@ -23,7 +23,7 @@ _MIXTRAL = {
 def _mixtral(config: Mapping[str, Any]) -> DecoderSpec:
     """Shares always add up to 1."""
     read = Fields(config)
-    experts = _experts(read, 8, read.integer("intermediate_size"), normalised=True)
+    experts = experts_of(read, 8, read.integer("intermediate_size"), normalised=True)
     layer = LayerSpec(rope_of(read, theta=1_000_000.0), window_of(read), experts=experts)
     return gated_decoder(read, [layer] * read.integer("num_hidden_layers"))
 
@@ -34,14 +34,16 @@ def _qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
     rope = rope_of(read)
     window = window_of(read) if read.flag("use_sliding_window") else None
     normalised = read.flag("norm_topk_prob")
-    experts = _experts(read, 128, read.integer("moe_intermediate_size"), normalised=normalised)
-    layers = [LayerSpec(rope, window, experts=experts if one else None) for one in _sparse(read)]
+    experts = experts_of(read, 128, read.integer("moe_intermediate_size"), normalised=normalised)
+    layers = [
+        LayerSpec(rope, window, experts=experts if one else None) for one in sparse_layers(read)
+    ]
     bias = read.flag("attention_bias", False)
     return gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, qk_norm="heads")
 
 
-def _experts(read: Fields, usual: int, size: int, *, normalised: bool) -> ExpertsSpec:
-    """Their number stands under either of two keys."""
+def experts_of(read: Fields, usual: int, size: int, *, normalised: bool) -> ExpertsSpec:
+    """Experts of this size; their number stands under either of two keys, or is the `usual` one."""
     count, other = (read.values.get(key) for key in ("num_local_experts", "num_experts"))
     if None not in (count, other) and count != other:
         raise read.wrong("num_experts", f"num_local_experts = {count}, or none", other)
@@ -52,7 +54,7 @@ def _experts(read: Fields, usual: int, size: int, *, normalised: bool) -> Expert
     return ExpertsSpec(found, chosen, size, normalised)
 
 
-def _sparse(read: Fields) -> list[bool]:
+def sparse_layers(read: Fields) -> list[bool]:
     """Which layers have experts: every n-th, but for those in `mlp_only_layers`."""
     every, without = read.integer("decoder_sparse_step"), read.values.get("mlp_only_layers") or []
     if not isinstance(without, list) or any(type(one) is not int or one < 0 for one in without):

@@ -41,13 +41,16 @@ _OLDER = (("visual.", "model.visual."), ("model.", "model.language_model."))
 
 
 def vision_family(
-    read_spec: Callable[[Mapping[str, Any]], DecoderSpec], names: Mapping[str, str]
+    read_spec: Callable[[Mapping[str, Any]], DecoderSpec],
+    names: Mapping[str, str],
+    *,
+    stacked: bool = False,
 ) -> Family:
-    """A family whose tower's weights have these names."""
+    """A family whose tower's weights have these names; `stacked` as in `Layout`."""
     return Family(
         {"tie_word_embeddings": False, **_TOKENS},
         read_spec,
-        partial(_parameters, names),
+        partial(_parameters, names, stacked),
         assemble_decoder,
         leftovers=("*rotary_*emb.inv_freq",),
         tower=_tower,
@@ -55,8 +58,8 @@ def vision_family(
     )
 
 
-def _parameters(names: Mapping[str, str], spec: DecoderSpec) -> Iterator[Parameter]:
-    yield from decoder_parameters(spec, Layout(_TEXT_NAMES))
+def _parameters(names: Mapping[str, str], stacked: bool, spec: DecoderSpec) -> Iterator[Parameter]:
+    yield from decoder_parameters(spec, Layout(_TEXT_NAMES, stacked=stacked))
     if spec.vision is not None:
         yield from vision_parameters(spec.vision, names)
 

@@ -1,15 +1,16 @@
-"""Qwen3-VL: the decoder of Qwen3, whose heads turn by time, row and column, and a vision tower,
-three of whose blocks add to what the decoder's first layers say."""
+"""Qwen3-VL: the decoder of Qwen3 or of Qwen3-MoE, whose heads turn by time, row and column, and a
+vision tower, three of whose blocks add to what the decoder's first layers say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
+from everystep.models.decoders.mixtures import experts_of, sparse_layers
 from everystep.models.decoders.pictures import (
     TOWER_NAMES,
     block_numbers,
@@ -21,7 +22,7 @@ from everystep.models.decoders.pictures import (
     vision_family,
 )
 from everystep.models.decoders.reading import gated_decoder
-from everystep.models.spec import DecoderSpec, LayerSpec
+from everystep.models.spec import DecoderSpec, ExpertsSpec, LayerSpec
 from everystep.models.vision.spec import VisionSpec
 from everystep.nn.activations import ACTIVATIONS
 
@@ -36,6 +37,18 @@ _TEXT: Mapping[str, Any] = {
     "hidden_act": "silu",
     "max_position_embeddings": 128000,
     "rms_norm_eps": 1e-6,
+}
+_MIXTURE: Mapping[str, Any] = {
+    **_TEXT,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": None,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "decoder_sparse_step": 1,
 }
 _VISION: Mapping[str, Any] = {
     "depth": 27,
@@ -65,6 +78,20 @@ _NAMES: Mapping[str, str] = {
 def _qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
     outer = Fields(config)
     read = text_part(outer, _TEXT)
+    return _read(outer, read, [None] * read.integer("num_hidden_layers"))
+
+
+def _qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:
+    """Shares always add up to 1."""
+    outer = Fields(config)
+    read = text_part(outer, _MIXTURE)
+    size = read.integer("moe_intermediate_size")
+    experts = experts_of(read, 60, size, normalised=True)
+    return _read(outer, read, [experts if one else None for one in sparse_layers(read)])
+
+
+def _read(outer: Fields, read: Fields, experts: Sequence[ExpertsSpec | None]) -> DecoderSpec:
+    """`experts`: those of each layer, None where it has an MLP."""
     _, turns = mrope_values(read)
     if not turns.flag("mrope_interleaved", True):
         raise UnsupportedError(
@@ -74,7 +101,7 @@ def _qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
         )
     rope = mrope_of(read, [24, 20, 20], 500_000.0, interleaved=True)
     bias = read.flag("attention_bias", False)
-    layers = [LayerSpec(rope)] * read.integer("num_hidden_layers")
+    layers = [LayerSpec(rope, experts=one) for one in experts]
     spec = gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, qk_norm="heads")
     vision = _vision(outer, spec.width)
     if len(vision.taps) > len(layers):
@@ -97,4 +124,7 @@ def _vision(outer: Fields, width: int) -> VisionSpec:
     )
 
 
-FAMILIES = {"qwen3_vl": vision_family(_qwen3_vl, _NAMES)}
+FAMILIES = {
+    "qwen3_vl": vision_family(_qwen3_vl, _NAMES),
+    "qwen3_vl_moe": vision_family(_qwen3_vl_moe, _NAMES, stacked=True),
+}

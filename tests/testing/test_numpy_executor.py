@@ -126,6 +126,8 @@ def test_a_specification_says_nothing_that_is_not_read() -> None:
         *(f"DecoderSpec.{name}" for name in ("layers", "parallel", "post_norms", "embed_scale")),
         *(f"DecoderSpec.{name}" for name in ("tied", "head_bias", "final_softcap", "pre_norms")),
         "DecoderSpec.positions",
+        "DecoderSpec.deepstack",  # which it refuses
+        "DecoderSpec.vision",  # which no executor reads
     }
 
 
@@ -133,6 +135,7 @@ def test_a_specification_says_nothing_that_is_not_read() -> None:
     "spec",
     [
         object(),
+        replace(PLAIN, deepstack=1),
         with_mlp(activation="sine"),
         with_norm(NormSpec("rms", 1e-5, bias=True)),
         with_norm(NormSpec("layer", 1e-5, plus_one=True)),

@@ -212,6 +212,8 @@ def _decoder_of(model: Model) -> tuple[DecoderSpec, Decoder]:
     spec, network = model.spec, model.network
     if not isinstance(spec, DecoderSpec) or not isinstance(network, Decoder):
         _refuse("this model", "a decoder", type(network).__name__)
+    if spec.deepstack:
+        _refuse("a decoder with features for its layers", "one without", spec.deepstack)
     if spec.mlp.activation not in _ACTIVATIONS:
         _refuse("this activation", ", ".join(_ACTIVATIONS), spec.mlp.activation)
     allowed = {"rms": not spec.norm.bias, "layer": not spec.norm.plus_one}

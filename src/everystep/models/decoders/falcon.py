@@ -9,18 +9,15 @@ from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of
+from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
 from everystep.models.parameters import NAMES, Layout, Parameter, decoder_parameters
 from everystep.models.rope_config import read_rope
 from everystep.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
-    MlpSpec,
-    NormSpec,
     PreNorms,
 )
-from everystep.nn.activations import ACTIVATIONS
 
 _NAMES = {
     **NAMES,
@@ -44,22 +41,20 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
             got="true",
         )
     (heads, size), bias = full_heads_of(read), read.flag("bias")
-    width, activation = read.integer("hidden_size"), read.choice("activation", ACTIVATIONS)
     parallel, pre_norms = _norms(read)
     rope = read_rope(read, size)
     if rope.dim != size:
         raise read.wrong("partial_rotary_factor", "heads that turn whole", rope.dim / size)
-    return DecoderSpec(
-        vocab_size=read.integer("vocab_size"),
-        width=width,
-        norm=NormSpec("layer", read.number("layer_norm_epsilon"), bias=True),
-        attention=AttentionSpec(heads, _key_heads(read, heads), size, size**-0.5, bias, bias),
-        mlp=MlpSpec(read.integer("ffn_hidden_size", 4 * width), activation, gated=False, bias=bias),
-        layers=(LayerSpec(rope),) * read.integer("num_hidden_layers"),
-        parallel=parallel,
-        pre_norms=pre_norms,
-        tied=read.flag("tie_word_embeddings"),
+    spec = plain_decoder(
+        read,
+        [LayerSpec(rope)] * read.integer("num_hidden_layers"),
+        AttentionSpec(heads, _key_heads(read, heads), size, size**-0.5, bias, bias),
+        eps=read.number("layer_norm_epsilon"),
+        inner=read.integer("ffn_hidden_size", 4 * read.integer("hidden_size")),
+        activation="activation",
+        mlp_bias=bias,
     )
+    return replace(spec, parallel=parallel, pre_norms=pre_norms)
 
 
 def _key_heads(read: Fields, heads: int) -> int:

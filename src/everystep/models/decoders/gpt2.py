@@ -13,7 +13,7 @@ from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of
+from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
 from everystep.models.families import Family
 from everystep.models.parameters import NAMES, Layout, decoder_parameters
 from everystep.models.spec import (
@@ -21,10 +21,7 @@ from everystep.models.spec import (
     DecoderSpec,
     LayerSpec,
     LearnedPositions,
-    MlpSpec,
-    NormSpec,
 )
-from everystep.nn.activations import ACTIVATIONS
 
 _NAMES = {
     **NAMES,
@@ -66,17 +63,15 @@ def _read(read: Fields) -> DecoderSpec:
         )
     (heads, size), width = full_heads_of(read), read.integer("hidden_size")
     scale = size**-0.5 if read.flag("scale_attn_weights") else 1.0
-    activation = read.choice("activation_function", ACTIVATIONS)
-    return DecoderSpec(
-        vocab_size=read.integer("vocab_size"),
-        width=width,
-        norm=NormSpec("layer", read.number("layer_norm_epsilon"), bias=True),
-        attention=AttentionSpec(heads, heads, size, scale, qkv_bias=True, out_bias=True),
-        mlp=MlpSpec(read.integer("n_inner", 4 * width), activation, gated=False, bias=True),
-        layers=(LayerSpec(None),) * read.integer("num_hidden_layers"),
-        tied=read.flag("tie_word_embeddings"),
-        positions=LearnedPositions(read.integer("max_position_embeddings")),
+    spec = plain_decoder(
+        read,
+        [LayerSpec(None)] * read.integer("num_hidden_layers"),
+        AttentionSpec(heads, heads, size, scale, qkv_bias=True, out_bias=True),
+        eps=read.number("layer_norm_epsilon"),
+        inner=read.integer("n_inner", 4 * width),
+        activation="activation_function",
     )
+    return replace(spec, positions=LearnedPositions(read.integer("max_position_embeddings")))
 
 
 def _family(

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of
+from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
 from everystep.models.parameters import NAMES, Layout, decoder_parameters
 from everystep.models.rope_config import read_rope
-from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
-from everystep.nn.activations import ACTIVATIONS
+from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 
 _NAMES = {
     **NAMES,
@@ -35,17 +34,14 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     base, share = read.number("rotary_emb_base"), read.number("rotary_pct")
     named = {**config, "rope_theta": base, "partial_rotary_factor": share}
     layer = LayerSpec(read_rope(Fields(named), size))
-    inner, activation = read.integer("intermediate_size"), read.choice("hidden_act", ACTIVATIONS)
-    return DecoderSpec(
-        vocab_size=read.integer("vocab_size"),
-        width=read.integer("hidden_size"),
-        norm=NormSpec("layer", read.number("layer_norm_eps"), bias=True),
-        attention=AttentionSpec(heads, heads, size, size**-0.5, bias, bias),
-        mlp=MlpSpec(inner, activation, gated=False, bias=True),
-        layers=(layer,) * read.integer("num_hidden_layers"),
-        parallel=read.flag("use_parallel_residual"),
-        tied=read.flag("tie_word_embeddings"),
+    spec = plain_decoder(
+        read,
+        [layer] * read.integer("num_hidden_layers"),
+        AttentionSpec(heads, heads, size, size**-0.5, bias, bias),
+        eps=read.number("layer_norm_eps"),
+        inner=read.integer("intermediate_size"),
     )
+    return replace(spec, parallel=read.flag("use_parallel_residual"))
 
 
 _FAMILY = decoder_family(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from everystep.errors import UnsupportedError
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, full_heads_of
+from everystep.models.decoders.reading import decoder_family, full_heads_of, plain_decoder
 from everystep.models.parameters import NAMES
 from everystep.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
     LearnedPositions,
-    MlpSpec,
-    NormSpec,
 )
-from everystep.nn.activations import ACTIVATIONS
 
 _NAMES = {
     **NAMES,
@@ -46,19 +44,17 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
             got=read.values["word_embed_proj_dim"],
         )
     heads, size = full_heads_of(read)
-    activation = read.choice("activation_function", ACTIVATIONS)
-    return DecoderSpec(
-        vocab_size=read.integer("vocab_size"),
-        width=width,
-        norm=NormSpec("layer", 1e-5, bias=True),
-        attention=AttentionSpec(heads, heads, size, size**-0.5, bias, bias),
-        mlp=MlpSpec(read.integer("ffn_dim"), activation, gated=False, bias=bias),
-        layers=(LayerSpec(None),) * read.integer("num_hidden_layers"),
-        tied=read.flag("tie_word_embeddings"),
-        positions=LearnedPositions(
-            read.integer("max_position_embeddings"), unused=2, from_mask=True
-        ),
+    spec = plain_decoder(
+        read,
+        [LayerSpec(None)] * read.integer("num_hidden_layers"),
+        AttentionSpec(heads, heads, size, size**-0.5, bias, bias),
+        eps=1e-5,
+        inner=read.integer("ffn_dim"),
+        activation="activation_function",
+        mlp_bias=bias,
     )
+    count = read.integer("max_position_embeddings")
+    return replace(spec, positions=LearnedPositions(count, unused=2, from_mask=True))
 
 
 def _require(read: Fields, key: str, wanted: bool, other: str) -> None:

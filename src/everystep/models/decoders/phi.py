@@ -4,13 +4,13 @@ and biases everywhere, in the head too."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, heads_of, rope_of
+from everystep.models.decoders.reading import decoder_family, heads_of, plain_decoder, rope_of
 from everystep.models.parameters import NAMES
-from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, QkNorm
-from everystep.nn.activations import ACTIVATIONS
+from everystep.models.spec import AttentionSpec, DecoderSpec, LayerSpec, QkNorm
 
 _NAMES = {
     **NAMES,
@@ -27,19 +27,14 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
     heads, kv_heads, size = heads_of(read)
     norm: QkNorm | None = "heads" if read.flag("qk_layernorm") else None
-    inner, activation = read.integer("intermediate_size"), read.choice("hidden_act", ACTIVATIONS)
-    return DecoderSpec(
-        vocab_size=read.integer("vocab_size"),
-        width=read.integer("hidden_size"),
-        norm=NormSpec("layer", read.number("layer_norm_eps"), bias=True),
-        attention=AttentionSpec(heads, kv_heads, size, size**-0.5, True, True, norm),
-        mlp=MlpSpec(inner, activation, gated=False, bias=True),
-        layers=(LayerSpec(rope_of(read)),) * read.integer("num_hidden_layers"),
-        parallel=True,
-        pre_norms="shared",
-        tied=read.flag("tie_word_embeddings"),
-        head_bias=True,
+    spec = plain_decoder(
+        read,
+        [LayerSpec(rope_of(read))] * read.integer("num_hidden_layers"),
+        AttentionSpec(heads, kv_heads, size, size**-0.5, True, True, norm),
+        eps=read.number("layer_norm_eps"),
+        inner=read.integer("intermediate_size"),
     )
+    return replace(spec, parallel=True, pre_norms="shared", head_bias=True)
 
 
 FAMILIES = {

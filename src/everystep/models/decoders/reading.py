@@ -73,6 +73,30 @@ def gated_decoder(
     )
 
 
+def plain_decoder(
+    read: Fields,
+    layers: Sequence[LayerSpec],
+    attention: AttentionSpec,
+    *,
+    eps: float,
+    inner: int,
+    activation: str = "hidden_act",
+    mlp_bias: bool = True,
+) -> DecoderSpec:
+    """A decoder with layer norms and an MLP without a gate, whose activation stands under that
+    key."""
+    act = read.choice(activation, ACTIVATIONS)
+    return DecoderSpec(
+        vocab_size=read.integer("vocab_size"),
+        width=read.integer("hidden_size"),
+        norm=NormSpec("layer", eps, bias=True),
+        attention=attention,
+        mlp=MlpSpec(inner, act, gated=False, bias=mlp_bias),
+        layers=tuple(layers),
+        tied=read.flag("tie_word_embeddings"),
+    )
+
+
 def heads_of(read: Fields) -> tuple[int, int, int]:
     """How many heads of queries and of keys there are, and their size."""
     width, heads = read.integer("hidden_size"), read.integer("num_attention_heads")

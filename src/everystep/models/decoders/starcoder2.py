@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from everystep.models.config import Fields
-from everystep.models.decoders.reading import decoder_family, heads_of, window_of
+from everystep.models.decoders.reading import decoder_family, heads_of, plain_decoder, window_of
 from everystep.models.parameters import NAMES
 from everystep.models.rope_config import read_rope
 from everystep.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
-    MlpSpec,
-    NormSpec,
 )
-from everystep.nn.activations import ACTIVATIONS
 
 _NAMES = {**NAMES, "up": "mlp.c_fc", "down": "mlp.c_proj"}
 
@@ -25,15 +22,13 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
     (heads, kv_heads, size), bias = heads_of(read), read.flag("use_bias")
     layer = LayerSpec(read_rope(read, size), window_of(read))
-    inner, activation = read.integer("intermediate_size"), read.choice("hidden_act", ACTIVATIONS)
-    return DecoderSpec(
-        vocab_size=read.integer("vocab_size"),
-        width=read.integer("hidden_size"),
-        norm=NormSpec("layer", read.number("norm_epsilon"), bias=True),
-        attention=AttentionSpec(heads, kv_heads, size, size**-0.5, bias, bias),
-        mlp=MlpSpec(inner, activation, gated=False, bias=bias),
-        layers=(layer,) * read.integer("num_hidden_layers"),
-        tied=read.flag("tie_word_embeddings"),
+    return plain_decoder(
+        read,
+        [layer] * read.integer("num_hidden_layers"),
+        AttentionSpec(heads, kv_heads, size, size**-0.5, bias, bias),
+        eps=read.number("norm_epsilon"),
+        inner=read.integer("intermediate_size"),
+        mlp_bias=bias,
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from parts.clock import medians
 from parts.report import options, write
+from parts.slices import SHAPES
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -35,19 +36,7 @@ from everystep.nn.linear import Rows
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 from everystep.types import Verb, Work
 
-SHAPE = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 2048,
-    "max_position_embeddings": 4096,
-}
+SHAPE = {**SHAPES["qwen3-30b-a3b"].config, "vocab_size": 2048, "max_position_embeddings": 4096}
 NEW, LONG = 32, 512
 
 
@@ -145,7 +134,6 @@ def main() -> None:
     parser.add_argument("--cases", default="1x16,8x16,1x512")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    # Where the processor has no arithmetic for it, it takes minutes.
     parser.add_argument("--without-bfloat16", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -28,10 +28,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from everystep.api.model import LanguageModel
 from everystep.executors.native import NativeExecutor
 from everystep.models import Model, build_model, weight_bytes
-from everystep.models.aliases import under_own_names
 from everystep.models.families import find_family
 from everystep.models.load import complete_config
 from everystep.models.loader import HeldWeights
+from everystep.models.stacks import unstacked
 from everystep.nn.linear import Rows
 from everystep.nn.quantized import BLOCK, QuantizedWeight
 from everystep.types import Verb, Work
@@ -67,7 +67,7 @@ def our_model(theirs: Any, format: str) -> Model:
         return panels(source, quantize=format)  # type: ignore[arg-type]
     family = find_family(config["model_type"])
     parameters = family.parameters(family.read_spec(complete_config(config)))
-    own, _ = under_own_names(source, None, parameters)
+    own, _ = unstacked(source, None, parameters)
     weights: dict[str, Rows] = {}
     for name in own.names():
         one = own.load(name)

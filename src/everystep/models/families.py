@@ -66,11 +66,10 @@ class Family:
 
     `defaults`: what the configuration may leave out. `leftovers`: patterns of names in checkpoints
     that hold nothing that is needed. `aliases`: the family's own names of values in a configuration
-    -> the usual ones, which count; it may use either. `synonyms`: further names of tensors -> those
-    that parameters have. `plan_encoders`: the encoders of prompt inputs that a configuration,
-    complete with its defaults, describes beside the network. `tower`: what reads pictures,
-    where the family has that. `older`: beginnings of names in older checkpoints, and what they are
-    now.
+    -> the usual ones, which count; it may use either. `plan_encoders`: the encoders of prompt
+    inputs that a configuration, complete with its defaults, describes beside the network. `tower`:
+    what reads pictures, where the family has that. `prefixes`: with what names begin in other
+    checkpoints, and with what they begin here.
     """
 
     defaults: Mapping[str, Any]
@@ -79,10 +78,9 @@ class Family:
     assemble: Callable[[Any, WeightLoader], Network]
     leftovers: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    synonyms: Mapping[str, str] = field(default_factory=dict)
     plan_encoders: Callable[[Mapping[str, Any]], tuple[EncoderPlan, ...]] = no_encoders
     tower: Callable[[Any, WeightLoader], VisionTower | None] | None = None
-    older: tuple[tuple[str, str], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
 
     def all_parameters(self, config: Mapping[str, Any], spec: Any) -> dict[str, Parameter]:
         """Those of the network and of the encoders, by their keys."""

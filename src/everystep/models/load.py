@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from everystep.errors import FormatError, RequestError, UnsupportedError
-from everystep.models.aliases import under_own_names
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.loader import (
@@ -29,6 +28,7 @@ from everystep.models.loader import (
 from everystep.models.model import Model
 from everystep.models.names import Renamed, check_names, common_names
 from everystep.models.parameters import ParameterPart
+from everystep.models.stacks import unstacked
 from everystep.models.tying import spec_as_stored, with_table
 from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
@@ -65,7 +65,7 @@ def build_model(
     wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
     parameters = family.all_parameters(values, spec)
-    source, kept = under_own_names(source, kept, parameters.values())
+    source, kept = unstacked(source, kept, parameters.values())
     names = common_names(family, spec, parameters.values(), source.names())
     parameters = with_table(family, spec, parameters, names)
     loader = WeightLoader(
@@ -121,14 +121,14 @@ def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     stacks: dict[str, Tensor] = {}
     for part, held in _places(model):
         values = part.stored_values(dense(rows_of(held, part.start, part.stop)))
-        if (alias := part.alias) is None or not alias.written:
+        if (stack := part.stack) is None or not stack.written:
             yield part.name, values
             continue
-        if alias.name not in stacks:
-            stacks[alias.name] = values.new_empty(alias.count, values.shape[1], alias.rows)
-        stacks[alias.name][alias.index, :, alias.start : alias.stop] = values.T
-        if alias.index == alias.count - 1 and alias.stop == alias.rows:
-            yield alias.name, stacks.pop(alias.name)
+        if stack.name not in stacks:
+            stacks[stack.name] = values.new_empty(stack.count, values.shape[1], stack.rows)
+        stacks[stack.name][stack.index, :, stack.start : stack.stop] = values.T
+        if stack.index == stack.count - 1 and stack.stop == stack.rows:
+            yield stack.name, stacks.pop(stack.name)
 
 
 def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:

@@ -66,14 +66,14 @@ def _first_names(parameters: Collection[Parameter], found: dict[str, str]) -> di
 
 
 def _current(family: Family, names: list[str]) -> dict[str, str]:
-    """Each name of a source under what it is called now. Names of which some begin as they do now
-    are of a newer checkpoint."""
-    newer = any(name.startswith(now) for name in names for _, now in family.older)
-    older = () if newer else family.older
+    """Each name of a source under what it is called here; as it is, where any of them begins as
+    names do here."""
+    same = any(name.startswith(here) for name in names for _, here in family.prefixes)
+    others = () if same else family.prefixes
     found = {}
     for name in names:
-        before, now = next((pair for pair in older if name.startswith(pair[0])), ("", ""))
-        found[now + family.synonyms.get(name, name).removeprefix(before)] = name
+        there, here = next((pair for pair in others if name.startswith(pair[0])), ("", ""))
+        found[here + name.removeprefix(there)] = name
     return found
 
 

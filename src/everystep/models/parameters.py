@@ -69,11 +69,10 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
-class Alias:
-    """Where a checkpoint may hold a part instead: rows [start, stop) of the `rows` under this name.
+class Stack:
+    """Where a checkpoint may hold a part instead: rows [start, stop) of the `index`-th matrix of
+    the `count` under this name, (count, rows, columns) or, turned, (count, columns, rows).
 
-    `count`: the name is that of a stack of so many matrices, (count, rows, columns) or, turned,
-    (count, columns, rows), and the part lies in the `index`-th; 0 for a matrix of its own.
     `written`: files of the family hold the stack, turned, and not the part.
     """
 
@@ -81,9 +80,9 @@ class Alias:
     start: int
     stop: int
     rows: int
-    count: int = 0
-    index: int = 0
-    written: bool = False
+    count: int
+    index: int
+    written: bool
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class ParameterPart:
     the `others` that it has, as tied weights may be.
 
     `transposed`: they are columns there. `interleaved`: they are in another order there.
-    `alias`: where it may be instead.
+    `stack`: where it may be instead.
     """
 
     name: str
@@ -100,7 +99,7 @@ class ParameterPart:
     stop: int
     transposed: bool = False
     interleaved: Interleaved | None = None
-    alias: Alias | None = None
+    stack: Stack | None = None
     others: tuple[str, ...] = ()
 
     @property
@@ -277,9 +276,8 @@ def _experts(
     spec: DecoderSpec, experts: ExpertsSpec, key: str, layout: Layout
 ) -> Iterator[Parameter]:
     count, size, names = experts.count, experts.size, layout.names
-    there = f"{names['router_there']}.weight" if "router_there" in names else None
-    alias = None if there is None else Alias(there, 0, count, count)
-    router = ParameterPart(f"{names['router']}.weight", 0, count, alias=alias)
+    others = (f"{names['router_there']}.weight",) if "router_there" in names else ()
+    router = ParameterPart(f"{names['router']}.weight", 0, count, others=others)
     yield Parameter(f"{key}.router.weight", (count, spec.width), (router,))
     roles = ("expert_gate", "expert_up") if spec.mlp.gated else ("expert_up",)
     inner = [(names[role], size) for role in roles]
@@ -302,7 +300,7 @@ def _in_stack(
             f"{name.format(expert)}.weight",
             stop - rows,
             stop,
-            alias=Alias(stack, stop - rows, stop, stops[-1], count, expert, written),
+            stack=Stack(stack, stop - rows, stop, stops[-1], count, expert, written),
         )
         for (name, rows), stop in zip(parts, stops, strict=True)
     )

@@ -65,6 +65,6 @@ FAMILIES = {
         _FAMILY,
         parameters=partial(decoder_parameters, layout=Layout(_NAMES, interleaved=True)),
         leftovers=(*_FAMILY.leftovers, "*.attention.bias", "*.attention.masked_bias"),
-        synonyms={"lm_head.weight": "embed_out.weight"},
+        prefixes=(("lm_head.", "embed_out."),),
     )
 }

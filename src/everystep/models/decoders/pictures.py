@@ -54,7 +54,7 @@ def vision_family(
         assemble_decoder,
         leftovers=("*rotary_*emb.inv_freq",),
         tower=_tower,
-        older=_OLDER,
+        prefixes=_OLDER,
     )
 
 

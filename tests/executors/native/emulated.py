@@ -90,8 +90,11 @@ class Around:
         """The same for a member of a structure."""
         if isinstance(structure, StepWork):
             return replace(self, work=structure)
-        own_heads = isinstance(structure, LayerWeights) and name in ("q", "k")
-        return replace(self, normed=self.model.head_dim if own_heads else self.model.width)
+        model, normed = self.model, self.model.width
+        if isinstance(structure, LayerWeights) and name in ("q", "k"):
+            heads = model.heads if name == "q" else model.kv_heads
+            normed = model.head_dim * (heads if model.whole_qk else 1)
+        return replace(self, normed=normed)
 
 
 def _numbers(kind: Any, address: int, count: int) -> list[int]:
@@ -130,11 +133,13 @@ RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
     "best_values": lambda work, _: 4 * _told(work, True) * work.most,
     "best_tokens": lambda work, _: 8 * _told(work, True) * work.most,
     "best_totals": lambda work, _: 4 * _told(work, True),
+    "best_hidden": lambda work, around: 4 * _told(work, True) * around.model.width,
     "hidden": lambda work, around: 4 * work.tokens * around.model.width,
 }
 EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = {
     Matrix: {"row_scales": lambda matrix, _: 4 * -(-matrix.rows // 16) * 16},
     LinearMapC: {"bias": lambda linear, _: 4 * sum(part.rows for part in linear.parts)},
+    DecoderWeights: {"positions": lambda model, _: 4 * model.places * model.width},
     NormWeights: _NORM,
     RopeRows: {
         **{name: lambda rope, around: 4 * _rope_values(rope, around) for name in ("cos", "sin")},
@@ -143,13 +148,16 @@ EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = 
     GivenEmbeds: {"values": lambda given, around: 4 * given.count * around.model.width},
     StepWork: {
         "ids": lambda work, _: 8 * work.tokens,
+        "positions": lambda work, _: 4 * work.tokens,
         "pages": lambda work, _: 4 * work.stride * (1 + max(_of_feeds(work, "rows"))),
         **_FEEDS,
         **_COPIES,
         **RESULTS,
     },
 }
-"""The bytes behind every pointer but `Matrix.data`, which the program itself knows."""
+"""The bytes after every pointer but `Matrix.data`, which the program itself knows."""
+COUNTS = {"layer": "layers", "each": "count", "rope": "ropes", "embed": "embeds", "added": "deep"}
+"""Which member counts the structures after a pointer."""
 
 
 # --- the library over there -----------------------------------------------------------------------
@@ -241,8 +249,7 @@ class EmulatedLibrary:
             elif isinstance(value, Array):
                 setattr(made, name, type(value)(*(self._copied(one, inside) for one in value)))
             elif isinstance(value, ctypes._Pointer):
-                # `layer` of a decoder has `layers`, `rope` and `embed` of a work likewise.
-                count = getattr(structure, "count" if name == "each" else f"{name}s")
+                count = getattr(structure, COUNTS[name])
                 items = [self._copied(value[i], inside) for i in range(count)]
                 setattr(made, name, ctypes.cast(self._write(b"".join(map(bytes, items))), kind))
         return made

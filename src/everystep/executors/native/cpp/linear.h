@@ -78,11 +78,11 @@ inline bool reads_values(const Linear& linear) {
 // of the inputs. `kRowScales`: one scale per row instead of one per block.
 struct Int8 {
     static constexpr bool kFourBits = false, kMins = false, kRowScales = true;
-    static constexpr int kOffset = 128;
+    static constexpr int kOffset = kByteOffset;
 };
 struct Q8 {
     static constexpr bool kFourBits = false, kMins = false, kRowScales = false;
-    static constexpr int kOffset = 128;
+    static constexpr int kOffset = kByteOffset;
 };
 struct Q4 {
     static constexpr bool kFourBits = true, kMins = false, kRowScales = false;

@@ -88,7 +88,9 @@ SMALL = [seed for seed in range(60) if len(random_mix(seed).requests) <= 2][:8]
 
 
 @pytest.mark.parametrize("error", [Interrupt, MemoryError])
-@pytest.mark.parametrize("seed", SMALL)
+@pytest.mark.parametrize(
+    "seed", [*SMALL[:4], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SMALL[4:])]
+)
 def test_an_interrupt_changes_nothing(seed: int, error: type[BaseException]) -> None:
     mix = random_mix(seed)
     expected = run_together(mix.requests, hash_executor(mix)).results
@@ -111,7 +113,9 @@ def test_an_interrupt_at_any_line_changes_nothing(seed: int) -> None:
         assert run.results == expected, at
 
 
-@pytest.mark.parametrize("seed", SMALL[:4])
+@pytest.mark.parametrize(
+    "seed", [*SMALL[:2], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SMALL[2:4])]
+)
 def test_two_interrupts_in_a_row_change_nothing(seed: int) -> None:
     """The second one falls into what mends the first."""
     mix = random_mix(seed)

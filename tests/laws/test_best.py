@@ -88,7 +88,9 @@ def reads_best(request: Request) -> bool:
     return plain and few and request.strategy.reads.best > 0
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (50, 100, 150))]
+)
 def test_the_laws_hold(first: int) -> None:
     laws = Laws(best_executor)
     for seed in range(first, first + 50):

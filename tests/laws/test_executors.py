@@ -31,8 +31,8 @@ from everystep.types.protocols import Drafter, Readout
 from tests.executors.models import family_model, narrow_model
 
 WIDTH = 32
-BLOCKS = 3
 MIXES = 10
+BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 2))]
 
 
 def for_decoder(mix: Mix, width: int = WIDTH) -> Mix:
@@ -89,13 +89,13 @@ def model(request: pytest.FixtureRequest) -> Model:
     return family_model(request.param)
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("executor", [TorchExecutor, NumpyExecutor])
 def test_the_laws_hold(model: Model, executor: Callable[[Model], Executor], block: int) -> None:
     check(executor, model, block)
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", ["mistral", "mamba"])
 def test_the_laws_hold_where_rows_forget(name: str, block: int) -> None:
     config = {"sliding_window": 5} if name == "mistral" else {"state_size": 4}
@@ -125,7 +125,7 @@ def test_the_laws_hold_in_narrow_rows(model: Model, cache_dtype: CacheDtype) -> 
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rounding", [None, "int8"])
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_the_laws_hold_natively(name: str, rounding: Rounding | None, block: int) -> None:

@@ -40,7 +40,9 @@ def say(ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
     return MODEL.generate(ids, attention_mask=mask, **given)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 40))]
+)
 def test_chunks_and_batches_are_invisible(seed: int) -> None:
     chance = Random(seed)
     way = chance.choice(WAYS)

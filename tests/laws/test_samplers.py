@@ -54,7 +54,9 @@ def _otherwise(request: Request, draw: Dice) -> Request:
     return replace(request, processors=chosen)
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (25, 50, 75))]
+)
 def test_the_laws_hold(first: int) -> None:
     laws = Laws(without_textbook)
     for seed in range(first, first + 25):

@@ -31,7 +31,7 @@ from everystep.types import Prompt, Request, StepOutput, Work
 from tests.executors.models import PLAIN, random_model
 from tests.laws.test_best import BestExecutor
 
-VOCABULARY, BATCHES, PROMPTS = 8_200, 50, 4
+VOCABULARY, BATCHES, PROMPTS = 8_200, 25, 4
 
 
 class Rounded(BestExecutor):
@@ -51,7 +51,9 @@ class Rounded(BestExecutor):
 class WholeNative(NativeExecutor):
     """Reports whole rows alone."""
 
-    abilities = NativeExecutor.abilities - {"best"}
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.abilities -= {"best"}
 
 
 class CountingNative(NativeExecutor):

@@ -99,7 +99,7 @@ expected = model.generate(torch.tensor([IDS]), max_new_tokens=5).tolist()
 room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 none = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (room + 2**22, none[1]))
-assert executor._library.es_reserve(executor._runner, 10**6) == 1
+assert executor._library.es_reserve(executor._runner, 10**6, 0) == 1
 del executor
 try:
     model.generate(torch.tensor([IDS]), max_new_tokens=5)

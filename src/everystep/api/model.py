@@ -78,7 +78,7 @@ class LanguageModel:
         self._core = core
         self.generation_config = generation_config or GenerationConfig()
         self.name_or_path = name
-        self._executor = executor
+        self.executor_name = executor
         self._cache_dtype = cache_dtype
         self._adapters: Adapters = {}
         self._prompt_inputs: tuple[PromptInput, ...] = ()
@@ -183,7 +183,7 @@ class LanguageModel:
             device, dtype = None, device
         place = self.device if device is None else usable_device(device)
         if dtype is not None or place != self.device:
-            in_panels = partial(holds_panels, self._executor)
+            in_panels = partial(holds_panels, self.executor_name)
             self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
             self._adapters = moved_adapters(self._adapters, self._core.device, self._core.dtype)
         return self
@@ -265,7 +265,7 @@ class LanguageModel:
     @property
     def runs_on(self) -> str:
         """Which executor plain requests get, and its instruction set, or why it is torch."""
-        return chosen(self._core, self._executor)
+        return chosen(self._core, self.executor_name)
 
     def executor(
         self,
@@ -280,7 +280,7 @@ class LanguageModel:
         """
         core = self._core if layers is None else first_layers(self._core, layers)
         return open_executor(
-            core, self._executor, needs, quantization, self._cache_dtype, self._adapters
+            core, self.executor_name, needs, quantization, self._cache_dtype, self._adapters
         )
 
     def __call__(

@@ -6,10 +6,13 @@ can be wrong with a call is known when it returns, before any compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
+
+from torch import Tensor
 
 from everystep.api.allowing import allowed_in, length_of_allowed
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
@@ -24,6 +27,7 @@ from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.api.readouts import readout_of
 from everystep.api.searches import require_known_words
 from everystep.api.strategies import strategy_of
+from everystep.bridge.core import ForeignModel
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
@@ -31,6 +35,7 @@ from everystep.config.effective import for_rows
 from everystep.engine.collect import kept_rows
 from everystep.engine.draft_model import DraftModel
 from everystep.errors import RequestError
+from everystep.executors.choice import encoder_of
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
 from everystep.processors.order import Facts, build
@@ -39,7 +44,7 @@ from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
-from everystep.types import Request, Wants
+from everystep.types import Prompt, Request, Wants
 from everystep.types.protocols import Drafter, Stop, Strategy
 
 if TYPE_CHECKING:
@@ -165,7 +170,7 @@ def completed(model: LanguageModel, call: Call) -> Call:
         return replace(call, requests=with_pictures(model, read, call.inputs.pictures))
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
     each = heard or (None,) * len(source.prompts)
-    states = source.states or tuple(map(model.core.encode, source.prompts, each))
+    states = source.states or tuple(_encoded(model, source.prompts, each))
     if not source.places:
         call = replace(call, inputs=replace(call.inputs, source=source.encoded(states, heard)))
     requests = []
@@ -174,6 +179,17 @@ def completed(model: LanguageModel, call: Call) -> Call:
         prompt = replace(request.prompt, encoder=state)
         requests.append(replace(request, prompt=prompt, companions=companions))
     return replace(call, requests=tuple(requests), heard=heard)
+
+
+def _encoded(
+    model: LanguageModel, prompts: Sequence[Prompt], heard: Sequence[Heard | None]
+) -> Iterator[Tensor]:
+    """What an encoder makes of prompts; `heard` gets what its layers show."""
+    core = model.core
+    encode = core.encode
+    if not isinstance(core, ForeignModel):
+        encode = partial(core.encode, by=encoder_of(core, model.executor_name))
+    return map(encode, prompts, heard)
 
 
 def _most_new(options: Options, inputs: Inputs, context: int | None) -> int:

@@ -28,6 +28,12 @@ def across_of(past: Past) -> Tensor | None:
     return torch.stack(pairs) if pairs else None
 
 
+def with_across(past: Past, across: Tensor) -> Past:
+    """The past, with (L, 2, K, S, D) of encoder states after its own keys and values."""
+    layers = zip(past.layers, across, strict=True)
+    return Past(past.length, tuple((*own, *seen) for own, seen in layers))
+
+
 def pair(held: Sequence[Tensor]) -> Tensor:
     """(2, K, n, D) of keys and values, the shorter filled up with zeros."""
     dim = max(one.shape[-1] for one in held[:2])

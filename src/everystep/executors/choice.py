@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from everystep.adapters import LoRA
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.base import Executor
-from everystep.executors.native import NativeExecutor, obstacles, spec_obstacles, status
+from everystep.executors.native import (
+    NativeEncoder,
+    NativeExecutor,
+    abilities_of,
+    obstacles,
+    spec_obstacles,
+    status,
+)
 from everystep.executors.torch_executor import TorchExecutor
-from everystep.models import Model
+from everystep.models import Encode, Model
 
 ExecutorName = Literal["auto", "native", "torch"]
 
@@ -39,7 +47,7 @@ def open_executor(
             got=f"cache_dtype={cache_dtype!r} and a quantised cache",
             do="Load the model without cache_dtype, or leave the quantised cache out",
         )
-    missing = sorted(needs - NativeExecutor.abilities)
+    missing = sorted(needs - abilities_of(model.network))
     reasons = [*obstacles(model), *(f"it has no {need}" for need in missing)]
     if quantization is not None:
         reasons.append("its rows are in full precision")
@@ -52,6 +60,18 @@ def open_executor(
             do="Load the model with executor='auto' or 'torch'",
         )
     return NativeExecutor(model, cache_dtype)
+
+
+_ENCODERS: WeakKeyDictionary[Model, NativeEncoder] = WeakKeyDictionary()
+
+
+def encoder_of(model: Model, name: ExecutorName = "auto") -> Encode | None:
+    """The compiled kernels as the model's encoder, where they can be; None: its own network."""
+    if name == "torch" or obstacles(model):
+        return None
+    if model not in _ENCODERS:
+        _ENCODERS[model] = NativeEncoder(model)
+    return _ENCODERS[model]
 
 
 def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:

@@ -17,9 +17,10 @@ from everystep.models.load import (
     weight_bytes,
     weight_digest,
 )
-from everystep.models.model import Model, refuse_copies
+from everystep.models.model import Encode, Model, refuse_copies
 
 __all__ = [
+    "Encode",
     "Model",
     "build_gguf_model",
     "build_model",

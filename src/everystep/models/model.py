@@ -7,7 +7,7 @@ keeps; executors run works against rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,6 +23,9 @@ from everystep.models.vision.tower import VisionTower
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, Placed, State
 from everystep.types import InputSpec, Prompt
+
+Encode = Callable[[Tensor, None, Heard | None], Tensor]
+"""Embeddings (1, S, E), all of them real, -> encoder states (1, S, E): see `Network.encode`."""
 
 
 def refuse_copies(holder: object, protocol: object) -> NoReturn:
@@ -186,9 +189,11 @@ class Model:
         RequestError for one outside the vocabulary."""
         return embedded(self.network, ids, source=True)
 
-    def encode(self, prompt: Prompt, heard: Heard | None = None) -> Tensor:
+    def encode(
+        self, prompt: Prompt, heard: Heard | None = None, by: Encode | None = None
+    ) -> Tensor:
         """Encoder states (S, E) of one prompt without padding, those of holes in its mask left out;
-        `heard` gets what layers show."""
+        `heard` gets what layers show. `by`: who encodes where there are no holes."""
         if not self.network.encodes:
             raise UnsupportedError("this model has no encoder")
         with inference_mode():
@@ -201,7 +206,8 @@ class Model:
             else:
                 raise RequestError("there is nothing to encode", wanted="ids or embeddings")
             if prompt.mask is None:
-                return self.network.encode(hidden[None], None, heard)[0]
+                whole = by or self.network.encode
+                return whole(hidden[None], None, heard)[0]
             seen = prompt.mask[-1].to(self.device)
             return self.network.encode(hidden[None], seen[None], heard)[0, seen]
 

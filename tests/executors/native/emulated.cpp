@@ -3,7 +3,7 @@
 //
 //     W address size bytes...        writes memory
 //     R address size                 answers with its bytes
-//     C name(16) arguments(4 x 8)    answers with the result as 8 bytes
+//     C name(16) arguments(5 x 8)    answers with the result as 8 bytes
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -18,8 +18,9 @@ int32_t es_interface();
 void es_sizes(int64_t*);
 int32_t es_open(const everystep::Model*, int32_t, void**);
 void es_close(void*);
-int32_t es_reserve(void*, int64_t);
-void es_export(void*, const int32_t*, int64_t, float*);
+int32_t es_reserve(void*, int64_t, int64_t);
+int32_t es_keep_states(void*, const float*, int64_t, const int32_t*, int32_t);
+void es_export(void*, const int32_t*, int64_t, int32_t, float*);
 void es_import(void*, const int32_t*, int64_t, const float*);
 int32_t es_run(void*, const everystep::Work*, int32_t);
 }
@@ -73,6 +74,7 @@ const Function kFunctions[] = {
     {"es_open", [](const int64_t* given) { return call(es_open, given); }},
     {"es_close", [](const int64_t* given) { return call(es_close, given); }},
     {"es_reserve", [](const int64_t* given) { return call(es_reserve, given); }},
+    {"es_keep_states", [](const int64_t* given) { return call(es_keep_states, given); }},
     {"es_export", [](const int64_t* given) { return call(es_export, given); }},
     {"es_import", [](const int64_t* given) { return call(es_import, given); }},
     {"es_run", [](const int64_t* given) { return call(es_run, given); }},
@@ -84,7 +86,7 @@ void receive(void* to, std::size_t size) {
 
 void serve_call() {
     char name[16];
-    int64_t given[4];
+    int64_t given[5];
     receive(name, sizeof name);
     receive(given, sizeof given);
     for (const Function& function : kFunctions) {

@@ -1,6 +1,6 @@
 """The native library on another processor: compiled for aarch64 and run there or under emulation.
 
-The library is linked with `emulated.cpp` into a program that is told over pipes what to write, call
+The library is linked with `emulated.cpp` into a program that reads from pipes what to write, call
 and read. EmulatedLibrary stands where the loaded library would: it copies what a structure points
 to, and copies results back. How much each pointer reaches is listed in EXTENTS.
 """
@@ -8,6 +8,7 @@ to, and copies results back. How much each pointer reaches is listed in EXTENTS.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
 import shutil
@@ -15,9 +16,11 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import Array, Structure, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -28,13 +31,13 @@ from everystep.executors.native import build
 from everystep.executors.native.library import (
     _MIRRORED,
     INTERFACE,
-    DecoderWeights,
     GivenEmbeds,
     LayerWeights,
     LinearMapC,
     Matrix,
     NormWeights,
     RopeRows,
+    StackWeights,
     StepWork,
 )
 
@@ -57,22 +60,30 @@ def build_program(target: Path) -> list[str]:
     cxx = build.compiler() if native else tool("aarch64-linux-gnu-g++")
     emulator = [] if native else [tool("qemu-aarch64-static")]
     assert cxx is not None
-    libraries = os.pathsep.join(map(str, FETCHED.glob("lib/*-linux-gnu")))
-    subprocess.run(
-        [*program_command(cxx), "-o", str(target)],
-        check=True,
-        # The compiler's assembler and linker come with libraries of their own.
-        env={**os.environ, "LD_LIBRARY_PATH": libraries},
-    )
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a run share one program
+        if not target.exists():
+            compile_program(cxx, target)
     return [*emulator, str(target)]
 
 
-def program_command(cxx: str) -> list[str]:
-    """The library's own command for this processor, linked into a program instead."""
-    command = build.command(cxx, "plain", HERE / "emulated.cpp")
-    command[command.index("-shared")] = "-static"
-    command.remove("-o")
-    return [*command, f"-I{build.HERE / 'cpp'}"]
+def compile_program(cxx: str, target: Path) -> None:
+    """Compiles with the library's own flags and links into a program instead."""
+    flags = [flag for flag in build.flags("plain") if flag != "-shared"]
+    sources = [*(build.HERE / "cpp" / name for name in build.SOURCES), HERE / "emulated.cpp"]
+    objects = [target.with_name(f"{source.stem}.o") for source in sources]
+    libraries = os.pathsep.join(map(str, FETCHED.glob("lib/*-linux-gnu")))
+    # The compiler's assembler and linker come with libraries of their own.
+    run = partial(subprocess.run, check=True, env={**os.environ, "LD_LIBRARY_PATH": libraries})
+    folder = f"-I{build.HERE / 'cpp'}"
+    parts = zip(sources, objects, strict=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = pool.map(
+            lambda part: run([cxx, *flags, folder, "-c", part[0], "-o", part[1]]), parts
+        )
+        assert len(list(made)) == len(objects)
+    run([cxx, "-static", "-pthread", *objects, "-o", target.with_suffix(".made")])
+    target.with_suffix(".made").rename(target)
 
 
 # --- what pointers reach --------------------------------------------------------------------------
@@ -82,7 +93,7 @@ def program_command(cxx: str) -> list[str]:
 class Around:
     """What stands around a structure: the decoder, the step if it is one's, a norm's length."""
 
-    model: DecoderWeights
+    model: StackWeights
     work: StepWork | None = None
     normed: int = 0
 
@@ -124,7 +135,8 @@ def _told(work: Any, best: bool) -> int:
 
 
 _FEEDS = {
-    name: lambda work, _: 8 * work.feeds for name in ("rows", "starts", "counts", "wanted", "best")
+    name: lambda work, _: 8 * work.feeds
+    for name in ("rows", "starts", "counts", "wanted", "best", "across_rows", "across_counts")
 }
 _COPIES = {name: lambda work, _: 4 * work.copies for name in ("copy_from", "copy_to")}
 RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
@@ -139,7 +151,10 @@ RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
 EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = {
     Matrix: {"row_scales": lambda matrix, _: 4 * -(-matrix.rows // 16) * 16},
     LinearMapC: {"bias": lambda linear, _: 4 * sum(part.rows for part in linear.parts)},
-    DecoderWeights: {"positions": lambda model, _: 4 * model.places * model.width},
+    StackWeights: {
+        "positions": lambda model, _: 4 * model.places * model.width,
+        "distances": lambda model, _: 4 * model.heads * (2 * model.reach + 1),
+    },
     NormWeights: _NORM,
     RopeRows: {
         **{name: lambda rope, around: 4 * _rope_values(rope, around) for name in ("cos", "sin")},
@@ -150,6 +165,9 @@ EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = 
         "ids": lambda work, _: 8 * work.tokens,
         "positions": lambda work, _: 4 * work.tokens,
         "pages": lambda work, _: 4 * work.stride * (1 + max(_of_feeds(work, "rows"))),
+        "across_pages": lambda work, _: (
+            4 * work.across_stride * (1 + max(_of_feeds(work, "across_rows")))
+        ),
         **_FEEDS,
         **_COPIES,
         **RESULTS,
@@ -169,7 +187,7 @@ class EmulatedLibrary:
     def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._taken: list[int] = []
-        self._models: dict[int, DecoderWeights] = {}
+        self._models: dict[int, StackWeights] = {}
         assert self._call("es_interface") == INTERFACE
         sizes = (c_int64 * len(_MIRRORED))()
         self._call("es_sizes", there := self._take(sizeof(sizes)))
@@ -183,7 +201,7 @@ class EmulatedLibrary:
             ending.stdin.close()
             assert ending.wait(60) == 0
 
-    def es_open(self, model: DecoderWeights, kv_type: int, runner: Any) -> int:
+    def es_open(self, model: StackWeights, kv_type: int, runner: Any) -> int:
         there, place = self._copied(model, Around(model)), self._take(8)
         failed = self._call("es_open", self._write(bytes(there)), kv_type, place)
         opened = int(struct.unpack("=q", self._read(place, 8))[0])
@@ -192,8 +210,15 @@ class EmulatedLibrary:
         self._taken.clear()  # as long as the program runs
         return failed
 
-    def es_reserve(self, runner: int, pages: int) -> int:
-        return self._call("es_reserve", runner, pages)
+    def es_reserve(self, runner: int, pages: int, across: int) -> int:
+        return self._call("es_reserve", runner, pages, across)
+
+    def es_keep_states(self, runner: int, states: int, count: int, pages: int, threads: int) -> int:
+        with self._until_done():
+            size = 4 * count * self._models[runner].width
+            there = self._write(ctypes.string_at(states, size))
+            numbers = self._page_numbers(pages, count)
+            return self._call("es_keep_states", runner, there, count, numbers, threads)
 
     def es_rest(self, runner: int) -> None:
         """Nothing is ever begun before it is asked for."""
@@ -210,11 +235,12 @@ class EmulatedLibrary:
                     ctypes.memmove(address, self._read(getattr(there, name), size), size)
             return failed
 
-    def es_export(self, runner: int, pages: int, length: int, out: int) -> None:
+    def es_export(self, runner: int, pages: int, length: int, across: int, out: int) -> None:
         size = self._past_bytes(runner, length)
         with self._until_done():
             there = self._take(size)
-            self._call("es_export", runner, self._page_numbers(pages, length), length, there)
+            numbers = self._page_numbers(pages, length)
+            self._call("es_export", runner, numbers, length, across, there)
             ctypes.memmove(out, self._read(there, size), size)
 
     def es_import(self, runner: int, pages: int, length: int, values: int) -> None:
@@ -281,8 +307,8 @@ class EmulatedLibrary:
         return self._receive(size)
 
     def _call(self, name: str, *given: int) -> int:
-        padded = (*given, *[0] * (4 - len(given)))
-        self._send(b"C", struct.pack("=16s4q", name.encode(), *padded))
+        padded = (*given, *[0] * (5 - len(given)))
+        self._send(b"C", struct.pack("=16s5q", name.encode(), *padded))
         return int(struct.unpack("=q", self._receive(8))[0])
 
     def _send(self, *parts: bytes) -> None:

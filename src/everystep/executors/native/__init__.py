@@ -4,8 +4,16 @@ The kernels know nothing of torch: they get the addresses of weights, tables and
 cannot do is listed by `obstacles`; such requests run on torch operators instead.
 """
 
-from everystep.executors.native.executor import NativeExecutor
+from everystep.executors.native.encoder import NativeEncoder
+from everystep.executors.native.executor import NativeExecutor, abilities_of
 from everystep.executors.native.library import status
 from everystep.executors.native.program import obstacles, spec_obstacles
 
-__all__ = ["NativeExecutor", "obstacles", "spec_obstacles", "status"]
+__all__ = [
+    "NativeEncoder",
+    "NativeExecutor",
+    "abilities_of",
+    "obstacles",
+    "spec_obstacles",
+    "status",
+]

@@ -33,7 +33,10 @@ SOURCES = (
 
 # Explicit fused operations only: a compiler that fuses where it likes would round one token and
 # many tokens differently.
-_COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-g0")
+_COMMON = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-g0"),
+    "-fvisibility-inlines-hidden",
+)
 _X86 = ("-mavx2", "-mfma", "-mf16c")
 _WIDE = (*_X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 
@@ -63,10 +66,15 @@ def compiler() -> str | None:
     return named or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
+def flags(name: str) -> list[str]:
+    """What the compiler is asked for, for one instruction set."""
+    return [*_COMMON, *instruction_sets()[name]]
+
+
 def command(cxx: str, name: str, target: Path, extra: Sequence[str] = ()) -> list[str]:
     """How the library of one instruction set is compiled."""
     sources = [str(HERE / "cpp" / source) for source in SOURCES]
-    return [cxx, *_COMMON, *instruction_sets()[name], *extra, *sources, "-o", str(target)]
+    return [cxx, *flags(name), *extra, *sources, "-o", str(target)]
 
 
 def build_all() -> list[str]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from everystep.cache.formats import CacheDtype
-from everystep.cache.pasts import kv_of, past_of
+from everystep.cache.pasts import kv_of, past_of, with_across
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
+from everystep.executors.native.across import StatesOfRows
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
 from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import obstacles, open_runner, program_of
@@ -35,9 +36,18 @@ from everystep.executors.positions import (
 )
 from everystep.executors.process import in_process, pause_torch_threads
 from everystep.models import Model, embedded, refuse_copies
+from everystep.nn.network import Network
 from everystep.types import MOST_BEST, InputSpec, Past, Scores, StepOutput, Work
 
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
+
+
+def abilities_of(network: Network) -> frozenset[str]:
+    """What an executor on a network can do."""
+    able = {"truncate", "cut", "embeds", "past", "best", "hidden", "layers", "attentions"}
+    return frozenset(
+        able | ({"encoder"} if network.encodes else {"positions", "early", "deepstack"})
+    )
 
 
 class NativeExecutor:
@@ -51,12 +61,6 @@ class NativeExecutor:
     __reduce_ex__ = refuse_copies
     device = torch.device("cpu")
     host_threads: int | None = 1
-    abilities = frozenset(
-        {
-            *("truncate", "cut", "embeds", "positions", "past", "best"),
-            *("hidden", "layers", "attentions", "early", "deepstack"),
-        }
-    )
 
     def __init__(
         self, model: Model, cache_dtype: CacheDtype | None = None, *, ahead: bool = True
@@ -66,7 +70,9 @@ class NativeExecutor:
             what = "the native executor cannot run this"
             raise UnsupportedError(what, got=reasons[0])
         self.vocab_size: int = model.vocab_size
+        self.abilities: frozenset[str] = abilities_of(model.network)
         self.rows = PagedRows()
+        self.across = StatesOfRows() if model.network.encodes else None
         self._program = program_of(model)
         self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self._library = library.load()
@@ -78,7 +84,7 @@ class NativeExecutor:
         self._asked = StepWork(ropes=len(self._tables), rope=ropes)
         self._numbers = _addressed(np.empty(256, np.int64))
         self._table = _addressed(self.rows.table)
-        self._reserved = 0
+        self._reserved = 0, 0
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
         self._turned: list[RopeRows] = []
@@ -115,6 +121,8 @@ class NativeExecutor:
         if self._cut_short:
             self._library.es_rest(self._runner)
             self.rows.recount()
+            if self.across is not None:
+                self.across.forget()
         self._cut_short = True
         # Waiting threads of torch spin, on the cores that are needed now.
         pause_torch_threads()
@@ -124,8 +132,8 @@ class NativeExecutor:
 
     def _output(self, work: Work) -> StepOutput:
         given = own_positions(work)
-        places = position_ids(work, self._program.decoder.axes) if given else None
-        require_places(self._program.decoder, work)
+        places = position_ids(work, self._program.network.axes) if given else None
+        require_places(self._program.network, work)
         self._apply(work)
         if not len(work.rows):
             self._library.es_rest(self._runner)
@@ -134,7 +142,7 @@ class NativeExecutor:
         room, listed = self._room(work, most)
         layers = None
         if any(map(WantedLayers.wanted_by, work.extras.values())):
-            layers = WantedLayers(work, self._program.structure)
+            layers = WantedLayers(work, self._program.structure, self.across)
         self._step(work, room, listed, places, layers)
         best = room.best
         if best is not None and min(most) < max(most):
@@ -158,15 +166,23 @@ class NativeExecutor:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(n,) ids -> (n, E) their embeddings."""
-        return embedded(self._program.decoder, ids)
+        return embedded(self._program.network, ids)
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy, once its verbs were applied."""
-        length, shape = self.rows.length(row), self._program.structure
+        past = past_of(self._exported(self.rows, row))
+        if self.across is None:
+            return past
+        seen = self._exported(self.across.pages, self.across.line(row), across=True)
+        return with_across(past, seen)
+
+    def _exported(self, rows: PagedRows, row: int, *, across: bool = False) -> Tensor:
+        """(L, 2, K, length, D) of a line of pages."""
+        length, shape = rows.length(row), self._program.structure
         kv = torch.empty(shape.layers, 2, shape.kv_heads, length, shape.head_dim)
-        pages = self.rows.pages(row)
-        self._library.es_export(self._runner, pages.ctypes.data, length, kv.data_ptr())
-        return past_of(kv)
+        pages = rows.pages(row)
+        self._library.es_export(self._runner, pages.ctypes.data, length, across, kv.data_ptr())
+        return kv
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -176,13 +192,19 @@ class NativeExecutor:
                 self._allocate(verb.row, work)
             elif verb.kind == "fork":
                 self.rows.fork(verb.row, verb.value)
+                if self.across is not None:
+                    self.across.fork(verb.row, verb.value)
             elif verb.kind == "truncate":
                 self.rows.truncate(verb.row, verb.value)
             else:
                 self.rows.free(verb.row)
+                if self.across is not None:
+                    self.across.free(verb.row)
 
     def _allocate(self, row: int, work: Work) -> None:
         self.rows.allocate(row)
+        if row in work.encoders:
+            self._look_at(row, work.encoders[row])
         past = work.pasts.get(row)
         if past is not None and past.length:
             self.rows.extend([row], [0], [past.length])
@@ -190,11 +212,22 @@ class NativeExecutor:
             kv, pages = kv_of(past).float().contiguous(), self.rows.pages(row)
             self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
 
+    def _look_at(self, row: int, states: Tensor) -> None:
+        """The row looks at encoder states (S, E), if its model has layers that do."""
+        pages = None if self.across is None else self.across.look_at(row, states)
+        if pages is None:
+            return
+        self._reserve()
+        held = states.detach().to("cpu", torch.float32).contiguous()
+        given = held.data_ptr(), len(held), pages.ctypes.data, self._threads
+        check(self._library.es_keep_states(self._runner, *given))
+
     def _reserve(self) -> None:
         """The library has memory for every page."""
-        if self._reserved < self.rows.total:
-            check(self._library.es_reserve(self._runner, self.rows.total))
-            self._reserved = self.rows.total
+        wanted = self.rows.total, 0 if self.across is None else self.across.pages.total
+        if self._reserved != wanted:
+            check(self._library.es_reserve(self._runner, *wanted))
+            self._reserved = wanted
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -255,12 +288,13 @@ class NativeExecutor:
         results = (room.logits, room.totals, listed)
         step.logits, step.totals, step.best_hidden = map(_address, results)
         step.early = step.early_rows = 0
-        step.hidden = step.attentions = None
+        step.hidden = step.attentions = step.across_attentions = None
         if layers is not None:
             layers.write(step)
         lists = (None, None, None) if best is None else (best.values, best.tokens, best.totals)
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values, step.best_tokens, step.best_totals = map(_address, lists)
+        seen = self._write_across(step, feeds[0])
         step.copies = len(copies)
         step.copy_from = None if copied is None else _addressed(copied[0])[1]
         step.copy_to = None if copied is None else _addressed(copied[1])[1]
@@ -268,7 +302,18 @@ class NativeExecutor:
         # What was begun ahead reads the tables of the step before, what it begins reads these.
         self._turned = [*self._turned, *turned]
         check(self._library.es_run(self._runner, step, self._threads))
+        del seen  # it was kept for the step
         self._turned = turned
+
+    def _write_across(self, step: StepWork, rows: list[int]) -> object:
+        """The structure has the encoder states that rows look at; returns what it points to."""
+        if self.across is None:
+            return None
+        lines, counts = map(_addressed, self.across.seen_by(rows))
+        step.across_rows, step.across_counts = lines[1], counts[1]
+        table = self.across.pages.table
+        step.across_pages, step.across_stride = _addressed(table)[1], table.shape[1]
+        return lines, counts
 
     def _write_feeds(self, step: StepWork, work: Work) -> None:
         """The structure has the pages of all rows and the numbers of all feeds, which lie one after

@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 13
+INTERFACE = 14
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -77,11 +77,11 @@ class LayerWeights(Structure):
     """One layer."""
 
     _fields_ = (
-        *((name, LinearMapC) for name in ("qkv", "out")),
+        *((name, LinearMapC) for name in ("qkv", "out", "across_q", "across_kv", "across_out")),
         ("dense", MlpWeights),
         ("experts", ExpertWeights),
         *((name, NormWeights) for name in ("attention", "mlp", "attention_post", "mlp_post")),
-        *((name, NormWeights) for name in ("q", "k")),
+        *((name, NormWeights) for name in ("q", "k", "across", "across_post")),
         ("rope", c_int64),
         ("window", c_int64),
         ("factor", c_float),
@@ -89,20 +89,24 @@ class LayerWeights(Structure):
     )
 
 
-class DecoderWeights(Structure):
-    """A decoder."""
+class StackWeights(Structure):
+    """A stack of layers, with a head if it is a decoder."""
 
     _fields_ = (
         *((name, c_int64) for name in ("layers", "width", "heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("inner", "vocabulary", "places")),
         *((name, c_int32) for name in ("norm_kind", "activation", "parallel", "whole_qk")),
+        *((name, c_int32) for name in ("norms_sums", "both_ways")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "embed_scale", "final_softcap")),
-        ("pad", c_float),
+        ("output_scale", c_float),
         ("layer", POINTER(LayerWeights)),
         ("norm", NormWeights),
         ("embedding", Matrix),
         ("head", LinearMapC),
         ("positions", c_void_p),
+        ("embed_norm", NormWeights),
+        ("distances", c_void_p),
+        ("reach", c_int64),
     )
 
 
@@ -137,6 +141,9 @@ class StepWork(Structure):
         *((name, c_void_p) for name in ("early_layers", "early_hidden")),
         ("early_rows", c_int64),
         *((name, c_void_p) for name in ("early_places", "early_logits", "attentions")),
+        *((name, c_void_p) for name in ("across_rows", "across_counts", "across_pages")),
+        ("across_stride", c_int64),
+        ("across_attentions", c_void_p),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         *((name, c_int64) for name in ("deep", "deep_layers")),
@@ -151,7 +158,7 @@ _MIRRORED = (
     MlpWeights,
     ExpertWeights,
     LayerWeights,
-    DecoderWeights,
+    StackWeights,
     RopeRows,
     GivenEmbeds,
     StepWork,
@@ -159,10 +166,11 @@ _MIRRORED = (
 
 
 _FUNCTIONS = {
-    "es_open": (c_int32, POINTER(DecoderWeights), c_int32, POINTER(c_void_p)),
+    "es_open": (c_int32, POINTER(StackWeights), c_int32, POINTER(c_void_p)),
     "es_close": (None, c_void_p),
-    "es_reserve": (c_int32, c_void_p, c_int64),
-    "es_export": (None, c_void_p, c_void_p, c_int64, c_void_p),
+    "es_reserve": (c_int32, c_void_p, c_int64, c_int64),
+    "es_keep_states": (c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_int32),
+    "es_export": (None, c_void_p, c_void_p, c_int64, c_int32, c_void_p),
     "es_import": (None, c_void_p, c_void_p, c_int64, c_void_p),
     "es_rest": (None, c_void_p),
     "es_guesses": (None, c_void_p, POINTER(c_int64)),

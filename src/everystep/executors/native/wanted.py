@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from everystep.executors.native.library import DecoderWeights, StepWork
+from everystep.executors.native.across import StatesOfRows
+from everystep.executors.native.library import StackWeights, StepWork
 from everystep.types import Answer, Extra, Work
 
 
@@ -15,10 +16,10 @@ class WantedLayers:
     """What some feeds want of layers beside their logits, and room for it.
 
     That is the last hidden states, the inputs of layers, those of them that the head reads out, and
-    the weights of attention.
+    the weights of attention, over the row and over the encoder states that rows look at.
     """
 
-    def __init__(self, work: Work, shape: DecoderWeights) -> None:
+    def __init__(self, work: Work, shape: StackWeights, across: StatesOfRows | None) -> None:
         self._extras = {f: extra for f, extra in work.extras.items() if self.wanted_by(extra)}
         self._counts = work.counts.tolist()
         tokens, asking = int(work.counts.sum()), self._extras.values()
@@ -36,14 +37,25 @@ class WantedLayers:
             if extra.attentions
             for count in (self._counts[f],)
         }
-        self._pointers = np.zeros(len(self._counts), dtype=np.int64)
-        for f, weights in self._weights.items():
-            self._pointers[f] = weights.data_ptr()
+        self._across = {}
+        if across is not None and self._weights:
+            _, seen = across.seen_by(work.rows.tolist())
+            for f, own in self._weights.items():
+                self._across[f] = torch.empty(*own.shape[:3], int(seen[f]))
+        self._pointers = self._addresses(self._weights)
+        self._across_pointers = self._addresses(self._across)
 
     @staticmethod
     def wanted_by(extra: Extra) -> bool:
         """Whether a feed wants any of that."""
         return extra.hidden or extra.layers or extra.attentions or bool(extra.early)
+
+    def _addresses(self, held: dict[int, torch.Tensor]) -> np.ndarray:
+        """(F,) addresses, 0 where there is nothing."""
+        pointers = np.zeros(len(self._counts), dtype=np.int64)
+        for f, weights in held.items():
+            pointers[f] = weights.data_ptr()
+        return pointers
 
     def _read_out(
         self, work: Work, found: list[int], tokens: int
@@ -66,6 +78,7 @@ class WantedLayers:
         step.early_layers, step.early_hidden, step.early_places = held
         step.early_logits = self._logits.data_ptr()
         step.attentions = self._pointers.ctypes.data if self._weights else None
+        step.across_attentions = self._across_pointers.ctypes.data if self._across else None
 
     def answers(self) -> dict[int, Answer]:
         """By feed."""
@@ -79,7 +92,9 @@ class WantedLayers:
                 # As in the reference, the last entry is the normalised one.
                 found[f] = replace(found[f], layers=(*inputs[f], last[f]))
             if extra.attentions:
-                found[f] = replace(found[f], attentions=tuple(self._weights[f]))
+                across = tuple(self._across[f]) if f in self._across else None
+                weights = tuple(self._weights[f])
+                found[f] = replace(found[f], attentions=weights, cross_attentions=across)
         parts = self._logits.split([n * m for n, m in self._read.values()])  # type: ignore[no-untyped-call]
         for (f, shape), part in zip(self._read.items(), parts, strict=True):
             found[f] = replace(found[f], early=part.view(*shape, -1))

@@ -39,12 +39,15 @@ class Ahead {
     int64_t left_ = 0;
 };
 
-// Query i sees the positions [first[i], last[i]]; queries are scaled and `whole_vectors(dim)` apart.
-// `fetch`: the keys and values are in no cache yet.
+// Query i, which stands at position at[i], sees the positions [first[i], last[i]]; queries are scaled
+// and `whole_vectors(dim)` apart. `fetch`: the keys and values are in no cache yet. `distances[i]`: what
+// is added to scores of keys `reach` before it to `reach` after it, or null.
 struct Queries {
     int count;
     const float* values;
-    int64_t first[kMostQueries], last[kMostQueries];
+    int64_t at[kMostQueries], first[kMostQueries], last[kMostQueries];
+    const float* distances[kMostQueries];
+    int64_t reach;
     float softcap;
     bool fetch;
 
@@ -130,6 +133,27 @@ inline simd::Floats seen_only(simd::Floats scores, int64_t page, int64_t first, 
     return where_less(lane, splat(float(low)), never, late);
 }
 
+// What is added to a query's scores of a page for how far away its keys are.
+inline simd::Floats for_distance(const Queries& queries, int i, int64_t page) {
+    const int64_t first = page * kPagePositions - queries.at[i] + queries.reach;
+    const int64_t last = 2 * queries.reach;
+    if (first >= 0 && first + kPagePositions - 1 <= last) return simd::load(queries.distances[i] + first);
+    float added[simd::kLanes];
+    for (int64_t lane = 0; lane < simd::kLanes; ++lane)
+        added[lane] = queries.distances[i][std::clamp<int64_t>(first + lane, 0, last)];
+    return simd::load(added);
+}
+
+// Scores of a page as they are compared: capped, with what distances add, those of unseen positions
+// endlessly low.
+inline simd::Floats final_scores(simd::Floats scores, const Queries& queries, int i, int64_t page) {
+    using namespace simd;
+    if (queries.softcap != 0)
+        scores = mul(tanh(div(scores, splat(queries.softcap))), splat(queries.softcap));
+    if (queries.distances[i]) scores = add(scores, for_distance(queries, i, page));
+    return seen_only(scores, page, queries.first[i], queries.last[i]);
+}
+
 // Scores become weights, and in a scaled type weights of codes; those of unseen positions are zeros.
 template <class Type>
 inline void weigh(const Keys& keys, float* scores, int64_t first_page, int64_t pages,
@@ -137,10 +161,8 @@ inline void weigh(const Keys& keys, float* scores, int64_t first_page, int64_t p
     using namespace simd;
     Floats highest = splat(-__builtin_inff());
     for (int64_t page = 0; page < pages; ++page) {
-        Floats s = load(scores + page * kPagePositions);
-        if (queries.softcap != 0)
-            s = mul(tanh(div(s, splat(queries.softcap))), splat(queries.softcap));
-        s = seen_only(s, first_page + page, queries.first[i], queries.last[i]);
+        const Floats s =
+            final_scores(load(scores + page * kPagePositions), queries, i, first_page + page);
         store(scores + page * kPagePositions, s);
         highest = max(highest, s);
     }

@@ -52,7 +52,20 @@ const Work& Guess::after(const Work& work, int64_t width) {
     work_.best_values = values_.data(), work_.best_tokens = tokens_.data();
     work_.best_totals = work.best_totals ? totals_.data() : nullptr;
     work_.best_hidden = work.best_hidden ? hidden_.data() : nullptr;
+    if (work.across_rows) look_across(work);
     return work_;
+}
+
+// The rows look at the encoder states that they looked at before.
+void Guess::look_across(const Work& work) {
+    const int64_t feeds = work.feeds, stride = work.across_stride;
+    across_counts_.assign(work.across_counts, work.across_counts + feeds);
+    across_pages_.resize(feeds * stride);
+    for (int64_t feed = 0; feed < feeds; ++feed)
+        std::copy_n(work.across_pages + work.across_rows[feed] * stride, stride,
+                    across_pages_.data() + feed * stride);
+    work_.across_rows = lines_.data(), work_.across_counts = across_counts_.data();
+    work_.across_pages = across_pages_.data(), work_.across_stride = stride;
 }
 
 bool Guess::covers(const Work& asked) {
@@ -73,6 +86,14 @@ bool Guess::covers(const Work& asked) {
 bool Guess::is_feed(int64_t mine, const Work& asked, int64_t feed) const {
     if (asked.counts[feed] != 1 || asked.starts[feed] != starts_[mine] || asked.best[feed] != best_[mine])
         return false;
+    if (asked.across_rows) {
+        const int64_t count = asked.across_counts[feed];
+        const int32_t* across = asked.across_pages + asked.across_rows[feed] * asked.across_stride;
+        if (count != across_counts_[mine] ||
+            !std::equal(across, across + pages_for(count),
+                        across_pages_.data() + mine * work_.across_stride))
+            return false;
+    }
     const int32_t* pages = asked.pages + asked.rows[feed] * asked.stride;
     return std::equal(pages, pages + starts_[mine] / kPagePositions + 1,
                       pages_.data() + mine * work_.stride);

@@ -38,7 +38,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 13; }
+int32_t es_interface() { return 14; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -60,15 +60,23 @@ int32_t es_open(const Model* model, int32_t kv_type, void** runner) {
 
 void es_close(void* runner) { delete static_cast<Runner*>(runner); }
 
-int32_t es_reserve(void* runner, int64_t pages) {
-    return failure_of([&] { of(runner).reserve(pages); });
+// `across`: pages of encoder states.
+int32_t es_reserve(void* runner, int64_t pages, int64_t across) {
+    return failure_of([&] { of(runner).reserve(pages, across); });
 }
 
-// What a row with the given pages holds, as (layers, 2, kv_heads, length, head_dim).
-void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
+// The given pages hold what layers make of (count, width) encoder states.
+int32_t es_keep_states(void* runner, const float* states, int64_t count, const int32_t* pages,
+                       int32_t threads) {
+    return failure_of([&] { of(runner).keep_states(states, count, pages, threads); });
+}
+
+// What a row with the given pages holds, as (layers, 2, kv_heads, length, head_dim). `across`: what is
+// made of encoder states.
+void es_export(void* runner, const int32_t* pages, int64_t length, int32_t across, float* out) {
     of(runner).give_up_ahead();
     of(runner).each_cached(
-        pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
+        pages, length, across, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
             read_position(keys, position, out + key, out + value);
         });
 }
@@ -77,7 +85,7 @@ void es_export(void* runner, const int32_t* pages, int64_t length, float* out) {
 void es_import(void* runner, const int32_t* pages, int64_t length, const float* values) {
     of(runner).give_up_ahead();
     of(runner).each_cached(
-        pages, length, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
+        pages, length, false, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
             write_position(keys, position, values + key, values + value);
         });
 }

@@ -1,4 +1,4 @@
-// What the library is told about a decoder and about one step. Plain data: whoever fills it keeps
+// What the library knows of a stack of layers and of one step. Plain data: whoever fills it keeps
 // what it points to alive. The layout is mirrored by library.py, which checks sizes at load time.
 #pragma once
 
@@ -41,12 +41,13 @@ struct Experts {
     const Mlp* each;  // (count,)
 };
 
-// It has an MLP or experts.
+// It has an MLP or experts. Where `across_q` has parts, it also looks at keys and values that
+// `across_kv` makes of encoder states.
 struct Layer {
-    Linear qkv, out;
+    Linear qkv, out, across_q, across_kv, across_out;
     Mlp dense;
     Experts experts;
-    Norm attention, mlp, attention_post, mlp_post, q, k;
+    Norm attention, mlp, attention_post, mlp_post, q, k, across, across_post;
     int64_t rope;    // which table, or -1
     int64_t window;  // 0: none
     float factor;    // of scores, beside the model's scale
@@ -59,21 +60,26 @@ enum class KvType : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
 enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
 enum class NormKind : int32_t { kRms = 0, kLayer = 1 };
 
-// What a layer has no norm for is read as it is, but for a parallel MLP, which shares that of
-// attention.
+// A stack of layers: a decoder, or an encoder, which has no head. What a layer has no norm for is read
+// as it is, but for a parallel MLP, which shares that of attention.
 struct Model {
     int64_t layers, width, heads, kv_heads, head_dim, inner, vocabulary;
     int64_t places;  // how many positions have an embedding
     int32_t norm_kind, activation;
     int32_t parallel;  // whether an MLP reads the input of its layer
     int32_t whole_qk;  // whether a norm of queries or keys is one of all heads
+    int32_t norms_sums;  // whether a norm after a part is one of the sum, not of what is added
+    int32_t both_ways;   // whether a position sees those after it: an encoder
     float eps, scale, softcap, embed_scale, final_softcap;  // a cap of 0: none
-    float pad;
+    float output_scale;  // of what the head reads; 0: none
     const Layer* layer;
     Norm norm;
     Matrix embedding;
     Linear head;
     const float* positions;  // (places, width), or null
+    Norm embed_norm;
+    const float* distances;  // (heads, 2 reach + 1) added to scores of keys -reach to reach away, or null
+    int64_t reach;           // keys further away have what those have
 };
 
 // Rows of cos and sin for one kind of rope: (n, dim) each, the first half of sin negated.
@@ -120,6 +126,13 @@ struct Work {
     // Null, or (feeds,): null, or where the weights of attention are told, as (layers, heads, counts,
     // starts + counts) of the feed.
     float* const* attentions;
+    // Which encoder states the feeds look at: lines of a table of pages, and how many positions these
+    // have; null where layers look at none.
+    const int64_t* across_rows;    // (feeds,)
+    const int64_t* across_counts;  // (feeds,)
+    const int32_t* across_pages;   // (all of them, across_stride)
+    int64_t across_stride;
+    float* const* across_attentions;  // as `attentions`, (layers, heads, counts, across_counts)
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;

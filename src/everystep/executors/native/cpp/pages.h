@@ -18,6 +18,9 @@ namespace everystep {
 
 constexpr int64_t kPagePositions = simd::kLanes;
 
+inline int64_t pages_for(int64_t positions) {
+    return (positions + kPagePositions - 1) / kPagePositions;
+}
 inline int64_t whole_vectors(int64_t n) { return (n + simd::kLanes - 1) / simd::kLanes * simd::kLanes; }
 
 // The types that numbers are kept in: how sixteen of them are read and written.

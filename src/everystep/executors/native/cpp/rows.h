@@ -90,12 +90,8 @@ inline simd::Floats activate(Activation kind, simd::Floats x) {
             const Floats inner = mul(fma(mul(x, mul(x, x)), splat(0.044715f), x), splat(0.7978845608f));
             return mul(mul(half, x), add(one, tanh(inner)));
         }
-        case Activation::kGelu: {
-            float values[kLanes];
-            store(values, x);
-            for (float& v : values) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
-            return load(values);
-        }
+        case Activation::kGelu:
+            return mul(mul(half, x), add(one, erf(mul(x, splat(0.70710678f)))));
         // The order of the arguments lets a NaN through.
         default: return max(splat(0.0f), x);
     }

@@ -54,4 +54,15 @@ inline Floats tanh(Floats x) {
     return where_less(abs(x), splat(0.04f), near, wide);
 }
 
+// Within 3e-7. Source: Abramowitz and Stegun 1964, 7.1.26.
+inline Floats erf(Floats x) {
+    const Floats size = abs(x), one = splat(1.0f);
+    const Floats t = div(one, fma(size, splat(0.3275911f), one));
+    Floats p = splat(1.061405429f);
+    for (const float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
+        p = fma(p, t, splat(c));
+    const Floats found = sub(one, mul(mul(p, t), exp(sub(splat(0.0f), mul(x, x)))));
+    return where_less(x, splat(0.0f), sub(splat(0.0f), found), found);
+}
+
 }  // namespace everystep::simd

@@ -60,14 +60,12 @@ Runner::Runner(const Model& model, KvType type)
     : model_(model),
       layers_(model.layer, model.layer + model.layers),
       shape_{model.kv_heads, model.head_dim, type},
-      pages_(shape_.layer() * model.layers),
-      hidden_(kMostTokens * model.width),
-      qkv_(kMostTokens * (model.heads + 2 * model.kv_heads) * model.head_dim),
-      added_(kMostTokens * model.width),
-      normed_(kMostTokens, model.width),
-      mixed_(kMostTokens, model.heads * model.head_dim),
-      inner_(kMostTokens, model.inner),
-      last_(kMostTokens, model.width),
+      pages_(shape_.layer() * (model.both_ways ? 1 : model.layers)),
+      across_(shape_.layer() * model.layers),
+      normed_(0, model.width),
+      mixed_(0, model.heads * model.head_dim),
+      inner_(0, model.inner),
+      last_(0, model.width),
       inputs_of_experts_(0, model.width),
       inner_of_experts_(0, most_inner(layers_)) {
     bool fit = in_columns_of_panels(model.head, model.vocabulary);
@@ -84,6 +82,11 @@ Runner::Runner(const Model& model, KvType type)
 }
 
 void Runner::check(const Work& work) const {
+    const auto all_there = [](const int32_t* numbers, int64_t used, int64_t stride, const Pages& pages) {
+        return used <= stride && std::all_of(numbers, numbers + used, [&](int32_t number) {
+            return number >= 0 && number < pages.count();
+        });
+    };
     if (std::any_of(work.ids, work.ids + work.tokens,
                     [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
         throw std::out_of_range("an id beyond the vocabulary");
@@ -91,13 +94,16 @@ void Runner::check(const Work& work) const {
         const int64_t end = work.starts[feed] + work.counts[feed];
         if (model_.positions && !work.positions && end > model_.places)
             throw std::logic_error("a position has no embedding");
-        const int64_t used = (end + kPagePositions - 1) / kPagePositions;
-        const int32_t* numbers = work.pages + work.rows[feed] * work.stride;
-        if (used > work.stride || std::any_of(numbers, numbers + used, [&](int32_t number) {
-                return number < 0 || number >= pages_.count();
-            }))
+        if (!all_there(work.pages + work.rows[feed] * work.stride, pages_for(end), work.stride, pages_))
             throw std::logic_error("a row lies in pages that there are not");
+        if (!work.across_rows) continue;
+        const int32_t* numbers = work.across_pages + work.across_rows[feed] * work.across_stride;
+        const int64_t count = work.across_counts[feed];
+        if (count < 1 || !all_there(numbers, pages_for(count), work.across_stride, across_))
+            throw std::logic_error("encoder states lie in pages that there are not");
     }
+    if (!work.across_rows && !layers_.empty() && layers_[0].across_q.count > 0)
+        throw std::logic_error("there are no encoder states to look at");
 }
 
 // Its threads are not in this process: it is neither told to end nor waited for, and never freed.
@@ -107,15 +113,20 @@ void Runner::forget_lost_crew() {
     static_cast<void>(crew_.release());
 }
 
+void Runner::start_crew(int threads) {
+    if (!crew_ || crew_->size() != threads) crew_ = std::make_unique<Crew>(threads);
+    scratch_.resize(threads);
+}
+
 void Runner::run(const Work& work, int threads) {
     check(work);
     forget_lost_crew();
     const Cores::Turn turn(threads);
     if (!was_ahead(work, threads)) {
         list_wanted(work);
-        if (!crew_ || crew_->size() != threads) crew_ = std::make_unique<Crew>(threads);
-        scratch_.resize(threads);
+        start_crew(threads);
         for (int64_t i = 0; i < work.copies; ++i) pages_.copy(work.copy_from[i], work.copy_to[i]);
+        if (model_.both_ways) return run_both_ways(work);
         for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
             run_part(make_part(work, begin));
         if (work.early_rows) read_early(work);
@@ -145,6 +156,7 @@ void Runner::run_ahead(const Work& work) {
 void Runner::start_ahead(const Work& next) {
     list_wanted(next);
     ahead_.emplace(make_part(next, 0));
+    ahead_->slices = kSlices;
     make_room(*ahead_);
     crew_->start([this](Member& member) {
         embed(member, *ahead_);
@@ -173,10 +185,11 @@ void Runner::give_up_ahead() {
     ahead_.reset();
 }
 
-void Runner::reserve(int64_t pages) {
-    if (pages <= pages_.count()) return;
+void Runner::reserve(int64_t pages, int64_t across) {
+    if (pages <= pages_.count() && across <= across_.count()) return;
     give_up_ahead();
-    pages_.reserve(pages);
+    if (pages > pages_.count()) pages_.reserve(pages);
+    if (across > across_.count()) across_.reserve(across);
 }
 
 void Runner::list_wanted(const Work& work) {
@@ -203,7 +216,7 @@ void Runner::list_wanted(const Work& work) {
 }
 
 Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
-    Part part{work, begin, std::min(begin + kMostTokens, work.tokens), 1, false, {}, {}, {}, {}, 0, 0};
+    Part part{work, begin, std::min(begin + kMostTokens, work.tokens), model_.both_ways ? begin : 0};
     const int64_t group = model_.heads / model_.kv_heads;
     const int64_t together = std::max<int64_t>(1, kMostQueries / group);
     int64_t offset = 0;
@@ -216,13 +229,12 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
             part.feed_of.push_back(feed);
         }
         for (int64_t token = from; token < to; token += together)
-            part.tiles.push_back({work.rows[feed], token - part.begin, std::min(together, to - token),
-                                  work.starts[feed] + token - offset});
+            part.tiles.push_back({feed, work.rows[feed], token - part.begin,
+                                  std::min(together, to - token), work.starts[feed] + token - offset,
+                                  work.starts[feed] + work.counts[feed]});
     }
-    for (const Tile& tile : part.tiles)
-        part.spans = std::max(part.spans, (tile.position + tile.count - 1) / kSpan + 1);
-    part.spread = part.spans > 1 && int64_t(part.tiles.size()) == part.tokens() &&
-                  items(part) < 4 * crew_->size();
+    limit(part, part.own);
+    if (work.across_rows) limit(part, part.across);
     const auto place = [&](int64_t token) {
         const auto before = [](const Wanted& one, int64_t at) { return one.token < at; };
         return std::lower_bound(wanted_.begin(), wanted_.end(), token, before) - wanted_.begin();
@@ -232,8 +244,30 @@ Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
     return part;
 }
 
+// How far the queries of a part see, and who works on it.
+void Runner::limit(const Part& part, Sight& sight) const {
+    for (const Tile& tile : part.tiles)
+        sight.spans = std::max(sight.spans, last_seen(part, tile, tile.count - 1, sight) / kSpan + 1);
+    sight.spread = sight.spans > 1 && int64_t(part.tiles.size()) == part.tokens() &&
+                   items(part) < 4 * crew_->size();
+}
+
+// There is room for so many tokens at once, and for hidden states and queries of `all`; what was held
+// may be lost.
+void Runner::fit(int64_t rows, int64_t all) {
+    for (InputBuffer* buffer : {&normed_, &mixed_, &inner_, &last_}) buffer->fit(rows);
+    const auto grow = [](std::vector<float>& values, int64_t size) {
+        if (int64_t(values.size()) < size) values = std::vector<float>(size);
+    };
+    grow(added_, rows * model_.width);
+    grow(hidden_, all * model_.width);
+    grow(qkv_, all * qkv_width());
+}
+
 void Runner::make_room(const Part& part) {
-    int64_t room = part.spans * seen_size() + kMostQueries * whole_vectors(model_.head_dim);
+    if (!model_.both_ways) fit(part.tokens(), part.tokens());
+    const int64_t spans = std::max(part.own.spans, part.across.spans);
+    int64_t room = spans * seen_size() + kMostQueries * whole_vectors(model_.head_dim);
     for (const Layer& layer : layers_) {
         if (layer.experts.count == 0) continue;
         const int64_t places = Routing::most_places(layer.experts, part.tokens());
@@ -244,7 +278,8 @@ void Runner::make_room(const Part& part) {
     }
     for (std::vector<float>& scratch : scratch_)
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
-    if (part.spread) spread_.resize(items(part) * part.spans * seen_size());
+    if (part.own.spread || part.across.spread)
+        spread_.resize(items(part) * spans * seen_size());
     for (InputBuffer* buffer : {&normed_, &mixed_, &inner_}) buffer->expect(part.tokens());
     last_.expect(part.wanted_end - part.wanted_begin);
     head_.start(wanted_.data() + part.wanted_begin, part.wanted_end - part.wanted_begin,
@@ -259,12 +294,79 @@ void Runner::run_part(const Part& part) {
     });
 }
 
+// Every position sees all others, so all have a layer's keys and values before any looks at them.
+void Runner::run_both_ways(const Work& work) {
+    fit(std::min(kMostTokens, work.tokens), work.tokens);
+    std::vector<Part> parts;
+    for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
+        parts.push_back(make_part(work, begin));
+    run_pass(parts, [&](Member& member, const Part& part) { embed(member, part); });
+    for (int64_t index = 0; index < model_.layers; ++index) {
+        run_pass(parts, [&](Member& member, const Part& part) {
+            crew_->share(member, part.tokens(), [&](int64_t row) { enter(part, row, index); });
+            make_queries(member, part, index);
+        });
+        run_pass(parts, [&](Member& member, const Part& part) { mix(member, part, index); });
+    }
+    run_pass(parts, [&](Member& member, const Part& part) { finish(member, part, 0); });
+}
+
+template <class Pass>
+void Runner::run_pass(const std::vector<Part>& parts, Pass pass) {
+    for (const Part& part : parts) {
+        make_room(part);
+        crew_->run([&](Member& member) { pass(member, part); });
+    }
+}
+
+// Rows of states pass through the buffers as tokens do.
+void Runner::keep_states(const float* states, int64_t count, const int32_t* numbers, int threads) {
+    const int64_t width = qkv_width(), heads = model_.kv_heads, dim = model_.head_dim;
+    if (std::any_of(numbers, numbers + pages_for(count),
+                    [&](int32_t number) { return number < 0 || number >= across_.count(); }))
+        throw std::logic_error("encoder states lie in pages that there are not");
+    const bool coded = std::any_of(layers_.begin(), layers_.end(),
+                                   [](const Layer& layer) { return reads_codes(layer.across_kv); });
+    const Cores::Turn turn(threads);
+    give_up_ahead();
+    start_crew(threads);
+    for (int64_t begin = 0; begin < count; begin += kMostTokens) {
+        const int64_t rows = std::min(kMostTokens, count - begin);
+        fit(rows, rows);
+        normed_.expect(rows);
+        crew_->run([&](Member& member) {
+            crew_->share(member, rows, [&](int64_t row) {
+                std::copy_n(states + (begin + row) * model_.width, model_.width, normed_.row(row));
+                if (coded) quantise_row(normed_.inputs(), row);
+            });
+            for (int64_t index = 0; index < model_.layers; ++index) {
+                const Linear& linear = layers_[index].across_kv;
+                crew_->share(member, panels_in(linear), [&](int64_t panel) {
+                    multiply_panel(linear, panel, normed_.inputs(), rows,
+                                   [&](int64_t row, int64_t column, simd::Floats x, int n) {
+                                       write(qkv_.data() + row * width + column, x, n);
+                                   });
+                });
+                crew_->share(member, rows, [&](int64_t row) {
+                    const float* made = qkv_.data() + row * width;
+                    for (int64_t head = 0; head < heads; ++head)
+                        write_position(keys_of(numbers, index, head, true), begin + row,
+                                       made + head * dim, made + (heads + head) * dim);
+                });
+            }
+        });
+    }
+}
+
 void Runner::run_layers(Member& member, const Part& part, int64_t from) {
     for (int64_t index = from; index < model_.layers; ++index) {
         if (!crew_->pass(member, index)) return;
         run_layer(member, part, index);
     }
-    if (crew_->pass(member, model_.layers)) finish(member, part);
+    for (int64_t slice = std::max<int64_t>(0, from - model_.layers); slice < part.slices; ++slice) {
+        if (!crew_->pass(member, model_.layers + slice)) return;
+        finish(member, part, slice);
+    }
 }
 
 void Runner::embed(Member& member, const Part& part) {
@@ -275,12 +377,16 @@ void Runner::embed(Member& member, const Part& part) {
 }
 
 void Runner::embed_token(const Part& part, int64_t token) {
-    float* to = hidden_.data() + token * model_.width;
+    float* to = hidden(part, token);
     read_token(part, token, to);
-    if (!model_.positions) return;
-    const int32_t* given = part.work.positions;
-    const int64_t position = given ? given[part.begin + token] : part.position_of[token];
-    add_to(to, model_.positions + position * model_.width, model_.width);
+    if (model_.positions) {
+        const int32_t* given = part.work.positions;
+        const int64_t position = given ? given[part.begin + token] : part.position_of[token];
+        add_to(to, model_.positions + position * model_.width, model_.width);
+    }
+    if (model_.embed_norm.weight)
+        normalise(static_cast<NormKind>(model_.norm_kind), to, model_.width, model_.eps,
+                  model_.embed_norm, to);
 }
 
 void Runner::read_token(const Part& part, int64_t token, float* to) const {
@@ -299,8 +405,8 @@ void Runner::read_token(const Part& part, int64_t token, float* to) const {
     }
 }
 
-void Runner::norm_row(int64_t row, const Norm& norm, bool coded) {
-    const float* from = hidden_.data() + row * model_.width;
+void Runner::norm_row(const Part& part, int64_t row, const Norm& norm, bool coded) {
+    const float* from = hidden(part, row);
     if (norm.weight)
         normalise(static_cast<NormKind>(model_.norm_kind), from, model_.width, model_.eps, norm,
                   normed_.row(row));
@@ -313,13 +419,16 @@ void Runner::before_attention(const Part& part, int64_t row, int64_t index) {
     const Work& work = part.work;
     for (int64_t i = 0; i < work.early; ++i)
         if (work.early_layers[i] == index)
-            std::copy_n(hidden_.data() + row * model_.width, model_.width,
+            std::copy_n(hidden(part, row), model_.width,
                         work.early_hidden + (i * work.tokens + part.begin + row) * model_.width);
     if (index > 0 && index <= work.deep_layers) add_features(part, row, index - 1);
-    if (index == model_.layers) return;
+    if (index < model_.layers && !model_.both_ways) enter(part, row, index);
+}
+
+void Runner::enter(const Part& part, int64_t row, int64_t index) {
     const Layer& layer = layers_[index];
     const bool coded = reads_codes(layer.qkv) || (shares_norm(layer) && mlp_reads_[index].codes);
-    norm_row(row, layer.attention, coded);
+    norm_row(part, row, layer.attention, coded);
 }
 
 // What a layer's hidden states are given besides, by whoever feeds the position.
@@ -329,100 +438,136 @@ void Runner::add_features(const Part& part, int64_t row, int64_t index) {
         const Embeds& given = work.added[i];
         const int64_t at = part.begin + row - given.offset;
         if (at >= 0 && at < given.count)
-            add_to(hidden_.data() + row * model_.width,
+            add_to(hidden(part, row),
                    given.values + (at * work.deep_layers + index) * model_.width, model_.width);
     }
 }
 
-void Runner::before_mlp(int64_t row, int64_t index) {
+void Runner::before_mlp(const Part& part, int64_t row, int64_t index) {
     const Layer& layer = layers_[index];
-    if (!shares_norm(layer)) norm_row(row, layer.mlp, mlp_reads_[index].codes);
+    if (!shares_norm(layer)) norm_row(part, row, layer.mlp, mlp_reads_[index].codes);
 }
 
 void Runner::run_layer(Member& member, const Part& part, int64_t index) {
+    make_queries(member, part, index);
+    mix(member, part, index);
+}
+
+// Queries, and keys and values in their pages.
+void Runner::make_queries(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
-    const int64_t rows = part.tokens();
-    const int64_t width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
     share_then(
-        member, panels_in(layer.qkv), rows,
+        member, panels_in(layer.qkv), part.tokens(),
         [&](int64_t panel) {
-            multiply_panel(layer.qkv, panel, normed_.inputs(), rows,
+            multiply_panel(layer.qkv, panel, normed_.inputs(), part.tokens(),
                            [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                               write(qkv_.data() + row * width + column, x, count);
+                               write(qkv(part, row) + column, x, count);
                            });
         },
         [&](int64_t row) {
             place(part, index, row);
             // Nothing reads what attention reads any more, and the layer's input is still there.
-            if (model_.parallel) before_mlp(row, index);
+            if (model_.parallel) before_mlp(part, row, index);
         });
-    if (part.work.attentions)
-        crew_->share(member, rows * model_.heads, [&](int64_t number) {
-            report_weights(part, index, number / model_.heads, number % model_.heads);
-        });
-    attend_all(member, part, index);
-    add_output(member, rows, layer.out, mixed_, layer.attention_post, [&](int64_t row) {
-        if (!model_.parallel) before_mlp(row, index);
+}
+
+// What queries see, and what an MLP makes of it.
+void Runner::mix(Member& member, const Part& part, int64_t index) {
+    const Layer& layer = layers_[index];
+    const bool looks_across = layer.across_q.count > 0;
+    attend_all(member, part, part.own, index);
+    add_output(member, part, layer.out, mixed_, layer.attention_post, [&](int64_t row) {
+        if (looks_across) return norm_row(part, row, layer.across, reads_codes(layer.across_q));
+        if (!model_.parallel) before_mlp(part, row, index);
     });
+    if (looks_across) look_across(member, part, index);
     if (layer.experts.count > 0) return run_experts(member, part, index);
     expand(member, part, index);
-    add_output(member, rows, layer.dense.down, inner_, layer.mlp_post,
+    add_output(member, part, layer.dense.down, inner_, layer.mlp_post,
                [&](int64_t row) { before_attention(part, row, index + 1); });
 }
 
+void Runner::look_across(Member& member, const Part& part, int64_t index) {
+    const Layer& layer = layers_[index];
+    crew_->share(member, panels_in(layer.across_q), [&](int64_t panel) {
+        multiply_panel(layer.across_q, panel, normed_.inputs(), part.tokens(),
+                       [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                           write(qkv(part, row) + column, x, count);
+                       });
+    });
+    attend_all(member, part, part.across, index);
+    add_output(member, part, layer.across_out, mixed_, layer.across_post,
+               [&](int64_t row) { before_mlp(part, row, index); });
+}
+
 template <class Then>
-void Runner::add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
+void Runner::add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
                         const Norm& post, Then each_row) {
-    float* to = post.weight ? added_.data() : hidden_.data();
-    const int64_t width = model_.width;
+    const bool later = is_added_later(post);
     share_then(
-        member, panels_in(linear), rows,
+        member, panels_in(linear), part.tokens(),
         [&](int64_t panel) {
-            multiply_panel(linear, panel, in.inputs(), rows,
+            multiply_panel(linear, panel, in.inputs(), part.tokens(),
                            [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                               float* at = to + row * width + column;
-                               write(at, post.weight ? x : simd::add(read(at, count), x), count);
+                               float* to = later ? added_.data() + row * model_.width : hidden(part, row);
+                               write(to + column, later ? x : simd::add(read(to + column, count), x), count);
                            });
         },
         [&](int64_t row) {
-            if (post.weight) add_normalised(row, post);
+            after_sum(part, row, post);
             each_row(row);
         });
 }
 
-// What was made for a row comes to it, normalised.
-void Runner::add_normalised(int64_t row, const Norm& post) {
+// What was made for a row comes to it, normalised, or the sum is normalised that it came to.
+void Runner::after_sum(const Part& part, int64_t row, const Norm& post) {
+    if (!post.weight) return;
     const int64_t width = model_.width;
-    float* added = added_.data() + row * width;
-    normalise(static_cast<NormKind>(model_.norm_kind), added, width, model_.eps, post, added);
-    add_to(hidden_.data() + row * width, added, width);
+    float* to = is_added_later(post) ? added_.data() + row * width : hidden(part, row);
+    normalise(static_cast<NormKind>(model_.norm_kind), to, width, model_.eps, post, to);
+    if (is_added_later(post)) add_to(hidden(part, row), to, width);
 }
 
-void Runner::finish(Member& member, const Part& part) {
+// What follows the last layer. The first slice has the last norm, each has its share of the head.
+void Runner::finish(Member& member, const Part& part, int64_t slice) {
+    if (slice == 0) norm_last(member, part);
+    const int64_t rows = part.wanted_end - part.wanted_begin;
+    if (rows == 0) return;
+    const int64_t first = head_.groups() * slice / part.slices;
+    const int64_t last = head_.groups() * (slice + 1) / part.slices;
+    crew_->share(member, last - first, [&](int64_t item) {
+        const int64_t group = first + item;
+        head_columns(group, last_.inputs(), rows, model_.final_softcap,
+                     [&](int64_t row) { return head_.place(member.index, row, group); });
+        head_.digest(member.index, group);
+    });
+    if (slice == part.slices - 1)
+        crew_->share(member, rows, [&](int64_t row) { head_.tell(row); });
+}
+
+void Runner::norm_last(Member& member, const Part& part) {
     const Work& work = part.work;
     const NormKind kind = static_cast<NormKind>(model_.norm_kind);
     if (work.hidden)
         crew_->share(member, part.tokens(), [&](int64_t row) {
-            normalise(kind, hidden_.data() + row * model_.width, model_.width, model_.eps, model_.norm,
+            normalise(kind, hidden(part, row), model_.width, model_.eps, model_.norm,
                       work.hidden + (part.begin + row) * model_.width);
         });
-    const int64_t rows = part.wanted_end - part.wanted_begin;
-    if (rows == 0) return;
-    const bool coded = reads_codes(model_.head);
-    const float cap = model_.final_softcap;
-    crew_->share(member, rows, [&](int64_t row) {
+    crew_->share(member, part.wanted_end - part.wanted_begin, [&](int64_t row) {
         const Wanted& to = wanted_[part.wanted_begin + row];
-        normalise(kind, hidden_.data() + (to.token - part.begin) * model_.width, model_.width,
-                  model_.eps, model_.norm, last_.row(row));
-        if (to.hidden) std::copy_n(last_.row(row), model_.width, to.hidden);
-        if (coded) quantise_row(last_.inputs(), row);
+        float* last = last_.row(row);
+        normalise(kind, hidden(part, to.token - part.begin), model_.width, model_.eps, model_.norm, last);
+        if (to.hidden) std::copy_n(last, model_.width, to.hidden);
+        put_before_head(last, last_, row);
     });
-    crew_->share(member, head_.groups(), [&](int64_t group) {
-        head_columns(group, last_.inputs(), rows, cap,
-                     [&](int64_t row) { return head_.place(member.index, row, group); });
-        head_.digest(member.index, group);
-    });
-    crew_->share(member, rows, [&](int64_t row) { head_.tell(row); });
+}
+
+// A row of hidden states after the last norm is what the head reads.
+void Runner::put_before_head(const float* from, InputBuffer& in, int64_t row) const {
+    float* to = in.row(row);
+    const float scale = model_.output_scale == 0 ? 1 : model_.output_scale;
+    for (int64_t i = 0; i < model_.width; ++i) to[i] = from[i] * scale;
+    if (reads_codes(model_.head)) quantise_row(in.inputs(), row);
 }
 
 // The logits of one group of columns, of every row to where its group begins.
@@ -442,16 +587,12 @@ void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, float c
 
 void Runner::read_early(const Work& work) {
     const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
-    const bool coded = reads_codes(model_.head);
     for (int64_t begin = 0; begin < work.early_rows; begin += kTogether) {
         const int64_t count = std::min<int64_t>(kTogether, work.early_rows - begin);
         InputBuffer in(count, model_.width);
         in.expect(count);
-        for (int64_t row = 0; row < count; ++row) {
-            const float* from = work.early_hidden + work.early_places[begin + row] * model_.width;
-            std::copy_n(from, model_.width, in.row(row));
-            if (coded) quantise_row(in.inputs(), row);
-        }
+        for (int64_t row = 0; row < count; ++row)
+            put_before_head(work.early_hidden + work.early_places[begin + row] * model_.width, in, row);
         crew_->run([&](Member& member) {
             crew_->share(member, groups, [&](int64_t group) {
                 head_columns(group, in.inputs(), count, 0, [&](int64_t row) {
@@ -466,15 +607,12 @@ void Runner::read_early(const Work& work) {
 void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
     const float cap = model_.final_softcap;
     const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
-    const bool coded = reads_codes(model_.head);
     for (int64_t begin = 0; begin < rows; begin += kTogether) {
         const int64_t count = std::min<int64_t>(kTogether, rows - begin);
         InputBuffer in(count, model_.width);
         in.expect(count);
-        for (int64_t row = 0; row < count; ++row) {
-            std::copy_n(hidden + (begin + row) * model_.width, model_.width, in.row(row));
-            if (coded) quantise_row(in.inputs(), row);
-        }
+        for (int64_t row = 0; row < count; ++row)
+            put_before_head(hidden + (begin + row) * model_.width, in, row);
         for (int64_t group = 0; group < groups; ++group)
             head_columns(group, in.inputs(), count, cap, [&](int64_t row) {
                 return logits + (begin + row) * model_.vocabulary + group * Head::kColumns;

@@ -1,4 +1,4 @@
-// One engine step on the processor: all layers of a decoder over all that is fed, in one call.
+// One engine step on the processor: all layers of a stack over all that is fed, in one call.
 #pragma once
 
 #include <memory>
@@ -39,9 +39,18 @@ struct Reads {
     bool codes, values;
 };
 
-// Consecutive tokens of one feed, whose queries of one key head are computed together.
+// Consecutive tokens of one feed, whose queries of one key head are computed together. `seen`: how many
+// positions a query sees that sees all of its row.
 struct Tile {
-    int64_t row, token, count, position;
+    int64_t feed, row, token, count, position, seen;
+};
+
+// What queries look at: keys and values of their own rows, or those of encoder states. `spans`: of the
+// longest. `spread`: there are so few queries that spans are shared among members.
+struct Sight {
+    bool across;
+    int64_t spans;
+    bool spread;
 };
 
 class Runner {
@@ -59,8 +68,12 @@ class Runner {
     // those of their step. It runs on the caller's thread in memory of its own: others may be ahead.
     void read_out(const float* hidden, int64_t rows, float* logits) const;
 
-    // There are at least so many pages.
-    void reserve(int64_t pages);
+    // There are at least so many pages, and so many of encoder states.
+    void reserve(int64_t pages, int64_t across);
+
+    // The pages of encoder states, of which the numbers are given, hold what every layer makes of
+    // (count, width) states. Exceptions are those of `run`.
+    void keep_states(const float* states, int64_t count, const int32_t* numbers, int threads);
 
     // Nothing is computed until the next work.
     void give_up_ahead();
@@ -70,19 +83,21 @@ class Runner {
     int64_t experts_read() const { return routing_.num_read(); }
 
     // Calls `use(keys, position, key, value)` for a row's first positions, in every layer and head,
-    // with the places of its key and value in (layers, 2, kv_heads, length, head_dim).
+    // with the places of its key and value in (layers, 2, kv_heads, length, head_dim). `across`: of
+    // encoder states in place of a row.
     template <class Use>
-    void each_cached(const int32_t* numbers, int64_t length, Use use) const;
+    void each_cached(const int32_t* numbers, int64_t length, bool across, Use use) const;
 
   private:
-    static constexpr int64_t kMostTokens = 256, kFewRows = 2;
+    static constexpr int64_t kMostTokens = 256, kFewRows = 2, kSlices = 8;
 
-    // A part of a work that fits into the buffers: tokens [begin, end). `spread`: there are so few
-    // queries that their `spans` are shared among members.
+    // A part of a work that fits into the buffers: tokens [begin, end). Hidden states and queries of
+    // its first token lie in row `first` of theirs. The head is read in `slices`, between which the
+    // caller can come in.
     struct Part {
         const Work& work;
-        int64_t begin, end, spans;
-        bool spread;
+        int64_t begin, end, first, slices = 1;
+        Sight own{false, 1, false}, across{true, 1, false};
         std::vector<Tile> tiles;
         std::vector<int64_t> row_of;       // per token
         std::vector<int64_t> position_of;  // per token
@@ -99,9 +114,15 @@ class Runner {
 
     void list_wanted(const Work& work);
     Part make_part(const Work& work, int64_t begin) const;
+    void limit(const Part& part, Sight& sight) const;
     void run_part(const Part& part);
+    void run_both_ways(const Work& work);
+    template <class Pass>
+    void run_pass(const std::vector<Part>& parts, Pass pass);
+    void fit(int64_t rows, int64_t all);
     void make_room(const Part& part);
     void check(const Work& work) const;
+    void start_crew(int threads);
     void forget_lost_crew();
     bool can_go_on(const Work& work) const;
     void run_ahead(const Work& work);
@@ -112,22 +133,34 @@ class Runner {
     void embed_token(const Part& part, int64_t token);
     void read_token(const Part& part, int64_t token, float* to) const;
     void run_layer(Member& member, const Part& part, int64_t index);
-    void finish(Member& member, const Part& part);
+    void make_queries(Member& member, const Part& part, int64_t index);
+    void mix(Member& member, const Part& part, int64_t index);
+    void look_across(Member& member, const Part& part, int64_t index);
+    void finish(Member& member, const Part& part, int64_t slice);
+    void norm_last(Member& member, const Part& part);
     void read_early(const Work& work);
     template <class Place>
     void head_columns(int64_t group, const Inputs& in, int64_t rows, float cap, Place place) const;
+    void put_before_head(const float* from, InputBuffer& in, int64_t row) const;
     void norm_heads(const Norm& norm, float* heads, int64_t count) const;
     void place(const Part& part, int64_t layer, int64_t token);
-    void report_weights(const Part& part, int64_t layer, int64_t token, int64_t head) const;
-    void attend_all(Member& member, const Part& part, int64_t layer);
+    void report_all(Member& member, const Part& part, const Sight& sight, int64_t layer);
+    void report_weights(const Part& part, const Sight& sight, int64_t layer, int64_t token, int64_t head,
+                        float* out) const;
+    void attend_all(Member& member, const Part& part, const Sight& sight, int64_t layer);
     Item item_of(const Part& part, int64_t number) const;
-    Queries queries_of(const Item& item, int64_t layer, float* scaled) const;
-    Keys keys_of(const int32_t* numbers, int64_t layer, int64_t head) const;
+    int64_t first_seen(const Tile& tile, int64_t token, const Sight& sight, int64_t layer) const;
+    int64_t last_seen(const Part& part, const Tile& tile, int64_t token, const Sight& sight) const;
+    Queries queries_of(const Part& part, const Item& item, const Sight& sight, int64_t layer,
+                       float* scaled) const;
+    Keys keys_of(const int32_t* numbers, int64_t layer, int64_t head, bool across = false) const;
+    Keys keys_of(const Part& part, const Item& item, const Sight& sight, int64_t layer) const;
     const int32_t* numbers_of(const Part& part, int64_t row) const {
         return part.work.pages + row * part.work.stride;
     }
     void attend_span(const Keys& keys, const Queries& queries, int64_t span, float* seen) const;
-    void conclude_item(int64_t layer, const Item& item, float* seen);
+    void conclude_item(const Part& part, const Item& item, const Sight& sight, int64_t layer,
+                       float* seen);
     void expand(Member& member, const Part& part, int64_t layer);
     void expand_block(const Mlp& mlp, const Inputs& in, int64_t rows, const Inputs& to,
                       int64_t block) const;
@@ -139,16 +172,26 @@ class Runner {
     void gather(const ChosenExpert& one, int64_t index);
     Inputs read_by(const ChosenExpert& one, int64_t rows) const;
     Inputs inner_of(const Mlp& expert, const ChosenExpert& one) const;
-    void add_experts(const Experts& experts, int64_t panel, int64_t rows, const Norm& post,
+    void add_experts(const Experts& experts, const Part& part, int64_t panel, const Norm& post,
                      float* sums);
-    void add_normalised(int64_t row, const Norm& post);
+    bool is_added_later(const Norm& post) const { return post.weight && !model_.norms_sums; }
+    void after_sum(const Part& part, int64_t row, const Norm& post);
     bool shares_norm(const Layer& layer) const { return model_.parallel && !layer.mlp.weight; }
-    void norm_row(int64_t row, const Norm& norm, bool coded);
+    float* hidden(const Part& part, int64_t row) {
+        return hidden_.data() + (part.first + row) * model_.width;
+    }
+    int64_t qkv_width() const { return (model_.heads + 2 * model_.kv_heads) * model_.head_dim; }
+    float* qkv(const Part& part, int64_t row) { return qkv_.data() + (part.first + row) * qkv_width(); }
+    const float* qkv(const Part& part, int64_t row) const {
+        return qkv_.data() + (part.first + row) * qkv_width();
+    }
+    void norm_row(const Part& part, int64_t row, const Norm& norm, bool coded);
+    void enter(const Part& part, int64_t row, int64_t layer);
     void before_attention(const Part& part, int64_t row, int64_t layer);
     void add_features(const Part& part, int64_t row, int64_t layer);
-    void before_mlp(int64_t row, int64_t layer);
+    void before_mlp(const Part& part, int64_t row, int64_t layer);
     template <class Then>
-    void add_output(Member& member, int64_t rows, const Linear& linear, const InputBuffer& in,
+    void add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
                     const Norm& post, Then each_row);
     template <class Work, class Then>
     void share_then(Member& member, int64_t items, int64_t rows, Work work, Then each_row);
@@ -159,7 +202,7 @@ class Runner {
     const Model model_;
     const std::vector<Layer> layers_;
     const PageShape shape_;
-    Pages pages_;
+    Pages pages_, across_;
     std::unique_ptr<Crew> crew_;
     std::vector<float> hidden_, qkv_, added_;
     std::vector<Wanted> wanted_;  // in the order of tokens
@@ -189,12 +232,12 @@ void Runner::share_then(Member& member, int64_t items, int64_t rows, Work work, 
 }
 
 template <class Use>
-void Runner::each_cached(const int32_t* numbers, int64_t length, Use use) const {
+void Runner::each_cached(const int32_t* numbers, int64_t length, bool across, Use use) const {
     const int64_t plane = length * shape_.dim;
     for (int64_t layer = 0; layer < model_.layers; ++layer)
         for (int64_t head = 0; head < shape_.kv_heads; ++head) {
             const int64_t key = (layer * 2 * shape_.kv_heads + head) * plane;
-            const Keys keys = keys_of(numbers, layer, head);
+            const Keys keys = keys_of(numbers, layer, head, across);
             for (int64_t at = 0; at < length; ++at)
                 use(keys, at, key + at * shape_.dim, key + shape_.kv_heads * plane + at * shape_.dim);
         }

@@ -67,10 +67,10 @@ void Runner::run_experts(Member& member, const Part& part, int64_t index) {
     share_then(
         member, panels_of(model_.width), rows,
         [&](int64_t panel) {
-            add_experts(experts, panel, rows, post, scratch_[member.index].data());
+            add_experts(experts, part, panel, post, scratch_[member.index].data());
         },
         [&](int64_t row) {
-            if (post.weight) add_normalised(row, post);
+            after_sum(part, row, post);
             before_attention(part, row, index + 1);
         });
 }
@@ -120,8 +120,10 @@ Inputs Runner::inner_of(const Mlp& expert, const ChosenExpert& one) const {
 }
 
 // Sixteen columns of what all experts give to all rows, expert by expert. `sums`: (rows, 16).
-void Runner::add_experts(const Experts& experts, int64_t panel, int64_t rows, const Norm& post,
+void Runner::add_experts(const Experts& experts, const Part& part, int64_t panel, const Norm& post,
                          float* sums) {
+    const int64_t rows = part.tokens();
+    const bool later = is_added_later(post);
     std::fill_n(sums, rows * kPanel, 0.0f);
     for (const ChosenExpert& one : routing_.chosen()) {
         const Mlp& mlp = experts.each[one.number];
@@ -137,8 +139,8 @@ void Runner::add_experts(const Experts& experts, int64_t panel, int64_t rows, co
     const int count = int(std::min(kPanel, model_.width - column));
     for (int64_t row = 0; row < rows; ++row) {
         const simd::Floats sum = simd::load(sums + row * kPanel);
-        float* at = (post.weight ? added_.data() : hidden_.data()) + row * model_.width + column;
-        write(at, post.weight ? sum : simd::add(read(at, count), sum), count);
+        float* at = (later ? added_.data() + row * model_.width : hidden(part, row)) + column;
+        write(at, later ? sum : simd::add(read(at, count), sum), count);
     }
 }
 

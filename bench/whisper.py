@@ -1,16 +1,18 @@
 """How long does an utterance take that Whisper writes down, beside transformers?
 
-    scripts/bench whisper [--repeats 9] [--new 40] [--sounds 10] [--beams 1]
+    scripts/bench whisper [--weights float32] [--repeats 9] [--new 40] [--sounds 10] [--beams 1]
 
-The model has the shape of Whisper tiny and random weights, the same in both libraries, in float32.
-Each pair is a call of this library and one of transformers on the same sounds, which take turns:
-features of the samples, the encoder, the whole call. As random weights never end a text, both write
-down `--new` tokens. The figure is the median over pairs of transformers' seconds divided by ours.
+The model has the shape of Whisper tiny and random weights, the same in both libraries, float32 in
+transformers and in `--weights` here. Each pair is a call of this library and one of transformers on
+the same sounds, which take turns: features of the samples, the encoder, the whole call. As random
+weights never end a text, both write down `--new` tokens. The figure is the median over pairs of
+transformers' seconds divided by ours.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +24,7 @@ from parts.report import options, write
 from torch import Tensor
 
 import everystep as es
-from everystep.api.load import from_weights
+from everystep.executors.choice import encoder_of
 from everystep.types import Prompt
 
 RATE = 16_000
@@ -43,13 +45,15 @@ TINY: Mapping[str, Any] = {
 Side = Callable[[], object]
 
 
-def models() -> tuple[Any, es.LanguageModel]:
-    """The same random weights in both libraries."""
+def models(weights: str) -> tuple[Any, es.LanguageModel]:
+    """The same random weights in both libraries, ours rounded as asked."""
     config = transformers.WhisperConfig(**TINY)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         theirs = transformers.WhisperForConditionalGeneration(config).eval()
-    return theirs, from_weights(theirs.config.to_dict(), theirs.state_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return theirs, es.load_model(folder, quantize=None if weights == "float32" else weights)
 
 
 def samples(duration: float) -> np.ndarray:
@@ -62,12 +66,12 @@ def samples(duration: float) -> np.ndarray:
 
 def sides(args: Any) -> dict[str, tuple[Side, Side]]:
     """What is timed: ours and that of transformers."""
-    theirs, own = models()
+    theirs, own = models(args.weights)
     extractor, other = es.WhisperFeatureExtractor(), transformers.WhisperFeatureExtractor()
     heard = samples(args.sounds)
     features: Tensor = extractor(heard)["input_features"]  # type: ignore[assignment]
     asked = {"min_new_tokens": args.new, "max_new_tokens": args.new, "num_beams": args.beams}
-    prompt = Prompt(whole={"input_features": features[0]})
+    prompt, encode = Prompt(whole={"input_features": features[0]}), encoder_of(own.core)
 
     def read() -> object:
         with torch.no_grad():
@@ -75,7 +79,7 @@ def sides(args: Any) -> dict[str, tuple[Side, Side]]:
 
     return {
         "features": (lambda: extractor(heard), lambda: other(heard, sampling_rate=RATE)),
-        "encoder": (lambda: own.core.encode(prompt), read),
+        "encoder": (lambda: own.core.encode(prompt, by=encode), read),
         "utterance": (
             lambda: own.generate(features, **asked),
             lambda: theirs.generate(features, **asked),
@@ -86,6 +90,7 @@ def sides(args: Any) -> dict[str, tuple[Side, Side]]:
 def main() -> None:
     """Times each part and writes a dated file."""
     parser = options(__doc__, threads=2)
+    parser.add_argument("--weights", default="float32", choices=("float32", "int8", "int4"))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--new", type=int, default=40)
     parser.add_argument("--sounds", type=float, default=10.0, help="seconds")

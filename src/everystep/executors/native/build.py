@@ -23,7 +23,10 @@ HERE = Path(__file__).parent
 SOURCES = (
     "interface.cpp",
     "step.cpp",
+    "step_ahead.cpp",
     "step_attention.cpp",
+    "step_encoder.cpp",
+    "step_head.cpp",
     "step_mlp.cpp",
     "step_weights.cpp",
     "pages.cpp",

@@ -25,7 +25,7 @@ const Work& Guess::after(const Work& work, int64_t width) {
     ids_.resize(feeds), starts_.resize(feeds), lines_.resize(feeds);
     int64_t stride = 0;
     for (int64_t feed = 0; feed < feeds; ++feed) {
-        // One position of each feed is told, so results are in the order of feeds.
+        // One position of each feed is reported, so results are in the order of feeds.
         ids_[feed] = work.best_tokens[feed * work.most];
         starts_[feed] = work.starts[feed] + work.counts[feed];
         lines_[feed] = feed;
@@ -104,7 +104,7 @@ void Guess::learn(bool came_true) {
     rate_ += (came_true - rate_) / kMemory;
 }
 
-void Guess::tell(const Work& asked) const {
+void Guess::report(const Work& asked) const {
     for (int64_t feed = 0; feed < asked.feeds; ++feed) {
         const int64_t mine = covered_[feed];
         std::copy_n(values_.data() + mine * work_.most, best_[mine], asked.best_values + feed * asked.most);

@@ -1,7 +1,7 @@
-// The work that most likely follows another: every row feeds the best token that it was told.
+// The work that most likely follows another: every row feeds the best token that was reported of it.
 //
 // So threads can begin with it before anybody has looked at the results. Whoever then asks for just
-// this, or for some of its rows, is told what was found; a result depends on its row alone, so the
+// this, or for some of its rows, gets what was found; a result depends on its row alone, so the
 // bits are those of a step that was asked for. What the guess writes lies beyond what rows hold, in
 // pages that are theirs alone; it is kept apart from the caller's memory but for the tables of ropes.
 #pragma once
@@ -15,7 +15,7 @@ namespace everystep {
 
 class Guess {
   public:
-    // Whether the results of a work tell what each of its rows most likely feeds next.
+    // Whether the results of a work say what each of its rows most likely feeds next.
     static bool follows(const Work& work);
 
     // Whether guesses have come true of late; now and then one is to be made to see.
@@ -31,7 +31,7 @@ class Guess {
     void learn(bool came_true);
 
     // Writes what was found to where `asked`, which is covered, wants it.
-    void tell(const Work& asked) const;
+    void report(const Work& asked) const;
 
     // How many were made, and how many came true.
     int64_t made() const { return made_; }

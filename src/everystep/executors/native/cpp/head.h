@@ -1,8 +1,8 @@
-// The end of a step: what it tells of each wanted position, all logits or only the best of them.
+// The end of a step: what is reported of each wanted position, all logits or only the best of them.
 //
 // Logits come in groups of columns, each digested by the member that computed it while it is in
 // the cache. The best are put in one order, so it does not matter who saw which; exponentials are
-// summed by group, and groups by column. So what is told of a position depends on its logits alone.
+// summed by group, and groups by column. So what is reported of a position depends on its logits alone.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace everystep {
 
-// A wanted position, and where what is told of it goes.
+// A wanted position, and where what is reported of it goes.
 struct Wanted {
     int64_t token;    // among the tokens of the work
     int64_t best;     // how many of the best
@@ -101,8 +101,8 @@ class Head {
         }
     }
 
-    // All groups of a row are digested: what is told of it is written.
-    void tell(int64_t row) {
+    // All groups of a row are digested: what is reported of it is written.
+    void report(int64_t row) {
         const Wanted& to = wanted_[row];
         if (to.best > 0) {
             BestList& all = best_[row];

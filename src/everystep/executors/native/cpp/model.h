@@ -102,7 +102,7 @@ struct Work {
     const int64_t* rows;    // (feeds,)
     const int64_t* starts;  // (feeds,)
     const int64_t* counts;  // (feeds,)
-    const int64_t* wanted;  // (feeds,) of how many of the last positions to tell logits
+    const int64_t* wanted;  // (feeds,) of how many of the last positions to report logits
     const int32_t* pages;   // (all rows, stride)
     int64_t stride;
     const Rope* rope;
@@ -110,20 +110,20 @@ struct Work {
     const int32_t* positions;  // (tokens,) whose embedding is added; null: of their place in a row
     const int64_t* best;    // (feeds,) how many of their best logits, or 0 for all
     int64_t most;           // the largest of `best`
-    float* logits;          // (positions that tell all, vocabulary)
-    float* totals;          // (positions that tell all,) logarithms of sums of exponentials, or null
-    float* best_values;     // (positions that tell the best, most), best first
+    float* logits;          // (positions that report all, vocabulary)
+    float* totals;          // (positions that report all,) logarithms of sums of exponentials, or null
+    float* best_values;     // (positions that report the best, most), best first
     int64_t* best_tokens;   // likewise
-    float* best_totals;     // (positions that tell the best,), or null
-    float* best_hidden;     // (positions that tell the best, width) after the last norm, or null
+    float* best_totals;     // (positions that report the best,), or null
+    float* best_hidden;     // (positions that report the best, width) after the last norm, or null
     float* hidden;          // (tokens, width) after the last norm, or null
-    int64_t early;          // how many layers' inputs are told
+    int64_t early;          // how many layers' inputs are reported
     const int64_t* early_layers;  // (early,)
     float* early_hidden;    // (early, tokens, width) before those layers
     int64_t early_rows;     // how many of them the head reads
     const int64_t* early_places;  // (early_rows,) which
     float* early_logits;    // (early_rows, vocabulary) what the head alone makes of them
-    // Null, or (feeds,): null, or where the weights of attention are told, as (layers, heads, counts,
+    // Null, or (feeds,): null, or where the weights of attention are reported, as (layers, heads, counts,
     // starts + counts) of the feed.
     float* const* attentions;
     // Which encoder states the feeds look at: lines of a table of pages, and how many positions these

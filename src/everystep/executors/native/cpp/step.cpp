@@ -106,7 +106,7 @@ void Runner::check(const Work& work) const {
         throw std::logic_error("there are no encoder states to look at");
 }
 
-// Its threads are not in this process: it is neither told to end nor waited for, and never freed.
+// Its threads are not in this process: it is neither asked to end nor waited for, and never freed.
 void Runner::forget_lost_crew() {
     if (!crew_ || !crew_->lost()) return;
     ahead_.reset();
@@ -132,57 +132,6 @@ void Runner::run(const Work& work, int threads) {
         if (work.early_rows) read_early(work);
     }
     if (work.ahead && !turn.is_crowded()) run_ahead(work);
-}
-
-// Whether the position after each row is one that the model can place.
-bool Runner::can_go_on(const Work& work) const {
-    if (!model_.positions) return true;
-    for (int64_t feed = 0; feed < work.feeds; ++feed)
-        if (work.starts[feed] + work.counts[feed] >= model_.places) return false;
-    return true;
-}
-
-// The members but the caller begin with what most likely comes next.
-void Runner::run_ahead(const Work& work) {
-    if (crew_->size() == 1 || work.feeds > kMostTokens || !can_go_on(work)) return;
-    if (!Guess::follows(work) || !guess_.worth_it()) return;
-    try {
-        start_ahead(guess_.after(work, model_.width));
-    } catch (const std::bad_alloc&) {
-        ahead_.reset();  // It need not be begun before it is asked for.
-    }
-}
-
-void Runner::start_ahead(const Work& next) {
-    list_wanted(next);
-    ahead_.emplace(make_part(next, 0));
-    ahead_->slices = kSlices;
-    make_room(*ahead_);
-    crew_->start([this](Member& member) {
-        embed(member, *ahead_);
-        run_layers(member, *ahead_, 0);
-    });
-}
-
-// Whether the work is what was begun: then it is completed and told, and else it is given up.
-bool Runner::was_ahead(const Work& work, int threads) {
-    if (!ahead_) return false;
-    const bool is_this = crew_->size() == threads && guess_.covers(work);
-    guess_.learn(is_this);
-    if (!is_this) {
-        give_up_ahead();
-        return false;
-    }
-    crew_->join([this](Member& member, int64_t door) { run_layers(member, *ahead_, door); });
-    ahead_.reset();
-    guess_.tell(work);
-    return true;
-}
-
-void Runner::give_up_ahead() {
-    forget_lost_crew();
-    if (ahead_) crew_->give_up();
-    ahead_.reset();
 }
 
 void Runner::reserve(int64_t pages, int64_t across) {
@@ -292,70 +241,6 @@ void Runner::run_part(const Part& part) {
         embed(member, part);
         run_layers(member, part, 0);
     });
-}
-
-// Every position sees all others, so all have a layer's keys and values before any looks at them.
-void Runner::run_both_ways(const Work& work) {
-    fit(std::min(kMostTokens, work.tokens), work.tokens);
-    std::vector<Part> parts;
-    for (int64_t begin = 0; begin < work.tokens; begin += kMostTokens)
-        parts.push_back(make_part(work, begin));
-    run_pass(parts, [&](Member& member, const Part& part) { embed(member, part); });
-    for (int64_t index = 0; index < model_.layers; ++index) {
-        run_pass(parts, [&](Member& member, const Part& part) {
-            crew_->share(member, part.tokens(), [&](int64_t row) { enter(part, row, index); });
-            make_queries(member, part, index);
-        });
-        run_pass(parts, [&](Member& member, const Part& part) { mix(member, part, index); });
-    }
-    run_pass(parts, [&](Member& member, const Part& part) { finish(member, part, 0); });
-}
-
-template <class Pass>
-void Runner::run_pass(const std::vector<Part>& parts, Pass pass) {
-    for (const Part& part : parts) {
-        make_room(part);
-        crew_->run([&](Member& member) { pass(member, part); });
-    }
-}
-
-// Rows of states pass through the buffers as tokens do.
-void Runner::keep_states(const float* states, int64_t count, const int32_t* numbers, int threads) {
-    const int64_t width = qkv_width(), heads = model_.kv_heads, dim = model_.head_dim;
-    if (std::any_of(numbers, numbers + pages_for(count),
-                    [&](int32_t number) { return number < 0 || number >= across_.count(); }))
-        throw std::logic_error("encoder states lie in pages that there are not");
-    const bool coded = std::any_of(layers_.begin(), layers_.end(),
-                                   [](const Layer& layer) { return reads_codes(layer.across_kv); });
-    const Cores::Turn turn(threads);
-    give_up_ahead();
-    start_crew(threads);
-    for (int64_t begin = 0; begin < count; begin += kMostTokens) {
-        const int64_t rows = std::min(kMostTokens, count - begin);
-        fit(rows, rows);
-        normed_.expect(rows);
-        crew_->run([&](Member& member) {
-            crew_->share(member, rows, [&](int64_t row) {
-                std::copy_n(states + (begin + row) * model_.width, model_.width, normed_.row(row));
-                if (coded) quantise_row(normed_.inputs(), row);
-            });
-            for (int64_t index = 0; index < model_.layers; ++index) {
-                const Linear& linear = layers_[index].across_kv;
-                crew_->share(member, panels_in(linear), [&](int64_t panel) {
-                    multiply_panel(linear, panel, normed_.inputs(), rows,
-                                   [&](int64_t row, int64_t column, simd::Floats x, int n) {
-                                       write(qkv_.data() + row * width + column, x, n);
-                                   });
-                });
-                crew_->share(member, rows, [&](int64_t row) {
-                    const float* made = qkv_.data() + row * width;
-                    for (int64_t head = 0; head < heads; ++head)
-                        write_position(keys_of(numbers, index, head, true), begin + row,
-                                       made + head * dim, made + (heads + head) * dim);
-                });
-            }
-        });
-    }
 }
 
 void Runner::run_layers(Member& member, const Part& part, int64_t from) {
@@ -526,98 +411,6 @@ void Runner::after_sum(const Part& part, int64_t row, const Norm& post) {
     float* to = is_added_later(post) ? added_.data() + row * width : hidden(part, row);
     normalise(static_cast<NormKind>(model_.norm_kind), to, width, model_.eps, post, to);
     if (is_added_later(post)) add_to(hidden(part, row), to, width);
-}
-
-// What follows the last layer. The first slice has the last norm, each has its share of the head.
-void Runner::finish(Member& member, const Part& part, int64_t slice) {
-    if (slice == 0) norm_last(member, part);
-    const int64_t rows = part.wanted_end - part.wanted_begin;
-    if (rows == 0) return;
-    const int64_t first = head_.groups() * slice / part.slices;
-    const int64_t last = head_.groups() * (slice + 1) / part.slices;
-    crew_->share(member, last - first, [&](int64_t item) {
-        const int64_t group = first + item;
-        head_columns(group, last_.inputs(), rows, model_.final_softcap,
-                     [&](int64_t row) { return head_.place(member.index, row, group); });
-        head_.digest(member.index, group);
-    });
-    if (slice == part.slices - 1)
-        crew_->share(member, rows, [&](int64_t row) { head_.tell(row); });
-}
-
-void Runner::norm_last(Member& member, const Part& part) {
-    const Work& work = part.work;
-    const NormKind kind = static_cast<NormKind>(model_.norm_kind);
-    if (work.hidden)
-        crew_->share(member, part.tokens(), [&](int64_t row) {
-            normalise(kind, hidden(part, row), model_.width, model_.eps, model_.norm,
-                      work.hidden + (part.begin + row) * model_.width);
-        });
-    crew_->share(member, part.wanted_end - part.wanted_begin, [&](int64_t row) {
-        const Wanted& to = wanted_[part.wanted_begin + row];
-        float* last = last_.row(row);
-        normalise(kind, hidden(part, to.token - part.begin), model_.width, model_.eps, model_.norm, last);
-        if (to.hidden) std::copy_n(last, model_.width, to.hidden);
-        put_before_head(last, last_, row);
-    });
-}
-
-// A row of hidden states after the last norm is what the head reads.
-void Runner::put_before_head(const float* from, InputBuffer& in, int64_t row) const {
-    float* to = in.row(row);
-    const float scale = model_.output_scale == 0 ? 1 : model_.output_scale;
-    for (int64_t i = 0; i < model_.width; ++i) to[i] = from[i] * scale;
-    if (reads_codes(model_.head)) quantise_row(in.inputs(), row);
-}
-
-// The logits of one group of columns, of every row to where its group begins.
-template <class Place>
-void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, float cap,
-                          Place place) const {
-    const auto use = [&](int64_t row, int64_t column, simd::Floats x, int count) {
-        using namespace simd;
-        if (cap != 0) x = mul(tanh(div(x, splat(cap))), splat(cap));
-        write(place(row) + column - group * Head::kColumns, x, count);
-    };
-    constexpr int64_t kPanels = Head::kColumns / kPanel;
-    const int64_t last = std::min(panels_in(model_.head), (group + 1) * kPanels);
-    for (int64_t panel = group * kPanels; panel < last; ++panel)
-        multiply_panel(model_.head, panel, in, rows, use);
-}
-
-void Runner::read_early(const Work& work) {
-    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
-    for (int64_t begin = 0; begin < work.early_rows; begin += kTogether) {
-        const int64_t count = std::min<int64_t>(kTogether, work.early_rows - begin);
-        InputBuffer in(count, model_.width);
-        in.expect(count);
-        for (int64_t row = 0; row < count; ++row)
-            put_before_head(work.early_hidden + work.early_places[begin + row] * model_.width, in, row);
-        crew_->run([&](Member& member) {
-            crew_->share(member, groups, [&](int64_t group) {
-                head_columns(group, in.inputs(), count, 0, [&](int64_t row) {
-                    return work.early_logits + (begin + row) * model_.vocabulary +
-                           group * Head::kColumns;
-                });
-            });
-        });
-    }
-}
-
-void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
-    const float cap = model_.final_softcap;
-    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
-    for (int64_t begin = 0; begin < rows; begin += kTogether) {
-        const int64_t count = std::min<int64_t>(kTogether, rows - begin);
-        InputBuffer in(count, model_.width);
-        in.expect(count);
-        for (int64_t row = 0; row < count; ++row)
-            put_before_head(hidden + (begin + row) * model_.width, in, row);
-        for (int64_t group = 0; group < groups; ++group)
-            head_columns(group, in.inputs(), count, cap, [&](int64_t row) {
-                return logits + (begin + row) * model_.vocabulary + group * Head::kColumns;
-            });
-    }
 }
 
 }  // namespace everystep

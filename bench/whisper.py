@@ -71,7 +71,7 @@ def sides(args: Any) -> dict[str, tuple[Side, Side]]:
     heard = samples(args.sounds)
     features: Tensor = extractor(heard)["input_features"]  # type: ignore[assignment]
     asked = {"min_new_tokens": args.new, "max_new_tokens": args.new, "num_beams": args.beams}
-    prompt, encode = Prompt(whole={"input_features": features[0]}), encoder_of(own.core)
+    prompt = Prompt(whole={"input_features": features[0]})
 
     def read() -> object:
         with torch.no_grad():
@@ -79,7 +79,7 @@ def sides(args: Any) -> dict[str, tuple[Side, Side]]:
 
     return {
         "features": (lambda: extractor(heard), lambda: other(heard, sampling_rate=RATE)),
-        "encoder": (lambda: own.core.encode(prompt, by=encode), read),
+        "encoder": (lambda: own.core.encode(prompt, by=encoder_of(own.core)), read),
         "utterance": (
             lambda: own.generate(features, **asked),
             lambda: theirs.generate(features, **asked),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 from everystep.adapters import LoRA
 from everystep.cache.formats import CacheDtype, Quantization
@@ -62,16 +61,9 @@ def open_executor(
     return NativeExecutor(model, cache_dtype)
 
 
-_ENCODERS: WeakKeyDictionary[Model, NativeEncoder] = WeakKeyDictionary()
-
-
 def encoder_of(model: Model, name: ExecutorName = "auto") -> Encode | None:
     """The compiled kernels as the model's encoder, where they can be; None: its own network."""
-    if name == "torch" or obstacles(model):
-        return None
-    if model not in _ENCODERS:
-        _ENCODERS[model] = NativeEncoder(model)
-    return _ENCODERS[model]
+    return None if name == "torch" or obstacles(model) else NativeEncoder(model)
 
 
 def refuse_cache_dtype(model: Model, cache_dtype: CacheDtype | None) -> None:

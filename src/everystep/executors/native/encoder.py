@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from ctypes import addressof, c_int64
 
 import numpy as np
@@ -19,20 +18,19 @@ from everystep.nn.network import Heard
 
 
 class NativeEncoder:
-    """One model's encoder; a model without obstacles."""
+    """The encoder of a model without obstacles, for one thread at a time."""
 
     def __init__(self, model: Model) -> None:
         self._program = program_of(model, encoder=True)
         self._library = library.load()
         self._runner = open_runner(self._library, self._program, 0)
-        self._running = threading.Lock()
 
     def __call__(self, hidden: Tensor, seen: None, heard: Heard | None = None) -> Tensor:
         """Embeddings (1, S, E) -> encoder states (1, S, E); what layers show is added to `heard`.
 
         CapacityError where memory or threads do not suffice.
         """
-        with self._running, in_process():
+        with in_process():
             pause_torch_threads()
             return self._run(hidden[0].float().contiguous(), heard)[None]
 

@@ -195,4 +195,4 @@ def test_sampling_from_the_best_writes_hardly_a_whole_row() -> None:
         run_together(batch, executor)
         assert executor.whole == 0
         listed, read = listed + executor.listed, read + executor.read
-    assert listed > 1_000 and read < listed / 100  # a tie or two
+    assert listed > 20 * BATCHES and read < listed / 100  # a tie or two

@@ -259,6 +259,28 @@ def test_after_an_interrupt_states_are_made_anew(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(executor.run(replace(again, encoders={1: states})).logits, wanted)
 
 
+def test_a_line_that_no_row_came_to_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes after the line is there, and before a row looks at it."""
+    model, states = model_of("bart"), states_of(model_of("bart"), 4, 40)
+    executor = NativeExecutor(model)
+    assert executor.across is not None
+    pages = executor.across.pages
+
+    def stop(states: dict[int, Tensor], line: int, held: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    work = replace(only_verbs(Verb("allocate", 0)), encoders={0: states})
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.across, "_held", type("Held", (dict,), {"__setitem__": stop})())
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(work)
+        assert pages.lengths() == {0: 0}
+    executor.run(replace(only_verbs(Verb("free", 0), Verb("allocate", 1)), encoders={1: states}))
+    assert list(pages.lengths().values()) == [40]
+    executor.run(only_verbs(Verb("free", 1)))
+    assert pages.lengths() == {} and pages.in_use == 0
+
+
 def test_threads_begin_with_what_comes_next() -> None:
     model, states = model_of("bart"), states_of(model_of("bart"), 4, 40)
     with members(2):

@@ -5,7 +5,6 @@ They are made once per tensor of states and shared by all rows that look at it.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,18 +22,18 @@ class StatesOfRows:
     _lines: dict[int, int] = field(default_factory=dict)  # row -> line
     _held: dict[int, Tensor] = field(default_factory=dict)  # line -> states
     _made: dict[int, int] = field(default_factory=dict)  # id of states -> line
-    _shares: Counter[int] = field(default_factory=Counter)  # of lines
 
     def look_at(self, row: int, states: Tensor) -> np.ndarray | None:
         """The row looks at states (S, E). Returns the pages of keys and values that are to be made,
         None where they are there."""
         if (line := self._made.get(id(states))) is not None:
-            self._share(row, line)
+            self._lines[row] = line
             return None
-        line = next(number for number in range(len(self._held) + 1) if number not in self._held)
+        held = self.pages.lengths()
+        line = next(number for number in range(len(held) + 1) if number not in held)
         self.pages.allocate(line)
         self._held[line] = states
-        self._share(row, line)
+        self._lines[row] = line
         self.pages.extend([line], [0], [len(states)])
         self._made[id(states)] = line
         return self.pages.pages(line)
@@ -42,24 +41,19 @@ class StatesOfRows:
     def fork(self, row: int, source: int) -> None:
         """The row looks at what `source` looks at."""
         if source in self._lines:
-            self._share(row, self._lines[source])
+            self._lines[row] = self._lines[source]
 
     def free(self, row: int) -> None:
         """The row is gone, and so are states that no other looks at."""
-        line = self._lines.pop(row, None)
-        if line is None:
-            return
-        self._shares[line] -= 1
-        if not self._shares[line]:
-            states = self._held.pop(line)
-            if self._made.get(id(states)) == line:
-                del self._made[id(states)]
-            self.pages.free(line)
+        if (line := self._lines.pop(row, None)) is not None:
+            self._drop(line)
 
     def forget(self) -> None:
-        """What was being made when it was cut short is not shared with later rows."""
+        """What was cut short is shared with no later row; lines that no row came to are gone."""
         self._made.clear()
         self.pages.recount()
+        for line in self.pages.lengths():
+            self._drop(line)
 
     def line(self, row: int) -> int:
         """The line of the states that a row looks at; InvariantError if there are none."""
@@ -73,6 +67,11 @@ class StatesOfRows:
         counts = [self.pages.length(line) for line in lines]
         return np.array(lines, np.int64), np.array(counts, np.int64)
 
-    def _share(self, row: int, line: int) -> None:
-        self._lines[row] = line
-        self._shares[line] += 1
+    def _drop(self, line: int) -> None:
+        """The line is gone if no row looks at it."""
+        if line in self._lines.values():
+            return
+        states = self._held.pop(line, None)
+        if self._made.get(id(states)) == line:
+            del self._made[id(states)]
+        self.pages.free(line)

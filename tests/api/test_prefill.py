@@ -144,7 +144,7 @@ def test_one_past_is_stored_once_for_all_rows() -> None:
     groups = [session.submit([n + 1, 4], n) for n in range(9)]
     session.step()
     rows = session.engine.executor.rows
-    assert rows.in_use <= 9 + 9 + 1 and rows.counts.forks == 8
+    assert rows.pool.in_use <= 9 + 9 + 1 and rows.pool.counts.forks == 8
     while session.engine.pending:
         session.step()
         audit(session.engine)

@@ -194,6 +194,7 @@ def narrow_model(
     config |= {"num_hidden_layers": 4} if name == "smollm3" else {}  # the fourth knows no positions
     config |= {"sliding_window": 5} if "gemma" in name else {}
     config |= {"ffn_dim": inner} if name == "opt" else {}
+    config |= {"time_step_rank": 32} if name == "mamba" else {}  # likewise
     config |= _EXPERTS.get(name, {})
     reading = family.read_spec({**family.defaults, **config})
     model = _of_family(name, reading, torch.float32)

@@ -225,7 +225,7 @@ ENCODING = ("t5", "bart", "mbart", "marian")
 
 
 @cache
-def pair(kind: str = "t5") -> Model:
+def pair(kind: str) -> Model:
     return ours(reference_pair(kind, torch.float64))
 
 
@@ -267,7 +267,7 @@ def test_rows_look_at_their_own_encoder(
 
 
 def test_forks_share_encoder_states() -> None:
-    executor = TorchExecutor(pair())
+    executor = TorchExecutor(pair("t5"))
     run_pair(executor, one_feed(IDS[:3], verbs=(OPEN,)), dict(enumerate(encoded(IDS))))
     work = one_feed([8], row=1, start=3, verbs=(Verb("fork", 1, 0), Verb("free", 0)))
     assert_near(executor.run(work).logits, decoded(IDS, [*IDS[:3], 8])[-1:])
@@ -276,7 +276,7 @@ def test_forks_share_encoder_states() -> None:
 
 def test_cross_attentions_have_one_entry_per_layer() -> None:
     work = asking(one_feed(IDS[:3], verbs=(OPEN,)), attentions=True)
-    output = run_pair(TorchExecutor(pair()), work, dict(enumerate(encoded(IDS))))
+    output = run_pair(TorchExecutor(pair("t5")), work, dict(enumerate(encoded(IDS))))
     found = answer(output).cross_attentions
     assert [one.shape for one in found] == [(4, 3, 14)] * 3
     assert_near(torch.stack(found).sum(-1), torch.ones(3, 4, 3).double())

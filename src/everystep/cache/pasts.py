@@ -43,3 +43,16 @@ def pair(held: Sequence[Tensor]) -> Tensor:
 def _padded(x: Tensor, size: int, before: int) -> Tensor:
     """(..., before + n, D + size) from (..., n, D), without a copy where nothing is added."""
     return F.pad(x, (0, size, before, 0)) if size or before else x
+
+
+def states_of(past: Past) -> Tensor:
+    """(L, inputs + states, channels) in float32, from each recurrent layer's (inputs, channels) and
+    (channels, states)."""
+    layers = [torch.cat([inputs, states.T]) for inputs, states in past.layers]
+    return torch.stack(layers).float().contiguous()
+
+
+def states_past(length: int, held: Tensor, inputs: int) -> Past:
+    """The opposite, of n positions; `inputs`: how many of them layers keep."""
+    layers = ((layer[:inputs], layer[inputs:].T.contiguous()) for layer in held)
+    return Past(length, tuple(layers))

@@ -10,7 +10,7 @@ batch in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,25 @@ def restored(position: int, states: Sequence[Sequence[Tensor]]) -> Mark:
     return Mark(position, [tuple(x[None] for x in one) for one in states], 0)
 
 
-def cut_marks(marks: tuple[Mark, ...], length: int) -> tuple[Mark, ...]:
+class Marked(Protocol):
+    """Something that stands for the states after so many positions of a row."""
+
+    @property
+    def position(self) -> int:
+        """How many."""
+        ...
+
+
+M = TypeVar("M", bound=Marked)
+
+
+def kept_steps(count: int, wanted: int) -> range:
+    """After how many of its positions a feed leaves states; beside what it began with, where all
+    its logits are wanted."""
+    return range(max(count - wanted, 1), count + 1)
+
+
+def cut_marks(marks: tuple[M, ...], length: int) -> tuple[M, ...]:
     """The marks up to `length`, where one must be; none for 0."""
     kept = tuple(mark for mark in marks if mark.position <= length)
     if length and (not kept or kept[-1].position != length):
@@ -74,7 +92,7 @@ class Recurrence:
         self, marks: Sequence[tuple[Mark, ...]], counts: Sequence[int], wanted: Sequence[int]
     ) -> list[tuple[Mark, ...]]:
         """A step of feeds for rows with these marks; returns the marks that they will have."""
-        kept = [range(max(n - w, 1), n + 1) for n, w in zip(counts, wanted, strict=True)]
+        kept = [*map(kept_steps, counts, wanted)]
         self.feeds = Ragged.of(counts, kept, self._device)
         self._record = []
         self._begins = self._gathered([held[-1] if held else None for held in marks])

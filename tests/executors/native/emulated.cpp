@@ -22,6 +22,8 @@ int32_t es_reserve(void*, int64_t, int64_t);
 int32_t es_keep_states(void*, const float*, int64_t, const int32_t*, int32_t);
 void es_export(void*, const int32_t*, int64_t, int32_t, float*);
 void es_import(void*, const int32_t*, int64_t, const float*);
+void es_export_states(void*, int32_t, float*);
+void es_import_states(void*, int32_t, const float*);
 int32_t es_run(void*, const everystep::Work*, int32_t);
 }
 
@@ -77,6 +79,8 @@ const Function kFunctions[] = {
     {"es_keep_states", [](const int64_t* given) { return call(es_keep_states, given); }},
     {"es_export", [](const int64_t* given) { return call(es_export, given); }},
     {"es_import", [](const int64_t* given) { return call(es_import, given); }},
+    {"es_export_states", [](const int64_t* given) { return call(es_export_states, given); }},
+    {"es_import_states", [](const int64_t* given) { return call(es_import_states, given); }},
     {"es_run", [](const int64_t* given) { return call(es_run, given); }},
 };
 

@@ -36,6 +36,7 @@ from everystep.executors.native.library import (
     LinearMapC,
     Matrix,
     NormWeights,
+    RecurrenceWeights,
     RopeRows,
     StackWeights,
     StepWork,
@@ -136,7 +137,10 @@ def _told(work: Any, best: bool) -> int:
 
 _FEEDS = {
     name: lambda work, _: 8 * work.feeds
-    for name in ("rows", "starts", "counts", "wanted", "best", "across_rows", "across_counts")
+    for name in (
+        *("rows", "starts", "counts", "wanted", "best"),
+        *("across_rows", "across_counts", "states_kept"),
+    )
 }
 _COPIES = {name: lambda work, _: 4 * work.copies for name in ("copy_from", "copy_to")}
 RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
@@ -151,6 +155,11 @@ RESULTS: Mapping[str, Callable[[Any, Around], int]] = {
 EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = {
     Matrix: {"row_scales": lambda matrix, _: 4 * -(-matrix.rows // 16) * 16},
     LinearMapC: {"bias": lambda linear, _: 4 * sum(part.rows for part in linear.parts)},
+    RecurrenceWeights: {
+        "conv": lambda _, around: 4 * around.model.kernel * around.model.inner,
+        "decay": lambda _, around: 4 * around.model.states * around.model.inner,
+        **{name: lambda _, around: 4 * around.model.inner for name in ("conv_bias", "skip")},
+    },
     StackWeights: {
         "positions": lambda model, _: 4 * model.places * model.width,
         "distances": lambda model, _: 4 * model.heads * (2 * model.reach + 1),
@@ -168,6 +177,8 @@ EXTENTS: Mapping[type[Structure], Mapping[str, Callable[[Any, Around], int]]] = 
         "across_pages": lambda work, _: (
             4 * work.across_stride * (1 + max(_of_feeds(work, "across_rows")))
         ),
+        "states_after": lambda work, _: 4 * sum(_of_feeds(work, "states_kept")),
+        **{name: lambda work, _: 4 * work.feeds for name in ("states_before", "states_next")},
         **_FEEDS,
         **_COPIES,
         **RESULTS,
@@ -191,7 +202,7 @@ class EmulatedLibrary:
         assert self._call("es_interface") == INTERFACE
         sizes = (c_int64 * len(_MIRRORED))()
         self._call("es_sizes", there := self._take(sizeof(sizes)))
-        assert self._read(there, sizeof(sizes)) == struct.pack("=9q", *map(sizeof, _MIRRORED))
+        assert self._read(there, sizeof(sizes)) == struct.pack("=10q", *map(sizeof, _MIRRORED))
 
     def close(self) -> None:
         """Ends the program, which has to be alive."""
@@ -248,6 +259,18 @@ class EmulatedLibrary:
             there = self._write(ctypes.string_at(values, self._past_bytes(runner, length)))
             self._call("es_import", runner, self._page_numbers(pages, length), length, there)
 
+    def es_export_states(self, runner: int, page: int, out: int) -> None:
+        size = self._state_bytes(runner)
+        with self._until_done():
+            there = self._take(size)
+            self._call("es_export_states", runner, page, there)
+            ctypes.memmove(out, self._read(there, size), size)
+
+    def es_import_states(self, runner: int, page: int, values: int) -> None:
+        with self._until_done():
+            there = self._write(ctypes.string_at(values, self._state_bytes(runner)))
+            self._call("es_import_states", runner, page, there)
+
     def es_close(self, runner: int) -> None:
         """Executors are collected whenever Python likes, perhaps after the program has ended."""
         if self._process.poll() is None:
@@ -259,6 +282,10 @@ class EmulatedLibrary:
     def _past_bytes(self, runner: int, length: int) -> int:
         model = self._models[runner]
         return 4 * model.layers * 2 * model.kv_heads * length * model.head_dim
+
+    def _state_bytes(self, runner: int) -> int:
+        model = self._models[runner]
+        return 4 * model.layers * (model.kernel - 1 + model.states) * model.inner
 
     # --- structures -------------------------------------------------------------------------------
 

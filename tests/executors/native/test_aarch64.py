@@ -20,6 +20,7 @@ from everystep.models import Model, build_gguf_model
 from everystep.types import StepOutput, Verb
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
+from tests.executors.native import test_recurrent
 from tests.executors.native.emulated import EmulatedLibrary, build_program
 from tests.executors.native.test_encoder_decoders import model_of, works_of
 from tests.executors.works import Wanderer, one_feed
@@ -95,6 +96,23 @@ def test_encoder_states_are_looked_at(name: str, open_here: Open, open_there: Op
     here, there = open_here(model), open_there(model)
     for work in works_of(model, seed=2, steps=4):
         assert torch.equal(there.run(work).logits, here.run(work).logits)
+
+
+@pytest.mark.parametrize("name", ["plain", "odd sizes"])
+def test_states_are_kept_and_taken_over(name: str, open_here: Open, open_there: Open) -> None:
+    model = test_recurrent.model_of(name)
+    here, there = open_here(model), open_there(model)
+    wanderer = Wanderer(model, np.random.default_rng(4), False, 60, 20, False)
+    for _ in range(4):
+        work = wanderer.work()
+        assert torch.equal(there.run(work).logits, here.run(work).logits)
+    row, length = next((row, n) for row, n in here.audit().items() if n)
+    past = here.export(row)
+    for layers in zip(there.export(row).layers, past.layers, strict=True):
+        assert all(map(torch.equal, *layers))
+    wanted = here.run(one_feed([7, 8], row=row, start=length)).logits
+    follow = one_feed([7, 8], row=9, start=length, verbs=(Verb("allocate", 9),))
+    assert torch.equal(there.run(replace(follow, pasts={9: past})).logits, wanted)
 
 
 @pytest.mark.parametrize("rounding", ["int8", "int4"])

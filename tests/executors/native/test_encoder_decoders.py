@@ -90,8 +90,8 @@ def test_rows_of_any_history(name: str) -> None:
     for work in works_of(model, seed=5):
         assert_near(native.run(work).logits, judge.run(work).logits)
         assert native.audit() == judge.audit()
-    assert native.rows.in_use == 0 and native.across is not None
-    assert native.across.pages.in_use == 0
+    assert native.rows.pool.in_use == 0 and native.across is not None
+    assert native.across.pages.pool.in_use == 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -210,15 +210,15 @@ def test_states_are_made_once_and_shared() -> None:
     pages = executor.across.pages
     executor.run(replace(only_verbs(Verb("allocate", 0)), encoders={0: states}))
     executor.run(replace(only_verbs(Verb("allocate", 1), Verb("fork", 2, 1)), encoders={1: states}))
-    held = pages.in_use
+    held = pages.pool.in_use
     assert list(pages.lengths().values()) == [33]
     executor.run(only_verbs(Verb("free", 0), Verb("free", 1)))
-    assert pages.in_use == held
+    assert pages.pool.in_use == held
     executor.run(only_verbs(Verb("free", 2)))
-    assert pages.in_use == 0
+    assert pages.pool.in_use == 0
     # The same states again, after they were forgotten.
     executor.run(replace(only_verbs(Verb("allocate", 1)), encoders={1: states}))
-    assert pages.in_use == held
+    assert pages.pool.in_use == held
 
 
 def test_what_a_row_holds_is_taken_over() -> None:
@@ -278,7 +278,7 @@ def test_a_line_that_no_row_came_to_is_given_back(monkeypatch: pytest.MonkeyPatc
     executor.run(replace(only_verbs(Verb("free", 0), Verb("allocate", 1)), encoders={1: states}))
     assert list(pages.lengths().values()) == [40]
     executor.run(only_verbs(Verb("free", 1)))
-    assert pages.lengths() == {} and pages.in_use == 0
+    assert pages.lengths() == {} and pages.pool.in_use == 0
 
 
 def test_threads_begin_with_what_comes_next() -> None:

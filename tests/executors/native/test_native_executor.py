@@ -70,7 +70,7 @@ def compare(model: Model, seed: int, most: int, steps: int = 8, *, positions: bo
         assert_near(native.run(work).logits, judge.run(work).logits)
         assert native.audit() == judge.audit()
     native.run(only_verbs(*(Verb("free", row) for row in wanderer.histories)))
-    assert native.audit() == {} and native.rows.in_use == 0
+    assert native.audit() == {} and native.rows.pool.in_use == 0
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -226,7 +226,7 @@ def test_a_prompt_is_stored_once_whoever_continues_it() -> None:
     ones = np.ones(8, dtype=np.int64)
     executor.run(Work(forks, rows, 40 * ones, ones, ones, rows))
     # Two whole pages of 16 are shared; the third, half full, is each row's own but for one.
-    assert executor.rows.in_use == 2 + 8 and executor.rows.counts.copies == 7
+    assert executor.rows.pool.in_use == 2 + 8 and executor.rows.pool.counts.copies == 7
 
 
 def test_forks_write_nothing_into_each_other() -> None:

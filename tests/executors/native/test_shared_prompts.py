@@ -39,8 +39,8 @@ def test_a_prompt_is_held_once(options: dict[str, Any], monkeypatch: pytest.Monk
     found = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, **options)
     assert found.shape[1] == PROMPT + NEW
     (executor,) = opened
-    assert executor.rows.in_use == 0
-    most = executor.rows.counts.most_pages * PAGE
+    assert executor.rows.pool.in_use == 0
+    most = executor.rows.pool.counts.most_pages * PAGE
     assert PROMPT <= most <= 1.15 * PROMPT + ANSWERS * NEW
     # They went apart, so each had tokens of its own.
-    assert executor.rows.counts.copies >= ANSWERS - 1
+    assert executor.rows.pool.counts.copies >= ANSWERS - 1

@@ -149,7 +149,7 @@ def test_after_an_interrupt_at_any_line_results_are_the_same() -> None:
                 if not interrupted(executor, works[place], line):
                     break
                 executor.run(freed(executor))
-                assert executor.rows.in_use == 0
+                assert executor.rows.pool.in_use == 0
                 line += 1 if place else 3
                 for work, logits in zip(works, expected, strict=True):
                     assert torch.equal(executor.run(work).logits, logits)

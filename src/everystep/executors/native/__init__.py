@@ -1,4 +1,4 @@
-"""Decoders run by compiled kernels on the processor, one call per engine step.
+"""Networks run by compiled kernels on the processor, one call per engine step.
 
 The kernels know nothing of torch: they get the addresses of weights, tables and results. What they
 cannot do is listed by `obstacles`; such requests run on torch operators instead.

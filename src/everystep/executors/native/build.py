@@ -28,6 +28,7 @@ SOURCES = (
     "step_encoder.cpp",
     "step_head.cpp",
     "step_mlp.cpp",
+    "step_recurrence.cpp",
     "step_weights.cpp",
     "pages.cpp",
     "crew.cpp",

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from everystep.cache.formats import CacheDtype
-from everystep.cache.pasts import kv_of, past_of, with_across
+from everystep.cache.pasts import with_across
 from everystep.errors import RequestError, UnsupportedError
 from everystep.executors.native import library
 from everystep.executors.native.across import StatesOfRows
 from everystep.executors.native.library import GivenEmbeds, RopeRows, StepWork, check
-from everystep.executors.native.pages import PagedRows
 from everystep.executors.native.program import obstacles, open_runner, program_of
 from everystep.executors.native.rope import RopeTable
+from everystep.executors.native.stores import KeyStore, Opened, StateStore, addressed, exported
 from everystep.executors.native.wanted import WantedLayers
 from everystep.executors.positions import (
     declared_inputs,
@@ -36,7 +36,7 @@ from everystep.executors.positions import (
 )
 from everystep.executors.process import in_process, pause_torch_threads
 from everystep.models import Model, embedded, refuse_copies
-from everystep.nn.network import Network
+from everystep.nn.network import Network, State
 from everystep.types import MOST_BEST, InputSpec, Past, Scores, StepOutput, Work
 
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -44,14 +44,20 @@ _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/mo
 
 def abilities_of(network: Network) -> frozenset[str]:
     """What an executor on a network can do."""
-    able = {"truncate", "cut", "embeds", "past", "best", "hidden", "layers", "attentions"}
-    return frozenset(
-        able | ({"encoder"} if network.encodes else {"positions", "early", "deepstack"})
-    )
+    able = {"truncate", "embeds", "past", "best", "hidden", "layers"}
+    if network.encodes:
+        return frozenset(able | {"cut", "attentions", "encoder"})
+    if _is_recurrent(network):
+        return frozenset(able | {"early"})
+    return frozenset(able | {"cut", "attentions", "positions", "early", "deepstack"})
+
+
+def _is_recurrent(network: Network) -> bool:
+    return any(isinstance(one, State) for layer in network.stores for one in layer)
 
 
 class NativeExecutor:
-    """One engine's executor on a decoder; UnsupportedError where there are `obstacles`.
+    """One engine's executor on a network; UnsupportedError where there are `obstacles`.
 
     As many threads work as torch was set to use when it was opened. `cache_dtype`: the type in
     which pages keep keys and values; None: float32. `ahead`: the other threads begin with what most
@@ -71,19 +77,20 @@ class NativeExecutor:
             raise UnsupportedError(what, got=reasons[0])
         self.vocab_size: int = model.vocab_size
         self.abilities: frozenset[str] = abilities_of(model.network)
-        self.rows = PagedRows()
         self.across = StatesOfRows() if model.network.encodes else None
         self._program = program_of(model)
         self.inputs: Mapping[str, InputSpec] = declared_inputs(model.network)
         self._library = library.load()
         kv_type = _KV_TYPES.index(cache_dtype or "float32")
         self._runner = open_runner(self._library, self._program, kv_type)
+        opened = Opened(self._library, self._runner, self._program.structure)
+        self._store = (StateStore if _is_recurrent(model.network) else KeyStore)(opened)
+        self.rows = self._store.rows
         self._threads = torch.get_num_threads()
         self._tables = [RopeTable(rope) for rope in self._program.ropes]
         ropes = (RopeRows * len(self._tables))()
         self._asked = StepWork(ropes=len(self._tables), rope=ropes)
-        self._numbers = _addressed(np.empty(256, np.int64))
-        self._table = _addressed(self.rows.table)
+        self._numbers = addressed(np.empty(256, np.int64))
         self._reserved = 0, 0
         self._nothing = torch.empty(0, self.vocab_size)
         self._ahead = ahead
@@ -170,19 +177,11 @@ class NativeExecutor:
 
     def export(self, row: int) -> Past:
         """What the row holds, as a copy, once its verbs were applied."""
-        past = past_of(self._exported(self.rows, row))
+        past = self._store.export(row)
         if self.across is None:
             return past
-        seen = self._exported(self.across.pages, self.across.line(row), across=True)
-        return with_across(past, seen)
-
-    def _exported(self, rows: PagedRows, row: int, *, across: bool = False) -> Tensor:
-        """(L, 2, K, length, D) of a line of pages."""
-        length, shape = rows.length(row), self._program.structure
-        kv = torch.empty(shape.layers, 2, shape.kv_heads, length, shape.head_dim)
-        pages = rows.pages(row)
-        self._library.es_export(self._runner, pages.ctypes.data, length, across, kv.data_ptr())
-        return kv
+        opened, line = self._store.opened, self.across.line(row)
+        return with_across(past, exported(opened, self.across.pages, line, across=True))
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -206,11 +205,11 @@ class NativeExecutor:
         if row in work.encoders:
             self._look_at(row, work.encoders[row])
         past = work.pasts.get(row)
-        if past is not None and past.length:
-            self.rows.extend([row], [0], [past.length])
-            self._reserve()
-            kv, pages = kv_of(past).float().contiguous(), self.rows.pages(row)
-            self._library.es_import(self._runner, pages.ctypes.data, past.length, kv.data_ptr())
+        if past is None or not past.length:
+            return
+        self._store.hold(row, past.length)
+        self._reserve()
+        self._store.fill(row, past)
 
     def _look_at(self, row: int, states: Tensor) -> None:
         """The row looks at encoder states (S, E), if its model has layers that do."""
@@ -224,7 +223,8 @@ class NativeExecutor:
 
     def _reserve(self) -> None:
         """The library has memory for every page."""
-        wanted = self.rows.total, 0 if self.across is None else self.across.pages.total
+        across = 0 if self.across is None else self.across.pages.pool.total
+        wanted = self.rows.pool.total, across
         if self._reserved != wanted:
             check(self._library.es_reserve(self._runner, *wanted))
             self._reserved = wanted
@@ -268,13 +268,11 @@ class NativeExecutor:
         places: np.ndarray | None,
         layers: WantedLayers | None,
     ) -> None:
-        feeds = (work.rows.tolist(), work.starts.tolist(), work.counts.tolist())
-        copies, longest = self.rows.extend(*feeds)
+        step, best = self._asked, room.best
+        held, longest = self._store.write(step, work)
         self._reserve()
-        copied = np.array(copies, np.int32).T.copy() if copies else None
         turned = [table.rows(work, places, longest) for table in self._tables]
         embeds, added = _floats_given(work, "embeds"), _floats_given(work, "deepstack")
-        step, best = self._asked, room.best
         self._write_feeds(step, work)
         for place, rows in enumerate(turned):
             step.rope[place] = rows
@@ -283,7 +281,7 @@ class NativeExecutor:
         step.deep_layers = added[0][1].shape[1] if added else 0
         learned = None
         if places is not None and self._program.structure.positions:
-            learned = _addressed(places.reshape(-1, len(work.tokens))[0].astype(np.int32))
+            learned = addressed(places.reshape(-1, len(work.tokens))[0].astype(np.int32))
         step.positions = learned and learned[1]
         results = (room.logits, room.totals, listed)
         step.logits, step.totals, step.best_hidden = map(_address, results)
@@ -294,48 +292,41 @@ class NativeExecutor:
         lists = (None, None, None) if best is None else (best.values, best.tokens, best.totals)
         step.most = 0 if best is None else best.values.shape[1]
         step.best_values, step.best_tokens, step.best_totals = map(_address, lists)
-        seen = self._write_across(step, feeds[0])
-        step.copies = len(copies)
-        step.copy_from = None if copied is None else _addressed(copied[0])[1]
-        step.copy_to = None if copied is None else _addressed(copied[1])[1]
+        seen = self._write_across(step, work.rows.tolist())
         step.ahead = self._ahead
         # What was begun ahead reads the tables of the step before, what it begins reads these.
         self._turned = [*self._turned, *turned]
         check(self._library.es_run(self._runner, step, self._threads))
-        del seen  # it was kept for the step
+        del seen, held  # they were kept for the step
         self._turned = turned
 
     def _write_across(self, step: StepWork, rows: list[int]) -> object:
         """The structure has the encoder states that rows look at; returns what it points to."""
         if self.across is None:
             return None
-        lines, counts = map(_addressed, self.across.seen_by(rows))
+        lines, counts = map(addressed, self.across.seen_by(rows))
         step.across_rows, step.across_counts = lines[1], counts[1]
         table = self.across.pages.table
-        step.across_pages, step.across_stride = _addressed(table)[1], table.shape[1]
+        step.across_pages, step.across_stride = addressed(table)[1], table.shape[1]
         return lines, counts
 
     def _write_feeds(self, step: StepWork, work: Work) -> None:
-        """The structure has the pages of all rows and the numbers of all feeds, which lie one after
-        another in one array."""
+        """The structure has the numbers of all feeds, which lie one after another in one array."""
         best = work.best
         if best is None:
             best = np.zeros_like(work.rows)
         elif self.vocab_size < MOST_BEST:
             best = np.minimum(best, self.vocab_size)
-        tokens, feeds, table = len(work.tokens), len(work.rows), self.rows.table
+        tokens, feeds = len(work.tokens), len(work.rows)
         count = tokens + 5 * feeds
         if count > len(self._numbers[0]):
-            self._numbers = _addressed(np.empty(2 * count, np.int64))
-        if table is not self._table[0]:
-            self._table = _addressed(table)
+            self._numbers = addressed(np.empty(2 * count, np.int64))
         numbers, first = self._numbers
         fields = (work.tokens, work.rows, work.starts, work.counts, work.logits, best)
         np.concatenate(fields, out=numbers[:count])
         after = range(first + 8 * tokens, first + 8 * count, 8 * feeds)
         step.tokens, step.feeds, step.ids = tokens, feeds, first
         step.rows, step.starts, step.counts, step.wanted, step.best = after
-        step.stride, step.pages = table.shape[1], self._table[1]
 
 
 def _ended(best: Scores, work: Work) -> Scores:
@@ -363,11 +354,6 @@ class _Turn:
     """The right to run an executor."""
 
     __slots__ = ("__weakref__",)
-
-
-def _addressed(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """An array and its address, which are replaced together, so that no interrupt can part them."""
-    return array, array.__array_interface__["data"][0]
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 14
+INTERFACE = 15
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -67,6 +67,15 @@ class ExpertWeights(Structure):
     )
 
 
+class RecurrenceWeights(Structure):
+    """A recurrence, or none where `inward` has no matrices."""
+
+    _fields_ = (
+        *((name, LinearMapC) for name in ("inward", "select", "step")),
+        *((name, c_void_p) for name in ("conv", "conv_bias", "decay", "skip")),
+    )
+
+
 class NormWeights(Structure):
     """A norm, or none where `weight` is null."""
 
@@ -80,6 +89,7 @@ class LayerWeights(Structure):
         *((name, LinearMapC) for name in ("qkv", "out", "across_q", "across_kv", "across_out")),
         ("dense", MlpWeights),
         ("experts", ExpertWeights),
+        ("recurrence", RecurrenceWeights),
         *((name, NormWeights) for name in ("attention", "mlp", "attention_post", "mlp_post")),
         *((name, NormWeights) for name in ("q", "k", "across", "across_post")),
         ("rope", c_int64),
@@ -95,6 +105,7 @@ class StackWeights(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("layers", "width", "heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("inner", "vocabulary", "places")),
+        *((name, c_int64) for name in ("kernel", "states", "rank")),
         *((name, c_int32) for name in ("norm_kind", "activation", "parallel", "whole_qk")),
         *((name, c_int32) for name in ("norms_sums", "both_ways")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "embed_scale", "final_softcap")),
@@ -144,6 +155,8 @@ class StepWork(Structure):
         *((name, c_void_p) for name in ("across_rows", "across_counts", "across_pages")),
         ("across_stride", c_int64),
         ("across_attentions", c_void_p),
+        *((name, c_void_p) for name in ("states_before", "states_kept", "states_after")),
+        ("states_next", c_void_p),
         ("copies", c_int64),
         *((name, c_void_p) for name in ("copy_from", "copy_to")),
         *((name, c_int64) for name in ("deep", "deep_layers")),
@@ -157,6 +170,7 @@ _MIRRORED = (
     LinearMapC,
     MlpWeights,
     ExpertWeights,
+    RecurrenceWeights,
     LayerWeights,
     StackWeights,
     RopeRows,
@@ -172,6 +186,8 @@ _FUNCTIONS = {
     "es_keep_states": (c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     "es_export": (None, c_void_p, c_void_p, c_int64, c_int32, c_void_p),
     "es_import": (None, c_void_p, c_void_p, c_int64, c_void_p),
+    "es_export_states": (None, c_void_p, c_int32, c_void_p),
+    "es_import_states": (None, c_void_p, c_int32, c_void_p),
     "es_rest": (None, c_void_p),
     "es_guesses": (None, c_void_p, POINTER(c_int64)),
     "es_experts_read": (c_int64, c_void_p),

@@ -28,17 +28,10 @@ class PageCounts:
 
 
 @dataclass(slots=True)
-class PagedRows:
-    """All rows of an executor.
-
-    `table`: (rows, n) int32, the page numbers of row r in order in line r, as the library reads
-    them; it is replaced when it grows.
-    """
+class PagePool:
+    """Which pages are free, and how many rows share each of the others."""
 
     counts: PageCounts = field(default_factory=PageCounts)
-    table: np.ndarray = field(default_factory=lambda: np.zeros((8, 8), np.int32))
-    _lengths: dict[int, int] = field(default_factory=dict)
-    _held: dict[int, int] = field(default_factory=dict)  # row -> pages, one more than used at most
     _shares: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _free: list[int] = field(default_factory=list)
 
@@ -51,6 +44,54 @@ class PagedRows:
     def in_use(self) -> int:
         """How many pages some row holds."""
         return self.total - len(self._free)
+
+    def take(self) -> int:
+        """A page that was free, for one row."""
+        if not self._free:
+            held = len(self._shares)
+            grown = max(64, 2 * held)
+            self._shares = np.concatenate([self._shares, np.zeros(grown - held, np.int32)])
+            # Lowest first, so that pages in use lie close together.
+            self._free = list(range(grown - 1, held - 1, -1))
+        page = self._free.pop()
+        self._shares[page] = 1
+        self.counts.most_pages = max(self.counts.most_pages, self.in_use)
+        return page
+
+    def share(self, pages: np.ndarray) -> None:
+        """One more row holds each of these pages."""
+        self._shares[pages] += 1
+
+    def release(self, pages: np.ndarray) -> None:
+        """One row less holds each of these pages."""
+        self._shares[pages] -= 1
+        self._free += pages[self._shares[pages] == 0].tolist()
+
+    def is_shared(self, page: int) -> bool:
+        """Whether several rows hold it."""
+        return bool(self._shares[page] > 1)
+
+    def recount(self, held: Iterable[np.ndarray]) -> None:
+        """Rows hold these pages, each those of one array, and all others are free."""
+        shares = np.zeros_like(self._shares)
+        for pages in held:
+            shares += np.bincount(pages, minlength=len(shares))
+        self._shares = shares
+        self._free = np.flatnonzero(shares == 0)[::-1].tolist()
+
+
+@dataclass(slots=True)
+class PagedRows:
+    """All rows of an executor whose layers keep keys and values.
+
+    `table`: (rows, n) int32, the page numbers of row r in order in line r, as the library reads
+    them; it is replaced when it grows.
+    """
+
+    pool: PagePool = field(default_factory=PagePool)
+    table: np.ndarray = field(default_factory=lambda: np.zeros((8, 8), np.int32))
+    _lengths: dict[int, int] = field(default_factory=dict)
+    _held: dict[int, int] = field(default_factory=dict)  # row -> pages, one more than used at most
 
     def lengths(self) -> dict[int, int]:
         """Row -> positions held."""
@@ -75,17 +116,15 @@ class PagedRows:
         self.allocate(row)
         self.table[row, : len(shared)] = shared
         self._lengths[row], self._held[row] = self._lengths[source], len(shared)
-        self._shares[shared] += 1
-        self.counts.forks += 1
+        self.pool.share(shared)
+        self.pool.counts.forks += 1
 
     def truncate(self, row: int, length: int) -> None:
         """The row holds its first `length` positions."""
         if not 0 <= length <= self.length(row):
             raise InvariantError(f"row {row} cannot be cut", got=length)
         kept = _pages_of(length)
-        gone = self.table[row, kept : self._held[row]]
-        self._shares[gone] -= 1
-        self._free += gone[self._shares[gone] == 0].tolist()
+        self.pool.release(self.table[row, kept : self._held[row]])
         self._lengths[row], self._held[row] = length, kept
 
     def free(self, row: int) -> None:
@@ -107,11 +146,11 @@ class PagedRows:
                 held = self.length(row)
                 raise InvariantError(f"row {row} is fed at {start}", wanted=held)
             end, last = start + count, start // PAGE
-            if start % PAGE and self._shares[self.table[row, last]] > 1:
+            if start % PAGE and self.pool.is_shared(self.table[row, last]):
                 copied.append(self._own_page(row, last))
             for page in range(self._held[row], end // PAGE + 1):
                 self._make_room(row, page)
-                self.table[row, page] = self._take()
+                self.table[row, page] = self.pool.take()
                 # After it, so that at an interrupt no page is counted that was not taken.
                 self._held[row] = page + 1
             self._lengths[row] = end
@@ -127,19 +166,15 @@ class PagedRows:
 
         What rows hold is as it was left, and is only good for being freed.
         """
-        shares = np.zeros_like(self._shares)
-        for row, held in self._held.items():
-            shares += np.bincount(self.table[row, :held], minlength=len(shares))
-        self._shares = shares
-        self._free = np.flatnonzero(shares == 0)[::-1].tolist()
+        self.pool.recount(self.table[row, :held] for row, held in self._held.items())
 
     def _own_page(self, row: int, page: int) -> tuple[int, int]:
         """A shared page is the row's alone; returns what to copy, and where to."""
-        shared = int(self.table[row, page])
-        self._shares[shared] -= 1
-        self.table[row, page] = own = self._take()
-        self.counts.copies += 1
-        return shared, own
+        shared = self.table[row, page : page + 1].copy()
+        self.pool.release(shared)
+        self.table[row, page] = own = self.pool.take()
+        self.pool.counts.copies += 1
+        return int(shared[0]), own
 
     def _make_room(self, row: int, page: int) -> None:
         """The table has a place for page number `page` of the row."""
@@ -150,18 +185,6 @@ class PagedRows:
         grown = np.zeros(size, np.int32)
         grown[:rows, :pages] = self.table
         self.table = grown
-
-    def _take(self) -> int:
-        if not self._free:
-            held = len(self._shares)
-            grown = max(64, 2 * held)
-            self._shares = np.concatenate([self._shares, np.zeros(grown - held, np.int32)])
-            # Lowest first, so that pages in use lie close together.
-            self._free = list(range(grown - 1, held - 1, -1))
-        page = self._free.pop()
-        self._shares[page] = 1
-        self.counts.most_pages = max(self.counts.most_pages, self.in_use)
-        return page
 
 
 def _pages_of(length: int) -> int:

@@ -18,11 +18,13 @@ import torch
 from everystep.executors.native.decoders import decoder_weights, ropes_of
 from everystep.executors.native.library import StackWeights, check, status
 from everystep.executors.native.packing import ACTIVATIONS, NORMS, Packing
+from everystep.executors.native.recurrent import recurrent_weights
 from everystep.executors.native.stacks import crossing_weights, encoder_weights
 from everystep.models import Model, refuse_copies
 from everystep.models.decoder import Decoder
 from everystep.models.encoder_decoders.network import EncoderDecoder
 from everystep.models.encoder_decoders.spec import EncoderDecoderSpec
+from everystep.models.mamba import Mamba, MambaSpec
 from everystep.models.spec import DecoderSpec
 from everystep.nn.linear import JoinedLinear, LinearMap, QuantizedLinear
 from everystep.nn.network import Network
@@ -40,7 +42,7 @@ def obstacles(model: Model) -> list[str]:
         return found
     if model.learns:
         return ["its weights may change, and the kernels read packed copies"]
-    known = isinstance(network, Decoder | EncoderDecoder)
+    known = isinstance(network, Decoder | EncoderDecoder | Mamba)
     return list(_obstacles(network)) if known else [_OTHER]
 
 
@@ -53,6 +55,8 @@ def spec_obstacles(spec: object) -> list[str]:
     if isinstance(spec, EncoderDecoderSpec):
         stacks = (spec.encoder, spec.decoder)
         return [one for s in stacks for one in _kernels_missing(spec.norm.kind, s.mlp.activation)]
+    if isinstance(spec, MambaSpec):
+        return [*_kernels_missing(spec.norm.kind, spec.activation)]
     return [_OTHER]
 
 
@@ -84,6 +88,8 @@ def _maps(network: Network) -> Iterator[LinearMap]:
         yield from (layer.qkv for layer in (*network.encoder, *network.decoder))
     elif isinstance(network, Decoder):
         yield from (layer.qkv for layer in network.layers)
+    elif isinstance(network, Mamba):
+        yield from (layer.inward for layer in network.layers)
 
 
 class Program:
@@ -107,6 +113,8 @@ class Program:
         if isinstance(network, EncoderDecoder):
             weights = encoder_weights if encoder else crossing_weights
             return weights(self._packing, network)
+        if isinstance(network, Mamba):
+            return recurrent_weights(self._packing, network)
         self.ropes = ropes_of(network.spec)
         return decoder_weights(self._packing, cast(Decoder, network))
 

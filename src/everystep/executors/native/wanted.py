@@ -97,5 +97,5 @@ class WantedLayers:
                 found[f] = replace(found[f], attentions=weights, cross_attentions=across)
         parts = self._logits.split([n * m for n, m in self._read.values()])  # type: ignore[no-untyped-call]
         for (f, shape), part in zip(self._read.items(), parts, strict=True):
-            found[f] = replace(found[f], early=part.view(*shape, -1))
+            found[f] = replace(found[f], early=part.view(*shape, part.shape[1]))
         return found

@@ -35,7 +35,7 @@ const Work& Guess::after(const Work& work, int64_t width) {
     best_.assign(work.best, work.best + feeds);
     ones_.assign(feeds, 1);
     pages_.assign(feeds * stride, 0);
-    for (int64_t feed = 0; feed < feeds; ++feed)
+    for (int64_t feed = 0; feed < feeds && !work.states_kept; ++feed)
         std::copy_n(work.pages + rows_[feed] * work.stride, starts_[feed] / kPagePositions + 1,
                     pages_.data() + feed * stride);
     ropes_.assign(work.rope, work.rope + work.ropes);
@@ -53,7 +53,21 @@ const Work& Guess::after(const Work& work, int64_t width) {
     work_.best_totals = work.best_totals ? totals_.data() : nullptr;
     work_.best_hidden = work.best_hidden ? hidden_.data() : nullptr;
     if (work.across_rows) look_across(work);
+    if (work.states_kept) keep_states(work);
     return work_;
+}
+
+// The rows go on from the last states that they keep.
+void Guess::keep_states(const Work& work) {
+    const int32_t* after = work.states_after;
+    before_.resize(work.feeds);
+    for (int64_t feed = 0; feed < work.feeds; ++feed) {
+        after += work.states_kept[feed];
+        before_[feed] = after[-1];
+    }
+    next_.assign(work.states_next, work.states_next + work.feeds);
+    work_.states_before = before_.data(), work_.states_kept = ones_.data();
+    work_.states_after = work_.states_next = next_.data();
 }
 
 // The rows look at the encoder states that they looked at before.
@@ -94,9 +108,15 @@ bool Guess::is_feed(int64_t mine, const Work& asked, int64_t feed) const {
                         across_pages_.data() + mine * work_.across_stride))
             return false;
     }
+    if (asked.states_kept) return keeps_as(mine, asked, feed);
     const int32_t* pages = asked.pages + asked.rows[feed] * asked.stride;
     return std::equal(pages, pages + starts_[mine] / kPagePositions + 1,
                       pages_.data() + mine * work_.stride);
+}
+
+// All feeds so far have one position, so they keep one page of states each.
+bool Guess::keeps_as(int64_t mine, const Work& asked, int64_t feed) const {
+    return asked.states_before[feed] == before_[mine] && asked.states_after[feed] == next_[mine];
 }
 
 void Guess::learn(bool came_true) {

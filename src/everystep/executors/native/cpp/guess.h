@@ -43,10 +43,12 @@ class Guess {
 
     bool is_feed(int64_t mine, const Work& asked, int64_t feed) const;
     void look_across(const Work& work);
+    void keep_states(const Work& work);
+    bool keeps_as(int64_t mine, const Work& asked, int64_t feed) const;
 
     Work work_{};
     std::vector<int64_t> ids_, rows_, lines_, starts_, ones_, best_, across_counts_;
-    std::vector<int32_t> pages_, across_pages_;
+    std::vector<int32_t> pages_, across_pages_, before_, next_;
     std::vector<Rope> ropes_;
     std::vector<float> values_, totals_, hidden_;
     std::vector<int64_t> tokens_;

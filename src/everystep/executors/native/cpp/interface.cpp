@@ -1,4 +1,5 @@
 // What the library is to its users: plain functions on plain data, out of which nothing is thrown.
+#include <algorithm>
 #include <new>
 #include <stdexcept>
 #include <system_error>
@@ -38,7 +39,7 @@ Runner& of(void* runner) { return *static_cast<Runner*>(runner); }
 
 extern "C" {
 
-int32_t es_interface() { return 14; }
+int32_t es_interface() { return 15; }
 
 // Sizes of the structures, so that their mirror in Python can be checked.
 void es_sizes(int64_t* out) {
@@ -46,11 +47,12 @@ void es_sizes(int64_t* out) {
     out[1] = sizeof(Linear);
     out[2] = sizeof(Mlp);
     out[3] = sizeof(Experts);
-    out[4] = sizeof(Layer);
-    out[5] = sizeof(Model);
-    out[6] = sizeof(Rope);
-    out[7] = sizeof(Embeds);
-    out[8] = sizeof(Work);
+    out[4] = sizeof(Recurrence);
+    out[5] = sizeof(Layer);
+    out[6] = sizeof(Model);
+    out[7] = sizeof(Rope);
+    out[8] = sizeof(Embeds);
+    out[9] = sizeof(Work);
 }
 
 // Every function that returns a number returns a Failure. `kv_type`: a KvType.
@@ -88,6 +90,19 @@ void es_import(void* runner, const int32_t* pages, int64_t length, const float* 
         pages, length, false, [&](const Keys& keys, int64_t position, int64_t key, int64_t value) {
             write_position(keys, position, values + key, values + value);
         });
+}
+
+// The states in a page, as (layers, kernel - 1 + states, inner): the last inputs of the convolution, the
+// oldest first, then the states of the scan.
+void es_export_states(void* runner, int32_t page, float* out) {
+    of(runner).give_up_ahead();
+    std::copy_n(of(runner).states_in(page), of(runner).all_states(), out);
+}
+
+// The opposite.
+void es_import_states(void* runner, int32_t page, const float* values) {
+    of(runner).give_up_ahead();
+    std::copy_n(values, of(runner).all_states(), of(runner).states_in(page));
 }
 
 // Nothing is computed until the next es_run.

@@ -53,14 +53,18 @@ inline void quantise_block(const Inputs& in, int64_t row, int64_t block, simd::F
     in.sums[at] = scale * float(total);
 }
 
-inline void quantise_row(const Inputs& in, int64_t row) {
+// Makes them of the values that lie there.
+inline void quantise_block(const Inputs& in, int64_t row, int64_t block) {
     const float* x = in.values + row * in.columns;
     const auto half = [&](int64_t first) {
         const int64_t count = std::clamp<int64_t>(in.columns - first, 0, simd::kLanes);
         return count == simd::kLanes ? simd::load(x + first) : simd::load_first(x + first, int(count));
     };
-    for (int64_t block = 0; block < in.blocks; ++block)
-        quantise_block(in, row, block, half(block * kBlock), half(block * kBlock + simd::kLanes));
+    quantise_block(in, row, block, half(block * kBlock), half(block * kBlock + simd::kLanes));
+}
+
+inline void quantise_row(const Inputs& in, int64_t row) {
+    for (int64_t block = 0; block < in.blocks; ++block) quantise_block(in, row, block);
 }
 
 inline bool reads_codes(const Linear& linear) {

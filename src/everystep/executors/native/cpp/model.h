@@ -41,12 +41,24 @@ struct Experts {
     const Mlp* each;  // (count,)
 };
 
-// It has an MLP or experts. Where `across_q` has parts, it also looks at keys and values that
+// What a layer has in place of attention and an MLP: a convolution over its last inputs, then a scan,
+// whose states a row keeps instead of keys and values. `inward` makes what enters, and its gate;
+// `select` the inputs of step sizes, what is written to states and how they are read; no `inward`: none.
+struct Recurrence {
+    Linear inward, select, step;
+    const float* conv;       // (kernel, inner), for the oldest input first
+    const float* conv_bias;  // (inner,), or null
+    const float* decay;      // (states, inner), negative
+    const float* skip;       // (inner,)
+};
+
+// It has an MLP or experts, or a recurrence. Where `across_q` has parts, it also looks at keys and values that
 // `across_kv` makes of encoder states.
 struct Layer {
     Linear qkv, out, across_q, across_kv, across_out;
     Mlp dense;
     Experts experts;
+    Recurrence recurrence;
     Norm attention, mlp, attention_post, mlp_post, q, k, across, across_post;
     int64_t rope;    // which table, or -1
     int64_t window;  // 0: none
@@ -65,6 +77,8 @@ enum class NormKind : int32_t { kRms = 0, kLayer = 1 };
 struct Model {
     int64_t layers, width, heads, kv_heads, head_dim, inner, vocabulary;
     int64_t places;  // how many positions have an embedding
+    // Of recurrences: what a convolution reads, states per channel, inputs of step sizes; 0: there are none.
+    int64_t kernel, states, rank;
     int32_t norm_kind, activation;
     int32_t parallel;  // whether an MLP reads the input of its layer
     int32_t whole_qk;  // whether a norm of queries or keys is one of all heads
@@ -133,6 +147,11 @@ struct Work {
     const int32_t* across_pages;   // (all of them, across_stride)
     int64_t across_stride;
     float* const* across_attentions;  // as `attentions`, (layers, heads, counts, across_counts)
+    // Where layers keep states: pages, each with those after one position of a row; null elsewhere.
+    const int32_t* states_before;  // (feeds,) what a feed begins with, or -1
+    const int64_t* states_kept;    // (feeds,) after how many of its last positions states are kept
+    const int32_t* states_after;   // (sum of these,) where, feed by feed
+    const int32_t* states_next;    // (feeds,) where those of the position after it will be kept
     int64_t copies;
     const int32_t* copy_from;  // (copies,) pages
     const int32_t* copy_to;
@@ -140,7 +159,7 @@ struct Work {
     int64_t deep_layers;    // after each of how many of the first layers
     const Embeds* added;    // (deep,)
     // Whether threads may begin with what most likely comes next: every row has room for another
-    // position in a page of its own, and tables of ropes reach it and stay until the next work.
+    // position in a page of its own, or for its states, and tables of ropes reach it and stay until the next work.
     int64_t ahead;
 };
 

@@ -60,6 +60,16 @@ inline void multiply_panel(const Linear& linear, int64_t number, const Inputs& i
     });
 }
 
+// Writes 16 outputs of every row to where they belong among its outputs, which begin at `place(row)`.
+template <class Place>
+inline void write_panel(const Linear& linear, int64_t number, const Inputs& in, int64_t rows,
+                        Place place) {
+    multiply_panel(linear, number, in, rows,
+                   [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                       write(place(row) + column, x, count);
+                   });
+}
+
 // Whether panel i has the columns from 16 i on, as phases need that join what panels give: all
 // matrices but the last are whole panels.
 inline bool in_columns_of_panels(const Linear& linear, int64_t columns) {

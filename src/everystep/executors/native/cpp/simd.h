@@ -54,6 +54,17 @@ inline Floats tanh(Floats x) {
     return where_less(abs(x), splat(0.04f), near, wide);
 }
 
+// log(1 + e^x). The logarithm is 2 artanh(z), whose series is short where z is at most 1/3.
+inline Floats softplus(Floats x) {
+    const Floats u = exp(sub(splat(0.0f), abs(x)));
+    const Floats z = div(u, add(splat(2.0f), u)), z2 = mul(z, z);
+    Floats p = splat(1.0f / 15);
+    for (const float c : {1.0f / 13, 1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f})
+        p = fma(p, z2, splat(c));
+    // The order of the arguments lets a NaN through.
+    return fma(add(z, z), p, max(splat(0.0f), x));
+}
+
 // Within 3e-7. Source: Abramowitz and Stegun 1964, 7.1.26.
 inline Floats erf(Floats x) {
     const Floats size = abs(x), one = splat(1.0f);

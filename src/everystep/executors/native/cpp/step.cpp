@@ -60,19 +60,23 @@ Runner::Runner(const Model& model, KvType type)
     : model_(model),
       layers_(model.layer, model.layer + model.layers),
       shape_{model.kv_heads, model.head_dim, type},
-      pages_(shape_.layer() * (model.both_ways ? 1 : model.layers)),
+      pages_(model.states ? states_size() * int64_t(sizeof(float)) * model.layers
+                          : shape_.layer() * (model.both_ways ? 1 : model.layers)),
       across_(shape_.layer() * model.layers),
       normed_(0, model.width),
       mixed_(0, model.heads * model.head_dim),
       inner_(0, model.inner),
       last_(0, model.width),
       inputs_of_experts_(0, model.width),
-      inner_of_experts_(0, most_inner(layers_)) {
+      inner_of_experts_(0, most_inner(layers_)),
+      sizes_(0, model.rank) {
     bool fit = in_columns_of_panels(model.head, model.vocabulary);
     for (const Layer& layer : layers_) {
         mlp_reads_.push_back(reads_of(layer));
         const Experts& experts = layer.experts;
-        if (experts.count == 0) fit = fit && fits(layer.dense, model.inner);
+        const bool recurs = layer.recurrence.inward.count > 0;
+        if (recurs) fit = fit && in_columns_of_panels(layer.recurrence.step, model.inner);
+        if (!recurs && experts.count == 0) fit = fit && fits(layer.dense, model.inner);
         for (int64_t i = 0; i < experts.count; ++i)
             fit = fit && fits(experts.each[i], outputs_of(experts.each[i].up)) &&
                   in_columns_of_panels(experts.each[i].down, model.width);
@@ -90,6 +94,7 @@ void Runner::check(const Work& work) const {
     if (std::any_of(work.ids, work.ids + work.tokens,
                     [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
         throw std::out_of_range("an id beyond the vocabulary");
+    if (model_.states) return check_states(work);
     for (int64_t feed = 0; feed < work.feeds; ++feed) {
         const int64_t end = work.starts[feed] + work.counts[feed];
         if (model_.positions && !work.positions && end > model_.places)
@@ -166,12 +171,13 @@ void Runner::list_wanted(const Work& work) {
 
 Runner::Part Runner::make_part(const Work& work, int64_t begin) const {
     Part part{work, begin, std::min(begin + kMostTokens, work.tokens), model_.both_ways ? begin : 0};
-    const int64_t group = model_.heads / model_.kv_heads;
-    const int64_t together = std::max<int64_t>(1, kMostQueries / group);
-    int64_t offset = 0;
+    const int64_t together = std::max<int64_t>(1, kMostQueries / group());
+    int64_t offset = 0, kept = 0;
     for (int64_t feed = 0; feed < work.feeds; offset += work.counts[feed++]) {
         const int64_t from = std::max(offset, part.begin);
         const int64_t to = std::min(offset + work.counts[feed], part.end);
+        if (from < to) part.stretches.push_back({feed, from - part.begin, to - from, from - offset, kept});
+        if (work.states_kept) kept += work.states_kept[feed];
         for (int64_t token = from; token < to; ++token) {
             part.row_of.push_back(work.rows[feed]);
             part.position_of.push_back(work.starts[feed] + token - offset);
@@ -211,12 +217,17 @@ void Runner::fit(int64_t rows, int64_t all) {
     grow(added_, rows * model_.width);
     grow(hidden_, all * model_.width);
     grow(qkv_, all * qkv_width());
+    if (!model_.states) return;
+    sizes_.fit(rows);
+    grow(entering_, rows * 2 * model_.inner);
+    grow(selected_, rows * (model_.rank + 2 * model_.states));
 }
 
 void Runner::make_room(const Part& part) {
     if (!model_.both_ways) fit(part.tokens(), part.tokens());
     const int64_t spans = std::max(part.own.spans, part.across.spans);
     int64_t room = spans * seen_size() + kMostQueries * whole_vectors(model_.head_dim);
+    if (model_.states) room = std::max(room, (part.tokens() + model_.states) * kPanel);
     for (const Layer& layer : layers_) {
         if (layer.experts.count == 0) continue;
         const int64_t places = Routing::most_places(layer.experts, part.tokens());
@@ -229,7 +240,7 @@ void Runner::make_room(const Part& part) {
         if (int64_t(scratch.size()) < room) scratch.resize(room * 3 / 2);
     if (part.own.spread || part.across.spread)
         spread_.resize(items(part) * spans * seen_size());
-    for (InputBuffer* buffer : {&normed_, &mixed_, &inner_}) buffer->expect(part.tokens());
+    for (InputBuffer* buffer : {&normed_, &mixed_, &inner_, &sizes_}) buffer->expect(part.tokens());
     last_.expect(part.wanted_end - part.wanted_begin);
     head_.start(wanted_.data() + part.wanted_begin, part.wanted_end - part.wanted_begin,
                 model_.vocabulary, crew_->size());
@@ -312,7 +323,8 @@ void Runner::before_attention(const Part& part, int64_t row, int64_t index) {
 
 void Runner::enter(const Part& part, int64_t row, int64_t index) {
     const Layer& layer = layers_[index];
-    const bool coded = reads_codes(layer.qkv) || (shares_norm(layer) && mlp_reads_[index].codes);
+    const bool coded = reads_codes(layer.qkv) || reads_codes(layer.recurrence.inward) ||
+                       (shares_norm(layer) && mlp_reads_[index].codes);
     norm_row(part, row, layer.attention, coded);
 }
 
@@ -334,6 +346,7 @@ void Runner::before_mlp(const Part& part, int64_t row, int64_t index) {
 }
 
 void Runner::run_layer(Member& member, const Part& part, int64_t index) {
+    if (layers_[index].recurrence.inward.count > 0) return recur(member, part, index);
     make_queries(member, part, index);
     mix(member, part, index);
 }
@@ -344,10 +357,8 @@ void Runner::make_queries(Member& member, const Part& part, int64_t index) {
     share_then(
         member, panels_in(layer.qkv), part.tokens(),
         [&](int64_t panel) {
-            multiply_panel(layer.qkv, panel, normed_.inputs(), part.tokens(),
-                           [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                               write(qkv(part, row) + column, x, count);
-                           });
+            write_panel(layer.qkv, panel, normed_.inputs(), part.tokens(),
+                        [&](int64_t row) { return qkv(part, row); });
         },
         [&](int64_t row) {
             place(part, index, row);
@@ -375,33 +386,12 @@ void Runner::mix(Member& member, const Part& part, int64_t index) {
 void Runner::look_across(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
     crew_->share(member, panels_in(layer.across_q), [&](int64_t panel) {
-        multiply_panel(layer.across_q, panel, normed_.inputs(), part.tokens(),
-                       [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                           write(qkv(part, row) + column, x, count);
-                       });
+        write_panel(layer.across_q, panel, normed_.inputs(), part.tokens(),
+                    [&](int64_t row) { return qkv(part, row); });
     });
     attend_all(member, part, part.across, index);
     add_output(member, part, layer.across_out, mixed_, layer.across_post,
                [&](int64_t row) { before_mlp(part, row, index); });
-}
-
-template <class Then>
-void Runner::add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
-                        const Norm& post, Then each_row) {
-    const bool later = is_added_later(post);
-    share_then(
-        member, panels_in(linear), part.tokens(),
-        [&](int64_t panel) {
-            multiply_panel(linear, panel, in.inputs(), part.tokens(),
-                           [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                               float* to = later ? added_.data() + row * model_.width : hidden(part, row);
-                               write(to + column, later ? x : simd::add(read(to + column, count), x), count);
-                           });
-        },
-        [&](int64_t row) {
-            after_sum(part, row, post);
-            each_row(row);
-        });
 }
 
 // What was made for a row comes to it, normalised, or the sum is normalised that it came to.

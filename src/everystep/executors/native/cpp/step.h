@@ -12,6 +12,7 @@
 #include "head.h"
 #include "linear.h"
 #include "model.h"
+#include "panel.h"
 
 namespace everystep {
 
@@ -43,6 +44,12 @@ struct Reads {
 // positions a query sees that sees all of its row.
 struct Tile {
     int64_t feed, row, token, count, position, seen;
+};
+
+// Consecutive tokens of one feed in a part: from its position `first` on. `kept`: where its pages begin
+// among those for states.
+struct Stretch {
+    int64_t feed, token, count, first, kept;
 };
 
 // What queries look at: keys and values of their own rows, or those of encoder states. `spans`: of the
@@ -82,6 +89,14 @@ class Runner {
     // How many experts were read in all layers and parts of works, what was begun ahead included.
     int64_t experts_read() const { return routing_.num_read(); }
 
+    // The states in a page, (layers, kernel - 1 + states, inner).
+    float* states_in(int32_t page) const { return reinterpret_cast<float*>(pages_.data()[page]); }
+    int64_t states_size() const {
+        return model_.states ? (model_.kernel - 1 + model_.states) * model_.inner : 0;
+    }
+
+    int64_t all_states() const { return model_.layers * states_size(); }
+
     // Calls `use(keys, position, key, value)` for a row's first positions, in every layer and head,
     // with the places of its key and value in (layers, 2, kv_heads, length, head_dim). `across`: of
     // encoder states in place of a row.
@@ -98,6 +113,7 @@ class Runner {
         const Work& work;
         int64_t begin, end, first, slices = 1;
         Sight own{false, 1, false}, across{true, 1, false};
+        std::vector<Stretch> stretches;
         std::vector<Tile> tiles;
         std::vector<int64_t> row_of;       // per token
         std::vector<int64_t> position_of;  // per token
@@ -122,6 +138,7 @@ class Runner {
     void fit(int64_t rows, int64_t all);
     void make_room(const Part& part);
     void check(const Work& work) const;
+    void check_states(const Work& work) const;
     void start_crew(int threads);
     void forget_lost_crew();
     bool can_go_on(const Work& work) const;
@@ -136,9 +153,28 @@ class Runner {
     void make_queries(Member& member, const Part& part, int64_t index);
     void mix(Member& member, const Part& part, int64_t index);
     void look_across(Member& member, const Part& part, int64_t index);
+    void recur(Member& member, const Part& part, int64_t index);
+    void convolve(const Part& part, int64_t index, int64_t block);
+    void convolve_token(const Part& part, const Stretch& stretch, int64_t index, int64_t t, int64_t block);
+    void keep_inputs(const Part& part, const Stretch& stretch, int64_t index, int64_t column, int count);
+    void scan(const Part& part, int64_t index, int64_t block, float* room);
+    void scan_stretch(const Part& part, const Stretch& stretch, int64_t index, int64_t column, int count,
+                      const float* sizes, float* states);
+    const float* states_before(const Part& part, const Stretch& stretch, int64_t index) const;
+    const float* input_at(const Part& part, const Stretch& stretch, int64_t index, int64_t t) const;
+    template <class Use>
+    void each_kept(const Part& part, const Stretch& stretch, int64_t index, Use use) const;
+    float* entering(int64_t row) { return entering_.data() + row * 2 * model_.inner; }
+    const float* entering(int64_t row) const { return entering_.data() + row * 2 * model_.inner; }
+    float* selected(int64_t row) {
+        return selected_.data() + row * (model_.rank + 2 * model_.states);
+    }
     void finish(Member& member, const Part& part, int64_t slice);
     void norm_last(Member& member, const Part& part);
     void read_early(const Work& work);
+    template <class From, class EachGroup>
+    void read_rows(int64_t rows, From from, float cap, float* logits, EachGroup each_group) const;
+    int64_t head_groups() const { return (model_.vocabulary + Head::kColumns - 1) / Head::kColumns; }
     template <class Place>
     void head_columns(int64_t group, const Inputs& in, int64_t rows, float cap, Place place) const;
     void put_before_head(const float* from, InputBuffer& in, int64_t row) const;
@@ -195,6 +231,7 @@ class Runner {
                     const Norm& post, Then each_row);
     template <class Work, class Then>
     void share_then(Member& member, int64_t items, int64_t rows, Work work, Then each_row);
+    int64_t group() const { return model_.kv_heads ? model_.heads / model_.kv_heads : 1; }
     int64_t group_tiles() const;
     int64_t items(const Part& part) const;
     int64_t seen_size() const { return kMostQueries * Seen::size(whole_vectors(model_.head_dim)); }
@@ -204,13 +241,13 @@ class Runner {
     const PageShape shape_;
     Pages pages_, across_;
     std::unique_ptr<Crew> crew_;
-    std::vector<float> hidden_, qkv_, added_;
+    std::vector<float> hidden_, qkv_, added_, entering_, selected_;
     std::vector<Wanted> wanted_;  // in the order of tokens
     Head head_;
     InputBuffer normed_, mixed_, inner_, last_;
     std::vector<Reads> mlp_reads_;  // per layer
     Routing routing_;               // of the layer that is being computed
-    InputBuffer inputs_of_experts_, inner_of_experts_;
+    InputBuffer inputs_of_experts_, inner_of_experts_, sizes_;
     std::vector<float> spread_;
     std::vector<std::vector<float>> scratch_;
     Guess guess_;
@@ -229,6 +266,26 @@ void Runner::share_then(Member& member, int64_t items, int64_t rows, Work work, 
     crew_->share(member, items, work, [&] {
         for (int64_t row = 0; row < rows; ++row) each_row(row);
     });
+}
+
+// What a linear map makes comes to hidden states.
+template <class Then>
+void Runner::add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
+                        const Norm& post, Then each_row) {
+    const bool later = is_added_later(post);
+    share_then(
+        member, panels_in(linear), part.tokens(),
+        [&](int64_t panel) {
+            multiply_panel(linear, panel, in.inputs(), part.tokens(),
+                           [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                               float* to = later ? added_.data() + row * model_.width : hidden(part, row);
+                               write(to + column, later ? x : simd::add(read(to + column, count), x), count);
+                           });
+        },
+        [&](int64_t row) {
+            after_sum(part, row, post);
+            each_row(row);
+        });
 }
 
 template <class Use>

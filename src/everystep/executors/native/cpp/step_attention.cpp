@@ -7,8 +7,7 @@
 namespace everystep {
 
 int64_t Runner::group_tiles() const {
-    const int64_t group = model_.heads / model_.kv_heads;
-    return (group + kMostQueries - 1) / kMostQueries;
+    return (group() + kMostQueries - 1) / kMostQueries;
 }
 
 int64_t Runner::items(const Part& part) const {
@@ -46,10 +45,10 @@ void Runner::place(const Part& part, int64_t index, int64_t token) {
 
 // An item is a tile and a few query heads of one key head.
 Runner::Item Runner::item_of(const Part& part, int64_t number) const {
-    const int64_t group = model_.heads / model_.kv_heads, tiles = group_tiles();
+    const int64_t tiles = group_tiles();
     const int64_t head = number / tiles % model_.kv_heads, first = number % tiles * kMostQueries;
-    return {part.tiles[number / (tiles * model_.kv_heads)], head, head * group + first,
-            std::min<int64_t>(kMostQueries, group - first)};
+    return {part.tiles[number / (tiles * model_.kv_heads)], head, head * group() + first,
+            std::min<int64_t>(kMostQueries, group() - first)};
 }
 
 int64_t Runner::first_seen(const Tile& tile, int64_t token, const Sight& sight, int64_t index) const {

@@ -63,39 +63,40 @@ void Runner::head_columns(int64_t group, const Inputs& in, int64_t rows, float c
         multiply_panel(model_.head, panel, in, rows, use);
 }
 
-void Runner::read_early(const Work& work) {
-    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
-    for (int64_t begin = 0; begin < work.early_rows; begin += kTogether) {
-        const int64_t count = std::min<int64_t>(kTogether, work.early_rows - begin);
+// The logits of rows of hidden states, a few at a time. `each_group` calls what it is given with every
+// group of columns.
+template <class From, class EachGroup>
+void Runner::read_rows(int64_t rows, From from, float cap, float* logits, EachGroup each_group) const {
+    for (int64_t begin = 0; begin < rows; begin += kTogether) {
+        const int64_t count = std::min<int64_t>(kTogether, rows - begin);
         InputBuffer in(count, model_.width);
         in.expect(count);
-        for (int64_t row = 0; row < count; ++row)
-            put_before_head(work.early_hidden + work.early_places[begin + row] * model_.width, in, row);
-        crew_->run([&](Member& member) {
-            crew_->share(member, groups, [&](int64_t group) {
-                head_columns(group, in.inputs(), count, 0, [&](int64_t row) {
-                    return work.early_logits + (begin + row) * model_.vocabulary +
-                           group * Head::kColumns;
-                });
+        for (int64_t row = 0; row < count; ++row) put_before_head(from(begin + row), in, row);
+        each_group([&](int64_t group) {
+            head_columns(group, in.inputs(), count, cap, [&](int64_t row) {
+                return logits + (begin + row) * model_.vocabulary + group * Head::kColumns;
             });
         });
     }
 }
 
+void Runner::read_early(const Work& work) {
+    const int64_t groups = head_groups();
+    read_rows(
+        work.early_rows,
+        [&](int64_t row) { return work.early_hidden + work.early_places[row] * model_.width; }, 0,
+        work.early_logits, [&](auto read_group) {
+            crew_->run([&](Member& member) { crew_->share(member, groups, read_group); });
+        });
+}
+
 void Runner::read_out(const float* hidden, int64_t rows, float* logits) const {
-    const float cap = model_.final_softcap;
-    const int64_t groups = (model_.vocabulary + Head::kColumns - 1) / Head::kColumns;
-    for (int64_t begin = 0; begin < rows; begin += kTogether) {
-        const int64_t count = std::min<int64_t>(kTogether, rows - begin);
-        InputBuffer in(count, model_.width);
-        in.expect(count);
-        for (int64_t row = 0; row < count; ++row)
-            put_before_head(hidden + (begin + row) * model_.width, in, row);
-        for (int64_t group = 0; group < groups; ++group)
-            head_columns(group, in.inputs(), count, cap, [&](int64_t row) {
-                return logits + (begin + row) * model_.vocabulary + group * Head::kColumns;
-            });
-    }
+    const int64_t groups = head_groups();
+    read_rows(
+        rows, [&](int64_t row) { return hidden + row * model_.width; }, model_.final_softcap, logits,
+        [&](auto read_group) {
+            for (int64_t group = 0; group < groups; ++group) read_group(group);
+        });
 }
 
 }  // namespace everystep

@@ -79,10 +79,8 @@ void Runner::run_experts(Member& member, const Part& part, int64_t index) {
 void Runner::route(Member& member, int64_t rows, int64_t index) {
     const Experts& experts = layers_[index].experts;
     const auto ask = [&](int64_t panel) {
-        multiply_panel(experts.router, panel, normed_.inputs(), rows,
-                       [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                           write(routing_.logits(experts, row) + column, x, count);
-                       });
+        write_panel(experts.router, panel, normed_.inputs(), rows,
+                    [&](int64_t row) { return routing_.logits(experts, row); });
     };
     const auto choose = [&](int64_t row) { routing_.choose(experts, row); };
     const auto gather = [&](int64_t i) { this->gather(routing_.chosen()[i], index); };

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.types import InputSpec
+from everystep.types import MOST_POSITION, InputSpec
 
 _HIDES = -1e4  # an additive mask hides from here downwards, as half precision allows
 
@@ -202,10 +202,16 @@ def read_positions(positions: Any, rows: int, length: int) -> Tensor:
         wanted = f"(..., {rows}, {length})"
         what = "position_ids has the wrong shape"
         raise RequestError(what, wanted=wanted, got=tuple(positions.shape), do=do)
-    if positions.numel() and int(positions.min()) < 0:
-        what, least = "position_ids holds a negative number", int(positions.min())
-        raise RequestError(what, wanted="0 or more", got=least, do="Count from 0 on")
+    require_positions(positions)
     return positions.cpu()[None] if positions.dim() == 1 else positions.cpu()
+
+
+def require_positions(positions: Tensor) -> None:
+    """RequestError where one of the integers is no position."""
+    wrong = positions[(positions < 0) | (positions > MOST_POSITION)]
+    if wrong.numel():
+        what, wanted = "position_ids holds a number that is no position", f"0 to {MOST_POSITION}"
+        raise RequestError(what, wanted=wanted, got=int(wrong[0]), do="Count from 0 on")
 
 
 def of_row(positions: Tensor, row: int) -> Tensor:

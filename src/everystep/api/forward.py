@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from everystep.api.arrays import read_ids, read_mask, require_known
+from everystep.api.arrays import read_ids, read_mask, require_known, require_positions
 from everystep.api.caches import is_recurrent, require_cache, require_room
 from everystep.api.pictures import PictureRow, features_of, picture_names, read_pictures, vision_of
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
@@ -133,6 +133,8 @@ def see_pictures(
         near = nearest(unknown[0], names)
         do = f"Perhaps you meant {near}" if near else "See help(model)"
         raise UnknownArgumentError(f"a forward of this model knows no {unknown[0]!r}", do=do)
+    if position_ids is not None:
+        require_positions(position_ids)
     vision = vision_of(model)
     if vision is None or all(value is None for value in given.values()):
         return seen

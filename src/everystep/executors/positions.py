@@ -11,7 +11,7 @@ from torch import Tensor
 from everystep.cache.plan import runs
 from everystep.errors import RequestError
 from everystep.nn.network import Network
-from everystep.types import InputSpec, Work
+from everystep.types import MOST_POSITION, InputSpec, Work
 
 
 def declared_inputs(network: Network) -> dict[str, InputSpec]:
@@ -46,6 +46,10 @@ def position_ids(work: Work, axes: int = 1) -> np.ndarray:
                 wanted=f"{axes} x {count}" if axes > 1 else f"one position per token, {count}",
                 got=tuple(given.shape),
             )
+        if given.numel() and (given.min() < 0 or given.max() > MOST_POSITION):
+            got = f"{int(given.min())} to {int(given.max())}"
+            what = "position_ids hold a number that is no position"
+            raise RequestError(what, wanted=f"0 to {MOST_POSITION}", got=got)
         span = slice(offsets[f], offsets[f] + count)
         places[..., span] = given.reshape(-1, count).cpu().numpy()
     return places

@@ -53,6 +53,7 @@ from everystep.types.protocols import Verification as Verification
 from everystep.types.scores import Scores as Scores
 from everystep.types.table import TokenTable as TokenTable
 from everystep.types.work import MOST_BEST as MOST_BEST
+from everystep.types.work import MOST_POSITION as MOST_POSITION
 from everystep.types.work import Answer as Answer
 from everystep.types.work import Extra as Extra
 from everystep.types.work import Given as Given

@@ -180,5 +180,20 @@ def test_a_row_without_its_pages_is_an_error() -> None:
     executor = NativeExecutor(tiny())
     executor.run(feed(1, 0, 16))
     executor.rows.table[0, 0] = 10**6
-    with pytest.raises(InvariantError, match="without its pages"):
+    with pytest.raises(InvariantError, match="does not exist"):
         executor.run(feed(1, 16, 1))
+
+
+@pytest.mark.parametrize("place", [-1, 10**6, 2**31 - 1])
+def test_a_position_beyond_its_table_is_an_error(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = NativeExecutor(tiny())
+    executor.run(feed(1, 0, 16))
+    (table,) = executor._tables
+    far = table._turned(table._tables, np.full(1, place, np.int32))
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "rows", lambda *given: far)
+        with pytest.raises(InvariantError, match="does not exist"):
+            executor.run(feed(1, 16, 1))
+    assert executor.run(feed(1, 17, 1)).logits.isfinite().all()

@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 15
+INTERFACE = 16
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -125,7 +125,10 @@ class RopeRows(Structure):
     """The rotations of tokens; `held` keeps alive what it points to."""
 
     held: object = None
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("row", c_void_p), ("dim", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("cos", "sin", "row")),
+        *((name, c_int64) for name in ("dim", "rows")),
+    )
 
 
 class GivenEmbeds(Structure):
@@ -261,7 +264,10 @@ _FAILURES: Mapping[int, tuple[type[EverystepError], str]] = {
     2: (InvariantError, message("an id beyond the vocabulary was fed")),
     3: (InvariantError, message("matrices that are joined are not whole panels")),
     4: (CapacityError, _THREADS),
-    5: (InvariantError, message("the native executor was given a row without its pages")),
+    5: (
+        InvariantError,
+        message("the native executor was given a page or a position that does not exist"),
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from everystep.executors.positions import position_ids, row_lengths
 from everystep.nn.rotary import Rope, rotary_table
 from everystep.types import Work
 
-_LEAST_TABLE = 512
+_LEAST_TABLE, _MOST_TABLE = 512, 1 << 17
 
 
 class RopeTable:
@@ -35,11 +35,13 @@ class RopeTable:
         places = position_ids(work) if places is None else places
         if places.ndim > 1 and not self._rope.axes:
             places = places[0]
-        if by_length or places.ndim > 1:
+        far = int(places.max())
+        if by_length or places.ndim > 1 or far >= max(longest, _MOST_TABLE):
+            # A table up to a place that somebody chose could take any memory.
             lengths = torch.from_numpy(np.repeat(row_lengths(work), work.counts))
             tables = self._table(torch.from_numpy(places), lengths)
             return self._turned(tables, np.arange(len(work.tokens), dtype=np.int32))
-        self._kept_for(int(places.max()) + 1)
+        self._kept_for(far + 1)
         return self._turned(self._tables, places.astype(np.int32))
 
     def _kept_for(self, length: int) -> RopeRows:
@@ -55,7 +57,7 @@ class RopeTable:
         """The rows of a table that rotate tokens; None: those of their positions."""
         cos, sin = tables
         at = None if rows is None else rows.ctypes.data
-        made = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim)
+        made = RopeRows(cos.data_ptr(), sin.data_ptr(), at, self._rope.dim, len(cos))
         made.held = tables, rows
         return made
 

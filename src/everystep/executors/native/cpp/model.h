@@ -101,7 +101,7 @@ struct Rope {
     const float* cos;
     const float* sin;
     const int32_t* row;  // (tokens,) which row of the table each token turns by; null: its position
-    int64_t dim;
+    int64_t dim, rows;
 };
 
 struct Embeds {

@@ -94,6 +94,7 @@ void Runner::check(const Work& work) const {
     if (std::any_of(work.ids, work.ids + work.tokens,
                     [&](int64_t id) { return id < -1 || id >= model_.vocabulary; }))
         throw std::out_of_range("an id beyond the vocabulary");
+    for (int64_t i = 0; i < work.ropes; ++i) check_rope(work, work.rope[i]);
     if (model_.states) return check_states(work);
     for (int64_t feed = 0; feed < work.feeds; ++feed) {
         const int64_t end = work.starts[feed] + work.counts[feed];
@@ -109,6 +110,15 @@ void Runner::check(const Work& work) const {
     }
     if (!work.across_rows && !layers_.empty() && layers_[0].across_q.count > 0)
         throw std::logic_error("there are no encoder states to look at");
+}
+
+void Runner::check_rope(const Work& work, const Rope& rope) const {
+    const auto there = [&](int64_t row) { return row >= 0 && row < rope.rows; };
+    bool all = rope.dim <= model_.head_dim;
+    for (int64_t feed = 0; !rope.row && feed < work.feeds; ++feed)
+        all = all && there(work.starts[feed]) && there(work.starts[feed] + work.counts[feed] - 1);
+    if (!all || (rope.row && !std::all_of(rope.row, rope.row + work.tokens, there)))
+        throw std::logic_error("a position is not in its table");
 }
 
 // Its threads are not in this process: it is neither asked to end nor waited for, and never freed.

@@ -139,6 +139,7 @@ class Runner {
     void make_room(const Part& part);
     void check(const Work& work) const;
     void check_states(const Work& work) const;
+    void check_rope(const Work& work, const Rope& rope) const;
     void start_crew(int threads);
     void forget_lost_crew();
     bool can_go_on(const Work& work) const;

@@ -18,7 +18,24 @@ from torch import Tensor
 
 ALIGNMENT = 32
 STRING, ARRAY, U32 = 8, 9, 4
-TYPE_CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+TYPE_CODES = {
+    "F32": 0,
+    "F16": 1,
+    "BF16": 30,
+    "F64": 28,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 8,
+    "Q4_K": 12,
+    "Q6_K": 14,
+}
+
+_PLAIN = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 Stored = tuple[str, Tensor]
 """A block type and the values to be stored so."""
@@ -50,13 +67,12 @@ def gguf_bytes(
 
 def encode(kind: str, values: Tensor) -> bytes:
     """The stored bytes of `values`, whose rows must be whole blocks."""
-    if kind in ("F32", "F16", "BF16"):
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
-        return bytes(values.to(dtype).contiguous().view(torch.uint8).numpy())
-    if values.shape[-1] % 32:
-        raise ValueError(f"{kind} holds rows of whole blocks of 32")
-    blocks = values.float().reshape(-1, 32).numpy()
-    return {"Q8_0": _encode_q8_0, "Q4_0": _encode_q4_0, "Q4_1": _encode_q4_1}[kind](blocks)
+    if kind in _PLAIN:
+        return bytes(values.to(_PLAIN[kind]).contiguous().view(torch.uint8).numpy())
+    size = 256 if kind.endswith("_K") else 32
+    if values.shape[-1] % size:
+        raise ValueError(f"{kind} holds rows of whole blocks of {size}")
+    return _ENCODERS[kind](values.float().reshape(-1, size).numpy())
 
 
 def assemble(
@@ -139,8 +155,45 @@ def _encode_q4_1(blocks: np.ndarray) -> bytes:
     return np.concatenate([_bytes(scale), _bytes(low), _pack(numbers)], 1).tobytes()
 
 
+def _encode_q4_k(blocks: np.ndarray) -> bytes:
+    parts = blocks.reshape(-1, 8, 32)
+    low = np.maximum(-parts.min(2), 0)
+    scales = (parts.max(2) + low) / 15
+    d, dmin = (_shared(one, 63) for one in (scales, low))
+    small = np.rint(_ratio(scales, d)).clip(0, 63).astype(np.uint8)
+    mins = np.rint(_ratio(low, dmin)).clip(0, 63).astype(np.uint8)
+    lifted = parts + (dmin.astype(np.float32) * mins)[..., None]
+    codes = _ratio(lifted, (d.astype(np.float32) * small)[..., None])
+    runs = np.rint(codes).clip(0, 15).astype(np.uint8).reshape(-1, 4, 2, 32)
+    packed = [
+        small[:, :4] | small[:, 4:] >> 4 << 6,
+        mins[:, :4] | mins[:, 4:] >> 4 << 6,
+        small[:, 4:] & 15 | mins[:, 4:] << 4,
+        (runs[:, :, 0] | runs[:, :, 1] << 4).reshape(-1, 128),
+    ]
+    return np.concatenate([_bytes(d), _bytes(dmin), *packed], 1).tobytes()
+
+
+def _encode_q6_k(blocks: np.ndarray) -> bytes:
+    parts = blocks.reshape(-1, 16, 16)
+    scales = np.abs(parts).max(2) / 31
+    d = _shared(scales, 127)
+    small = np.rint(_ratio(scales, d)).clip(0, 127).astype(np.int8)
+    numbers = np.rint(_ratio(parts, (d.astype(np.float32) * small)[..., None])).clip(-32, 31)
+    codes = (numbers + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4
+    high = sum(codes[:, :, i] >> 4 << 2 * i for i in range(4))
+    runs = [low.reshape(-1, 128), np.asarray(high, np.uint8).reshape(-1, 64), small.view(np.uint8)]
+    return np.concatenate([*runs, _bytes(d)], 1).tobytes()
+
+
+def _shared(scales: np.ndarray, most: int) -> np.ndarray:
+    """The float16 (n, 1) that scales of parts are multiples of."""
+    return (scales.max(1, keepdims=True) / most).astype(np.float16)
+
+
 def _ratio(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    scale = scale.astype(np.float32)
+    scale = np.broadcast_to(scale.astype(np.float32), values.shape)
     return np.divide(values, scale, out=np.zeros_like(values), where=scale != 0)
 
 
@@ -152,7 +205,24 @@ def _pack(numbers: np.ndarray) -> np.ndarray:
     return numbers[:, :16] | numbers[:, 16:] << 4
 
 
+_ENCODERS = {
+    "Q8_0": _encode_q8_0,
+    "Q4_0": _encode_q4_0,
+    "Q4_1": _encode_q4_1,
+    "Q4_K": _encode_q4_k,
+    "Q6_K": _encode_q6_k,
+}
+
+
 def block_bytes(kind: str, shape: Sequence[int]) -> int:
     """How many bytes a tensor of that shape takes."""
-    per_block = {"F32": 4, "F16": 2, "BF16": 2, "Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[kind]
-    return prod(shape) // (32 if kind.startswith("Q") else 1) * per_block
+    if kind in _PLAIN:
+        return prod(shape) * _PLAIN[kind].itemsize
+    elements, size = {
+        "Q8_0": (32, 34),
+        "Q4_0": (32, 18),
+        "Q4_1": (32, 20),
+        "Q4_K": (256, 144),
+        "Q6_K": (256, 210),
+    }[kind]
+    return prod(shape) // elements * size

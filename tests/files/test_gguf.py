@@ -31,7 +31,7 @@ KINDS = list(gguf.TYPE_CODES)
 
 @pytest.fixture
 def opened(tmp_path: Path) -> GgufFile:
-    tensors = {kind: (kind, torch.randn(3, 64)) for kind in KINDS}
+    tensors = {kind: (kind, torch.randn(3, 256)) for kind in KINDS}
     return read_gguf(gguf.write_gguf(tmp_path / "m.gguf", METADATA, tensors))
 
 
@@ -73,7 +73,7 @@ def test_blocks_are_the_stored_bytes_by_row(opened: GgufFile, kind: str) -> None
     tensor = opened.tensors[kind]
     stored = opened.path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
     blocks = opened.blocks(kind)
-    assert blocks.shape == (3, gguf.block_bytes(kind, (64,)))
+    assert blocks.shape == (3, gguf.block_bytes(kind, (256,)))
     assert bytes(blocks.flatten().tolist()) == stored
 
 
@@ -102,11 +102,18 @@ def test_values_have_memory_of_their_own(opened: GgufFile) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "F64"])
 def test_other_types_are_rounded_from_float32(
     opened: GgufFile, kind: str, dtype: torch.dtype
 ) -> None:
     assert torch.equal(opened.dequantise(kind, dtype), opened.dequantise(kind).to(dtype))
+
+
+def test_wide_numbers_are_kept(tmp_path: Path) -> None:
+    values = torch.randn(3, 5, dtype=torch.float64)
+    opened = read_gguf(gguf.write_gguf(tmp_path / "m.gguf", {}, {"t": ("F64", values)}))
+    assert torch.equal(opened.dequantise("t", torch.float64), values)
+    assert torch.equal(opened.dequantise("t"), values.float())
 
 
 def test_an_unknown_tensor_is_named_with_the_nearest(opened: GgufFile) -> None:
@@ -114,7 +121,7 @@ def test_an_unknown_tensor_is_named_with_the_nearest(opened: GgufFile) -> None:
         opened.dequantise("Q8_1")
 
 
-@pytest.mark.parametrize(("code", "name"), [(12, "Q4_K"), (99, "type 99")])
+@pytest.mark.parametrize(("code", "name"), [(22, "IQ2_S"), (99, "type 99")])
 def test_a_format_that_cannot_be_decoded_is_an_error_only_when_used(
     tmp_path: Path, code: int, name: str
 ) -> None:

@@ -50,7 +50,7 @@ class GgufFile:
         return self.data[tensor.offset : tensor.end].view(*tensor.shape[:-1], row)
 
     def dequantise(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The exact float32 values of a tensor, rounded to `dtype`, in memory of their own.
+        """The exact values of a tensor, rounded to `dtype`, in memory of their own.
 
         Raises what `blocks` raises.
         """

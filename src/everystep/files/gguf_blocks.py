@@ -1,11 +1,9 @@
 """The block formats of GGUF tensors and their exact values.
 
-A row of a quantised tensor is a run of blocks of 32 values that share a scale (and a minimum); the
-value of a block is defined in float32, as in ggml, and is rounded to another type only afterwards.
-Formats that are not decoded here are known by name and size, so that a file which holds them can
-be listed and checked. This file knows no container and no model.
-
-Block layouts: ggml, `ggml-common.h` (`block_q4_0`, `block_q4_1`, `block_q8_0`).
+A row of a quantised tensor is a run of blocks; the value of a block is defined in float32, as in
+ggml, and is rounded to another type only afterwards (`gguf_decoders.py`). Formats that are not
+decoded here are known by name and size, so that a file which holds them can be listed and checked.
+This file knows no container and no model.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import InvariantError
+from everystep.files import gguf_decoders
 
 # Values decoded at a time. torch splits operations on 32,768 values or more among its threads;
 # where other programs use the cores as well, each of these thousands of operations would then wait
@@ -52,7 +51,9 @@ def decode_blocks(kind: BlockType, raw: Tensor, dtype: torch.dtype) -> Tensor:
     scratch = torch.empty(min(step, blocks.shape[0]), kind.elements)
     for start in range(0, blocks.shape[0], step):
         chunk, out = blocks[start : start + step], values[start : start + step]
-        made = out if dtype == torch.float32 else scratch[: len(chunk)]
+        # Plain numbers are rounded once, from their own type.
+        direct = dtype == torch.float32 or kind.elements == 1
+        made = out if direct else scratch[: len(chunk)]
         kind.decode(chunk, made)
         if made is not out:
             out.copy_(made)
@@ -71,65 +72,38 @@ def _decode_plain(stored: torch.dtype) -> Callable[[Tensor, Tensor], None]:
     return decode
 
 
-def _decode_q8_0(blocks: Tensor, out: Tensor) -> None:
-    # float16 scale, 32 int8.
-    scale = blocks.view(torch.float16)[:, :1].float()
-    torch.mul(blocks[:, 2:].view(torch.int8), scale, out=out)
-
-
-def _decode_q4_0(blocks: Tensor, out: Tensor) -> None:
-    # float16 scale, 32 numbers 0..15 that stand for -8..7.
-    scale = blocks.view(torch.float16)[:, :1].float()
-    _unpack_nibbles(blocks[:, 2:], out)
-    out.sub_(8.0).mul_(scale)
-
-
-def _decode_q4_1(blocks: Tensor, out: Tensor) -> None:
-    # float16 scale, float16 minimum, 32 numbers 0..15. Scale times number is exact in float32, so
-    # a fused multiply-add gives the same result.
-    halves = blocks.view(torch.float16)[:, :2].float()
-    _unpack_nibbles(blocks[:, 4:], out)
-    out.mul_(halves[:, :1]).add_(halves[:, 1:])
-
-
-def _unpack_nibbles(packed: Tensor, out: Tensor) -> None:
-    # Byte i holds value i in its low half and value i + 16 in its high half.
-    out[:, :16] = packed & 0x0F
-    out[:, 16:] = packed >> 4
-
-
 BLOCK_TYPES: dict[int, BlockType] = {
     0: BlockType("F32", 1, 4, _decode_plain(torch.float32)),
     1: BlockType("F16", 1, 2, _decode_plain(torch.float16)),
-    2: BlockType("Q4_0", 32, 18, _decode_q4_0),
-    3: BlockType("Q4_1", 32, 20, _decode_q4_1),
-    6: BlockType("Q5_0", 32, 22),
-    7: BlockType("Q5_1", 32, 24),
-    8: BlockType("Q8_0", 32, 34, _decode_q8_0),
-    10: BlockType("Q2_K", 256, 84),
-    11: BlockType("Q3_K", 256, 110),
-    12: BlockType("Q4_K", 256, 144),
-    13: BlockType("Q5_K", 256, 176),
-    14: BlockType("Q6_K", 256, 210),
+    2: BlockType("Q4_0", 32, 18, gguf_decoders.decode_q4_0),
+    3: BlockType("Q4_1", 32, 20, gguf_decoders.decode_q4_1),
+    6: BlockType("Q5_0", 32, 22, gguf_decoders.decode_q5_0),
+    7: BlockType("Q5_1", 32, 24, gguf_decoders.decode_q5_1),
+    8: BlockType("Q8_0", 32, 34, gguf_decoders.decode_q8_0),
+    10: BlockType("Q2_K", 256, 84, gguf_decoders.decode_q2_k),
+    11: BlockType("Q3_K", 256, 110, gguf_decoders.decode_q3_k),
+    12: BlockType("Q4_K", 256, 144, gguf_decoders.decode_q4_k),
+    13: BlockType("Q5_K", 256, 176, gguf_decoders.decode_q5_k),
+    14: BlockType("Q6_K", 256, 210, gguf_decoders.decode_q6_k),
     15: BlockType("Q8_K", 256, 292),
     16: BlockType("IQ2_XXS", 256, 66),
     17: BlockType("IQ2_XS", 256, 74),
     18: BlockType("IQ3_XXS", 256, 98),
     19: BlockType("IQ1_S", 256, 50),
-    20: BlockType("IQ4_NL", 32, 18),
+    20: BlockType("IQ4_NL", 32, 18, gguf_decoders.decode_iq4_nl),
     21: BlockType("IQ3_S", 256, 110),
     22: BlockType("IQ2_S", 256, 82),
-    23: BlockType("IQ4_XS", 256, 136),
+    23: BlockType("IQ4_XS", 256, 136, gguf_decoders.decode_iq4_xs),
     24: BlockType("I8", 1, 1),
     25: BlockType("I16", 1, 2),
     26: BlockType("I32", 1, 4),
     27: BlockType("I64", 1, 8),
-    28: BlockType("F64", 1, 8),
+    28: BlockType("F64", 1, 8, _decode_plain(torch.float64)),
     29: BlockType("IQ1_M", 256, 56),
     30: BlockType("BF16", 1, 2, _decode_plain(torch.bfloat16)),
     34: BlockType("TQ1_0", 256, 54),
     35: BlockType("TQ2_0", 256, 66),
-    39: BlockType("MXFP4", 32, 17),
+    39: BlockType("MXFP4", 32, 17, gguf_decoders.decode_mxfp4),
 }
 
 SUPPORTED = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.decode is not None)

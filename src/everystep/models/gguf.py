@@ -19,9 +19,10 @@ from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.files.gguf import GgufFile
 from everystep.models.config import Fields
 from everystep.models.gguf_architectures import ARCHITECTURES, REFUSED, Architecture
+from everystep.models.gguf_weights import FLOATS, weight_of_blocks
 from everystep.models.load import InPanels, build_model
 from everystep.models.model import Model
-from everystep.nn.quantized import Format, QuantizedWeight
+from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
 
 _GLOBAL = {
@@ -40,13 +41,6 @@ _FREQUENCIES = "rope_freqs.weight"
 # Factors of Phi-3's rope, for short rows and for long ones.
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _OF_ROPES = (_FREQUENCIES, _SHORT, _LONG)
-# The blocks that become quantised weights: a float16 scale, a float16 minimum in Q4_1, the codes.
-_BLOCKS: Mapping[str, tuple[Format, int]] = {
-    "Q8_0": ("q8_0", 34),
-    "Q4_0": ("q4_0", 18),
-    "Q4_1": ("q4_1", 20),
-}
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def build_gguf_model(
@@ -59,7 +53,7 @@ def build_gguf_model(
 ) -> Model:
     """The model in a GGUF file.
 
-    "auto" without a `dtype` keeps quantised blocks as they are, and everything else in float32.
+    "auto" without a `dtype` holds quantised blocks as `gguf_weights.py` says, all else in float32.
     With a `dtype`, or for None, weights are dequantised, to float32 without one. "int8" and "int4"
     round the matrices of a file that holds floats. `in_panels` as in `build_model`. Raises
     RequestError (quantising what is quantised), UnsupportedError (an architecture or RoPE scaling
@@ -70,7 +64,7 @@ def build_gguf_model(
     renamed = _Renamed(file, config)
     blocks = {tensor.block.name for tensor in file.tensors.values()}
     rounding = None if quantize == "auto" else quantize
-    rounded = ", ".join(sorted(blocks.difference(_FLOATS)))
+    rounded = ", ".join(sorted(blocks.difference(FLOATS)))
     if rounding is not None and rounded:
         raise RequestError(
             f"quantize={rounding!r} asks to round weights that were rounded before, which adds"
@@ -79,7 +73,7 @@ def build_gguf_model(
             got=rounded,
             do="Leave quantize out to use the file's own blocks",
         )
-    keeps = quantize == "auto" and dtype is None and not blocks.isdisjoint(_BLOCKS)
+    keeps = quantize == "auto" and dtype is None and bool(rounded)
     wanted = dtype if rounding is not None or keeps else dtype or torch.float32
     return build_model(
         config,
@@ -223,34 +217,17 @@ class _Renamed:
         return values if heads is None else _halves(values, heads)
 
     def quantised(self, name: str) -> QuantizedWeight | None:
-        """The blocks of a matrix, bit for bit, None where it holds floats."""
+        """The blocks of a matrix as the model holds them, None where it holds floats."""
         stored = self._sources[name]
-        block = self._file.tensors[stored].block.name
-        if block not in _BLOCKS:
+        weight = weight_of_blocks(self._file.tensors[stored].block, self._file.blocks(stored))
+        if weight is None:
             return None
-        weight = _weight_of_blocks(block, self._file.blocks(stored))
         self._file.release(stored)
         heads = self._heads_of(name)
         return weight if heads is None else weight.gather(_halves(torch.arange(weight.rows), heads))
 
     def _heads_of(self, name: str) -> int | None:
         return next((heads for part, heads in self._heads.items() if part in name), None)
-
-
-def _weight_of_blocks(block_name: str, raw: Tensor) -> QuantizedWeight:
-    """The weight that is stored as `raw`, uint8 (rows, bytes of a row), in memory of its own."""
-    format, block_bytes = _BLOCKS[block_name]
-    blocks = raw.view(raw.shape[0], -1, block_bytes)
-
-    def halves(start: int) -> Tensor:
-        """The float16 of each block at this byte, (rows, blocks)."""
-        pairs = blocks[..., start : start + 2].clone(memory_format=torch.contiguous_format)
-        return pairs.view(torch.float16).squeeze(2)
-
-    mins = halves(2) if format == "q4_1" else None
-    codes = blocks[..., 2 if mins is None else 4 :].clone(memory_format=torch.contiguous_format)
-    kind = torch.int8 if format == "q8_0" else torch.uint8
-    return QuantizedWeight(format, codes.flatten(1).view(kind), halves(0), mins)
 
 
 def _renamed(name: str, layer: Mapping[str, str]) -> str:

@@ -42,6 +42,34 @@ def quantize(values: Tensor, format: Rounding) -> QuantizedWeight:
     return QuantizedWeight.cat(better)
 
 
+def eight_bits(values: Tensor, scales: Tensor | None = None) -> QuantizedWeight:
+    """A (rows, columns) float matrix as `q8_0`: 8 bits, with a scale per block of 32.
+
+    `scales`: (rows, blocks) float16, where they are known; otherwise largest magnitude of the block
+    / 127. UnsupportedError as for `storable`.
+    """
+    blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
+    stored = storable(blocks.abs().amax(2) / 127 if scales is None else scales)
+    codes = _nearest(blocks, stored.float()[..., None], -127, 127).to(torch.int8)
+    return QuantizedWeight("q8_0", codes.flatten(1), stored)
+
+
+def storable(values: Tensor) -> Tensor:
+    """Scales or minimums as float16.
+
+    UnsupportedError for what is too large for it or no number: no code could make up for that.
+    """
+    stored = values.half()
+    if not bool(stored.isfinite().all()):
+        raise UnsupportedError(
+            "a weight is too large for a float16 scale, or no number",
+            wanted=f"scales and minimums up to {torch.finfo(torch.float16).max:.0f}",
+            got=float(values.abs().amax()),
+            do="Load the model with a dtype, or round its floats with quantize='int8'",
+        )
+    return stored
+
+
 def _int8(values: Tensor) -> QuantizedWeight:
     scales = values.float().abs().amax(1) / 127
     codes = _nearest(values.float(), scales[:, None], -127, 127).to(torch.int8)
@@ -55,7 +83,7 @@ def _symmetric(values: Tensor) -> QuantizedWeight:
     """
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     far = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
-    scales = _storable(far / -8)
+    scales = storable(far / -8)
     codes = _nearest(blocks, scales.float(), -8, 7) + 8
     return QuantizedWeight("int4", _packed(codes), scales.squeeze(2))
 
@@ -63,23 +91,10 @@ def _symmetric(values: Tensor) -> QuantizedWeight:
 def _lifted(values: Tensor) -> QuantizedWeight:
     """value = code * scale + min; codes 0 and 15 are the least and the largest value."""
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
-    mins = _storable(blocks.amin(2, keepdim=True))
-    scales = _storable((blocks.amax(2, keepdim=True) - mins) / 15)
+    mins = storable(blocks.amin(2, keepdim=True))
+    scales = storable((blocks.amax(2, keepdim=True) - mins) / 15)
     codes = _nearest(blocks - mins.float(), scales.float(), 0, 15)
     return QuantizedWeight("int4", _packed(codes), scales.squeeze(2), mins.squeeze(2))
-
-
-def _storable(values: Tensor) -> Tensor:
-    """float16; what is too large for it is an error, since codes could not make up for it."""
-    stored = values.half()
-    if not bool(stored.isfinite().all()):
-        raise UnsupportedError(
-            "a weight is too large for a float16 scale",
-            wanted=f"scales and minimums up to {torch.finfo(torch.float16).max:.0f}",
-            got=float(values.abs().amax()),
-            do="Use int8",
-        )
-    return stored
 
 
 def _nearest(values: Tensor, scales: Tensor, least: int, most: int) -> Tensor:

@@ -59,7 +59,9 @@ def load(path: str, threads: int) -> tuple[Answer, dict[str, object]]:
 
 
 def position_bytes(config: dict[str, int]) -> int:
-    """Bytes of keys and values of one position, in float32."""
+    """Bytes of keys and values of one position, in float32; none where there are no heads."""
+    if "num_attention_heads" not in config:
+        return 0
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
 

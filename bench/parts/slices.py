@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from parts.environments import Unavailable
 from parts.gguf_copy import BLOCK_CODES, encode, tensor_info
 from safetensors import safe_open
 
@@ -30,12 +31,13 @@ _UINT32, _FLOAT32, _TEXT = 4, 6, 8  # how GGUF numbers the types of its values
 
 @dataclass(frozen=True)
 class Shape:
-    """`model_type` and `config` of a folder; `architecture` and `metadata` of a GGUF file."""
+    """`model_type` and `config` of a folder; `architecture` and `metadata` of a GGUF file, where one
+    is written."""
 
     name: str
     model_type: str
     config: Mapping[str, Any]
-    architecture: str
+    architecture: str | None
     metadata: Mapping[str, int | float]
 
 
@@ -116,6 +118,18 @@ SHAPES = {
                 "expert_feed_forward_length": 768,
             },
         ),
+        Shape(
+            "mamba-2.8b",
+            "mamba",
+            {
+                "hidden_size": 2560,
+                "state_size": 16,
+                "vocab_size": 50280,
+                "residual_in_fp32": True,
+            },
+            None,
+            {},
+        ),
     )
 }
 _CONTEXT = 4096
@@ -146,7 +160,9 @@ class Slices:
         )
 
     def gguf(self, shape: Shape, kind: str) -> Path:
-        """A file in the blocks of `kind` that llama.cpp reads."""
+        """A file in the blocks of `kind` that llama.cpp reads; Unavailable where none is written."""
+        if shape.architecture is None:
+            raise Unavailable("no GGUF file of this shape is written here")
         source = self.floats(shape, "bfloat16")
         return self._made(
             f"{shape.name}-{kind}.gguf", lambda to: _write_gguf(shape, source, to, kind)
@@ -271,7 +287,7 @@ def _bytes(form: str, values: int) -> int:
 
 
 def _metadata(shape: Shape) -> Iterator[tuple[str, int | float | str]]:
-    yield "general.architecture", shape.architecture
+    yield "general.architecture", str(shape.architecture)
     config = shape.config
     kv_heads = config["num_key_value_heads"]
     sizes = {

@@ -3,10 +3,10 @@
     scripts/bench families [--shapes mistral-7b,...] [--formats 8,4] [--engines llama.cpp,...]
 
 Two layers, with embeddings and head, in the shapes of Mistral 7B, Qwen3 0.6B, Gemma 3 270M, the
-mixture of experts Qwen3 30B-A3B and Mamba 2.8B, with random weights, rounded to 8 and to 4 bits. Engines take
-turns as in `peers`, whose cases are one row, eight rows, and a prompt of 512. transformers runs in
-bfloat16 and in float32, the types that it decodes in on a processor. What an engine cannot load is
-listed with the cause.
+mixture of experts Qwen3 30B-A3B and Mamba 2.8B, with random weights, rounded to 8 and to 4 bits.
+Engines take turns as in `peers`, whose cases are one row, eight rows, and a prompt of 512.
+transformers runs in bfloat16 and in float32, the types that it decodes in on a processor. What an
+engine cannot load is listed with the cause.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.reading import PACKAGE, parsed, sources
 # The face, __init__.py itself, lies between the api it shows and the programs that use it.
 FACE = "__init__"
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("_version", "types", "errors"),
+    ("_version", "types", "errors", "memory"),
     ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
     ("cache", "processors", "stops"),
     ("models", "adapters", "executors"),
@@ -31,6 +31,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 # (importer, imported) of one level, each with its reason.
 LISTED: dict[tuple[str, str], str] = {
+    ("memory", "errors"): "what does not fit is an error",
     ("types", "errors"): "a value that cannot be saved, or bytes that are damaged, are errors",
     ("config", "files"): "a configuration is read from a folder or from the hub",
     ("text", "files"): "a tokenizer is written file by file, each whole or not at all",

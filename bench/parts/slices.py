@@ -31,8 +31,8 @@ _UINT32, _FLOAT32, _TEXT = 4, 6, 8  # how GGUF numbers the types of its values
 
 @dataclass(frozen=True)
 class Shape:
-    """`model_type` and `config` of a folder; `architecture` and `metadata` of a GGUF file, where one
-    is written."""
+    """`model_type` and `config` of a folder; `architecture` and `metadata` of a GGUF file, None and
+    nothing where none is written."""
 
     name: str
     model_type: str
@@ -160,7 +160,7 @@ class Slices:
         )
 
     def gguf(self, shape: Shape, kind: str) -> Path:
-        """A file in the blocks of `kind` that llama.cpp reads; Unavailable where none is written."""
+        """A file in the blocks of `kind` that llama.cpp reads; Unavailable if none is written."""
         if shape.architecture is None:
             raise Unavailable("no GGUF file of this shape is written here")
         source = self.floats(shape, "bfloat16")

@@ -21,6 +21,7 @@ from everystep.api.features import with_features
 from everystep.api.grammars import with_forced
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed, require_begun
+from everystep.api.needs import require_room
 from everystep.api.options import Options, unseen_prompt
 from everystep.api.pictures import with_pictures
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
@@ -105,10 +106,10 @@ def prepare(
     drafter, verification = drafts_of(model, options, strategy)
     _require_places(model, drafter, inputs, new)
     require_known_words(strategy, model.vocab_size)
-    drafts, positions = drafter is not None, inputs.total_width + new - 1
     cache, hidden = past, strategy.reads.hidden and runs != "loop"
     if options.prefix is not None and hidden:
         refuse_unseen_states()
+    drafts, positions = drafter is not None, inputs.total_width + new - 1
     if past is not None:
         require_possible(past, options, positions, drafts=drafts)
         inputs = continued(inputs, past, strategy.width, hidden=hidden)
@@ -154,7 +155,14 @@ def prepare(
         )
         for row, prompt in enumerate(inputs.prompts)
     )
-    return Call(options, inputs, requests, runs, cache, how)
+    return _fitting(model, Call(options, inputs, requests, runs, cache, how))
+
+
+def _fitting(model: LanguageModel, call: Call) -> Call:
+    """The call; CapacityError where its rows cannot be held."""
+    together, coded = call.runs != "continuous", call.quantization is not None
+    require_room(model, call.inputs, call.strategy.width, together=together, coded=coded)
+    return call
 
 
 def completed(model: LanguageModel, call: Call) -> Call:

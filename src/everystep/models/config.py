@@ -6,11 +6,14 @@ to the family's file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from everystep.errors import FormatError, RequestError, UnsupportedError
+
+_MOST_PARTS = 10_000
 
 
 class ModelConfig(Mapping[str, Any]):
@@ -68,10 +71,18 @@ class Fields:
             raise self.wrong(key, f"a whole number of at least {least}", value)
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """How many parts of a kind there are, each with an object of its own; FormatError where
+        that is no number of parts, or more than any model has."""
+        value = self.integer(key, default)
+        if value > _MOST_PARTS:
+            raise self.wrong(key, f"at most {_MOST_PARTS}", value)
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; FormatError otherwise."""
         value = self._present(key, default, "a number")
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.wrong(key, "a positive number", value)
         return float(value)
 
@@ -103,7 +114,8 @@ class Fields:
         """An array of `count` positive numbers; FormatError otherwise."""
         value = self._present(key, None, f"{count} numbers")
         fits = isinstance(value, list | tuple) and len(value) == count
-        if not fits or not all(type(one) in (int, float) and one > 0 for one in value):
+        most = sys.float_info.max
+        if not fits or not all(type(one) in (int, float) and 0 < one <= most for one in value):
             raise self.wrong(key, f"{count} positive numbers", value)
         return tuple(map(float, value))
 

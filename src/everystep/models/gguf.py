@@ -33,7 +33,6 @@ _GLOBAL = {
 _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
@@ -93,6 +92,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     known = _known(file, architecture)
     own = f"{architecture}."
     config: dict[str, Any] = {name: read.integer(own + key) for name, key in _SIZES.items()}
+    config["num_hidden_layers"] = read.count(f"{own}block_count")
     heads = config["num_attention_heads"]
     config |= {
         "model_type": known.family,

@@ -7,7 +7,8 @@ here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.memory import require_memory
 from everystep.models.config import ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.loader import (
@@ -27,7 +29,7 @@ from everystep.models.loader import (
 )
 from everystep.models.model import Model
 from everystep.models.names import Renamed, check_names, common_names
-from everystep.models.parameters import ParameterPart
+from everystep.models.parameters import Parameter, ParameterPart
 from everystep.models.stacks import unstacked
 from everystep.models.tying import spec_as_stored, with_table
 from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
@@ -78,8 +80,19 @@ def build_model(
         panels=_in_panels(in_panels, spec, wanted, device),
     )
     check_names(family, spec, parameters.values(), loader.source)
+    _require_memory(parameters.values(), wanted, device, quantised=quantised)
     spec = spec_as_stored(family, spec, loader)
     return _model(family, ModelConfig(values), spec, loader)
+
+
+def _require_memory(
+    parameters: Iterable[Parameter], dtype: torch.dtype | None, device: Any, *, quantised: bool
+) -> None:
+    """CapacityError where the weights cannot be held: in their type, or in codes of half a byte."""
+    size = 0.5 if quantised else (dtype or torch.float16).itemsize
+    needed = sum(size * math.prod(one.shape) for one in parameters)
+    do = "Load it with quantize='int8' or 'int4', in a narrower dtype, or on another machine"
+    require_memory(int(needed), "this model", do, torch.device(device))
 
 
 def stored_weights(model: Model) -> Iterator[tuple[str, Rows]]:

@@ -182,7 +182,7 @@ def read_spec(config: Mapping[str, Any]) -> MambaSpec:
         state=read.integer("state_size"),
         kernel=read.integer("conv_kernel", least=2),
         rank=math.ceil(width / 16) if automatic else read.integer("time_step_rank"),
-        count=read.integer("num_hidden_layers"),
+        count=read.count("num_hidden_layers"),
         activation=read.choice("hidden_act", ACTIVATIONS),
         norm=NormSpec("rms", read.number("layer_norm_epsilon")),
         bias=read.flag("use_bias"),

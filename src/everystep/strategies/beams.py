@@ -7,11 +7,14 @@ from typing import Literal
 
 import numpy as np
 
+from everystep.errors import RequestError
 from everystep.strategies.base import Batch
 from everystep.types import Finished, FinishReason, Group, Sequence
 from everystep.types.stored import Chain
 
 NEVER = -1.0e9
+# A length of 2^31 to this power is still a number.
+_MOST_PENALTY = 32
 NOTHING = Finished(np.empty(0, np.int64), NEVER, FinishReason("length"), 0, 0, {})
 
 
@@ -30,6 +33,16 @@ class BeamSettings:
     early_stopping: bool | Literal["never"] = False
     eos_count: int = 1
     max_new: int = 2**31
+
+    def __post_init__(self) -> None:
+        """RequestError for a length penalty that no score can be divided by."""
+        if not abs(self.length_penalty) <= _MOST_PENALTY:
+            raise RequestError(
+                "length_penalty is an exponent that lengths cannot be raised to",
+                wanted=f"-{_MOST_PENALTY} to {_MOST_PENALTY}",
+                got=self.length_penalty,
+                do="Use a number near 1; 0 leaves scores as they are",
+            )
 
 
 def candidates_of(beams: int, eos_count: int) -> int:

@@ -47,7 +47,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
         raise read.wrong("partial_rotary_factor", "heads that turn whole", rope.dim / size)
     spec = plain_decoder(
         read,
-        [LayerSpec(rope)] * read.integer("num_hidden_layers"),
+        [LayerSpec(rope)] * read.count("num_hidden_layers"),
         AttentionSpec(heads, _key_heads(read, heads), size, size**-0.5, bias, bias),
         eps=read.number("layer_norm_epsilon"),
         inner=read.integer("ffn_hidden_size", 4 * read.integer("hidden_size")),

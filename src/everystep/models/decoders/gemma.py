@@ -87,7 +87,7 @@ def _gemma(
 
 def _layers(read: Fields, every: int, ropes: Mapping[str, Rope]) -> Sequence[LayerSpec]:
     """By default each layer has a window but for every n-th."""
-    count = read.integer("num_hidden_layers")
+    count = read.count("num_hidden_layers")
     usual = [SLIDING if (index + 1) % every else FULL for index in range(count)]
     window = read.integer("sliding_window")
     kinds = layer_types(read, usual)

@@ -65,7 +65,7 @@ def _read(read: Fields) -> DecoderSpec:
     scale = size**-0.5 if read.flag("scale_attn_weights") else 1.0
     spec = plain_decoder(
         read,
-        [LayerSpec(None)] * read.integer("num_hidden_layers"),
+        [LayerSpec(None)] * read.count("num_hidden_layers"),
         AttentionSpec(heads, heads, size, scale, qkv_bias=True, out_bias=True),
         eps=read.number("layer_norm_epsilon"),
         inner=read.integer("n_inner", 4 * width),

@@ -36,7 +36,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     layer = LayerSpec(read_rope(Fields(named), size))
     spec = plain_decoder(
         read,
-        [layer] * read.integer("num_hidden_layers"),
+        [layer] * read.count("num_hidden_layers"),
         AttentionSpec(heads, heads, size, size**-0.5, bias, bias),
         eps=read.number("layer_norm_eps"),
         inner=read.integer("intermediate_size"),

@@ -14,7 +14,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
     layer = LayerSpec(rope_of(read))
     bias, mlp_bias = read.flag("attention_bias", False), read.flag("mlp_bias", False)
-    layers = [layer] * read.integer("num_hidden_layers")
+    layers = [layer] * read.count("num_hidden_layers")
     return gated_decoder(read, layers, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
 
 

@@ -13,7 +13,7 @@ from everystep.models.spec import DecoderSpec, LayerSpec
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields({"sliding_window": 4096, **config})
     layer = LayerSpec(rope_of(read), window_of(read))
-    return gated_decoder(read, [layer] * read.integer("num_hidden_layers"))
+    return gated_decoder(read, [layer] * read.count("num_hidden_layers"))
 
 
 FAMILIES = {

@@ -25,7 +25,7 @@ def _mixtral(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
     experts = experts_of(read, 8, read.integer("intermediate_size"), normalised=True)
     layer = LayerSpec(rope_of(read, theta=1_000_000.0), window_of(read), experts=experts)
-    return gated_decoder(read, [layer] * read.integer("num_hidden_layers"))
+    return gated_decoder(read, [layer] * read.count("num_hidden_layers"))
 
 
 def _qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
@@ -48,7 +48,7 @@ def experts_of(read: Fields, usual: int, size: int, *, normalised: bool) -> Expe
     if None not in (count, other) and count != other:
         raise read.wrong("num_experts", f"num_local_experts = {count}, or none", other)
     key = "num_experts" if count is None else "num_local_experts"
-    found, chosen = read.integer(key, usual), read.integer("num_experts_per_tok")
+    found, chosen = read.count(key, usual), read.integer("num_experts_per_tok")
     if chosen > found:
         raise read.wrong("num_experts_per_tok", f"at most {found}, the number of experts", chosen)
     return ExpertsSpec(found, chosen, size, normalised)
@@ -59,7 +59,7 @@ def sparse_layers(read: Fields) -> list[bool]:
     every, without = read.integer("decoder_sparse_step"), read.values.get("mlp_only_layers") or []
     if not isinstance(without, list) or any(type(one) is not int or one < 0 for one in without):
         raise read.wrong("mlp_only_layers", "numbers of layers", without)
-    count = read.integer("num_hidden_layers")
+    count = read.count("num_hidden_layers")
     return [(index + 1) % every == 0 and index not in without for index in range(count)]
 
 

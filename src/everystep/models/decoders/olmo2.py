@@ -20,7 +20,7 @@ _NAMES = {
 
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(config)
-    bias, count = read.flag("attention_bias"), read.integer("num_hidden_layers")
+    bias, count = read.flag("attention_bias"), read.count("num_hidden_layers")
     spec = gated_decoder(
         read, [LayerSpec(rope_of(read))] * count, qkv_bias=bias, out_bias=bias, qk_norm="whole"
     )

@@ -46,7 +46,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     heads, size = full_heads_of(read)
     spec = plain_decoder(
         read,
-        [LayerSpec(None)] * read.integer("num_hidden_layers"),
+        [LayerSpec(None)] * read.count("num_hidden_layers"),
         AttentionSpec(heads, heads, size, size**-0.5, bias, bias),
         eps=1e-5,
         inner=read.integer("ffn_dim"),

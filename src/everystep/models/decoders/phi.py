@@ -29,7 +29,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     norm: QkNorm | None = "heads" if read.flag("qk_layernorm") else None
     spec = plain_decoder(
         read,
-        [LayerSpec(rope_of(read))] * read.integer("num_hidden_layers"),
+        [LayerSpec(rope_of(read))] * read.count("num_hidden_layers"),
         AttentionSpec(heads, kv_heads, size, size**-0.5, True, True, norm),
         eps=read.number("layer_norm_eps"),
         inner=read.integer("intermediate_size"),

@@ -21,7 +21,7 @@ _NAMES = {**NAMES, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 def _read(config: Mapping[str, Any]) -> DecoderSpec:
     read = Fields(_with_longrope(config))
     layer = LayerSpec(rope_of(read), window_of(read))
-    return gated_decoder(read, [layer] * read.integer("num_hidden_layers"))
+    return gated_decoder(read, [layer] * read.count("num_hidden_layers"))
 
 
 def _with_longrope(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def vision_common(outer: Fields, read: Fields, width: int, size: int, out: str) 
     if len({*tokens.values()}) < 2:
         raise outer.wrong("video_token_id", "another id than image_token_id", tokens)
     return {
-        "depth": read.integer("depth"),
+        "depth": read.count("depth"),
         "width": size,
         "heads": heads,
         "out": width,
@@ -137,7 +137,7 @@ def vision_common(outer: Fields, read: Fields, width: int, size: int, out: str) 
 
 def block_numbers(read: Fields, key: str) -> tuple[int, ...]:
     """Rising numbers of blocks of the tower."""
-    values, depth = read.values[key], read.integer("depth")
+    values, depth = read.values[key], read.count("depth")
     listed = isinstance(values, list | tuple)
     if not listed or any(type(one) is not int or not 0 <= one < depth for one in values):
         raise read.wrong(key, f"numbers of blocks below {depth}", values)

@@ -35,7 +35,7 @@ def windowed_layers(read: Fields, rope: Rope) -> list[LayerSpec]:
     """Where `use_sliding_window` turns windows on, those in `layer_types` have one, or those from
     `max_window_layers` on. The reference keeps no window at all when the switch is off, whatever
     the types say."""
-    count = read.integer("num_hidden_layers")
+    count = read.count("num_hidden_layers")
     windowed = read.flag("use_sliding_window")
     first = read.integer("max_window_layers", least=0) if windowed else count
     kinds = layer_types(read, [SLIDING if index >= first else FULL for index in range(count)])

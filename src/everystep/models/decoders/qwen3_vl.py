@@ -78,7 +78,7 @@ _NAMES: Mapping[str, str] = {
 def _qwen3_vl(config: Mapping[str, Any]) -> DecoderSpec:
     outer = Fields(config)
     read = text_part(outer, _TEXT)
-    return _read(outer, read, [None] * read.integer("num_hidden_layers"))
+    return _read(outer, read, [None] * read.count("num_hidden_layers"))
 
 
 def _qwen3_vl_moe(config: Mapping[str, Any]) -> DecoderSpec:

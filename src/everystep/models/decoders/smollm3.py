@@ -35,7 +35,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
 
 def _turning(read: Fields) -> list[bool]:
     """Which layers turn queries and keys: those with a 1 in `no_rope_layers`, despite its name."""
-    count = read.integer("num_hidden_layers")
+    count = read.count("num_hidden_layers")
     if not read.has("no_rope_layers"):
         every = read.integer("no_rope_layer_interval", 4)
         return [(index + 1) % every != 0 for index in range(count)]

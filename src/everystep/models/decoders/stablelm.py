@@ -21,7 +21,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
             wanted="false",
             got="true",
         )
-    layers = [LayerSpec(rope_of(read))] * read.integer("num_hidden_layers")
+    layers = [LayerSpec(rope_of(read))] * read.count("num_hidden_layers")
     parallel = read.flag("use_parallel_residual")
     return replace(
         gated_decoder(read, layers, qkv_bias=read.flag("use_qkv_bias")),

@@ -24,7 +24,7 @@ def _read(config: Mapping[str, Any]) -> DecoderSpec:
     layer = LayerSpec(read_rope(read, size), window_of(read))
     return plain_decoder(
         read,
-        [layer] * read.integer("num_hidden_layers"),
+        [layer] * read.count("num_hidden_layers"),
         AttentionSpec(heads, kv_heads, size, size**-0.5, bias, bias),
         eps=read.number("norm_epsilon"),
         inner=read.integer("intermediate_size"),

@@ -65,7 +65,7 @@ def stack_of(read: Fields, which: str, positions: AbsolutePositions) -> StackSpe
         raise read.wrong(f"{which}_attention_heads", f"a divisor of d_model = {width}", heads)
     activation = read.choice("activation_function", ACTIVATIONS)
     mlp = MlpSpec(read.integer(f"{which}_ffn_dim"), activation, gated=False, bias=True)
-    return StackSpec(read.integer(f"{which}_layers"), heads, width // heads, mlp, positions)
+    return StackSpec(read.count(f"{which}_layers"), heads, width // heads, mlp, positions)
 
 
 def embed_scale_of(read: Fields) -> float | None:

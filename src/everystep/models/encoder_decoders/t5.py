@@ -45,14 +45,14 @@ def _mt5(config: Mapping[str, Any]) -> EncoderDecoderSpec:
 
 def _spec(read: Fields, output_scale: float | None) -> EncoderDecoderSpec:
     kind = read.choice("feed_forward_proj", _KINDS)
-    layers, heads = read.integer("num_layers"), read.integer("num_heads")
+    layers, heads = read.count("num_layers"), read.integer("num_heads")
     positions = RelativePositions(
         read.integer("relative_attention_num_buckets", least=4),
         read.integer("relative_attention_max_distance", least=2),
     )
     mlp = MlpSpec(read.integer("d_ff"), _KINDS[kind], gated=kind.startswith("gated-"))
     encoder = StackSpec(layers, heads, read.integer("d_kv"), mlp, positions)
-    decoder_layers = read.integer("num_decoder_layers", layers)
+    decoder_layers = read.count("num_decoder_layers", layers)
     return EncoderDecoderSpec(
         vocab_size=read.integer("vocab_size"),
         width=read.integer("d_model"),

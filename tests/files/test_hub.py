@@ -87,6 +87,14 @@ def test_one_gguf_file_is_asked_for_alone(client: Client) -> None:
     assert [what for what, _ in client.calls] == ["org/name:m.gguf"]
 
 
+def test_all_parts_of_a_split_file_are_asked_for_together(client: Client, tmp_path: Path) -> None:
+    file = HubId("org/name", "Q4_K_M/m-00002-of-00003.gguf")
+    assert fetch_from_hub(file, HubAccess(), offline=False) == tmp_path / str(file.file)
+    ((what, options),) = client.calls
+    names = [f"Q4_K_M/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    assert (what, options["allow_patterns"]) == ("org/name", names)
+
+
 @pytest.mark.parametrize("hub_id", [MODEL, HubId("org/name", "m.gguf")])
 def test_offline_is_passed_on(client: Client, hub_id: HubId) -> None:
     fetch_from_hub(hub_id, HubAccess(), offline=True)

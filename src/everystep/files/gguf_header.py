@@ -81,13 +81,11 @@ class GgufTensor:
 def read_header(data: memoryview, name: str) -> tuple[dict[str, object], dict[str, GgufTensor]]:
     """The metadata and the tensors, by name, of a file whose bytes are `data`, all checked.
 
-    `name` is for errors: FormatError, and UnsupportedError for a version or a split file that is
-    not read.
+    `name` is for errors: FormatError, and UnsupportedError for a version that is not read.
     """
     reader = _Reader(data, name)
     tensor_count, key_count = _read_preamble(reader)
     metadata = _read_metadata(reader, key_count)
-    _refuse_split(reader, metadata)
     alignment = _alignment(reader, metadata)
     tensors: dict[str, GgufTensor] = {}
     for _ in range(tensor_count):
@@ -239,16 +237,6 @@ def _read_numbers(reader: _Reader, what: str, code: int, count: int) -> list[obj
     if any(value not in (0, 1) for value in values):
         raise reader.error(f"{what} is no truth value", "0 or 1")
     return [value == 1 for value in values]
-
-
-def _refuse_split(reader: _Reader, metadata: dict[str, object]) -> None:
-    parts = metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise UnsupportedError(
-            f"{reader.name}: this is one of the {parts} parts of a split model",
-            wanted="a whole model in one file",
-            do="Merge the parts first, for example with llama-gguf-split --merge",
-        )
 
 
 def _alignment(reader: _Reader, metadata: dict[str, object]) -> int:

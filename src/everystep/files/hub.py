@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from everystep.errors import DownloadError, EverystepError, MissingFileError
+from everystep.files.gguf_parts import part_names
 
 ALLOWED = (
     "*.json",
@@ -76,7 +77,11 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     if hub_id.file is not None:
-        return fetch_file(hub_id, hub_id.file, access, offline=offline)
+        if (names := _parts(hub_id.file)) is None:
+            return fetch_file(hub_id, hub_id.file, access, offline=offline)
+        # Together, so that all are of one revision.
+        fetch = partial(snapshot_download, allow_patterns=names)
+        return _fetched(fetch, hub_id, access, offline) / hub_id.file
     patterns = {
         "allow_patterns": list(ALLOWED),
         "ignore_patterns": [*IGNORED, *([] if access.weights else ["*.safetensors"])],
@@ -89,6 +94,13 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
             "must be converted to safetensors by somebody who trusts them",
         )
     return folder
+
+
+def _parts(file: str) -> list[str] | None:
+    """All parts of the split model that a file belongs to; None for a whole one."""
+    folder, slash, name = file.rpartition("/")
+    names = part_names(name)
+    return None if names is None else [f"{folder}{slash}{one}" for one in names]
 
 
 def fetch_file(hub_id: HubId, name: str, access: HubAccess, *, offline: bool) -> Path:

@@ -29,8 +29,12 @@ class PageCounts:
 
 @dataclass(slots=True)
 class PagePool:
-    """Which pages are free, and how many rows share each of the others."""
+    """Which pages are free, and how many rows share each of the others.
 
+    `least`: how many there are as soon as there is one.
+    """
+
+    least: int = 64
     counts: PageCounts = field(default_factory=PageCounts)
     _shares: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     _free: list[int] = field(default_factory=list)
@@ -49,7 +53,7 @@ class PagePool:
         """A page that was free, for one row."""
         if not self._free:
             held = len(self._shares)
-            grown = max(64, 2 * held)
+            grown = max(self.least, 2 * held)
             self._shares = np.concatenate([self._shares, np.zeros(grown - held, np.int32)])
             # Lowest first, so that pages in use lie close together.
             self._free = list(range(grown - 1, held - 1, -1))

@@ -42,7 +42,7 @@ class StateRows:
     logits its last feed wanted, and the one before them.
     """
 
-    pool: PagePool = field(default_factory=PagePool)
+    pool: PagePool = field(default_factory=lambda: PagePool(least=4))  # they may be megabytes
     _marks: dict[int, tuple[StatePage, ...]] = field(default_factory=dict)
     _next: dict[int, int] = field(default_factory=dict)  # row -> page for its next position
 

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <iterator>
 #include <mutex>
@@ -11,7 +12,8 @@
 namespace everystep {
 namespace {
 
-constexpr int64_t kSlabPages = 64;
+// Many small pages come together, but no slab is larger than this unless a page is.
+constexpr int64_t kSlabPages = 64, kSlabBytes = int64_t(64) << 20;
 
 // Slabs that were given back, the last of each size first to go out again.
 class Kept {
@@ -78,14 +80,14 @@ Slab::~Slab() {
 }
 
 void Pages::reserve(int64_t count) {
+    const int64_t together = std::clamp<int64_t>(kSlabBytes / std::max<int64_t>(bytes_, 1), 1, kSlabPages);
     while (this->count() < count) {
-        Slab slab(kSlabPages * bytes_ + 64);
-        if (pages_.capacity() < pages_.size() + kSlabPages)
-            pages_.reserve(2 * pages_.size() + kSlabPages);
+        Slab slab(together * bytes_ + 64);
+        if (pages_.capacity() < pages_.size() + together) pages_.reserve(2 * pages_.size() + together);
         const auto address = reinterpret_cast<uintptr_t>(slab.memory());
         slabs_.push_back(std::move(slab));
         uint8_t* first = reinterpret_cast<uint8_t*>((address + 63) / 64 * 64);
-        for (int64_t i = 0; i < kSlabPages; ++i) pages_.push_back(first + i * bytes_);
+        for (int64_t i = 0; i < together; ++i) pages_.push_back(first + i * bytes_);
     }
 }
 

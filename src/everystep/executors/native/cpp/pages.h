@@ -158,7 +158,6 @@ inline void read_position(const Keys& from, int64_t position, float* key, float*
     with_type(from.shape.type, [&](auto type) { read_as<decltype(type)>(from, position, key, value); });
 }
 
-// Memory for pages, a slab at a time, so that pages never move.
 // Memory for pages, which a runner gets and gives back when it ends. A little of it is kept for the
 // next runner: the system takes milliseconds to make large pages. What it holds is never read before
 // it is written.
@@ -176,6 +175,7 @@ class Slab {
     void* memory_;
 };
 
+// Pages, a slab of them at a time, so that they never move.
 class Pages {
   public:
     explicit Pages(int64_t bytes) : bytes_((bytes + 63) / 64 * 64) {}

@@ -177,7 +177,7 @@ class _Choices:
 
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
-    # Whose weights have no reader either is told of its family first.
+    # An unknown family is the first error, before weights that have no reader.
     find_family(found.config["model_type"])
     build: Callable[..., Model] = build_quantised_model
     quantize = choices.quantize

@@ -123,7 +123,7 @@ PROMPTS: list[Wrong] = [
     ("broken positions", {"position_ids": torch.rand(2, 3)}, Bad,
      ["position_ids", "integers", "float32"]),
     ("positions below 0", {"position_ids": torch.arange(3)[None] - 1}, Bad,
-     ["position_ids", "negative", "-1"]),
+     ["position_ids", "no position", "0 to", "-1"]),
     ("positions of too many axes", {"position_ids": torch.zeros(1, 1, 2, 3).long()}, Bad,
      ["position_ids", "(1, 1, 2, 3)"]),
     ("meta positions", {"position_ids": torch.zeros(2, 3, device="meta").long()}, Bad,

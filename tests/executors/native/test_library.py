@@ -22,9 +22,10 @@ from tests.executors.native.test_cache_types import (
     test_no_bit_depends_on_chunks, test_rows_are_the_judges, test_what_is_exported_is_what_is_held,
 )
 from tests.executors.native.test_ahead import test_whatever_comes_results_and_rows_are_the_same
+from tests.executors.native import test_encoder_decoders as across, test_recurrent as recurrent
 from everystep.executors.native import status
 assert status().instructions == {name!r}, status()
-for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new"):
+for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new", "experts"):
     compare(model_of(spec), seed=5, most=20, steps=5)
 test_every_format_is_computed("llama", "int8")
 test_every_format_is_computed("qwen2", "int4")
@@ -34,7 +35,14 @@ for cache_dtype in ("float16", "int8"):
         test_rows_are_the_judges(spec, cache_dtype)
     test_what_is_exported_is_what_is_held(cache_dtype)
     test_no_bit_depends_on_chunks(cache_dtype)
-for seed in range(4):
+for kind in ("plain", "odd sizes"):
+    recurrent.test_rows_of_any_history(kind, 7)
+recurrent.test_a_feed_longer_than_the_buffers_goes_on_where_it_was([255, 2, 443])
+recurrent.test_what_a_row_holds_is_taken_over()
+for kind in ("t5, near", "bart"):
+    across.test_rows_of_any_history(kind)
+    across.test_an_encoder_gives_its_states(kind, 17)
+for seed in (0, 1, 2, 3, 5):
     test_whatever_comes_results_and_rows_are_the_same(seed, "float32")
 """
 

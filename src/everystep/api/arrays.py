@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from everystep.errors import RequestError
-from everystep.types import MOST_POSITION, InputSpec
+from everystep.executors.positions import require_positions
+from everystep.types import InputSpec
 
 _HIDES = -1e4  # an additive mask hides from here downwards, as half precision allows
 
@@ -204,14 +205,6 @@ def read_positions(positions: Any, rows: int, length: int) -> Tensor:
         raise RequestError(what, wanted=wanted, got=tuple(positions.shape), do=do)
     require_positions(positions)
     return positions.cpu()[None] if positions.dim() == 1 else positions.cpu()
-
-
-def require_positions(positions: Tensor) -> None:
-    """RequestError where one of the integers is no position."""
-    wrong = positions[(positions < 0) | (positions > MOST_POSITION)]
-    if wrong.numel():
-        what, wanted = "position_ids holds a number that is no position", f"0 to {MOST_POSITION}"
-        raise RequestError(what, wanted=wanted, got=int(wrong[0]), do="Count from 0 on")
 
 
 def of_row(positions: Tensor, row: int) -> Tensor:

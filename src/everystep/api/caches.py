@@ -35,7 +35,7 @@ from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES
 from everystep.errors import RequestError, UnsupportedError
-from everystep.nn.network import State
+from everystep.nn.network import State, holds_states
 from everystep.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel
     if cache is None:
         return None
     cache = model.core.own_cache(cache)
-    if isinstance(cache, (tuple, list)) and not is_recurrent(model):
+    if isinstance(cache, (tuple, list)) and not holds_states(model.core.network.stores):
         cache = read_legacy(cache, model.windows, across=model.is_encoder_decoder)
     cache = require_cache(cache, model)
     if effective.use_cache is False:
@@ -73,14 +73,9 @@ def read_cache(given: dict[str, Any], effective: Effective, model: LanguageModel
     return cache
 
 
-def is_recurrent(model: LanguageModel) -> bool:
-    """Whether rows of the model hold states, which no cache object does."""
-    return any(isinstance(store, State) for layer in model.core.network.stores for store in layer)
-
-
 def require_cache(cache: object, model: LanguageModel) -> Cache:
     """The object, which is a cache that this model can go on from."""
-    if is_recurrent(model):
+    if holds_states(model.core.network.stores):
         do = "Pass the whole prompt as input_ids"
         _refuse("is for models of attention", "none", type(cache).__name__, do)
     wanted = EncoderDecoderCache if model.is_encoder_decoder else Cache
@@ -301,7 +296,7 @@ def new_cache(
     if effective.use_cache is False:
         return None
     kind, windows = _kind(effective), list(model.windows)
-    if is_recurrent(model):
+    if holds_states(model.core.network.stores):
         if kind != "dynamic":
             raise UnsupportedError(
                 "rows of a model with recurrent layers hold states, not keys and values",

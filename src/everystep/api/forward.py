@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from everystep.api.arrays import read_ids, read_mask, require_known, require_positions
-from everystep.api.caches import is_recurrent, require_cache, require_room
+from everystep.api.arrays import read_ids, read_mask, require_known
+from everystep.api.caches import require_cache, require_room
 from everystep.api.pictures import PictureRow, features_of, picture_names, read_pictures, vision_of
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest
-from everystep.nn.network import Heard, Placed
+from everystep.executors.positions import require_positions
+from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.types import Injected, Prompt
 
@@ -77,7 +78,7 @@ def cache_of_forward(
     As in the reference a passed one is filled whatever `use_cache` says, and without it the
     model's configuration decides.
     """
-    recurrent = is_recurrent(model)
+    recurrent = holds_states(model.core.network.stores)
     if use_cache is None:
         use_cache = bool(getattr(model.config, "use_cache", True)) and not recurrent
     if passed is None and not use_cache:

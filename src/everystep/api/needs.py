@@ -20,7 +20,7 @@ _AHEAD = 16
 _BOOKS = 2048
 
 
-def require_room(
+def require_rows_fit(
     model: LanguageModel, inputs: Inputs, width: int, *, together: bool, coded: bool
 ) -> None:
     """CapacityError where the prompts, `width` rows each, cannot be held: all of them `together`,

@@ -21,7 +21,7 @@ from everystep.api.features import with_features
 from everystep.api.grammars import with_forced
 from everystep.api.healing import healed, require_healable
 from everystep.api.inputs import Inputs, placed, require_begun
-from everystep.api.needs import require_room
+from everystep.api.needs import require_rows_fit
 from everystep.api.options import Options, unseen_prompt
 from everystep.api.pictures import with_pictures
 from everystep.api.prefixes import after_prefix, refuse_unseen_states
@@ -161,7 +161,7 @@ def prepare(
 def _fitting(model: LanguageModel, call: Call) -> Call:
     """The call; CapacityError where its rows cannot be held."""
     together, coded = call.runs != "continuous", call.quantization is not None
-    require_room(model, call.inputs, call.strategy.width, together=together, coded=coded)
+    require_rows_fit(model, call.inputs, call.strategy.width, together=together, coded=coded)
     return call
 
 

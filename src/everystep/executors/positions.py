@@ -46,13 +46,18 @@ def position_ids(work: Work, axes: int = 1) -> np.ndarray:
                 wanted=f"{axes} x {count}" if axes > 1 else f"one position per token, {count}",
                 got=tuple(given.shape),
             )
-        if given.numel() and (given.min() < 0 or given.max() > MOST_POSITION):
-            got = f"{int(given.min())} to {int(given.max())}"
-            what = "position_ids hold a number that is no position"
-            raise RequestError(what, wanted=f"0 to {MOST_POSITION}", got=got)
+        require_positions(given)
         span = slice(offsets[f], offsets[f] + count)
         places[..., span] = given.reshape(-1, count).cpu().numpy()
     return places
+
+
+def require_positions(positions: Tensor) -> None:
+    """RequestError where one of the integers is no position."""
+    wrong = positions[(positions < 0) | (positions > MOST_POSITION)]
+    if wrong.numel():
+        what, wanted = "position_ids holds a number that is no position", f"0 to {MOST_POSITION}"
+        raise RequestError(what, wanted=wanted, got=int(wrong[0]), do="Count from 0 on")
 
 
 def require_places(network: Network, work: Work) -> None:

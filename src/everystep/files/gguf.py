@@ -102,7 +102,8 @@ def read_gguf(path: str | PathLike[str]) -> GgufFile:
             got=path.name,
             do="Give the parts the names that they were written under",
         )
-    return _joined([_opened(path.with_name(name)) for name in names])
+    others = (path.with_name(name) for name in names)
+    return _joined([opened if one == path else _opened(one) for one in others])
 
 
 def _joined(parts: list[GgufFile]) -> GgufFile:

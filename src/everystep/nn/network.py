@@ -62,6 +62,11 @@ class State:
 Store = Full | Window | Cross | State
 
 
+def holds_states(stores: Sequence[Sequence[Store]]) -> bool:
+    """Whether rows of a network with these stores hold states, which no cache object does."""
+    return any(isinstance(store, State) for layer in stores for store in layer)
+
+
 class Context(Protocol):
     """The positions of one step and everything they may look at."""
 

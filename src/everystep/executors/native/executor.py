@@ -36,7 +36,7 @@ from everystep.executors.positions import (
 )
 from everystep.executors.process import in_process, pause_torch_threads
 from everystep.models import Model, embedded, refuse_copies
-from everystep.nn.network import Network, State
+from everystep.nn.network import Network, holds_states
 from everystep.types import MOST_BEST, InputSpec, Past, Scores, StepOutput, Work
 
 _KV_TYPES: tuple[CacheDtype, ...] = ("float32", "float16", "int8")  # as `cpp/model.h` counts them
@@ -47,13 +47,9 @@ def abilities_of(network: Network) -> frozenset[str]:
     able = {"truncate", "embeds", "past", "best", "hidden", "layers"}
     if network.encodes:
         return frozenset(able | {"cut", "attentions", "encoder"})
-    if _is_recurrent(network):
+    if holds_states(network.stores):
         return frozenset(able | {"early"})
     return frozenset(able | {"cut", "attentions", "positions", "early", "deepstack"})
-
-
-def _is_recurrent(network: Network) -> bool:
-    return any(isinstance(one, State) for layer in network.stores for one in layer)
 
 
 class NativeExecutor:
@@ -84,7 +80,7 @@ class NativeExecutor:
         kv_type = _KV_TYPES.index(cache_dtype or "float32")
         self._runner = open_runner(self._library, self._program, kv_type)
         opened = Opened(self._library, self._runner, self._program.structure)
-        self._store = (StateStore if _is_recurrent(model.network) else KeyStore)(opened)
+        self._store = (StateStore if holds_states(model.network.stores) else KeyStore)(opened)
         self.rows = self._store.rows
         self._threads = torch.get_num_threads()
         self._tables = [RopeTable(rope) for rope in self._program.ropes]

@@ -52,8 +52,8 @@ struct Recurrence {
     const float* skip;       // (inner,)
 };
 
-// It has an MLP or experts, or a recurrence. Where `across_q` has parts, it also looks at keys and values that
-// `across_kv` makes of encoder states.
+// It has an MLP or experts, or a recurrence. Where `across_q` has parts, it also looks at keys and
+// values that `across_kv` makes of encoder states.
 struct Layer {
     Linear qkv, out, across_q, across_kv, across_out;
     Mlp dense;
@@ -159,7 +159,8 @@ struct Work {
     int64_t deep_layers;    // after each of how many of the first layers
     const Embeds* added;    // (deep,)
     // Whether threads may begin with what most likely comes next: every row has room for another
-    // position in a page of its own, or for its states, and tables of ropes reach it and stay until the next work.
+    // position in a page of its own, or for its states, and tables of ropes reach it and stay until
+    // the next work.
     int64_t ahead;
 };
 

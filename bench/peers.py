@@ -1,8 +1,8 @@
 """How fast is greedy decoding compared with every peer, and how near is it to the memory's limit?
 
-    scripts/bench peers [--formats F32,Q8_0,Q4_1,Q4_0] [--engines llama.cpp,...] [--peers FOLDER]
+    scripts/bench peers [--formats F32,BF16,...] [--engines llama.cpp,...] [--peers FOLDER]
 
-Measures the default model as shipped (Q4_1) and copies of the file in F32, Q8_0 and Q4_0. Peers
+Measures the default model as shipped (Q4_1) and copies of the file in other formats. Peers
 that do not read GGUF get what their converters make of its float32 values; READERS lists which
 engine reads which format. Peers are installed into environments of their own under `--peers`. Each
 engine has its own process, and they take turns on the same random ids, which are new in every run
@@ -78,6 +78,9 @@ READERS = (
         like=False,
     ),
     Reader("F32", "transformers", "float32 safetensors", lambda models: models.float32()),
+    *_gguf("BF16", OURS, "llama.cpp", "openvino-genai"),
+    Reader("BF16", "transformers", "bfloat16 safetensors", lambda models: models.bfloat16()),
+    *_gguf("F16", OURS, "llama.cpp", "openvino-genai"),
     *_gguf("Q8_0", OURS, "llama.cpp", "openvino-genai"),
     Reader("Q8_0", "ctranslate2", "its own int8", lambda models: models.ctranslate2("int8")),
     *_gguf("Q4_1", OURS, "llama.cpp", "openvino-genai"),
@@ -234,7 +237,7 @@ def _measure_busy(contenders: list[Contender], repeats: int) -> list[dict[str, A
 def main() -> None:
     """Measures the formats one after another and writes a file for each."""
     parser = options(__doc__, threads=2)
-    parser.add_argument("--formats", default="F32,Q8_0,Q4_1,Q4_0")
+    parser.add_argument("--formats", default="F32,BF16,F16,Q8_0,Q4_1,Q4_0")
     parser.add_argument("--engines", default=",".join(SCRIPTS))
     parser.add_argument("--peers", type=Path, default=default_folder(), metavar="FOLDER")
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases")

@@ -11,10 +11,11 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from everystep.files.gguf import GgufFile, read_gguf
 
-BLOCK_CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
+BLOCK_CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "BF16": 30}
 _PLAIN = {"F32": np.float32, "F16": np.float16}
 _ALIGNMENT = 32
 
@@ -37,6 +38,8 @@ def write_copy(source: Path, target: Path, kind: str) -> Path:
 
 def encode(kind: str, values: np.ndarray) -> bytes:
     """The stored bytes of float32 values whose rows are whole blocks."""
+    if kind == "BF16":
+        return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().tobytes()
     if kind in _PLAIN:
         return values.astype(_PLAIN[kind]).tobytes()
     blocks = values.reshape(-1, 32).astype(np.float32)

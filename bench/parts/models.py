@@ -49,6 +49,10 @@ class Models:
         """A folder that transformers and this library read."""
         return self._made("float32", _write_float32)
 
+    def bfloat16(self) -> Path:
+        """The same in half of the bytes."""
+        return self._made("bfloat16", _write_bfloat16)
+
     def onnx(self, kind: str) -> Path:
         """By the model builder of ONNX Runtime GenAI, fp32 or int4 in blocks of 32."""
         options = ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4"]
@@ -109,4 +113,10 @@ def _write_float32(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)
+
+
+def _write_bfloat16(folder: Path) -> None:
+    model, tokenizer = everystep.load(DEFAULT_MODEL, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

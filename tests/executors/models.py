@@ -186,9 +186,13 @@ _EXPERTS: Mapping[str, Mapping[str, Any]] = {
 
 @cache
 def narrow_model(
-    name: str, rounding: Rounding | None, panels: bool = False, inner: int = 64
+    name: str,
+    rounding: Rounding | None,
+    panels: bool = False,
+    inner: int = 64,
+    floats: torch.dtype = torch.float32,
 ) -> Model:
-    """A tiny model of a family, in float32 or rounded; with or without panels."""
+    """A tiny model of a family, of a type of floats or rounded; with or without panels."""
     config = {**CONFIG, "intermediate_size": inner}  # int4 wants whole blocks of 32
     family = find_family(name)
     config |= {"num_hidden_layers": 4} if name == "smollm3" else {}  # the fourth knows no positions
@@ -204,6 +208,7 @@ def narrow_model(
     return build_model(
         {"model_type": name, **config, **tied},
         HeldWeights(dict(named_weights(model))),
+        dtype=floats,
         quantize=rounding,
         in_panels=lambda spec: panels,
     )

@@ -104,7 +104,8 @@ def models_of(subject: str) -> list[Model]:
     if subject == "default":
         return [default_model(kind) for kind in ("codes", "float32", "int8")]
     roundings: tuple[Rounding | None, ...] = (None, "int8", "int4")
-    return [narrow_model(subject, rounding, panels=True) for rounding in roundings]
+    rounded = [narrow_model(subject, rounding, panels=True) for rounding in roundings]
+    return [*rounded, narrow_model(subject, None, panels=True, floats=torch.bfloat16)]
 
 
 Opens = Callable[[], NativeExecutor]

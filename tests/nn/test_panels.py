@@ -11,19 +11,22 @@ from everystep.nn.panels import PANEL, Arena, Panels
 from everystep.nn.quantized import QuantizedWeight
 from tests.nn.test_quantized import FORMATS, random_weight
 
-KINDS = [("float", False), *FORMATS]
+SIXTEEN_BITS = ["float16", "bfloat16"]
+KINDS = [*((kind, False) for kind in ("float32", *SIXTEEN_BITS)), *FORMATS]
 
 
 def weight_of(kind: str, minimum: bool, rows: int, columns: int = 96) -> Rows:
-    if kind == "float":
-        return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    if "float" in kind:
+        values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+        return values.to(getattr(torch, kind))
     return random_weight(kind, minimum, rows=rows, columns=columns)
 
 
 def assert_same(found: Rows, wanted: Rows) -> None:
     """Bit for bit, of the same types and formats."""
     if isinstance(wanted, Tensor):
-        assert isinstance(found, Tensor) and torch.equal(found, wanted)
+        assert isinstance(found, Tensor) and found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
         return
     assert isinstance(found, QuantizedWeight) and found.format == wanted.format
     pairs = zip(found._tensors(), wanted._tensors(), strict=True)
@@ -44,8 +47,9 @@ def test_every_bit_comes_back(kind: str, minimum: bool, rows: int) -> None:
     assert_same(panels.gather(chosen), wanted)
 
 
-def test_columns_that_are_no_whole_blocks() -> None:
-    weight = weight_of("int8", False, 20, columns=77)
+@pytest.mark.parametrize("kind", ["int8", *SIXTEEN_BITS])
+def test_columns_that_are_no_whole_blocks_or_lines(kind: str) -> None:
+    weight = weight_of(kind, False, 20, columns=77)
     assert_same(Panels.of(weight, Arena()).slice(0, 20), weight)
 
 
@@ -88,7 +92,8 @@ def test_codes_lie_where_the_kernels_look(kind: str, minimum: bool) -> None:
 def test_torch_reads_panels_as_it_reads_rows(kind: str, minimum: bool, shape) -> None:
     weight, x = weight_of(kind, minimum, 50), torch.randn(shape)
     linear = packed_linear(Panels.of(weight, Arena()), torch.ones(50))
-    wanted = packed_linear(weight, torch.ones(50))(x)
+    rows = weight.float() if isinstance(weight, Tensor) else weight
+    wanted = packed_linear(rows, torch.ones(50))(x)
     assert linear(x).shape == wanted.shape and torch.allclose(linear(x), wanted, atol=1e-4)
     residual = torch.randn(wanted.shape)
     assert torch.allclose(linear.add_to(residual, x), residual + wanted, atol=1e-4)
@@ -97,7 +102,8 @@ def test_torch_reads_panels_as_it_reads_rows(kind: str, minimum: bool, shape) ->
 @pytest.mark.parametrize(("kind", "minimum"), KINDS)
 def test_a_table_in_panels_is_looked_up(kind: str, minimum: bool) -> None:
     weight, tokens = weight_of(kind, minimum, 50), torch.tensor([[49, 0], [16, 49]])
-    assert torch.equal(look_up(Panels.of(weight, Arena()), tokens), dense(weight)[tokens])
+    found = look_up(Panels.of(weight, Arena()), tokens)
+    assert found.dtype == torch.float32 and torch.equal(found, dense(weight).float()[tokens])
 
 
 def test_an_arena_begins_every_matrix_at_a_cache_line() -> None:
@@ -114,5 +120,6 @@ def test_an_arena_begins_every_matrix_at_a_cache_line() -> None:
 def test_bytes_are_those_that_are_held() -> None:
     weight = random_weight("q4_1", True, rows=32, columns=64)
     assert Panels.of(weight, Arena()).data.nbytes == weight.bytes
-    floats = torch.randn(32, 64)
-    assert Panels.of(floats, Arena()).data.nbytes == floats.nbytes
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        floats = torch.randn(32, 64).to(dtype)
+        assert Panels.of(floats, Arena()).data.nbytes == floats.nbytes

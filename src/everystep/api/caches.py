@@ -221,7 +221,7 @@ def _require_shape(cache: Cache, model: LanguageModel) -> None:
             raise RequestError("a layer of past_key_values is empty", do="Fill all or none")
         got = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device.type)
         sizes = (store.heads, store.key_dim, store.value_dim)
-        wanted = (*sizes, model.dtype, model.device.type)
+        wanted = (*sizes, model.core.dtype, model.device.type)
         if got != wanted or keys.shape[:3] != values.shape[:3]:
             what = "(heads, size of keys, of values, type, device)"
             _refuse("is of another model", f"{what} {wanted}", got)

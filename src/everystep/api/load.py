@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from everystep.api.pictures import vision_of
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError
-from everystep.executors.choice import ExecutorName, holds_panels
+from everystep.executors.choice import ExecutorName, holds_panels, slow_path
 from everystep.files.atomic import atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
 from everystep.files.gguf import GgufFile, read_gguf
@@ -75,9 +76,13 @@ def load(
             do = "Load the model alone with everystep.load_model(path)"
             raise MissingFileError(f"{local} has no tokenizer.json", do=do)
         model = _from_folder(local, choices)
-        return model, tokenizer_of(model, local)
-    file = read_gguf(local)
-    return _from_gguf(file, local.stem, choices), Tokenizer.from_gguf(file.metadata)
+        tokenizer = tokenizer_of(model, local)
+    else:
+        file = read_gguf(local)
+        model = _from_gguf(file, local.stem, choices)
+        tokenizer = Tokenizer.from_gguf(file.metadata)
+    _warn_of_slow_path(model, choices)
+    return model, tokenizer
 
 
 def tokenizer_of(model: LanguageModel, folder: Path) -> Tokenizer:
@@ -111,8 +116,20 @@ def load_model(
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
-        return _from_folder(local, choices)
-    return _from_gguf(read_gguf(local), local.stem, choices)
+        model = _from_folder(local, choices)
+    else:
+        model = _from_gguf(read_gguf(local), local.stem, choices)
+    _warn_of_slow_path(model, choices)
+    return model
+
+
+def _warn_of_slow_path(model: LanguageModel, choices: _Choices) -> None:
+    """One warning per line that loads, unless the caller asked for what is slow."""
+    why = slow_path(cast(Model, model.core), choices.executor)
+    if why is not None and choices.dtype != torch.float64:
+        name = model.name_or_path or "the model"
+        what = f"{name} runs on torch operators, several times slower than compiled kernels"
+        warnings.warn(f"{what}: {why}", stacklevel=3)
 
 
 def from_weights(

@@ -100,13 +100,13 @@ class LanguageModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.core.dtype
+        """The type of the weights; the kernels compute in float32 with those of 16 bits too."""
+        return self.core.float_type
 
     @property
     def cache_dtype(self) -> str:
         """The name of the type in which rows keep keys and values."""
-        return str(KvFormat(self.dtype, self._cache_dtype).dtype).removeprefix("torch.")
+        return str(KvFormat(self.core.dtype, self._cache_dtype).dtype).removeprefix("torch.")
 
     @property
     def vocab_size(self) -> int:

@@ -177,7 +177,7 @@ _KNOWN: WeakKeyDictionary[Model, str] = WeakKeyDictionary()
 def model_digest(model: LanguageModel) -> str:
     """Equal for models whose runs can be exchanged."""
     weights = _weights(model.core)
-    how = f"{weights} {model.dtype} {model.cache_dtype}"
+    how = f"{weights} {model.core.dtype} {model.cache_dtype}"
     return hashlib.sha256(how.encode()).hexdigest()
 
 

@@ -86,7 +86,7 @@ def _type_of(core: Model, asked: torch.dtype | None) -> torch.dtype:
             got="no dtype",
             do="Pass dtype=torch.float32, say; `everystep quantize` writes folders of codes",
         )
-    return core.dtype
+    return core.float_type
 
 
 def _converted(core: Model, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -116,7 +116,12 @@ class ForeignModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """The type that it computes in."""
+        return self.foreign.dtype
+
+    @property
+    def float_type(self) -> torch.dtype:
+        """The type of its weights."""
         return self.foreign.dtype
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Literal
 
+import torch
+
 from everystep.adapters import LoRA
 from everystep.cache.formats import CacheDtype, Quantization
 from everystep.errors import RequestError, UnsupportedError
@@ -82,6 +84,19 @@ def holds_panels(name: ExecutorName, spec: object) -> bool:
     That is as long as its weights are float32 or codes, on the CPU.
     """
     return name != "torch" and not spec_obstacles(spec)
+
+
+def slow_path(model: Model, name: ExecutorName = "auto") -> str | None:
+    """Why plain requests get torch operators on a CPU though nobody asked for them, and what helps;
+    None where they do not."""
+    reasons = obstacles(model)
+    if name != "auto" or model.device.type != "cpu" or not reasons:
+        return None
+    if status().reason:
+        return reasons[0]
+    if model.dtype == torch.float64:
+        return f"{reasons[0]}. Load it with dtype=torch.float32"
+    return f"{reasons[0]}. docs/guide/models.md lists the families that have kernels"
 
 
 def chosen(model: Model, name: ExecutorName = "auto") -> str:

@@ -52,8 +52,9 @@ def build_gguf_model(
 ) -> Model:
     """The model in a GGUF file.
 
-    "auto" without a `dtype` holds quantised blocks as `gguf_weights.py` says, all else in float32.
-    With a `dtype`, or for None, weights are dequantised, to float32 without one. "int8" and "int4"
+    "auto" without a `dtype` holds quantised blocks as `gguf_weights.py` says, all else in float32;
+    a file of floats of 16 bits is held in its own type. With a `dtype`, or for None, weights are
+    dequantised, to float32 without one. "int8" and "int4"
     round the matrices of a file that holds floats. `in_panels` as in `build_model`. Raises
     RequestError (quantising what is quantised), UnsupportedError (an architecture or RoPE scaling
     without implementation) and FormatError (missing or wrong keys; missing, unexpected or misshaped
@@ -73,6 +74,8 @@ def build_gguf_model(
             do="Leave quantize out to use the file's own blocks",
         )
     keeps = quantize == "auto" and dtype is None and bool(rounded)
+    if quantize == "auto" and dtype is None and not rounded:
+        dtype = _float_type(file)
     wanted = dtype if rounding is not None or keeps else dtype or torch.float32
     return build_model(
         config,
@@ -83,6 +86,12 @@ def build_gguf_model(
         kept=renamed.quantised if keeps else None,
         in_panels=in_panels,
     )
+
+
+def _float_type(file: GgufFile) -> torch.dtype:
+    """The type of all matrices of a file of floats; float32 where they are of several."""
+    found = {one.block.name for one in file.tensors.values() if len(one.shape) == 2}
+    return {"F16": torch.float16, "BF16": torch.bfloat16}.get("".join(found), torch.float32)
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:

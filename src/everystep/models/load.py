@@ -34,11 +34,12 @@ from everystep.models.stacks import unstacked
 from everystep.models.tying import spec_as_stored, with_table
 from everystep.nn.linear import Matrix, Rows, Weight, dense, rows_of
 from everystep.nn.modes import ordinary_mode
+from everystep.nn.panels import SIXTEEN_BITS
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
 
 InPanels = Callable[[Any], bool]
-"""Whether a model of this specification, in float32 or codes on the CPU, is held in panels."""
+"""Whether a model of this specification is held in panels, in one of their types on the CPU."""
 
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -57,9 +58,9 @@ def build_model(
 
     `quantize`: its matrices are rounded to 8 or 4 bits. `kept`: where it has a quantised weight for
     a name, that is used as it is. What is not quantised is float32 then. `in_panels`: whether the
-    weights lie as the native executor reads them. Raises RequestError (a type beside quantised
-    weights), UnsupportedError (a family, a type, a value without implementation) and FormatError
-    (impossible values; missing, unexpected or misshaped weights).
+    weights lie as the native executor reads them, which computes in float32. Raises RequestError
+    (a type beside quantised weights), UnsupportedError (a family, a type, a value without
+    implementation) and FormatError (impossible values; missing, unexpected or misshaped weights).
     """
     family = find_family(config.get("model_type"))
     values = complete_config(config)
@@ -70,14 +71,16 @@ def build_model(
     source, kept = unstacked(source, kept, parameters.values())
     names = common_names(family, spec, parameters.values(), source.names())
     parameters = with_table(family, spec, parameters, names)
+    panels = _in_panels(in_panels, spec, wanted, device)
     loader = WeightLoader(
         parameters,
         Renamed(source, names),
-        wanted,
+        torch.float32 if panels else wanted,
         torch.device(device),
         None if kept is None else lambda name: kept(names[name]),
         rounding=quantize,
-        panels=_in_panels(in_panels, spec, wanted, device),
+        panels=panels,
+        floats=wanted,
     )
     check_names(family, spec, parameters.values(), loader.source)
     _require_memory(parameters.values(), wanted, device, quantised=quantised)
@@ -212,18 +215,20 @@ def convert_model(
             do="Load it with quantize=None or with a dtype, or convert it with to(dtype=...)",
         )
     family = find_family(model.config.model_type)
-    wanted = model.dtype if dtype is None else _supported(dtype)
+    wanted = model.float_type if dtype is None else _supported(dtype)
     place = torch.device(model.device if device is None else device)
     held = HeldWeights(weights)
+    panels = not learns and _in_panels(in_panels, model.spec, wanted, place)
     loader = WeightLoader(
         family.all_parameters(model.config, model.spec),
         held,
-        wanted,
+        torch.float32 if panels else wanted,
         place,
         held.quantised if dtype is None else None,
         exact_activations=exact_activations,
-        panels=not learns and _in_panels(in_panels, model.spec, wanted, place),
+        panels=panels,
         learns=learns,
+        floats=wanted,
     )
     return _model(family, model.config, model.spec, loader)
 
@@ -262,7 +267,7 @@ def _model(family: Family, config: ModelConfig, spec: Any, loader: WeightLoader)
 def _in_panels(
     asked: InPanels | None, spec: Any, dtype: torch.dtype, device: torch.device | str
 ) -> bool:
-    fits = torch.device(device).type == "cpu" and dtype == torch.float32
+    fits = torch.device(device).type == "cpu" and dtype in (torch.float32, *SIXTEEN_BITS)
     return asked is not None and fits and asked(spec)
 
 

@@ -84,9 +84,10 @@ class HeldWeights:
 class WeightLoader:
     """The parameters of a network, filled from a source when they are taken, each once.
 
-    `kept`: where the source has a quantised weight for a name, that is used as it is. `rounding`:
-    matrices are quantised when they are loaded. `exact_activations`: quantised matrices read
-    activations as they are. `panels`: matrices lie in panels, which float32 and codes can.
+    `dtype`: the type that the network computes in. `floats`: that of matrices which are not codes;
+    None: the same. `kept`: where the source has a quantised weight for a name, that is used as it
+    is. `rounding`: matrices are quantised when they are loaded. `exact_activations`: quantised
+    matrices read activations as they are. `panels`: matrices lie in panels.
     `learns`: all weights are plain float tensors that require gradients.
     """
 
@@ -99,6 +100,7 @@ class WeightLoader:
     exact_activations: bool = False
     panels: bool = False
     learns: bool = False
+    floats: torch.dtype | None = None
     _arena: Arena = field(default_factory=Arena)
 
     def frame(self, spec: Any) -> tuple[Weight, Norm, LinearMap]:
@@ -147,7 +149,7 @@ class WeightLoader:
 
     def tensor(self, key: str) -> Tensor:
         """The values of a parameter."""
-        return self._values(self.parameters.pop(key))
+        return self._values(self.parameters.pop(key), self.dtype)
 
     def tensor_if(self, key: str) -> Tensor | None:
         """The values of a parameter that the network may not have."""
@@ -172,7 +174,7 @@ class WeightLoader:
     def _rows(self, parameter: Parameter) -> Rows | tuple[Rows, ...]:
         kept = [self._kept(part) for part in parameter.parts]
         if all(one is None for one in kept):
-            values = self._values(parameter)
+            values = self._values(parameter, self.floats or self.dtype)
             return values if self.rounding is None else quantize(values, self.rounding)
         return joined([self._one(*pair) for pair in zip(parameter.parts, kept, strict=True)])
 
@@ -185,24 +187,24 @@ class WeightLoader:
     def _one(self, part: ParameterPart, kept: QuantizedWeight | None) -> Rows:
         if kept is not None:
             return kept.to(self.device)
-        return self._read(part).to(self.device, copy=True)
+        return self._read(part, self.dtype).to(self.device, copy=True)
 
-    def _values(self, parameter: Parameter) -> Tensor:
+    def _values(self, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         whole = parameter.named_rows == parameter.shape[0]
         empty = torch.empty if whole else torch.zeros
-        tensor = empty(parameter.shape, dtype=self.dtype, device=self.device)
+        tensor = empty(parameter.shape, dtype=dtype, device=self.device)
         if parameter.made is not None and parameter.parts[0].name not in self.names:
             return tensor.copy_(parameter.made()).requires_grad_(self.learns)
         for part in parameter.parts:
             # What a source returns may be a view of a mapped file: the copy is the model's own.
-            tensor[part.start : part.stop].copy_(self._read(part))
+            tensor[part.start : part.stop].copy_(self._read(part, dtype))
         return tensor.requires_grad_(self.learns)
 
-    def _read(self, part: ParameterPart) -> Tensor:
+    def _read(self, part: ParameterPart, dtype: torch.dtype) -> Tensor:
         """The values of a part as the network has them."""
         if not part.transposed or part.codes_name in self.names:
-            return part.loaded(self.source.load(part.codes_name, self.dtype))
-        return part.loaded(self.source.load(part.name, self.dtype).T)
+            return part.loaded(self.source.load(part.codes_name, dtype))
+        return part.loaded(self.source.load(part.name, dtype).T)
 
     @cached_property
     def names(self) -> frozenset[str]:

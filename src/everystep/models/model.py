@@ -22,6 +22,7 @@ from everystep.models.encoders import PromptEncoder
 from everystep.models.vision.tower import VisionTower
 from everystep.nn.modes import inference_mode
 from everystep.nn.network import Heard, Network, Placed, State
+from everystep.nn.panels import Panels
 from everystep.types import InputSpec, Prompt
 
 Encode = Callable[[Tensor, None, Heard | None], Tensor]
@@ -58,8 +59,16 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """The type that it computes in."""
         return self.network.dtype
+
+    @property
+    def float_type(self) -> torch.dtype:
+        """The type of its matrices, as far as they are not codes."""
+        table = self.network.table
+        if isinstance(table, Panels):
+            return table.floats
+        return table.dtype if isinstance(table, Tensor) else self.dtype
 
     @property
     def device(self) -> torch.device:

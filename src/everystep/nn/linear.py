@@ -88,7 +88,7 @@ class Linear(LinearMap):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelLinear(LinearMap):
-    """float32 values in panels, and activations of that type."""
+    """Values in panels, which meet float32 activations as float32."""
 
     weight: Panels
     bias: Tensor | None = None
@@ -96,7 +96,7 @@ class PanelLinear(LinearMap):
     def __call__(self, x: Tensor) -> Tensor:
         refuse_gradients(x, self.bias)
         rows = x.reshape(-1, self.weight.columns)
-        if len(rows) > _FEW_ROWS:
+        if len(rows) > _FEW_ROWS or self.weight.floats != torch.float32:
             return _biased(_by_stretches(x, self.weight), self.bias)
         # (panels, N, 16): a product per panel, whose outputs then stand side by side.
         products = torch.matmul(rows, self.weight.values())
@@ -203,10 +203,11 @@ def rounded_activations(x: Tensor) -> Tensor:
 
 
 def look_up(table: Weight, tokens: Tensor) -> Tensor:
-    """The rows of a (rows, columns) table, (...,) ids -> (..., columns); float32 of a quantised."""
+    """The rows of a (rows, columns) table, (...,) ids -> (..., columns); float32 unless it is a
+    tensor of another type."""
     if isinstance(table, Tensor):
         return F.embedding(tokens, table)
-    return dense(table.gather(tokens.flatten())).view(*tokens.shape, table.columns)
+    return dense(table.gather(tokens.flatten())).float().view(*tokens.shape, table.columns)
 
 
 def joined(weights: Sequence[Rows]) -> Rows | tuple[Rows, ...]:

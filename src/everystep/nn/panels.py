@@ -8,7 +8,7 @@ the weight that panels were made of need not be kept. What multiplies by them is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from everystep.nn.quantized import BLOCK, EIGHT_BITS, Format, QuantizedWeight
 
 PANEL = 16
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 _LINE = 64
 _PIECE = 1 << 26
@@ -37,7 +38,7 @@ class Arena:
 
     def room(self, size: int) -> Tensor:
         """So many bytes, from the beginning of a cache line on; not initialised."""
-        taken = -(-size // _LINE) * _LINE
+        taken = _whole_lines(size)
         if taken > len(self._piece):
             piece = np.empty(max(taken, _PIECE) + _LINE, dtype=np.uint8)
             start = -piece.ctypes.data % _LINE
@@ -49,7 +50,8 @@ class Arena:
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A (rows, columns) matrix in panels of 16 rows: float32 values where `format` is None.
+    """A (rows, columns) matrix in panels of 16 rows: values of type `floats` where `format` is
+    None, codes otherwise.
 
     `data`: (panels, bytes of one) uint8. A panel holds values column after column, 16 each, or
     codes, then scales, then minimums, all float16. `row_scales`: the float32 scales of `int8`, for
@@ -62,15 +64,17 @@ class Panels:
     format: Format | None = None
     lifted: bool = False
     row_scales: Tensor | None = None
+    floats: torch.dtype = torch.float32
 
     @staticmethod
     def of(weight: Tensor | QuantizedWeight, arena: Arena) -> Panels:
-        """The weight, float values as float32, in memory of the arena."""
+        """The weight in memory of the arena; floats of 16 bits as they are, others as float32."""
         rows, columns = weight.shape
         count = -(-rows // PANEL)
         if isinstance(weight, Tensor):
-            size = 4 * PANEL * columns
-            made = Panels(_panels(arena, count, size), rows, columns)
+            floats = weight.dtype if weight.dtype in SIXTEEN_BITS else torch.float32
+            size = _whole_lines(floats.itemsize * PANEL * columns)
+            made = Panels(_panels(arena, count, size), rows, columns, floats=floats)
         else:
             lifted, row_scales = weight.mins is not None, None
             if weight.format == "int8":
@@ -95,7 +99,7 @@ class Panels:
         return self.data.device
 
     def values(self) -> Tensor:
-        """(panels, columns, 16) float32 where they lie; only where `format` is None."""
+        """(panels, columns, 16) of type `floats` where they lie; only where `format` is None."""
         (region,) = self._regions()
         return region
 
@@ -122,7 +126,7 @@ class Panels:
         if scales is not None:
             scales = scales[first * PANEL : last * PANEL]
         data = self.data[first:last]
-        return Panels(data, stop - start, self.columns, self.format, self.lifted, scales)
+        return replace(self, data=data, rows=stop - start, row_scales=scales)
 
     @property
     def _signed(self) -> bool:
@@ -137,7 +141,7 @@ class Panels:
         Of codes a value is a word of four bytes.
         """
         if self.format is None:
-            yield _lanes(self.data.view(torch.float32))
+            yield _lanes(self.data.view(self.floats)[:, : PANEL * self.columns])
             return
         codes = self._code_bytes()
         yield _lanes(codes.view(torch.int32))
@@ -160,7 +164,7 @@ class Panels:
 def _regular(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
     """The contents of the regions, (rows, values of a row) each."""
     if isinstance(weight, Tensor):
-        yield weight.float()
+        yield weight
         return
     codes = weight.codes
     missing = -weight.columns % BLOCK
@@ -204,4 +208,8 @@ def _quantised_bytes(format: Format, columns: int, lifted: bool) -> int:
     """One panel, up to the end of its last cache line."""
     halves = 0 if format == "int8" else 1 + lifted
     size = _blocks(columns) * (_block_bytes(format) + halves * 2 * PANEL)
+    return _whole_lines(size)
+
+
+def _whole_lines(size: int) -> int:
     return -(-size // _LINE) * _LINE

@@ -23,7 +23,7 @@ from everystep.errors import (
 from everystep.executors.native.build import instruction_sets, library_path
 from everystep.files.sources import SourceSettings
 
-INTERFACE = 16
+INTERFACE = 17
 _NEEDS = {
     "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),

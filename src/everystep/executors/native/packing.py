@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from everystep.executors.native.library import LinearMapC, Matrix, MlpWeights, NormWeights
@@ -105,6 +106,8 @@ def _rows(weights: Sequence[Weight], start: int, stop: int) -> tuple[Weight, ...
 
 def _format(panels: Panels) -> int:
     """The number that `cpp/model.h` has for it."""
-    if panels.format in (None, "int8", "q8_0"):
-        return (None, "int8", "q8_0").index(panels.format)
+    if panels.format is None:
+        return {torch.float32: 0, torch.float16: 5, torch.bfloat16: 6}[panels.floats]
+    if panels.format in ("int8", "q8_0"):
+        return 1 if panels.format == "int8" else 2
     return 4 if panels.lifted else 3

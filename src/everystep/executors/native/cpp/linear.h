@@ -69,12 +69,12 @@ inline void quantise_row(const Inputs& in, int64_t row) {
 
 inline bool reads_codes(const Linear& linear) {
     return std::any_of(linear.parts, linear.parts + linear.count, [](const Matrix& part) {
-        return static_cast<Format>(part.format) != Format::kFloat;
+        return !float_bytes(static_cast<Format>(part.format));
     });
 }
 inline bool reads_values(const Linear& linear) {
     return std::any_of(linear.parts, linear.parts + linear.count, [](const Matrix& part) {
-        return static_cast<Format>(part.format) == Format::kFloat;
+        return float_bytes(static_cast<Format>(part.format)) > 0;
     });
 }
 
@@ -143,18 +143,26 @@ __attribute__((noinline)) void tile_of_codes(const uint8_t* panel, const float* 
     for (int m = 0; m < M; ++m) out[m] = acc[m];
 }
 
-template <int M>
+// A column of a panel of floats, exactly.
+template <Format kFormat>
+inline simd::Floats read_column(const uint8_t* panel, int64_t column) {
+    const uint8_t* at = panel + column * kPanel * float_bytes(kFormat);
+    if constexpr (kFormat == Format::kFloat) return simd::load(reinterpret_cast<const float*>(at));
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(at);
+    return kFormat == Format::kHalf ? simd::load_halves(halves) : simd::load_brains(halves);
+}
+
+template <Format kFormat, int M>
 __attribute__((noinline)) void tile_of_floats(const uint8_t* panel, const Inputs& in, int64_t row, simd::Floats* out) {
     using namespace simd;
-    const float* w = reinterpret_cast<const float*>(panel);
     const float* x = in.values + row * in.columns;
     Floats acc[M];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
-    constexpr int64_t kAhead = 32;
+    constexpr int64_t kAhead = 2048, kColumn = kPanel * float_bytes(kFormat);
     for (int64_t k = 0; k < in.columns; ++k) {
-        if (row == 0) __builtin_prefetch(w + (k + kAhead) * kPanel);
-        const Floats column = load(w + k * kPanel);
+        if (row == 0) __builtin_prefetch(panel + k * kColumn + kAhead);
+        const Floats column = read_column<kFormat>(panel, k);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) acc[m] = fma(column, splat(x[m * in.columns + k]), acc[m]);
     }
@@ -168,7 +176,9 @@ inline void tile(const Matrix& w, int64_t panel, const Inputs& in, int64_t row, 
     const uint8_t* data = w.data + panel * panel_bytes(format, w.columns);
     const float* row_scales = w.row_scales ? w.row_scales + panel * kPanel : nullptr;
     switch (format) {
-        case Format::kFloat: return tile_of_floats<M>(data, in, row, out);
+        case Format::kFloat: return tile_of_floats<Format::kFloat, M>(data, in, row, out);
+        case Format::kHalf: return tile_of_floats<Format::kHalf, M>(data, in, row, out);
+        case Format::kBrain: return tile_of_floats<Format::kBrain, M>(data, in, row, out);
         case Format::kInt8: return tile_of_codes<Int8, M>(data, row_scales, in, row, out);
         case Format::kQ8: return tile_of_codes<Q8, M>(data, row_scales, in, row, out);
         case Format::kQ4: return tile_of_codes<Q4, M>(data, row_scales, in, row, out);
@@ -190,16 +200,24 @@ inline void each_tile(int64_t rows, Use use) {
     tiles_of(std::integral_constant<int, 1>());
 }
 
+// The values of one lane of a panel of floats.
+template <Format kFormat>
+inline void read_lane(const uint8_t* panel, int64_t lane, int64_t columns, float* out) {
+    float values[kPanel];
+    for (int64_t k = 0; k < columns; ++k) {
+        simd::store(values, read_column<kFormat>(panel, k));
+        out[k] = values[lane];
+    }
+}
+
 // The values of one row of a packed matrix, as an embedding table is read.
 inline void read_row(const Matrix& w, int64_t row, float* out) {
     const Format format = static_cast<Format>(w.format);
     const int64_t lane = row % kPanel, blocks = blocks_of(w.columns), bytes = code_bytes(format);
     const uint8_t* panel = w.data + row / kPanel * panel_bytes(format, w.columns);
-    if (format == Format::kFloat) {
-        const float* values = reinterpret_cast<const float*>(panel) + lane;
-        for (int64_t k = 0; k < w.columns; ++k) out[k] = values[k * kPanel];
-        return;
-    }
+    if (format == Format::kFloat) return read_lane<Format::kFloat>(panel, lane, w.columns, out);
+    if (format == Format::kHalf) return read_lane<Format::kHalf>(panel, lane, w.columns, out);
+    if (format == Format::kBrain) return read_lane<Format::kBrain>(panel, lane, w.columns, out);
     const auto half_of_lane = [&](int64_t run) {
         float wide[simd::kLanes];
         const uint8_t* halves = panel + blocks * bytes + run * kPanel * 2;

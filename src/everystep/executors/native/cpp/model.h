@@ -6,7 +6,7 @@
 
 namespace everystep {
 
-enum class Format : int32_t { kFloat = 0, kInt8 = 1, kQ8 = 2, kQ4 = 3, kQ4Min = 4 };
+enum class Format : int32_t { kFloat = 0, kInt8 = 1, kQ8 = 2, kQ4 = 3, kQ4Min = 4, kHalf = 5, kBrain = 6 };
 
 // A matrix (rows, columns) in panels of 16 rows, blocks of 32 columns; see pack.h.
 struct Matrix {

@@ -7,8 +7,8 @@
 //     4 bits:  byte 64 g + 4 r + j holds column 4 g + j in its low half and that column + 16 in its
 //              high half (g < 4)
 //
-// so that one load brings four columns of all lanes, as a dot product of bytes wants them. Floats
-// lie column after column, 16 rows each. Rows beyond the last and columns beyond the last are zeros.
+// so that one load brings four columns of all lanes, as a dot product of bytes wants them. Floats of
+// 32 or 16 bits lie column after column, 16 rows each. Rows and columns beyond the last are zeros.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +30,16 @@ inline int64_t code_bytes(Format format) {
 inline int64_t scale_bytes(Format format) {
     return format == Format::kInt8 ? 0 : format == Format::kQ4Min ? 64 : 32;
 }
+// Of a value of a format of floats, and 0 of a format of codes.
+constexpr int64_t float_bytes(Format format) {
+    if (format == Format::kFloat) return 4;
+    return format == Format::kHalf || format == Format::kBrain ? 2 : 0;
+}
 inline int64_t panel_bytes(Format format, int64_t columns) {
-    if (format == Format::kFloat) return columns * kPanel * 4;
-    const int64_t blocks = blocks_of(columns);
-    return (blocks * (code_bytes(format) + scale_bytes(format)) + 63) / 64 * 64;
+    const int64_t value = float_bytes(format);
+    const int64_t block = code_bytes(format) + scale_bytes(format);
+    const int64_t bytes = value ? columns * kPanel * value : blocks_of(columns) * block;
+    return (bytes + 63) / 64 * 64;
 }
 
 }  // namespace everystep

@@ -53,6 +53,10 @@ inline void store_bytes(int8_t* p, Ints a) {
 inline Floats load_halves(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+inline Floats load_brains(const uint16_t* p) {
+    const __m256i brains = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(brains), 16))};
+}
 inline void store_halves(uint16_t* p, Floats a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }

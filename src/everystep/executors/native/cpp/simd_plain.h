@@ -94,6 +94,11 @@ inline Floats load_halves(const uint16_t* p) {
     const Words16 bits = (h & 0x7c00u) == 0x7c00u ? endless : with_bits<Words16>(finite);
     return {with_bits<Floats16>(bits | (h & 0x8000u) << 16)};
 }
+inline Floats load_brains(const uint16_t* p) {
+    Words16 bits;
+    for (int i = 0; i < 16; ++i) bits[i] = uint32_t{p[i]} << 16;
+    return {with_bits<Floats16>(bits)};
+}
 inline void store_halves(uint16_t* p, Floats a) {
     const Words16 sign = with_bits<Words16>(a.v) & 0x80000000u;
     const Words16 size = with_bits<Words16>(a.v) ^ sign;

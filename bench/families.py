@@ -3,8 +3,9 @@
     scripts/bench families [--shapes mistral-7b,...] [--formats 8,4] [--engines llama.cpp,...]
 
 Two layers, with embeddings and head, in the shapes of Mistral 7B, Qwen3 0.6B, Gemma 3 270M, the
-mixture of experts Qwen3 30B-A3B and Mamba 2.8B, with random weights, rounded to 8 and to 4 bits.
-Engines take turns as in `peers`, whose cases are one row, eight rows, and a prompt of 512.
+mixture of experts Qwen3 30B-A3B and Mamba 2.8B, and all of Qwen3 0.6B, with random weights, rounded
+to 8 and to 4 bits, or (`--formats 16,Q4_K_M`) as GGUF files that others read too. Engines take
+turns as in `peers`; cases are one row, eight rows, a prompt of 512, and 32 rows.
 transformers runs in bfloat16 and in float32, the types that it decodes in on a processor. What an
 engine cannot load is listed with the cause.
 """
@@ -23,22 +24,26 @@ from parts.report import options, write
 from parts.slices import SHAPES, Shape, Slices
 from peers import OURS, Case, Contender, Reader, measure, start
 
-CASES = (Case(1, 32, 32, 64), Case(8, 32, 32, 48), Case(1, 512, 512, 16))
+CASES = (Case(1, 32, 32, 64), Case(8, 32, 32, 48), Case(1, 512, 512, 16), Case(32, 32, 32, 32))
 OWN_FORMATS = {"8": "int8", "4": "int4"}
-BLOCKS = {"8": "Q8_0", "4": "Q4_0"}
+BLOCKS = {"16": "BF16", "8": "Q8_0", "4": "Q4_0"}
 ENGINES = (OURS, "llama.cpp", "openvino-genai", "transformers")
 
 
 def readers(shape: Shape, bits: str, slices: Slices) -> Iterator[Reader]:
     """Who reads which form of a shape."""
-    own, blocks = OWN_FORMATS[bits], BLOCKS[bits]
+    blocks = BLOCKS.get(bits, bits)
+    gguf = slices.gguf if bits in BLOCKS else slices.quantised
 
     def reader(engine: str, reads: str, make: Any) -> Reader:
         return Reader(bits, engine, reads, lambda _: make())
 
-    yield reader(OURS, f"its own {own}", partial(slices.rounded, shape, own))
+    if own := OWN_FORMATS.get(bits):
+        yield reader(OURS, f"its own {own}", partial(slices.rounded, shape, own))
+    else:
+        yield reader(OURS, f"a {blocks} file", partial(gguf, shape, blocks))
     for engine in ("llama.cpp", "openvino-genai"):
-        yield reader(engine, f"a {blocks} file", partial(slices.gguf, shape, blocks))
+        yield reader(engine, f"a {blocks} file", partial(gguf, shape, blocks))
     for dtype in ("bfloat16", "float32"):
         yield reader("transformers", dtype, partial(slices.floats, shape, dtype))
 
@@ -81,10 +86,10 @@ def main() -> None:
     """Measures the shapes one after another and writes one file."""
     parser = options(__doc__, threads=2)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--formats", default="8,4", help="bits of a weight")
+    parser.add_argument("--formats", default="8,4", help="16, 8, 4 or Q4_K_M")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--peers", type=Path, default=default_folder(), metavar="FOLDER")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases")
+    parser.add_argument("--cases", type=int, default=3, help="how many of the cases")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -63,6 +63,11 @@ def _gguf(format: str, *engines: str) -> Iterator[Reader]:
         yield Reader(format, engine, f"the {format} file", lambda models: models.gguf(format))
 
 
+def _quantised(kind: str, *engines: str) -> Iterator[Reader]:
+    for engine in engines:
+        yield Reader(kind, engine, f"llama.cpp's {kind}", lambda models: models.quantised(kind))
+
+
 READERS = (
     *_gguf("F32", OURS, "llama.cpp"),
     # Its attention takes no padding on the left: such rows get other tokens than alone.
@@ -81,6 +86,7 @@ READERS = (
     *_gguf("BF16", OURS, "llama.cpp", "openvino-genai"),
     Reader("BF16", "transformers", "bfloat16 safetensors", lambda models: models.bfloat16()),
     *_gguf("F16", OURS, "llama.cpp", "openvino-genai"),
+    *_quantised("Q4_K_M", OURS, "llama.cpp", "openvino-genai"),
     *_gguf("Q8_0", OURS, "llama.cpp", "openvino-genai"),
     Reader("Q8_0", "ctranslate2", "its own int8", lambda models: models.ctranslate2("int8")),
     *_gguf("Q4_1", OURS, "llama.cpp", "openvino-genai"),
@@ -237,7 +243,7 @@ def _measure_busy(contenders: list[Contender], repeats: int) -> list[dict[str, A
 def main() -> None:
     """Measures the formats one after another and writes a file for each."""
     parser = options(__doc__, threads=2)
-    parser.add_argument("--formats", default="F32,BF16,F16,Q8_0,Q4_1,Q4_0")
+    parser.add_argument("--formats", default="F32,BF16,F16,Q8_0,Q4_K_M,Q4_1,Q4_0")
     parser.add_argument("--engines", default=",".join(SCRIPTS))
     parser.add_argument("--peers", type=Path, default=default_folder(), metavar="FOLDER")
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases")

@@ -6,8 +6,9 @@ Reads a text of 62,140 tokens (bench/data) in windows of 512 with a stride of 38
 positions that each window adds, so that each has at least 128 tokens before it. Prints, and writes
 to bench/results/, per format the perplexity, the mean Kullback-Leibler divergence from float32 in
 nats, and how often the most probable token is the same as in float32. float32 is the shipped Q4_1
-file dequantised; int8, int4, Q8_0 and Q4_0 are rounded from it. `--llama` installs llama.cpp where
-`peers` does. A type of keys and values may follow a slash: `float32/int8`, `Q4_1/float16`.
+file dequantised; int8, int4, Q8_0 and Q4_0 are rounded from it, Q4_K_M, Q5_K_M and Q6_K by
+llama.cpp. `--llama` installs llama.cpp where `peers` does. A type of keys and values may follow a
+slash: `float32/int8`, `Q4_1/float16`. `Q4_K_M:values` are the dequantised values of that file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from everystep.types import Verb, Work
 HERE = Path(__file__).parent
 WINDOW, STRIDE = 512, 384
 FORMATS = ("int8", "int4", "Q8_0", "Q4_1", "Q4_0")
-FILES = ("Q8_0", "Q4_1", "Q4_0")
+FILES = ("Q8_0", "Q4_1", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 
 Engine = Callable[[list[int]], Tensor]
 """Ids -> (T, V) float32 logits."""
@@ -149,14 +150,15 @@ def engines(args: argparse.Namespace, models: Models, folder: Path) -> dict[str,
     found = {"float32": engine_of(base)}
     for name in args.formats.split(","):
         weights, _, kept = name.partition("/")
+        weights, _, values = weights.partition(":")
         if weights in FILES:
-            model = ours(models.gguf(weights))
+            path = models.quantised(weights) if "_K" in weights else models.gguf(weights)
+            model = ours(path, torch.float32 if values else None)
         else:
             model = base if weights == "float32" else rounded(base, weights)
         found[name] = engine_of(model, cast(CacheDtype, kept) if kept else None)
         if args.llama and name in FILES:
             python = str(python_of(PEERS["llama.cpp"], models.folder))
-            path = models.gguf(name)
             found[f"llama.cpp {name}"] = llama_engine(python, path, args.threads, folder)
     return found
 

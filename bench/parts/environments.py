@@ -48,6 +48,16 @@ PEERS = {
 }
 
 
+def quantise_gguf(source: Path, target: Path, kind: str, folder: Path) -> None:
+    """`target` is what llama.cpp's quantiser makes of a GGUF file; Unavailable if it cannot."""
+    python = str(python_of(PEERS["llama.cpp"], folder))
+    line = [python, str(Path(__file__).with_name("quantise_gguf.py"))]
+    done = subprocess.run([*line, str(source), str(target), kind], capture_output=True, text=True)
+    if done.returncode:
+        cause = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise Unavailable(f"llama.cpp could not round the model: {cause}")
+
+
 class Unavailable(Exception):
     """A peer cannot take part; the text is the cause."""
 

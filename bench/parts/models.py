@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts.environments import PEERS, Unavailable, default_folder, python_of
+from parts.environments import (
+    PEERS,
+    Unavailable,
+    default_folder,
+    python_of,
+    quantise_gguf,
+)
 from parts.gguf_copy import write_copy
 from safetensors.torch import save_file
 
@@ -44,6 +50,13 @@ class Models:
         if kind == SHIPPED:
             return shipped
         return self._made(f"{kind}.gguf", lambda target: write_copy(shipped, target, kind))
+
+    def quantised(self, kind: str) -> Path:
+        """A file that llama.cpp's quantiser made of the float32 values, such as Q4_K_M."""
+        source = self.gguf("F32")
+        return self._made(
+            f"{kind}.gguf", lambda target: quantise_gguf(source, target, kind, self.folder)
+        )
 
     def float32(self) -> Path:
         """A folder that transformers and this library read."""

@@ -1,4 +1,5 @@
-"""Models of two layers in the shapes that people use, with random weights, for every engine.
+"""Models in the shapes that people use, of two layers unless it is said, with random weights, for
+every engine.
 
 What decoding costs grows with the layers, and every layer costs the same: two of them, and the
 embeddings, show how fast a shape is without its gigabytes. All forms come from one folder that
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from parts.environments import Unavailable
+from parts.environments import Unavailable, quantise_gguf
 from parts.gguf_copy import BLOCK_CODES, encode, tensor_info
 from safetensors import safe_open
 
@@ -42,6 +43,15 @@ class Shape:
 
 
 _ATTENTION = {"attention.key_length": 128, "attention.value_length": 128}
+_QWEN3 = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -62,15 +72,14 @@ SHAPES = {
         Shape(
             "qwen3-0.6b",
             "qwen3",
-            {
-                "hidden_size": 1024,
-                "intermediate_size": 3072,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "vocab_size": 151936,
-                "tie_word_embeddings": True,
-            },
+            _QWEN3,
+            "qwen3",
+            _ATTENTION,
+        ),
+        Shape(
+            "qwen3-0.6b-whole",
+            "qwen3",
+            {**_QWEN3, "num_hidden_layers": 28},
             "qwen3",
             _ATTENTION,
         ),
@@ -168,6 +177,13 @@ class Slices:
             f"{shape.name}-{kind}.gguf", lambda to: _write_gguf(shape, source, to, kind)
         )
 
+    def quantised(self, shape: Shape, kind: str) -> Path:
+        """A file that llama.cpp's quantiser made, such as Q4_K_M."""
+        source = self.gguf(shape, "BF16")
+        return self._made(
+            f"{shape.name}-{kind}.gguf", lambda to: quantise_gguf(source, to, kind, self.folder)
+        )
+
     def _made(self, name: str, make: Callable[[Path], object]) -> Path:
         target = self.folder / "slices" / name
         if not target.exists():
@@ -184,7 +200,7 @@ def _write_floats(shape: Shape, folder: Path, dtype: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(shape.model_type, **_SHARED, **shape.config)
+    config = AutoConfig.for_model(shape.model_type, **{**_SHARED, **shape.config})
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
@@ -283,7 +299,8 @@ def _form(name: str, shape: tuple[int, ...], kind: str) -> str:
 
 
 def _bytes(form: str, values: int) -> int:
-    return {"F32": 4 * values, "Q8_0": values // 32 * 34, "Q4_0": values // 32 * 18}[form]
+    sizes = {"F32": 128, "BF16": 64, "Q8_0": 34, "Q4_0": 18}
+    return values * sizes[form] // 32
 
 
 def _metadata(shape: Shape) -> Iterator[tuple[str, int | float | str]]:
@@ -293,7 +310,7 @@ def _metadata(shape: Shape) -> Iterator[tuple[str, int | float | str]]:
     sizes = {
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
-        "block_count": _SHARED["num_hidden_layers"],
+        "block_count": {**_SHARED, **config}["num_hidden_layers"],
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": kv_heads,
         "attention.layer_norm_rms_epsilon": 1e-6,

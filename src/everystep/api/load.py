@@ -21,6 +21,7 @@ from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError
 from everystep.executors.choice import ExecutorName, holds_panels, slow_path
+from everystep.executors.process import one_thread
 from everystep.files.atomic import atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
 from everystep.files.gguf import GgufFile, read_gguf
@@ -141,13 +142,14 @@ def from_weights(
     generation_config: GenerationConfig | None = None,
 ) -> LanguageModel:
     """A model from a configuration and named tensors in memory, such as a `state_dict()`."""
-    core = build_model(
-        config,
-        HeldWeights(weights),
-        dtype=dtype,
-        device=usable_device(device),
-        in_panels=partial(holds_panels, "auto"),
-    )
+    with one_thread():
+        core = build_model(
+            config,
+            HeldWeights(weights),
+            dtype=dtype,
+            device=usable_device(device),
+            in_panels=partial(holds_panels, "auto"),
+        )
     settings = generation_config or GenerationConfig.from_model_config(_with_text(config))
     return LanguageModel(core, settings)
 
@@ -200,14 +202,15 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     quantize = choices.quantize
     if folder_format(found.config) is None:
         build, quantize = build_model, None if quantize == "auto" else quantize
-    core = build(
-        found.config,
-        found.weights(),
-        dtype=choices.dtype,
-        device=choices.device,
-        quantize=quantize,
-        in_panels=partial(holds_panels, choices.executor),
-    )
+    with one_thread():
+        core = build(
+            found.config,
+            found.weights(),
+            dtype=choices.dtype,
+            device=choices.device,
+            quantize=quantize,
+            in_panels=partial(holds_panels, choices.executor),
+        )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:
@@ -216,13 +219,14 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
 
 
 def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
-    core = build_gguf_model(
-        file,
-        dtype=choices.dtype,
-        device=choices.device,
-        quantize=choices.quantize,
-        in_panels=partial(holds_panels, choices.executor),
-    )
+    with one_thread():
+        core = build_gguf_model(
+            file,
+            dtype=choices.dtype,
+            device=choices.device,
+            quantize=choices.quantize,
+            in_panels=partial(holds_panels, choices.executor),
+        )
     ids = {
         "bos_token_id": "tokenizer.ggml.bos_token_id",
         "eos_token_id": "tokenizer.ggml.eos_token_id",

@@ -39,7 +39,7 @@ def decode_q4_1(blocks: Tensor, out: Tensor) -> None:
 
 def decode_q5_0(blocks: Tensor, out: Tensor) -> None:
     """A scale, the fifth bits of 32 numbers, their other four: 0..31 for -16..15."""
-    out.copy_(_nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4)
+    out.copy_(codes_of_q5_0(blocks))
     out.sub_(16.0).mul_(_half(blocks, 0))
 
 
@@ -82,23 +82,18 @@ def decode_q3_k(blocks: Tensor, out: Tensor) -> None:
 
 def decode_q4_k(blocks: Tensor, out: Tensor) -> None:
     """8 parts of 32: both scales, six bits each for scale and minimum, 256 numbers of four bits."""
-    codes = _planes(blocks[:, 16:], 32, (0, 4), 15)
-    _lifted(codes, *k_scales(blocks), out)
+    _lifted(codes_of_q4_k(blocks), *_k_scales(blocks), out)
 
 
 def decode_q5_k(blocks: Tensor, out: Tensor) -> None:
     """8 parts of 32: as in Q4_K, with fifth bits before the other four."""
-    fifth = _planes(blocks[:, 16:48], 32, tuple(range(8)), 1)
-    codes = _planes(blocks[:, 48:], 32, (0, 4), 15) | fifth << 4
-    _lifted(codes, *k_scales(blocks), out)
+    _lifted(codes_of_q5_k(blocks), *_k_scales(blocks), out)
 
 
 def decode_q6_k(blocks: Tensor, out: Tensor) -> None:
     """16 parts of 16: 256 numbers of six bits around 32, four of them first, 16 int8 scales, the
     scale."""
-    low = _planes(blocks[:, :128], 64, (0, 4), 15)
-    high = _planes(blocks[:, 128:192], 32, (0, 2, 4, 6), 3)
-    codes = (low | high << 4).to(torch.int8) - 32
+    codes = codes_of_q6_k(blocks).to(torch.int8) - 32
     _scaled(codes, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8), out)
 
 
@@ -111,8 +106,31 @@ def decode_iq4_xs(blocks: Tensor, out: Tensor) -> None:
     _scaled(_on(_CURVE, codes), _half(blocks, 0) * small, out)
 
 
+def codes_of_q5_0(blocks: Tensor) -> Tensor:
+    """(n, 32) uint8, 0..31 for -16..15."""
+    return _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
+
+
+def codes_of_q4_k(blocks: Tensor) -> Tensor:
+    """(n, 256) uint8, 0..15."""
+    return _planes(blocks[:, 16:], 32, (0, 4), 15)
+
+
+def codes_of_q5_k(blocks: Tensor) -> Tensor:
+    """(n, 256) uint8, 0..31."""
+    fifth = _planes(blocks[:, 16:48], 32, tuple(range(8)), 1)
+    return _planes(blocks[:, 48:], 32, (0, 4), 15) | fifth << 4
+
+
+def codes_of_q6_k(blocks: Tensor) -> Tensor:
+    """(n, 256) uint8, 0..63 for -32..31."""
+    low = _planes(blocks[:, :128], 64, (0, 4), 15)
+    high = _planes(blocks[:, 128:192], 32, (0, 2, 4, 6), 3)
+    return low | high << 4
+
+
 def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, 8) scales and minimums of the parts of Q4_K and Q5_K blocks, float32 and exact.
+    """(n, 8) scales and minimums of the parts of Q4_K and Q5_K blocks, uint8.
 
     Twelve bytes after both scales hold them: the low six bits of the first eight are the first four
     scales and minimums; the others have their low four bits in the last four bytes, and two more
@@ -121,6 +139,12 @@ def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, (last & 15) | (first >> 2 & 48)], 1)
     mins = torch.cat([second & 63, (last >> 4) | (second >> 2 & 48)], 1)
+    return scales, mins
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as float32, exactly."""
+    scales, mins = k_scales(blocks)
     return _half(blocks, 0) * scales, _half(blocks, 2) * mins
 
 

@@ -1,20 +1,25 @@
 """Which form a model holds the quantised blocks of a GGUF file in.
 
-Q8_0, Q4_0 and Q4_1 are kept bit for bit. Others are held in the nearest of these forms: Q5_0 and
-IQ4_NL exactly, Q4_K with its scales rounded to float16, and the rest with codes of 8 bits for
-blocks of 32. A `dtype` in their place gives the exact values.
+Q8_0, Q4_0, Q4_1, Q5_0, Q4_K, Q5_K and Q6_K are kept bit for bit. Others become codes of 8 bits for
+blocks of 32: IQ4_NL exactly, the rest rounded. A `dtype` in their place gives the exact values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from everystep.files.gguf_blocks import BlockType, decode_blocks
-from everystep.files.gguf_decoders import k_scales
-from everystep.nn.quantized import BLOCK, Format, QuantizedWeight
+from everystep.files.gguf_decoders import (
+    codes_of_q4_k,
+    codes_of_q5_0,
+    codes_of_q5_k,
+    codes_of_q6_k,
+    k_scales,
+)
+from everystep.nn.quantized import HIGH_BITS, Format, QuantizedWeight, packed_codes
 from everystep.nn.rounding import eight_bits, storable
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -24,8 +29,13 @@ _KEPT: Mapping[str, tuple[Format, int]] = {
     "Q4_0": ("q4_0", 18),
     "Q4_1": ("q4_1", 20),
 }
-# Blocks of 32 whose values are whole multiples of their float16 scale, of 8 bits at most.
-_MULTIPLES = ("Q5_0", "IQ4_NL")
+# Forms whose codes are put in another order, and how they are read.
+_REORDERED: Mapping[str, tuple[Format, Callable[[Tensor], Tensor]]] = {
+    "Q5_0": ("q5_0", codes_of_q5_0),
+    "Q4_K": ("q4_k", codes_of_q4_k),
+    "Q5_K": ("q5_k", codes_of_q5_k),
+    "Q6_K": ("q6_k", codes_of_q6_k),
+}
 _STRETCH_VALUES = 1 << 20
 
 
@@ -38,7 +48,11 @@ def weight_of_blocks(block: BlockType, raw: Tensor) -> QuantizedWeight | None:
         return None
     if block.name in _KEPT:
         return _kept(block.name, raw)
-    return _of_q4_k(raw) if block.name == "Q4_K" else _in_eight_bits(block, raw)
+    columns = raw.shape[1] // block.nbytes * block.elements
+    # A stretch of rows at a time: codes or floats of a whole matrix may be gigabytes.
+    stretches = raw.split(max(1, _STRETCH_VALUES // columns))  # type: ignore[no-untyped-call]
+    held = _reordered if block.name in _REORDERED else _in_eight_bits
+    return QuantizedWeight.cat([held(block, one) for one in stretches])
 
 
 def _kept(name: str, raw: Tensor) -> QuantizedWeight:
@@ -56,26 +70,24 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
     return pairs.view(torch.float16).squeeze(2)
 
 
-def _of_q4_k(raw: Tensor) -> QuantizedWeight:
-    """Parts of 32 as blocks with a minimum; their scales, of 17 bits, are rounded to 11."""
-    rows, blocks = raw.shape[0], raw.reshape(-1, 144)
-    scales, mins = (storable(one).view(rows, -1) for one in k_scales(blocks))
-    # A run of 32 bytes holds one part in its low halves and the next in its high halves.
-    runs = blocks[:, 16:].view(-1, 4, 1, BLOCK)
-    parts = torch.cat([runs & 15, runs >> 4], 2)
-    codes = parts[..., : BLOCK // 2] | parts[..., BLOCK // 2 :] << 4
-    return QuantizedWeight("q4_1", codes.reshape(rows, -1), scales, -mins)
+def _reordered(block: BlockType, raw: Tensor) -> QuantizedWeight:
+    """Codes, scales and minimums as they are."""
+    format, codes_of = _REORDERED[block.name]
+    rows, blocks = raw.shape[0], raw.view(raw.shape[0], -1, block.nbytes)
+    flat = blocks.view(-1, block.nbytes)
+    codes = packed_codes(codes_of(flat).view(rows, -1), HIGH_BITS.get(format, 0))
+    if format == "q5_0":
+        return QuantizedWeight(format, codes, storable(_halves(blocks, 0)))
+    if format == "q6_k":
+        scales = flat[:, 192:208].view(torch.int8).reshape(rows, -1)
+        return QuantizedWeight(format, codes, scales, super_scales=storable(_halves(blocks, 208)))
+    scales, mins = (one.view(rows, -1) for one in k_scales(flat))
+    super_scales = torch.cat([_halves(blocks, 0), _halves(blocks, 2)], 1)
+    return QuantizedWeight(format, codes, scales, mins, storable(super_scales))
 
 
 def _in_eight_bits(block: BlockType, raw: Tensor) -> QuantizedWeight:
-    """Codes of 8 bits, a stretch of rows at a time: floats of a whole matrix may be gigabytes."""
-    columns = raw.shape[1] // block.nbytes * block.elements
-    stretches = raw.split(max(1, _STRETCH_VALUES // columns))  # type: ignore[no-untyped-call]
-    return QuantizedWeight.cat([_stretch(block, one) for one in stretches])
-
-
-def _stretch(block: BlockType, raw: Tensor) -> QuantizedWeight:
     values = decode_blocks(block, raw.reshape(-1), torch.float32).view(raw.shape[0], -1)
-    if block.name in _MULTIPLES:
+    if block.name == "IQ4_NL":  # whole multiples of a float16
         return eight_bits(values, _halves(raw.view(raw.shape[0], -1, block.nbytes), 0))
     return eight_bits(values)

@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everystep.nn.quantized import BLOCK, EIGHT_BITS, Format, QuantizedWeight
+from everystep.nn.quantized import (
+    BLOCK,
+    EIGHT_BITS,
+    SUPER_BLOCK,
+    WITH_SUPER_BLOCKS,
+    Format,
+    QuantizedWeight,
+    block_bytes,
+)
 
 PANEL = 16
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -54,8 +62,9 @@ class Panels:
     None, codes otherwise.
 
     `data`: (panels, bytes of one) uint8. A panel holds values column after column, 16 each, or
-    codes, then scales, then minimums, all float16. `row_scales`: the float32 scales of `int8`, for
-    whole panels. `lifted`: there are minimums. Rows and columns beyond the last are zeros.
+    codes, then scales, minimums and scales of super-blocks. `row_scales`: the float32 scales of
+    `int8`, for whole panels. `lifted`: there are minimums. Rows and columns beyond the last are
+    zeros.
     """
 
     data: Tensor
@@ -84,8 +93,8 @@ class Panels:
             made = Panels(data, rows, columns, weight.format, lifted, row_scales)
         for region, values in zip(made._regions(), _regular(weight), strict=True):
             _fill(region, values)
-        if made._signed:
-            made._code_bytes().bitwise_xor_(_SIGN)
+        if made.format in EIGHT_BITS:
+            made._code_bytes(made.format).bitwise_xor_(_SIGN)
         return made
 
     @property
@@ -128,12 +137,8 @@ class Panels:
         data = self.data[first:last]
         return replace(self, data=data, rows=stop - start, row_scales=scales)
 
-    @property
-    def _signed(self) -> bool:
-        return self.format in EIGHT_BITS
-
-    def _code_bytes(self) -> Tensor:
-        return self.data[:, : _blocks(self.columns) * _block_bytes(self.format)]
+    def _code_bytes(self, format: Format) -> Tensor:
+        return self.data[:, : _blocks(self.columns) * PANEL * block_bytes(format)]
 
     def _regions(self) -> Iterator[Tensor]:
         """What a panel holds, one after another, as (panels, values of a row, 16) each.
@@ -143,11 +148,12 @@ class Panels:
         if self.format is None:
             yield _lanes(self.data.view(self.floats)[:, : PANEL * self.columns])
             return
-        codes = self._code_bytes()
+        codes = self._code_bytes(self.format)
         yield _lanes(codes.view(torch.int32))
-        before, size = codes.shape[1], 2 * PANEL * _blocks(self.columns)
-        for _ in range(0 if self.format == "int8" else 1 + self.lifted):
-            yield _lanes(self.data[:, before : before + size].view(torch.float16))
+        before = codes.shape[1]
+        for dtype, count in _scales(self.format, self.columns, self.lifted):
+            size = PANEL * count * dtype.itemsize
+            yield _lanes(self.data[:, before : before + size].view(dtype))
             before += size
 
     def _unpacked(self, parts: list[Tensor], row_scales: Tensor | None) -> Tensor | QuantizedWeight:
@@ -155,10 +161,16 @@ class Panels:
         if self.format is None:
             return parts[0]
         codes = parts[0].contiguous().view(torch.uint8)
-        if self._signed:
+        if self.format in EIGHT_BITS:
             codes = codes.bitwise_xor(_SIGN).view(torch.int8)[:, : self.columns]
-        scales = parts[1:] if row_scales is None else [row_scales]
-        return QuantizedWeight(self.format, codes.contiguous(), *(x.contiguous() for x in scales))
+        scales = [row_scales] if row_scales is not None else parts[1:]
+        names = [
+            "scales",
+            *["mins"] * self.lifted,
+            *["super_scales"] * (self.format in WITH_SUPER_BLOCKS),
+        ]
+        found = {name: x.contiguous() for name, x in zip(names, scales, strict=True)}
+        return QuantizedWeight(self.format, codes.contiguous(), **found)
 
 
 def _regular(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
@@ -172,9 +184,7 @@ def _regular(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
         codes = F.pad(codes, (0, missing))
     yield codes.contiguous().view(torch.int32)
     if weight.format != "int8":
-        yield weight.scales
-    if weight.mins is not None:
-        yield weight.mins
+        yield from list(weight.tensors().values())[1:]
 
 
 def _fill(region: Tensor, values: Tensor) -> None:
@@ -199,16 +209,22 @@ def _blocks(columns: int) -> int:
     return -(-columns // BLOCK)
 
 
-def _block_bytes(format: Format | None) -> int:
-    """Codes of one block in one panel."""
-    return PANEL * BLOCK // (1 if format in EIGHT_BITS else 2)
+def _scales(format: Format, columns: int, lifted: bool) -> list[tuple[torch.dtype, int]]:
+    """Of what follows the codes of a panel one after another: type, and values of a row."""
+    if format == "int8":
+        return []
+    blocks, super_blocks = _blocks(columns), columns // SUPER_BLOCK
+    if format not in WITH_SUPER_BLOCKS:
+        return [(torch.float16, blocks)] * (1 + lifted)
+    if not lifted:
+        return [(torch.int8, 2 * blocks), (torch.float16, super_blocks)]
+    return [(torch.uint8, blocks), (torch.uint8, blocks), (torch.float16, 2 * super_blocks)]
 
 
 def _quantised_bytes(format: Format, columns: int, lifted: bool) -> int:
     """One panel, up to the end of its last cache line."""
-    halves = 0 if format == "int8" else 1 + lifted
-    size = _blocks(columns) * (_block_bytes(format) + halves * 2 * PANEL)
-    return _whole_lines(size)
+    scales = sum(dtype.itemsize * count for dtype, count in _scales(format, columns, lifted))
+    return _whole_lines(PANEL * (_blocks(columns) * block_bytes(format) + scales))
 
 
 def _whole_lines(size: int) -> int:

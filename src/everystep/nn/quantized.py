@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits with their scales: what every executor reads.
+"""Weights of 4 to 8 bits with their scales: what every executor reads.
 
 A weight keeps the codes that a file or a rounding gave it; nothing is rounded again. Codes lie row
 by row, rows are output features, so that projections are joined and taken apart without touching a
@@ -16,10 +16,14 @@ from torch import Tensor
 
 from everystep.errors import InvariantError
 
-Format = Literal["int8", "int4", "q8_0", "q4_0", "q4_1"]
+Format = Literal["int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k"]
 
 BLOCK = 32
+SUPER_BLOCK = 256
 EIGHT_BITS = ("int8", "q8_0")
+HIGH_BITS = {"q5_0": 1, "q5_k": 1, "q6_k": 2}
+"""How many bits beyond four such codes have."""
+WITH_SUPER_BLOCKS = ("q4_k", "q5_k", "q6_k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +36,22 @@ class QuantizedWeight:
     byte j of a block holds input j of it in its low half and input j + 16 in its high half. Without
     `mins` value = (code - 8) * scale, with `mins`, float16 like the scales, code * scale + min.
     `q4_0` never has them, `q4_1` always does.
+    `q5_0`: scales likewise; value = (code - 16) * scale. A block of `codes` has 16 bytes with four
+    bits of each code, as above, then four, of which bit g of byte j is the fifth of input 4 g + j.
+    `q4_k`, `q5_k`, `q6_k`: scales and minimums are small integers, which a super-block of 256
+    inputs multiplies by floats of its own. `super_scales`: these, float16 (rows, n), those of all
+    scales first, then those of all minimums. `q4_k` and `q5_k`: scales and `mins` uint8 (rows,
+    columns / 32); value = code * (scale * super) - min * super. `q6_k`: scales int8 (rows, columns
+    / 16); value = (code - 32) * (scale * super). Codes of `q4_k` lie as those of `q4_0`, of `q5_k`
+    as those of `q5_0`; in `q6_k` two more bits are from bit 2 g of byte 4 p + j on for input
+    16 p + 4 g + j.
     """
 
     format: Format
     codes: Tensor
     scales: Tensor
     mins: Tensor | None = None
+    super_scales: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -47,7 +61,7 @@ class QuantizedWeight:
     @property
     def columns(self) -> int:
         """Inputs."""
-        return self.codes.shape[1] * (1 if self.format in EIGHT_BITS else 2)
+        return self.codes.shape[1] * BLOCK // block_bytes(self.format)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,7 +71,7 @@ class QuantizedWeight:
     @property
     def bytes(self) -> int:
         """What codes, scales and minimums take."""
-        return sum(part.nbytes for part in self._tensors())
+        return sum(part.nbytes for part in self.tensors().values())
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +82,8 @@ class QuantizedWeight:
         """(rows, columns) values, float32."""
         if self.format == "int8":
             return self.codes * self.scales[:, None]
+        if self.super_scales is not None:
+            return self._of_super_blocks(self.super_scales.float())
         values = self._centred().mul_(self.scales.float()[..., None])
         if self.mins is not None:
             values += self.mins.float()[..., None]
@@ -78,10 +94,28 @@ class QuantizedWeight:
         blocks = self.codes.view(self.rows, self.columns // BLOCK, -1)
         if self.format == "q8_0":
             return blocks.float()
+        low = blocks[..., : BLOCK // 2]
         values = torch.empty(*blocks.shape[:2], BLOCK, device=self.device)
-        values[..., : BLOCK // 2] = blocks & 0x0F
-        values[..., BLOCK // 2 :] = blocks >> 4
-        return values if self.mins is not None else values.sub_(8.0)
+        values[..., : BLOCK // 2] = low & 0x0F
+        values[..., BLOCK // 2 :] = low >> 4
+        bits = HIGH_BITS.get(self.format, 0)
+        if bits:
+            values += _high_codes(blocks[..., BLOCK // 2 :], bits)
+        return values if self.mins is not None else values.sub_(8 << bits)
+
+    def _of_super_blocks(self, super_scales: Tensor) -> Tensor:
+        """Each value is rounded where GGUF's definition rounds it."""
+        count = self.columns // SUPER_BLOCK
+
+        def wide(small: Tensor, which: int) -> Tensor:
+            own = super_scales[:, which * count : (which + 1) * count, None]
+            return (small.view(self.rows, count, -1) * own).view(self.rows, -1, 1)
+
+        values = self._centred().view(self.rows, self.scales.shape[1], -1)
+        values *= wide(self.scales, 0)
+        if self.mins is not None:
+            values -= wide(self.mins, 1)
+        return values.view(self.shape)
 
     def slice(self, start: int, stop: int) -> QuantizedWeight:
         """Rows `start` to `stop`, as views."""
@@ -113,12 +147,46 @@ class QuantizedWeight:
             raise InvariantError(what, got=formats)
         if len(parts) == 1:
             return first
-        columns = zip(*(part._tensors() for part in parts), strict=True)
-        return QuantizedWeight(first.format, *(torch.cat(column) for column in columns))
+        columns = {name: [part.tensors()[name] for part in parts] for name in first.tensors()}
+        joined = {name: torch.cat(column) for name, column in columns.items()}
+        return QuantizedWeight(first.format, **joined)
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        given = (self.codes, self.scales, self.mins)
-        return tuple(part for part in given if part is not None)
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name."""
+        names = ("codes", "scales", "mins", "super_scales")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-        return QuantizedWeight(self.format, *map(change, self._tensors()))
+        changed = {name: change(part) for name, part in self.tensors().items()}
+        return QuantizedWeight(self.format, **changed)
+
+
+def block_bytes(format: Format) -> int:
+    """The codes of 32 inputs of a row."""
+    if format in EIGHT_BITS:
+        return BLOCK
+    return BLOCK // 2 + 4 * HIGH_BITS.get(format, 0)
+
+
+def packed_codes(codes: Tensor, bits: int) -> Tensor:
+    """(rows, columns) uint8 codes of 4 + `bits` bits as bytes, (rows, bytes of all blocks)."""
+    blocks = codes.view(len(codes), -1, BLOCK)
+    low, high = blocks & 0x0F, blocks >> 4
+    parts = [low[..., : BLOCK // 2] | low[..., BLOCK // 2 :] << 4]
+    if bits:
+        # (rows, blocks, bytes, groups, 4): bits of several groups make a byte.
+        groups = high.unflatten(2, (bits, 8 // bits, 4))  # type: ignore[no-untyped-call]
+        parts.append((groups << _places(bits)).sum(3, dtype=torch.uint8).flatten(2))
+    return torch.cat(parts, 2).flatten(1)
+
+
+def _high_codes(packed: Tensor, bits: int) -> Tensor:
+    """(rows, blocks, 4 * bits) bytes -> (rows, blocks, 32) what they add to codes."""
+    groups = packed.unflatten(2, (bits, 1, 4))  # type: ignore[no-untyped-call]
+    own = groups >> _places(bits).to(packed.device) & (1 << bits) - 1
+    return (own << 4).flatten(2)
+
+
+def _places(bits: int) -> Tensor:
+    """(groups, 1) where the bits of each group begin in a byte."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]

@@ -17,10 +17,11 @@ from everystep.cache.formats import CacheDtype
 from everystep.cache.pasts import kv_of
 from everystep.executors.native import NativeExecutor, build, library
 from everystep.models import Model, build_gguf_model
+from everystep.nn.quantized import Format
 from everystep.types import StepOutput, Verb
 from tests.executors.members import members
 from tests.executors.models import SPECS, narrow_model, random_model
-from tests.executors.native import test_recurrent
+from tests.executors.native import test_file_blocks, test_recurrent, test_sixteen_bits
 from tests.executors.native.emulated import EmulatedLibrary, build_program
 from tests.executors.native.test_encoder_decoders import model_of, works_of
 from tests.executors.works import Wanderer, one_feed
@@ -87,6 +88,22 @@ def test_every_specification_gives_the_same_bits(
     name: str, open_here: Open, open_there: Open
 ) -> None:
     model = random_model(SPECS[name], dtype=torch.float32)
+    compare(model, open_here(model), open_there(model))
+
+
+@pytest.mark.parametrize("format", test_file_blocks.BITS)
+def test_codes_of_all_lengths_give_the_same_bits(
+    format: Format, open_here: Open, open_there: Open
+) -> None:
+    model = test_file_blocks.model_of(format)
+    compare(model, open_here(model), open_there(model))
+
+
+@pytest.mark.parametrize("dtype", test_sixteen_bits.TYPES, ids=str)
+def test_weights_of_16_bits_give_the_same_bits(
+    dtype: torch.dtype, open_here: Open, open_there: Open
+) -> None:
+    model, _ = test_sixteen_bits.held_in(dtype, "qwen2")
     compare(model, open_here(model), open_there(model))
 
 

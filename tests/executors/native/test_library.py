@@ -23,6 +23,7 @@ from tests.executors.native.test_cache_types import (
 )
 from tests.executors.native.test_ahead import test_whatever_comes_results_and_rows_are_the_same
 from tests.executors.native import test_encoder_decoders as across, test_recurrent as recurrent
+from tests.executors.native import test_file_blocks as files, test_sixteen_bits as halves
 from everystep.executors.native import status
 assert status().instructions == {name!r}, status()
 for spec in ("plain", "window", "capped scores", "layer norm", "gelu", "gelu_new", "experts"):
@@ -39,6 +40,13 @@ for kind in ("plain", "odd sizes"):
     recurrent.test_rows_of_any_history(kind, 7)
 recurrent.test_a_feed_longer_than_the_buffers_goes_on_where_it_was([255, 2, 443])
 recurrent.test_what_a_row_holds_is_taken_over()
+for format in files.BITS:
+    files.test_they_are_multiplied_as_they_are_defined(format)
+    files.test_no_bit_depends_on_how_many_rows_are_read_together(format, [6, 2, 13, 12])
+    files.test_the_largest_codes_do_not_overflow(format, 13)
+for dtype in halves.TYPES:
+    halves.test_no_bit_depends_on_how_many_rows_are_read_together(dtype, 12)
+    halves.test_the_kernels_read_the_numbers_themselves("llama", dtype)
 for kind in ("t5, near", "bart"):
     across.test_rows_of_any_history(kind)
     across.test_an_encoder_gives_its_states(kind, 17)

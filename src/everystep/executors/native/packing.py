@@ -108,6 +108,5 @@ def _format(panels: Panels) -> int:
     """The number that `cpp/model.h` has for it."""
     if panels.format is None:
         return {torch.float32: 0, torch.float16: 5, torch.bfloat16: 6}[panels.floats]
-    if panels.format in ("int8", "q8_0"):
-        return 1 if panels.format == "int8" else 2
-    return 4 if panels.lifted else 3
+    own = {"int8": 1, "q8_0": 2, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q5_0": 10}
+    return own.get(panels.format, 4 if panels.lifted else 3)

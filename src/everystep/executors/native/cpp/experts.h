@@ -137,7 +137,8 @@ inline Inputs rows_of(const ChosenExpert& one, const Inputs& all, int64_t column
             all.codes + at * kBlock,
             all.scales + at,
             all.offsets + at,
-            all.sums + at};
+            all.sums + at,
+            all.firsts + at};
 }
 
 // The codes of a row become those of another.
@@ -148,6 +149,7 @@ inline void copy_codes(const Inputs& from, int64_t row, const Inputs& to, int64_
         to.scales[b] = from.scales[a];
         to.offsets[b] = from.offsets[a];
         to.sums[b] = from.sums[a];
+        to.firsts[b] = from.firsts[a];
     }
 }
 

@@ -6,7 +6,19 @@
 
 namespace everystep {
 
-enum class Format : int32_t { kFloat = 0, kInt8 = 1, kQ8 = 2, kQ4 = 3, kQ4Min = 4, kHalf = 5, kBrain = 6 };
+enum class Format : int32_t {
+    kFloat = 0,
+    kInt8 = 1,
+    kQ8 = 2,
+    kQ4 = 3,
+    kQ4Min = 4,
+    kHalf = 5,
+    kBrain = 6,
+    kQ4K = 7,
+    kQ5K = 8,
+    kQ6K = 9,
+    kQ5 = 10
+};
 
 // A matrix (rows, columns) in panels of 16 rows, blocks of 32 columns; see pack.h.
 struct Matrix {

@@ -7,7 +7,16 @@
 //     4 bits:  byte 64 g + 4 r + j holds column 4 g + j in its low half and that column + 16 in its
 //              high half (g < 4)
 //
-// so that one load brings four columns of all lanes, as a dot product of bytes wants them. Floats of
+// so that one load brings four columns of all lanes, as a dot product of bytes wants them.
+//
+// Panels of 5 and 6 bits have codes of 4 bits first in each block, then what is above them:
+//
+//     5 bits:  bit g of byte 4 r + j is the fifth of column 4 g + j (g < 8)
+//     6 bits:  bits 2 g and 2 g + 1 of byte 64 p + 4 r + j are those of column 16 p + 4 g + j (g < 4)
+//
+// Where there are super-blocks (256 columns), what follows the codes are scales of 8 bits, 16 per part
+// (32 columns; 16 of 6 bits), for all but 6 bits as many minimums, then 16 half-precision scales per
+// super-block, and as many for the minimums. Floats of
 // 32 or 16 bits lie column after column, 16 rows each. Rows and columns beyond the last are zeros.
 #pragma once
 
@@ -20,15 +29,33 @@ namespace everystep {
 
 constexpr int64_t kPanel = 16;
 constexpr int64_t kBlock = 32;
+constexpr int64_t kSuperBlock = 8;  // blocks
 
 inline int64_t panels_of(int64_t rows) { return (rows + kPanel - 1) / kPanel; }
 inline int64_t blocks_of(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
+// Of a block in a panel of codes of so many bits.
+constexpr int64_t block_bytes(int bits) { return bits == 8 ? 512 : 64 * bits; }
 inline int64_t code_bytes(Format format) {
-    return format == Format::kQ4 || format == Format::kQ4Min ? 256 : 512;
+    switch (format) {
+        case Format::kQ4:
+        case Format::kQ4Min:
+        case Format::kQ4K: return 256;
+        case Format::kQ5:
+        case Format::kQ5K: return 320;
+        case Format::kQ6K: return 384;
+        default: return 512;
+    }
 }
 inline int64_t scale_bytes(Format format) {
-    return format == Format::kInt8 ? 0 : format == Format::kQ4Min ? 64 : 32;
+    switch (format) {
+        case Format::kInt8: return 0;
+        case Format::kQ4Min: return 64;
+        case Format::kQ4K:
+        case Format::kQ5K: return 40;
+        case Format::kQ6K: return 36;
+        default: return 32;
+    }
 }
 // Of a value of a format of floats, and 0 of a format of codes.
 constexpr int64_t float_bytes(Format format) {

@@ -41,9 +41,10 @@ inline void half_of_bytes(const uint8_t* codes, const int8_t* inputs, __m256i (&
 }
 
 // The same for codes of 4 bits, 8 pairs of which fit into 16 bits (8 * 2 * 15 * 127 = 30480): their
-// sums widen once per block.
+// sums widen once per block, and are multiplied by the pairs of 16 bits `by`.
 template <int M>
-inline void half_of_nibbles(const uint8_t* codes, const int8_t* inputs, __m256i (&sums)[M]) {
+inline void half_of_nibbles(const uint8_t* codes, const int8_t* inputs, __m256i by,
+                            __m256i (&sums)[M]) {
     const __m256i four_bits = _mm256_set1_epi8(15);
     __m256i pairs[M];
     for (int m = 0; m < M; ++m) pairs[m] = _mm256_setzero_si256();
@@ -59,22 +60,90 @@ inline void half_of_nibbles(const uint8_t* codes, const int8_t* inputs, __m256i 
             pairs[m] = _mm256_add_epi16(pairs[m], _mm256_maddubs_epi16(upper, four_codes(at + kBlock / 2)));
         }
     }
-    const __m256i one = _mm256_set1_epi16(1);
-    for (int m = 0; m < M; ++m) sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(pairs[m], one));
+    for (int m = 0; m < M; ++m) sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(pairs[m], by));
+}
+
+// The same for 16 columns, the first or the others of a block, of codes of 5 bits or of 6 bits less 32.
+// Of either, 4 pairs fit into 16 bits (4 * 2 * 31 * 127 = 31496, 4 * 2 * 32 * 127 = 32512).
+template <int kHighBits, bool kOthers, int M>
+inline void half_of_high_codes(const uint8_t* codes, const int8_t* inputs, __m256i by,
+                               __m256i (&sums)[M]) {
+    const __m256i four_bits = _mm256_set1_epi8(15), high_bits = _mm256_set1_epi8(2 * kHighBits - 1);
+    const __m256i middle = _mm256_set1_epi8(32);
+    const uint8_t* plane = codes + 256 + (kHighBits == 2 && kOthers ? 64 : 0);
+    // The bits of a group are the lowest of their byte when its turn comes.
+    __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(plane));
+    if (kHighBits == 1 && kOthers) high = _mm256_srli_epi16(high, 4);
+    __m256i pairs[M];
+    for (int m = 0; m < M; ++m) pairs[m] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+    for (int g = 0; g < 4; ++g) {
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + g * 64));
+        const __m256i low = _mm256_and_si256(kOthers ? _mm256_srli_epi16(both, 4) : both, four_bits);
+        const __m256i above = _mm256_slli_epi16(_mm256_and_si256(high, high_bits), 4);
+        high = _mm256_srli_epi16(high, kHighBits);
+        __m256i weights = _mm256_or_si256(low, above), sizes = weights;
+        if (kHighBits == 2) weights = _mm256_sub_epi8(weights, middle), sizes = _mm256_abs_epi8(weights);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+            __m256i input = four_codes(inputs + m * kBlock + (kOthers ? 16 : 0) + g * 4);
+            if (kHighBits == 2) input = _mm256_sign_epi8(input, weights);
+            pairs[m] = _mm256_add_epi16(pairs[m], _mm256_maddubs_epi16(sizes, input));
+        }
+    }
+    for (int m = 0; m < M; ++m) sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(pairs[m], by));
+}
+
+// 8 scales, each of them twice.
+inline __m256i pairs_of_scales(const int8_t* parts) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(parts));
+    const __m256i wide = _mm256_cvtepi8_epi32(bytes);
+    return _mm256_blend_epi16(wide, _mm256_slli_epi32(wide, 16), 0xaa);
+}
+
+// `sums[m]` grows by the products of half a block with super-blocks around it, times their scales.
+template <class Kind, int M>
+inline void half_of_parts(const uint8_t* codes, const int8_t* parts, const int8_t* inputs,
+                          __m256i (&sums)[M]) {
+    const __m256i by = pairs_of_scales(parts);
+    if constexpr (Kind::kBits == 4) {
+        half_of_nibbles<M>(codes, inputs, by, sums);
+    } else {
+        const __m256i others = Kind::kMins ? by : pairs_of_scales(parts + kPanel);
+        half_of_high_codes<Kind::kBits - 4, false, M>(codes, inputs, by, sums);
+        half_of_high_codes<Kind::kBits - 4, true, M>(codes, inputs, others, sums);
+    }
+}
+
+// `acc[m]` grows by the products of the m-th row from `inputs` on, times the scales of their parts.
+template <class Kind, int M>
+inline void scaled_products(const uint8_t* codes, const int8_t* parts, const int8_t* inputs,
+                            const int32_t*, const int32_t*, simd::Ints (&acc)[M]) {
+    __m256i low[M], high[M];
+    for (int m = 0; m < M; ++m) low[m] = acc[m].lo, high[m] = acc[m].hi;
+    half_of_parts<Kind, M>(codes, parts, inputs, low);
+    half_of_parts<Kind, M>(codes + 32, parts + 8, inputs, high);
+    for (int m = 0; m < M; ++m) acc[m] = {low[m], high[m]};
 }
 
 // `acc[m]` grows by the products of the m-th row from `inputs` on.
-template <bool kFourBits, int M>
+template <int kBits, int M>
 inline void block_products(const uint8_t* codes, const int8_t* inputs, simd::Ints (&acc)[M]) {
+    const __m256i one = _mm256_set1_epi16(1);
+    const auto half = [&](const uint8_t* at, __m256i (&sums)[M]) {
+        if constexpr (kBits == 8) {
+            half_of_bytes<M>(at, inputs, sums);
+        } else if constexpr (kBits == 4) {
+            half_of_nibbles<M>(at, inputs, one, sums);
+        } else {
+            half_of_high_codes<kBits - 4, false, M>(at, inputs, one, sums);
+            half_of_high_codes<kBits - 4, true, M>(at, inputs, one, sums);
+        }
+    };
     __m256i low[M], high[M];
     for (int m = 0; m < M; ++m) low[m] = acc[m].lo, high[m] = acc[m].hi;
-    if constexpr (kFourBits) {
-        half_of_nibbles<M>(codes, inputs, low);
-        half_of_nibbles<M>(codes + 32, inputs, high);
-    } else {
-        half_of_bytes<M>(codes, inputs, low);
-        half_of_bytes<M>(codes + 32, inputs, high);
-    }
+    half(codes, low);
+    half(codes + 32, high);
     for (int m = 0; m < M; ++m) acc[m] = {low[m], high[m]};
 }
 
@@ -82,21 +151,52 @@ inline void block_products(const uint8_t* codes, const int8_t* inputs, simd::Int
 
 constexpr int kByteOffset = 128;
 
-template <bool kFourBits>
+// Four columns of all lanes, of codes of so many bits.
+template <int kBits>
 inline simd::Bytes column_group(const uint8_t* codes, int g) {
-    if (!kFourBits) return simd::load_bytes(codes + g * 64);
+    if constexpr (kBits == 8) return simd::load_bytes(codes + g * 64);
     const simd::Bytes both = simd::load_bytes(codes + g % 4 * 64);
-    return g < 4 ? simd::low_halves(both) : simd::high_halves(both);
+    const simd::Bytes low = g < 4 ? simd::low_halves(both) : simd::high_halves(both);
+    if constexpr (kBits == 4) return low;
+    const simd::Bytes high = simd::load_bytes(codes + 256 + (kBits == 6 ? g / 4 * 64 : 0));
+    return simd::with_high_bits(low, high, kBits == 6 ? 2 * (g % 4) : g, kBits - 4);
 }
 
 // `acc[m]` grows by the products of the m-th row from `inputs` on.
-template <bool kFourBits, int M>
+template <int kBits, int M>
 inline void block_products(const uint8_t* codes, const int8_t* inputs, simd::Ints (&acc)[M]) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
-        const simd::Bytes w = column_group<kFourBits>(codes, g);
+        const simd::Bytes w = column_group<kBits>(codes, g);
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m) acc[m] = simd::dot(acc[m], w, inputs + m * kBlock + g * 4);
+    }
+}
+
+// `acc[m]` grows by the products of the m-th row from `inputs` on, times the scales of their parts.
+// `offsets`, `firsts`: what takes back the 32 that codes without minimums have been added.
+template <class Kind, int M>
+inline void scaled_products(const uint8_t* codes, const int8_t* parts, const int8_t* inputs,
+                            const int32_t* offsets, const int32_t* firsts, simd::Ints (&acc)[M]) {
+    using namespace simd;
+    constexpr int kParts = Kind::kMins ? 1 : 2, kGroups = 8 / kParts;
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+        Ints sums[M];
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            const int32_t back = part == 0 ? firsts[m] : offsets[m] / 4 - firsts[m];
+            sums[m] = splat(Kind::kMins ? 0 : back);
+        }
+#pragma GCC unroll 8
+        for (int g = part * kGroups; g < (part + 1) * kGroups; ++g) {
+            const Bytes w = column_group<Kind::kBits>(codes, g);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) sums[m] = dot(sums[m], w, inputs + m * kBlock + g * 4);
+        }
+        const Ints by = load_ints(parts + part * kPanel);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) acc[m] = add(acc[m], mul(sums[m], by));
     }
 }
 

@@ -68,8 +68,9 @@ inline Ints splat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x
 inline Ints add(Ints a, Ints b) {
     return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
 }
-inline Ints sixteenth(Ints a) {
-    return {_mm256_srai_epi32(a.lo, 4), _mm256_srai_epi32(a.hi, 4)};
+template <int kBits>
+inline Ints shifted_right(Ints a) {
+    return {_mm256_srai_epi32(a.lo, kBits), _mm256_srai_epi32(a.hi, kBits)};
 }
 inline int32_t sum(Ints a) {
     const __m256i eight = _mm256_add_epi32(a.lo, a.hi);

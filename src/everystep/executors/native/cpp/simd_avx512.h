@@ -39,7 +39,11 @@ inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 
 inline Ints splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline Ints sixteenth(Ints a) { return {_mm512_srai_epi32(a.v, 4)}; }
+inline Ints mul(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+template <int kBits>
+inline Ints shifted_right(Ints a) {
+    return {_mm512_srai_epi32(a.v, kBits)};
+}
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // To nearest, ties to even.
@@ -60,15 +64,20 @@ inline Floats load_brains(const uint16_t* p) {
 inline void store_halves(uint16_t* p, Floats a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
-inline Floats load_codes(const int8_t* p) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+inline Ints load_ints(const int8_t* p) {
+    return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+inline Floats load_codes(const int8_t* p) { return to_floats(load_ints(p)); }
 
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes low_halves(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_halves(Bytes a) {
     return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+// Codes of 4 bits with one or two more, which lie from bit `at` of a byte on.
+inline Bytes with_high_bits(Bytes low, Bytes high, int at, int bits) {
+    const __m512i own = _mm512_and_si512(_mm512_srli_epi16(high.v, at), _mm512_set1_epi8(2 * bits - 1));
+    return {_mm512_or_si512(low.v, _mm512_slli_epi16(own, 4))};
 }
 
 // acc[lane] + sum over j < 4 of w[4 * lane + j] * a[j], with unsigned w and signed a, exactly.

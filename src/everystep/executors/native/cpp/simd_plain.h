@@ -68,7 +68,11 @@ inline float largest(Floats a) {
 
 inline Ints splat(int32_t x) { return {x - Ints16{}}; }
 inline Ints add(Ints a, Ints b) { return {a.v + b.v}; }
-inline Ints sixteenth(Ints a) { return {a.v >> 4}; }
+inline Ints mul(Ints a, Ints b) { return {a.v * b.v}; }
+template <int kBits>
+inline Ints shifted_right(Ints a) {
+    return {a.v >> kBits};
+}
 inline int32_t sum(Ints a) {
     int32_t total = 0;
     for (int i = 0; i < 16; ++i) total += a.v[i];
@@ -112,11 +116,12 @@ inline void store_halves(uint16_t* p, Floats a) {
     const Words16 bits = (size < 0x38800000u ? tiny : large) | sign >> 16;
     for (int i = 0; i < 16; ++i) p[i] = static_cast<uint16_t>(bits[i]);
 }
-inline Floats load_codes(const int8_t* p) {
+inline Ints load_ints(const int8_t* p) {
     Codes16 codes;
     std::memcpy(&codes, p, sizeof codes);
-    return {__builtin_convertvector(codes, Floats16)};
+    return {__builtin_convertvector(codes, Ints16)};
 }
+inline Floats load_codes(const int8_t* p) { return to_floats(load_ints(p)); }
 
 inline Bytes load_bytes(const uint8_t* p) {
     Bytes out;
@@ -125,6 +130,11 @@ inline Bytes load_bytes(const uint8_t* p) {
 }
 inline Bytes low_halves(Bytes a) { return {a.v & 0x0f0f0f0fu}; }
 inline Bytes high_halves(Bytes a) { return {(a.v >> 4) & 0x0f0f0f0fu}; }
+// Codes of 4 bits with one or two more, which lie from bit `at` of a byte on.
+inline Bytes with_high_bits(Bytes low, Bytes high, int at, int bits) {
+    const uint32_t own = bits == 1 ? 0x01010101u : 0x03030303u;
+    return {low.v | ((high.v >> at) & own) << 4};
+}
 
 // acc[lane] + sum over j < 4 of w[4 * lane + j] * a[j], with unsigned w and signed a, exactly.
 inline Ints dot(Ints acc, Bytes w, const int8_t* a) {

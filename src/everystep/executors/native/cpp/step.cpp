@@ -40,7 +40,8 @@ int64_t most_inner(const std::vector<Layer>& layers) {
 }  // namespace
 
 InputBuffer::InputBuffer(int64_t rows, int64_t columns)
-    : inputs_{nullptr, columns, blocks_of(columns), kTogether, nullptr, nullptr, nullptr, nullptr} {
+    : inputs_{} {
+    inputs_.columns = columns, inputs_.blocks = blocks_of(columns), inputs_.together = kTogether;
     fit(rows);
 }
 
@@ -51,9 +52,10 @@ void InputBuffer::fit(int64_t rows) {
     sums_.resize(scales_.size());
     codes_.resize(scales_.size() * kBlock);
     offsets_.resize(scales_.size());
+    firsts_.resize(scales_.size());
     rows_ = rows;
-    inputs_ = {values_.data(), inputs_.columns, inputs_.blocks,  inputs_.together,
-               codes_.data(),  scales_.data(),  offsets_.data(), sums_.data()};
+    inputs_ = {values_.data(), inputs_.columns, inputs_.blocks, inputs_.together, codes_.data(),
+               scales_.data(), offsets_.data(), sums_.data(),   firsts_.data()};
 }
 
 Runner::Runner(const Model& model, KvType type)

@@ -30,7 +30,7 @@ class InputBuffer {
   private:
     std::vector<float> values_, scales_, sums_;
     std::vector<int8_t> codes_;
-    std::vector<int32_t> offsets_;
+    std::vector<int32_t> offsets_, firsts_;
     int64_t rows_ = 0;
     Inputs inputs_;
 };

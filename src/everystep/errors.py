@@ -83,18 +83,31 @@ class InvariantError(EverystepError, AssertionError):
     """A defect of the library itself; please report it."""
 
 
+# Characters of a part of an error's text.
+_LONGEST = 400
+
 # Whatever else a request's own code raises ends that request alone.
 NOBODYS = (MemoryError, InvariantError)
 
 
 def message(what: str, *, wanted: object = None, got: object = None, do: str | None = None) -> str:
-    """The text of an error: what is wrong, what was wanted, what was got, what to do."""
-    text = what
+    """The text of an error: what is wrong, what was wanted, what was got, what to do.
+
+    Each of these is cut where it is so long that nobody would read it.
+    """
+    text = _cut(what)
     if wanted is not None:
-        text += f"; wanted {wanted}"
+        text += f"; wanted {_cut(wanted)}"
     if got is not None:
-        text += f"; got {got}"
-    return f"{text}. {do}." if do else f"{text}."
+        text += f"; got {_cut(got)}"
+    return f"{text}. {_cut(do)}." if do else f"{text}."
+
+
+def _cut(part: object) -> str:
+    text = str(part)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 100]} [...] {text[-60:]} ({len(text)} characters)"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

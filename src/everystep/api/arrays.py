@@ -19,20 +19,24 @@ from everystep.types import InputSpec
 _HIDES = -1e4  # an additive mask hides from here downwards, as half precision allows
 
 
-def as_numbers(name: str, given: Any, wanted: str) -> Tensor:
-    """The tensor, array or nested list as a tensor; RequestError where it holds no numbers."""
+_ROWS = "Pass a tensor, with rows padded to one length"
+
+
+def as_numbers(name: str, given: Any, wanted: str, do: str = _ROWS) -> Tensor:
+    """The tensor, array or nested list as a tensor; RequestError where it holds no numbers, or not
+    one beside the other."""
     try:
         found = torch.as_tensor(given)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise RequestError(
-            f"{name} is not a tensor",
-            wanted=wanted,
-            got=type(given).__name__,
-            do="Pass a tensor, with rows padded to one length",
-        ) from error
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        got = type(given).__name__
+        raise RequestError(f"{name} is not a tensor", wanted=wanted, got=got, do=do) from error
     if found.device.type == "meta":
         do = f"Pass {name} with its values, on the CPU or on the model's device"
         raise RequestError(f"{name} holds no numbers", wanted=wanted, got="a meta tensor", do=do)
+    if found.layout != torch.strided or found.is_quantized:
+        got = "a quantised tensor" if found.is_quantized else str(found.layout)
+        do = f"Pass {name}.dequantize()" if found.is_quantized else f"Pass {name}.to_dense()"
+        raise RequestError(f"{name} is not a plain tensor", wanted=wanted, got=got, do=do)
     return found.detach()
 
 
@@ -41,13 +45,8 @@ def as_numbers(name: str, given: Any, wanted: str) -> Tensor:
 
 def read_ids(given: Any, name: str, *, empty: bool = False) -> np.ndarray:
     """(B, T) ids; `empty`: whether T may be 0."""
-    try:
-        ids = torch.as_tensor(given)
-    except (ValueError, TypeError, RuntimeError) as error:
-        what, wanted = f"{name} is not a rectangle of ids", "a (batch, length) integer tensor"
-        do = "Pad the rows to one length, with an attention_mask, or use es.generate"
-        got = type(given).__name__
-        raise RequestError(what, wanted=wanted, got=got, do=do) from error
+    do = "Pad the rows to one length, with an attention_mask, or use es.generate"
+    ids = as_numbers(name, given, "a (batch, length) rectangle of ids", do)
     shape = tuple(ids.shape)
     if ids.dim() != 2 or 0 in shape[: 1 if empty else 2]:
         what, wanted = f"{name} has the wrong shape", "(batch, length), neither of them 0"
@@ -58,7 +57,6 @@ def read_ids(given: Any, name: str, *, empty: bool = False) -> np.ndarray:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         what = f"{name} has the wrong type"
         raise RequestError(what, wanted="integers", got=ids.dtype, do="Pass a tensor of ids")
-    ids = as_numbers(name, ids, "a (batch, length) tensor of ids")
     return np.ascontiguousarray(ids.cpu().numpy(), dtype=np.int64)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.arrays import has_holes
+from everystep.api.arrays import as_numbers, has_holes
 from everystep.api.pictures import prompt_names
 from everystep.api.prefixes import Prefix, rest_of
 from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
@@ -29,6 +29,7 @@ TokenizerLike = Any
 Messages = Sequence[Mapping[str, Any]]
 PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, Any]
 
+_ONE_ROW = "Pass each prompt by itself in a list: texts, messages, or lists of ids"
 _CONTENTS = ("text", "messages", "input_ids", "inputs_embeds")
 _KEYS = (*_CONTENTS, "attention_mask", "position_ids")
 
@@ -197,7 +198,8 @@ def _ids(
     """The ids of a text, of messages through the chat template, or of ids as they are."""
     if not isinstance(prompt, str) and not is_messages(prompt):
         whole = isinstance(prompt, Tensor | np.ndarray)
-        ids = torch.as_tensor(prompt if whole else list(prompt))
+        given = prompt if whole else list(prompt)
+        ids = as_numbers("a prompt", given, "a text, messages or a list of ids", _ONE_ROW)
     elif tokenizer is None:
         raise RequestError(
             "text needs a tokenizer",

@@ -6,6 +6,7 @@ Fields of configurations, of watermarks and of processors are all of a kind; a k
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -36,7 +37,14 @@ def require(holds: bool, name: str, wanted: str, got: object, do: str | None = N
     """RequestError unless it holds."""
     if not holds:
         do = do or f"Give {name} such a value"
-        raise RequestError(f"{name} is not valid", wanted=wanted, got=repr(got), do=do)
+        raise RequestError(f"{name} is not valid", wanted=wanted, got=_shown(got), do=do)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python prints no number of thousands of digits
+        return "a number of thousands of digits"
 
 
 def plain(value: Any) -> Any:
@@ -45,15 +53,22 @@ def plain(value: Any) -> Any:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a whole number and not a flag."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Whether it is a whole number within the range of floats, and not a flag."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Integral) and _in_range(value)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number and not a flag; nan is none."""
+    """Whether it is a real number within the range of floats, and not a flag; nan is refused."""
     if isinstance(value, bool):
         return False
-    return isinstance(value, Real) and value == value
+    return isinstance(value, Real) and value == value and _in_range(value)
+
+
+def _in_range(value: Any) -> bool:
+    """Whether a float can be made of it."""
+    return abs(value) <= sys.float_info.max or abs(value) == math.inf
 
 
 def is_list(value: Any, of: Callable[[Any], bool], least: int = 0) -> bool:

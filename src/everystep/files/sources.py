@@ -8,6 +8,7 @@ else. Nothing here opens a model: whether the path holds one is found out when i
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -21,6 +22,7 @@ from filelock import FileLock, Timeout
 from everystep.errors import (
     DownloadError,
     EverystepError,
+    FileError,
     FormatError,
     MissingFileError,
     RequestError,
@@ -119,7 +121,7 @@ def resolve_source(
         )
     text = os.fspath(source)
     known = text.lower() if isinstance(source, str) and text.lower() in KNOWN_MODELS else None
-    path = Path(text).expanduser()
+    path = _expanded(text)
     hub_id = None if known or _exists(path, text) else parse_hub_id(text)
     if hub_id is not None and isinstance(source, str):
         return fetch_from_hub(hub_id, access, offline=offline)
@@ -290,9 +292,22 @@ def _check_kind(path: Path) -> None:
     raise FormatError(f"{path} is not a model", wanted="a folder or a .gguf file", do=do)
 
 
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        do = "Write the path without ~"
+        raise RequestError("there is no such home folder", got=repr(text), do=do) from error
+
+
 def _exists(path: Path, text: str) -> bool:
     # An empty text would be the current folder; a NUL cannot be in a path.
-    return bool(text) and "\0" not in text and path.exists()
+    try:
+        return bool(text) and "\0" not in text and path.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise FileError(f"{path} cannot be looked at", got=error.strerror) from error
 
 
 def _is_whole(path: Path, name: str) -> bool:

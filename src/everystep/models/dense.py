@@ -131,6 +131,9 @@ def embedded(
     """(..., E) embeddings of ids (...,), the decoder's or those of the `source` that an encoder
     reads; RequestError where one is outside the vocabulary."""
     size = network.source_vocab_size if source else network.spec.vocab_size
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        do = "Pass a tensor of ids, or inputs_embeds"
+        raise RequestError(f"{name} has the wrong type", wanted="integers", got=ids.dtype, do=do)
     found = ids.to(network.device)
     if found.numel():
         low, high = (int(one) for one in found.aminmax())
@@ -280,6 +283,9 @@ def require_within(length: int, most: int | None, who: str) -> None:
 def _hidden(
     network: Network, ids: Tensor | None, inputs_embeds: Tensor | None, *, source: bool
 ) -> Tensor:
+    if ids is not None and not ids.numel():
+        what, do = "input_ids holds no ids", "Pass at least one per row"
+        raise RequestError(what, wanted="(batch, length)", got=tuple(ids.shape), do=do)
     if ids is not None and inputs_embeds is None:
         return embedded(network, ids, source=source)
     if inputs_embeds is not None and ids is None:

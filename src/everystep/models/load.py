@@ -329,7 +329,8 @@ def _supported(dtype: torch.dtype) -> torch.dtype:
 
 
 def usable_device(device: str | int | torch.device) -> torch.device:
-    """The device; RequestError if it is none, UnsupportedError if this machine does not have it."""
+    """The device; RequestError for what is not one, or holds no numbers, UnsupportedError if this
+    machine does not have it."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -339,6 +340,12 @@ def usable_device(device: str | int | torch.device) -> torch.device:
             got=repr(device),
             do="Pass device='cpu', say",
         ) from error
+    if found.type == "meta":
+        do = "Pass device='cpu', say"
+        raise RequestError("device 'meta' holds no numbers", wanted="another device", do=do)
+    if found.type not in ("cpu", "cuda") and not getattr(torch, found.type).is_available():
+        what = f"device {str(found)!r} is not on this machine"
+        raise UnsupportedError(what, do="Pass device='cpu'")
     count = torch.cuda.device_count() if found.type == "cuda" else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         raise UnsupportedError(

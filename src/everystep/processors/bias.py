@@ -61,6 +61,9 @@ def check_width(ids: Iterable[int], size: int | None, name: str) -> None:
         )
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 @dataclass(frozen=True)
 class _Biases(LogitsProcessor):
     """Adds a bias to the last id of every word whose other ids stand at the end of the prefix."""
@@ -160,7 +163,18 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         return only_allowed(rows, scores, mask, self.num_beams)
 
     def _tokens(self, batch_id: int, ids: Tensor, size: int) -> Tensor:
-        tokens = torch.as_tensor(list(self.prefix_allowed_tokens_fn(batch_id, ids)))
+        allowed: object = self.prefix_allowed_tokens_fn(batch_id, ids)
+        try:
+            tokens = torch.as_tensor(allowed if isinstance(allowed, Tensor) else list(allowed))  # type: ignore[call-overload]
+        except (TypeError, ValueError, RuntimeError):
+            tokens = torch.empty(1)
+        if tokens.dim() != 1 or (len(tokens) and tokens.dtype not in _INTEGERS):
+            raise RequestError(
+                f"prefix_allowed_tokens_fn returned no list of ids for batch id {batch_id}",
+                wanted="a list of integers",
+                got=type(allowed).__name__,
+                do="Return the ids that may follow, all of them where everything may",
+            )
         if not len(tokens):
             raise RequestError(
                 f"prefix_allowed_tokens_fn allows nothing for batch id {batch_id}",

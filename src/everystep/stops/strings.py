@@ -44,6 +44,14 @@ class StopStrings:
                 got=repr(self.strings),
                 do="Leave empty strings out",
             )
+        for string in self.strings:
+            if any("\ud800" <= character <= "\udfff" for character in string):
+                raise RequestError(
+                    "stop_strings holds a lone surrogate, which no text can hold",
+                    wanted="strings that UTF-8 can express",
+                    got=ascii(string),
+                    do="Leave it out",
+                )
         spelled = tuple((string, string.encode()) for string in self.strings)
         object.__setattr__(self, "_spelled", spelled)
         object.__setattr__(self, "_last_bytes", frozenset(whole[-1] for _, whole in spelled))

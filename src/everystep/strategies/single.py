@@ -52,18 +52,16 @@ class Greedy:
     rounds: ClassVar[int] = 1
 
     def pick(self, batch: Batch, scores: Scores, earlier: Picked = ()) -> tuple[Tensor, ...]:
-        """(S,) the choice of every row, -1 where every token is ruled out; in either order of a
-        list the first of equals is the lowest id."""
+        """(S,) the choice of every row, -1 where every token is ruled out or one is nan; in either
+        order of a list the first of equals is the lowest id."""
         values, tokens = scores.values, scores.tokens
-        if tokens is not None and values.shape[1] == 1 and not scores.listed:
-            return (tokens.reshape(-1),)
         if not on_host(values):
             top, best = values.max(dim=-1)
             found = best if tokens is None else tokens.gather(1, best[:, None])[:, 0]
-            return (torch.where(top == -torch.inf, -1, found),)
-        chosen = values.numpy().argmax(axis=-1)  # ten times as fast as torch
+            return (torch.where(top > -torch.inf, found, -1),)
+        chosen = values.numpy().argmax(axis=-1)  # ten times as fast as torch; the first nan if any
         rows = np.arange(len(chosen))
-        lost = values.numpy()[rows, chosen] == -np.inf
+        lost = ~(values.numpy()[rows, chosen] > -np.inf)
         if tokens is not None:
             chosen = tokens.numpy()[rows, chosen]
         return (torch.from_numpy(np.where(lost, -1, chosen) if lost.any() else chosen),)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from everystep.errors import RequestError, UnsupportedError
+from everystep.memory import require_memory
 
 Side = Literal["left", "right"]
 Columns = dict[str, list[list[Any]]]
@@ -91,6 +92,9 @@ class Padding:
         """The same columns with every row padded."""
         length = max(self.length or 0, *map(len, columns["input_ids"]))
         length += -length % self.multiple
+        # A list has 8 bytes per entry.
+        needed = 8 * length * len(columns) * len(columns["input_ids"])
+        require_memory(needed, "padding", "Pad to fewer tokens, or fewer texts at once")
         fill = {**FILL, "input_ids": self.pad_id}
         return {
             name: [self._padded(row, length, fill.get(name, 0)) for row in rows]

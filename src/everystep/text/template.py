@@ -156,25 +156,34 @@ def _failure(failure: BaseException) -> TokenizerError:
 def plain(value: Any) -> Any:
     """The value rebuilt of plain JSON types; anything else becomes text that names its type.
 
-    Objects have methods that a sandbox cannot know to be harmless, so none gets in.
+    Objects have methods that a sandbox cannot know to be harmless, so none gets in. TokenizerError
+    where it contains itself, or is nested as deep.
     """
+    try:
+        return _plain(value)
+    except RecursionError:
+        what = "a message or variable for the chat template is nested without end"
+        raise TokenizerError(what, do="Check that it does not contain itself") from None
+
+
+def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, np.generic):
-        return plain(value.item())
+        return _plain(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     if callable(dump := getattr(value, "model_dump", None)):
-        return plain(dump())
+        return _plain(dump())
     return f"<{type(value).__name__}>"
 
 

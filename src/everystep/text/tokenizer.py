@@ -172,7 +172,11 @@ class Tokenizer:
     ) -> BatchEncoding:
         """The rows of an encoded batch (or a list of encoded texts) made equally long."""
         if not isinstance(rows, Mapping):
-            rows = {name: [row[name] for row in rows] for name in rows[0]}
+            rows = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+        if "input_ids" not in rows:
+            what, wanted = "there is nothing to pad", "what a call of the tokenizer returned"
+            do = "Pass rows with input_ids"
+            raise RequestError(what, wanted=wanted, got=", ".join(rows) or "nothing", do=do)
         columns = {name: [list(row) for row in column] for name, column in rows.items()}
         columns.setdefault("attention_mask", [[1] * len(row) for row in columns["input_ids"]])
         pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)

@@ -70,4 +70,7 @@ def processor() -> str:
 
 
 def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
+    if not isinstance(value, Path):
+        return value
+    home = Path.home()
+    return f"~/{value.relative_to(home)}" if value.is_relative_to(home) else str(value)

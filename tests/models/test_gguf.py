@@ -282,3 +282,11 @@ def test_an_unknown_tensor(tmp_path: Path) -> None:
     tensors["blk.0.ssm_a.weight"] = ("F32", torch.ones(1))
     with pytest.raises(FormatError, match=r"ssm_a"):
         load(tmp_path, metadata("llama"), tensors)
+
+
+@pytest.mark.parametrize("number", ["00", "²", "+0", "0_0", " 0", "9" * 5000])
+def test_a_layer_has_one_name(tmp_path: Path, number: str) -> None:
+    tensors = converted(reference_decoder("llama", torch.float32), "llama")
+    tensors[f"blk.{number}.attn_q.weight"] = tensors["blk.0.attn_q.weight"]
+    with pytest.raises(FormatError, match=r"no place for|name"):
+        load(tmp_path, metadata("llama"), tensors)

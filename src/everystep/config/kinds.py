@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from everystep.errors import RequestError
+from everystep.files.strict_json import whole_number
 
 
 def _same(value: Any) -> Any:
@@ -77,7 +78,7 @@ def is_list(value: Any, of: Callable[[Any], bool], least: int = 0) -> bool:
 
 
 def _is_id(value: Any) -> bool:
-    return is_integer(value) and value >= 0
+    return is_integer(value) and 0 <= value < 1 << 63
 
 
 def _is_word(value: Any) -> bool:
@@ -199,7 +200,8 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 def _ids_of_key(key: Any) -> tuple[int, ...]:
     if isinstance(key, str):
         parts = [part.strip() for part in key.strip("()").split(",") if part.strip()]
-        return tuple(int(part) for part in parts) if all(map(str.isdigit, parts)) else ()
+        ids = [whole_number(part) for part in parts]
+        return tuple(one for one in ids if one is not None) if None not in ids else ()
     return key if isinstance(key, tuple) else ()
 
 
@@ -217,7 +219,7 @@ def _biased(value: Any) -> dict[int, float] | None:
     """A table of biases by id, whose keys a file holds as text; None if it is none."""
     if not isinstance(value, Mapping) or not value:
         return None
-    keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in value]
+    keys: list[Any] = [whole_number(key) if isinstance(key, str) else key for key in value]
     if not all(map(_is_id, keys)) or len({*keys}) < len(keys):
         return None
     if not all(is_number(bias) and abs(bias) < math.inf for bias in value.values()):

@@ -22,6 +22,12 @@ T = TypeVar("T", str, list[Any], dict[str, Any])
 _KINDS: dict[type[object], str] = {str: "a text", list: "a list", dict: "an object"}
 
 
+def whole_number(text: str) -> int | None:
+    """The number of 64 bits that ASCII digits without leading zeros write; None for other text."""
+    plain = text.isascii() and text.isdecimal() and (text == "0" or text[0] != "0")
+    return int(text) if plain and len(text) < 20 and int(text) < 1 << 63 else None
+
+
 def read_json(file: Path, *, infinite: bool = False) -> dict[str, object] | None:
     """The object in a file of bounded size, read by `parse_object`; None without a file."""
     if not is_there(file):

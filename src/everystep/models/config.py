@@ -14,6 +14,7 @@ from typing import Any
 from everystep.errors import FormatError, RequestError, UnsupportedError
 
 _MOST_PARTS = 10_000
+_MOST = 1 << 40
 
 
 class ModelConfig(Mapping[str, Any]):
@@ -64,20 +65,22 @@ class Fields:
     values: Mapping[str, Any]
     where: str = "config.json"
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`; FormatError otherwise."""
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = _MOST
+    ) -> int:
+        """A whole number from `least` to `most`, which is more than any size or number of
+        positions; FormatError otherwise."""
         value = self._present(key, default, "a whole number")
         if type(value) is not int or value < least:
             raise self.wrong(key, f"a whole number of at least {least}", value)
+        if value > most:
+            raise self.wrong(key, f"at most {most}", value)
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
         """How many parts of a kind there are, each with an object of its own; FormatError where
         that is no number of parts, or more than any model has."""
-        value = self.integer(key, default)
-        if value > _MOST_PARTS:
-            raise self.wrong(key, f"at most {_MOST_PARTS}", value)
-        return value
+        return self.integer(key, default, most=_MOST_PARTS)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; FormatError otherwise."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.files.gguf import GgufFile
+from everystep.files.strict_json import whole_number
 from everystep.models.config import Fields
 from everystep.models.gguf_architectures import ARCHITECTURES, REFUSED, Architecture
 from everystep.models.gguf_weights import FLOATS, weight_of_blocks
@@ -245,8 +246,9 @@ def _renamed(name: str, layer: Mapping[str, str]) -> str:
     if role in _GLOBAL:
         return f"{_GLOBAL[role]}.{kind}"
     parts = role.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in layer:
-        return f"model.layers.{int(parts[1])}.{layer[parts[2]]}.{kind}"
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in layer:
+        index = whole_number(parts[1])
+        return name if index is None else f"model.layers.{index}.{layer[parts[2]]}.{kind}"
     return name
 
 

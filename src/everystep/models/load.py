@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everystep.errors import FormatError, RequestError, UnsupportedError
 from everystep.memory import require_memory
-from everystep.models.config import ModelConfig
+from everystep.models.config import Fields, ModelConfig
 from everystep.models.families import Family, find_family
 from everystep.models.loader import (
     HeldWeights,
@@ -67,6 +67,8 @@ def build_model(
     quantised = quantize is not None or kept is not None
     wanted = _beside_codes(dtype) if quantised else _dtype(config, dtype)
     spec = family.read_spec(values)
+    if (read := Fields(values)).has("max_position_embeddings"):
+        read.integer("max_position_embeddings")
     parameters = family.all_parameters(values, spec)
     source, kept = unstacked(source, kept, parameters.values())
     names = common_names(family, spec, parameters.values(), source.names())

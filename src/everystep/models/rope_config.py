@@ -99,12 +99,15 @@ def _yarn(outer: Fields, inner: Fields, dim: int) -> Scaling:
     factor = _stretch(outer, inner, trained)
     mscale = inner.number("mscale") if inner.has("mscale") else None
     all_dim = inner.number("mscale_all_dim") if inner.has("mscale_all_dim") else None
+    turns = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
+    for key, value in zip(("beta_fast", "beta_slow"), turns, strict=True):
+        if not 1e-9 <= value <= 1e9:
+            raise inner.wrong(key, "1e-9 to 1e9 turns", value)
     return Yarn(
         factor,
         trained,
         inner.number("attention_factor", yarn_attention_factor(factor, mscale, all_dim)),
-        inner.number("beta_fast", 32.0),
-        inner.number("beta_slow", 1.0),
+        *turns,
         inner.flag("truncate", True),
     )
 

@@ -20,7 +20,7 @@ from everystep.errors import FileError, FormatError, MissingFileError
 from everystep.files.atomic import write_atomic
 from everystep.files.folder import TOKENIZER, find_tokenizer
 from everystep.files.opening import is_there, read_bounded
-from everystep.files.strict_json import field, read_json
+from everystep.files.strict_json import field, read_json, whole_number
 from everystep.text.native import native_call
 from everystep.text.settings import NO_LIMIT, Settings, checked_side, named_tokens, token_text
 
@@ -57,10 +57,18 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
         special=special,
         padding_side=checked_side(config.get("padding_side", "left"), "padding_side"),
         truncation_side=checked_side(config.get("truncation_side", "right"), "truncation_side"),
-        model_max_length=NO_LIMIT if limit is None else int(limit),
+        model_max_length=NO_LIMIT if limit is None else _whole(limit),
         chat_template=_read_templates(folder, config),
         name_or_path=str(folder),
     )
+
+
+def _whole(limit: object) -> int:
+    """How many tokens a model takes, as some files write it: 1e30 for no limit."""
+    if isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0:
+        return int(min(limit, NO_LIMIT))
+    what, wanted = "tokenizer_config.json: model_max_length is impossible", "a number above 0"
+    raise FormatError(what, wanted=wanted, got=repr(limit)[:200])
 
 
 def write_folder(
@@ -165,12 +173,19 @@ def _add_missing_tokens(
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, Mapping):
         raise FormatError("added_tokens_decoder is wrong", wanted="an object")
-    for id, token in sorted(listed.items(), key=lambda item: int(item[0])):
-        if int(id) not in known:
+    numbers = {id: whole_number(id) for id in listed}
+    if None in numbers.values():
+        raise FormatError(
+            "tokenizer_config.json: added_tokens_decoder is wrong",
+            wanted="ids as its keys",
+            got=repr(next(id for id, number in numbers.items() if number is None)),
+        )
+    for id, token in sorted(listed.items(), key=lambda item: numbers[item[0]] or 0):
+        if numbers[id] not in known:
             added = _added_token(token)
             backend.add_tokens([added])
             place = backend.token_to_id(added.content)
-            if place != int(id):
+            if place != numbers[id]:
                 raise FormatError(
                     f"tokenizer_config.json gives the added token {added.content!r} the id {id}",
                     wanted=f"{place}, its place in tokenizer.json",
@@ -195,6 +210,9 @@ def _added_token(token: Any) -> tokenizers.AddedToken:
 def _extra_tokens(source: Mapping[str, Any]) -> Iterator[str]:
     for key in EXTRA_LISTS:
         listed = source.get(key) or []
+        if not isinstance(listed, Mapping | list):
+            what = f"tokenizer_config.json: {key} is wrong"
+            raise FormatError(what, wanted="a list of tokens", got=type(listed).__name__)
         for value in listed.values() if isinstance(listed, Mapping) else listed:
             if text := token_text(value, key):
                 yield text

@@ -86,7 +86,9 @@ class Beam(BeamSettings):
         groups = np.arange(len(batch.groups))[:, None]
         running = accumulated(batch.sequences, batch.groups, self.width)
         total = (values + running[:, None]).reshape(len(groups), -1)  # (G, W * k)
-        order = (-total).argsort(axis=1, kind="stable")[:, : self.ranked]
+        # As in topk, nan is the highest.
+        order = np.where(np.isnan(total), -np.inf, -total).argsort(axis=1, kind="stable")
+        order = order[:, : self.ranked]
         flat = order // tokens.shape[1] * batch.vocabulary
         flat += tokens.reshape(total.shape)[groups, order]
         return torch.from_numpy(total[groups, order]), torch.from_numpy(flat)
@@ -96,7 +98,7 @@ class Beam(BeamSettings):
         scores, flat = picked[0]
         first = np.arange(len(batch.groups))[:, None] * self.width
         parent, token = flat // batch.vocabulary + first, flat % batch.vocabulary
-        drawn = flat >= 0
+        drawn = (flat >= 0) & ~np.isnan(scores)
         parent, token = np.where(drawn, parent, first), np.where(drawn, token, 0)
         reasons = batch.stops(parent.ravel(), token.ravel())
         ended = np.array([reason is not None for reason in reasons]).reshape(scores.shape)

@@ -98,7 +98,9 @@ def test_no_bit_depends_on_how_many_rows_are_read_together(
 
 
 @each_format
-@pytest.mark.parametrize("rows", [1, 2, 4, 6, 8, 12, 13])
+@pytest.mark.parametrize(
+    "rows", [1, 13, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 4, 6, 8, 12))]
+)
 def test_the_largest_codes_do_not_overflow(format: Format, rows: int) -> None:
     most = (1 << BITS[format]) - 1
     weights: dict[str, Rows] = {

@@ -52,8 +52,16 @@ def held_in(dtype: torch.dtype, name: str) -> tuple[Model, Model]:
     return narrow, build_model(config, HeldWeights(values), in_panels=lambda spec: True)
 
 
-@each_type
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if dtype is own else pytest.mark.slow)
+        for number, name in enumerate(FAMILIES)
+        for own in [TYPES[number % 2]]
+        for dtype in TYPES
+    ],
+    ids=str,
+)
 def test_the_kernels_read_the_numbers_themselves(name: str, dtype: torch.dtype) -> None:
     narrow, wide = held_in(dtype, name)
     assert not obstacles(narrow)

@@ -133,6 +133,7 @@ def _warn_of_slow_path(model: LanguageModel, choices: _Choices) -> None:
         warnings.warn(f"{what}: {why}", stacklevel=3)
 
 
+@one_thread()
 def from_weights(
     config: Mapping[str, Any],
     weights: Mapping[str, Tensor],
@@ -142,14 +143,13 @@ def from_weights(
     generation_config: GenerationConfig | None = None,
 ) -> LanguageModel:
     """A model from a configuration and named tensors in memory, such as a `state_dict()`."""
-    with one_thread():
-        core = build_model(
-            config,
-            HeldWeights(weights),
-            dtype=dtype,
-            device=usable_device(device),
-            in_panels=partial(holds_panels, "auto"),
-        )
+    core = build_model(
+        config,
+        HeldWeights(weights),
+        dtype=dtype,
+        device=usable_device(device),
+        in_panels=partial(holds_panels, "auto"),
+    )
     settings = generation_config or GenerationConfig.from_model_config(_with_text(config))
     return LanguageModel(core, settings)
 
@@ -194,6 +194,7 @@ class _Choices:
                 raise RequestError(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
 
 
+@one_thread()
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
     # An unknown family is the first error, before weights that have no reader.
@@ -202,15 +203,14 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     quantize = choices.quantize
     if folder_format(found.config) is None:
         build, quantize = build_model, None if quantize == "auto" else quantize
-    with one_thread():
-        core = build(
-            found.config,
-            found.weights(),
-            dtype=choices.dtype,
-            device=choices.device,
-            quantize=quantize,
-            in_panels=partial(holds_panels, choices.executor),
-        )
+    core = build(
+        found.config,
+        found.weights(),
+        dtype=choices.dtype,
+        device=choices.device,
+        quantize=quantize,
+        in_panels=partial(holds_panels, choices.executor),
+    )
     if found.generation_config is not None:
         settings = GenerationConfig.from_checkpoint(found.generation_config)
     else:
@@ -218,15 +218,15 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     return LanguageModel(core, settings, folder.name, choices.executor, choices.cache_dtype)
 
 
+@one_thread()
 def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
-    with one_thread():
-        core = build_gguf_model(
-            file,
-            dtype=choices.dtype,
-            device=choices.device,
-            quantize=choices.quantize,
-            in_panels=partial(holds_panels, choices.executor),
-        )
+    core = build_gguf_model(
+        file,
+        dtype=choices.dtype,
+        device=choices.device,
+        quantize=choices.quantize,
+        in_panels=partial(holds_panels, choices.executor),
+    )
     ids = {
         "bos_token_id": "tokenizer.ggml.bos_token_id",
         "eos_token_id": "tokenizer.ggml.eos_token_id",

@@ -73,16 +73,14 @@ def build_model(
     source, kept = unstacked(source, kept, parameters.values())
     names = common_names(family, spec, parameters.values(), source.names())
     parameters = with_table(family, spec, parameters, names)
-    panels = _in_panels(in_panels, spec, wanted, device)
     loader = WeightLoader(
         parameters,
         Renamed(source, names),
-        torch.float32 if panels else wanted,
+        wanted,
         torch.device(device),
         None if kept is None else lambda name: kept(names[name]),
         rounding=quantize,
-        panels=panels,
-        floats=wanted,
+        panels=_in_panels(in_panels, spec, wanted, device),
     )
     check_names(family, spec, parameters.values(), loader.source)
     _require_memory(parameters.values(), wanted, device, quantised=quantised)
@@ -220,17 +218,15 @@ def convert_model(
     wanted = model.float_type if dtype is None else _supported(dtype)
     place = torch.device(model.device if device is None else device)
     held = HeldWeights(weights)
-    panels = not learns and _in_panels(in_panels, model.spec, wanted, place)
     loader = WeightLoader(
         family.all_parameters(model.config, model.spec),
         held,
-        torch.float32 if panels else wanted,
+        wanted,
         place,
         held.quantised if dtype is None else None,
         exact_activations=exact_activations,
-        panels=panels,
+        panels=not learns and _in_panels(in_panels, model.spec, wanted, place),
         learns=learns,
-        floats=wanted,
     )
     return _model(family, model.config, model.spec, loader)
 

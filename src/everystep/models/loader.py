@@ -84,10 +84,10 @@ class HeldWeights:
 class WeightLoader:
     """The parameters of a network, filled from a source when they are taken, each once.
 
-    `dtype`: the type that the network computes in. `floats`: that of matrices which are not codes;
-    None: the same. `kept`: where the source has a quantised weight for a name, that is used as it
-    is. `rounding`: matrices are quantised when they are loaded. `exact_activations`: quantised
-    matrices read activations as they are. `panels`: matrices lie in panels.
+    `dtype`: the type of matrices that are not codes. `kept`: where the source has a quantised
+    weight for a name, that is used as it is. `rounding`: matrices are quantised when they are
+    loaded. `exact_activations`: quantised matrices read activations as they are. `panels`: matrices
+    lie in panels, which are computed with in float32.
     `learns`: all weights are plain float tensors that require gradients.
     """
 
@@ -100,7 +100,6 @@ class WeightLoader:
     exact_activations: bool = False
     panels: bool = False
     learns: bool = False
-    floats: torch.dtype | None = None
     _arena: Arena = field(default_factory=Arena)
 
     def frame(self, spec: Any) -> tuple[Weight, Norm, LinearMap]:
@@ -149,7 +148,7 @@ class WeightLoader:
 
     def tensor(self, key: str) -> Tensor:
         """The values of a parameter."""
-        return self._values(self.parameters.pop(key), self.dtype)
+        return self._values(self.parameters.pop(key), self._computed)
 
     def tensor_if(self, key: str) -> Tensor | None:
         """The values of a parameter that the network may not have."""
@@ -174,7 +173,7 @@ class WeightLoader:
     def _rows(self, parameter: Parameter) -> Rows | tuple[Rows, ...]:
         kept = [self._kept(part) for part in parameter.parts]
         if all(one is None for one in kept):
-            values = self._values(parameter, self.floats or self.dtype)
+            values = self._values(parameter, self.dtype)
             return values if self.rounding is None else quantize(values, self.rounding)
         return joined([self._one(*pair) for pair in zip(parameter.parts, kept, strict=True)])
 
@@ -187,7 +186,7 @@ class WeightLoader:
     def _one(self, part: ParameterPart, kept: QuantizedWeight | None) -> Rows:
         if kept is not None:
             return kept.to(self.device)
-        return self._read(part, self.dtype).to(self.device, copy=True)
+        return self._read(part, self._computed).to(self.device, copy=True)
 
     def _values(self, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         whole = parameter.named_rows == parameter.shape[0]
@@ -205,6 +204,11 @@ class WeightLoader:
         if not part.transposed or part.codes_name in self.names:
             return part.loaded(self.source.load(part.codes_name, dtype))
         return part.loaded(self.source.load(part.name, dtype).T)
+
+    @property
+    def _computed(self) -> torch.dtype:
+        """The type that the network computes in, and everything beside matrices is held in."""
+        return torch.float32 if self.panels else self.dtype
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from everystep.errors import RequestError
+from everystep.text.native import checked_text
 from everystep.types import FinishReason
 from everystep.types.candidates import Candidates
 
@@ -44,15 +45,9 @@ class StopStrings:
                 got=repr(self.strings),
                 do="Leave empty strings out",
             )
-        for string in self.strings:
-            if any("\ud800" <= character <= "\udfff" for character in string):
-                raise RequestError(
-                    "stop_strings holds a lone surrogate, which no text can hold",
-                    wanted="strings that UTF-8 can express",
-                    got=ascii(string),
-                    do="Leave it out",
-                )
-        spelled = tuple((string, string.encode()) for string in self.strings)
+        spelled = tuple(
+            (string, checked_text(string, "stop_strings").encode()) for string in self.strings
+        )
         object.__setattr__(self, "_spelled", spelled)
         object.__setattr__(self, "_last_bytes", frozenset(whole[-1] for _, whole in spelled))
 

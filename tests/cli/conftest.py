@@ -21,13 +21,22 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Caller:
-    """Runs a command line in this process."""
-    return Caller(monkeypatch, capsys)
-
-
-@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "everystep"
+
+
+@pytest.fixture
+def call(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Caller:
+    """Runs a command line in this process.
+
+    Only tests marked `model` reach the machine's own cache folder: `models remove` means it.
+    """
+    if request.node.get_closest_marker("model") is None:
+        request.getfixturevalue("cache")
+    return Caller(monkeypatch, capsys)

@@ -45,7 +45,9 @@ LISTED: dict[tuple[str, str], str] = {
 # Compiles the kernels while the package is installed: a program, though it lies beside them.
 BUILD = "executors/native/build.py"
 PRINTING = ("cli/", "streamers", BUILD)
-ENVIRONMENT = ("files/sources.py", BUILD)
+# The program in which templates are rendered: it forgets the variables before it begins.
+CAGED = "text/caged.py"
+ENVIRONMENT = ("files/sources.py", BUILD, CAGED)
 ORACLES = {"transformers", "peft"}
 UNSAFE_MODULES = {
     "pickle",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,14 @@ def test_a_failure_is_reported_with_its_reason(client: Client, error: Exception)
     client.error = error
     with pytest.raises(DownloadError, match=r"org/name could not be fetched.*no route.*HF_TOKEN"):
         fetch_from_hub(MODEL, HubAccess(), offline=False)
+
+
+def test_no_error_shows_a_token(client: Client) -> None:
+    client.error = OSError("401 for https://user:hf_secret@hub")
+    access = HubAccess(token="hf_secret")
+    with pytest.raises(DownloadError, match=r"user:\(token\)@hub") as raised:
+        fetch_from_hub(MODEL, access, offline=False)
+    assert "hf_secret" not in "".join(traceback.format_exception(raised.value)) + repr(access)
 
 
 def test_what_is_not_cached_is_missing_offline(client: Client) -> None:

@@ -40,3 +40,11 @@ def smollm2() -> Tokenizer:
 def sentencepiece() -> dict[str, Any]:
     """A small SentencePiece model as GGUF metadata, with texts and their ids."""
     return json.loads((DATA / "sentencepiece.json").read_text())
+
+
+# The template that many models tuned on chats bring.
+CHATML_OF_MANY = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% endif %}"
+)

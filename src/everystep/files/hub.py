@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class HubAccess:
 
     revision: str | None = None
     cache_dir: str | Path | None = None
-    token: str | bool | None = None
+    token: str | bool | None = field(default=None, repr=False)
     weights: bool = True
 
 
@@ -124,20 +124,28 @@ def _fetched(
             local_files_only=offline,
         )
     except Exception as error:
-        raise _hub_error(hub_id, offline, error) from error
+        token = access.token if isinstance(access.token, str) else None
+        shown = _hub_error(hub_id, offline, _without(token, error))
+        # A traceback shows causes too, and is often logged.
+        raise shown from (None if token and token in str(error) else error)
     return Path(path)
 
 
-def _hub_error(hub_id: HubId, offline: bool, error: Exception) -> EverystepError:
+def _without(token: str | None, error: Exception) -> str:
+    """The kind and first line of an error; what follows is the client's own advice."""
+    first = next(iter(str(error).strip().splitlines()), "no reason given")
+    text = f"{type(error).__name__}: {first}"
+    return text.replace(token, "(token)") if token else text
+
+
+def _hub_error(hub_id: HubId, offline: bool, cause: str) -> EverystepError:
     if offline:
         return MissingFileError(
             f"{hub_id} is not in the hub's cache on this machine and the library is offline",
             do="Fetch it once with a network, or give the path of a local copy",
         )
-    # The first line says it; what follows is the client's own advice.
-    lines = str(error).strip().splitlines() or ["no reason given"]
     return DownloadError(
         f"{hub_id} could not be fetched from the hub",
-        got=f"{type(error).__name__}: {lines[0]}",
+        got=cause,
         do="Check the name, the network, and that you may read it (HF_TOKEN for gated models)",
     )

@@ -1,9 +1,11 @@
-"""The one place that runs chat templates: jinja in a sandbox, with a bound on all it may use.
+"""Jinja in a sandbox, with a bound on all that a chat template may use.
 
 Templates come with models, so they are untrusted programs. Jinja's immutable sandbox keeps them
 from Python's internals; this file adds what it lacks: every loop, call, operator and filter
 counts against a budget of steps and processor time, and whatever could make a long text out of
-short ones is measured before it is made. It knows nothing of messages or tokenizers.
+short ones is measured before it is made. What a single operation of Python can still do beyond
+these bounds is limited by the process that it runs in (`cage.py`). This file knows nothing of
+messages or tokenizers, and imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class TemplateLimits:
     """What a template may use: its own length, the text it makes, steps, processor seconds."""
 
     source_characters: int = 256 * 1024
-    text_characters: int = 16 * 1024 * 1024
+    text_characters: int = 4 * 1024 * 1024
     steps: int = 500_000
     seconds: float = 1.0
 

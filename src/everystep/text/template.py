@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.meta
 import numpy as np
 
 from everystep.errors import (
@@ -25,16 +23,10 @@ from everystep.errors import (
     UnsupportedError,
     nearest,
 )
-from everystep.text.sandbox import (
-    CURRENT,
-    GENERATION_END,
-    GENERATION_START,
-    BoundedEnvironment,
-    Budget,
-    LimitReached,
-    RefusedByTemplate,
-    TemplateLimits,
-)
+from everystep.text.cage import CagedProgram
+from everystep.text.known_templates import KNOWN_TEMPLATES
+from everystep.text.rendering import Answer, Program, WrongTemplate
+from everystep.text.sandbox import GENERATION_END, GENERATION_START, TemplateLimits
 
 # Appended to the message that is to be continued, to find the place where it ends in the text.
 # The space shows whether the template trims messages.
@@ -54,13 +46,15 @@ class RenderedChat:
 class ChatTemplate:
     """A compiled chat template; TokenizerError if the source is not one.
 
-    `reads` holds the names that the template takes from the call.
+    `reads` holds the names that the template takes from the call. A source that is not among the
+    `KNOWN_TEMPLATES` is compiled and rendered in a process of its own.
     """
 
     def __init__(self, source: str, limits: TemplateLimits = DEFAULT_LIMITS) -> None:
         self.source = source
         self.limits = limits
-        self._template, self.reads = _compiled(source, limits.source_characters)
+        self._program = _compiled(source, limits)
+        self.reads = self._program.reads
 
     def render(
         self,
@@ -99,58 +93,28 @@ class ChatTemplate:
 
     def _run(self, names: Mapping[str, Any]) -> tuple[str, int]:
         """The text as the template prints it, and how many generation blocks it passed."""
-        budget = Budget(self.limits)
-        token = CURRENT.set(budget)
-        pieces = []
-        try:
-            for piece in self._template.generate(names):
-                budget.printed(len(piece))
-                pieces.append(piece)
-            return "".join(pieces), budget.generations
-        except RefusedByTemplate as refusal:
-            raise RequestError("The chat template refuses these messages", got=refusal) from None
-        except (Exception, RecursionError) as failure:
-            raise _failure(failure) from failure
-        finally:
-            CURRENT.reset(token)
+        answer = self._program.run(names)
+        if answer.refused is not None:
+            raise RequestError("The chat template refuses these messages", got=answer.refused)
+        if answer.what is not None:
+            raise _failure(answer)
+        return answer.text, answer.generations
 
 
-@functools.cache
-def _environment() -> BoundedEnvironment:
-    return BoundedEnvironment()
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(source: str, limit: int) -> tuple[jinja2.Template, frozenset[str]]:
-    if len(source) > limit:
-        raise TokenizerError(
-            "The chat template is too long", wanted=f"{limit} characters", got=len(source)
-        )
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str, limits: TemplateLimits) -> Program | CagedProgram:
+    if len(source) > limits.source_characters:
+        wanted = f"{limits.source_characters} characters"
+        raise TokenizerError("The chat template is too long", wanted=wanted, got=len(source))
+    checksum = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
     try:
-        template = _environment().from_string(source)
-        names = jinja2.meta.find_undeclared_variables(_environment().parse(source))
-        return template, frozenset(names)
-    except jinja2.TemplateSyntaxError as failure:
-        raise TokenizerError(
-            f"Line {failure.lineno} of the chat template is wrong", got=failure.message
-        ) from None
-    except (Exception, RecursionError) as failure:
-        raise TokenizerError(
-            "The chat template cannot be compiled", got=str(failure)[:500]
-        ) from None
+        return (Program if checksum in KNOWN_TEMPLATES else CagedProgram)(source, limits)
+    except WrongTemplate as wrong:
+        raise _failure(wrong.answer) from None
 
 
-def _failure(failure: BaseException) -> TokenizerError:
-    """The error of a template that fails while it runs, with the line that failed."""
-    frames = traceback.extract_tb(failure.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-    place = f"Line {lines[-1]} of the chat template" if lines else "The chat template"
-    what, cause = f"{place} fails", f"{type(failure).__name__}: {failure}"[:500]
-    do = "Check that the messages have the form that the template expects"
-    if isinstance(failure, LimitReached):
-        what, cause = f"{place} exceeds its limits", str(failure)
-        do = "Shorten the chat, or raise the TemplateLimits if you trust the template"
-    return TokenizerError(what, got=cause, do=do)
+def _failure(answer: Answer) -> TokenizerError:
+    return TokenizerError(str(answer.what), got=answer.got, do=answer.do)
 
 
 def plain(value: Any) -> Any:

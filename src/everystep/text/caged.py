@@ -1,0 +1,141 @@
+"""The program of a process that renders one chat template; `cage.py` starts it.
+
+It reads the template from its input, gives away what it could do harm with, and then answers each
+chat with the text of the prompt, until its input ends. Every message is a JSON value with its
+length before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+DAY = 86400.0  # seconds: clocks of the system take no infinity
+_LENGTH = 8  # bytes
+# A key that is not a text has no place in JSON: such a dict is written as a list of pairs.
+_PAIRS = "\ufdd2pairs"
+_MEMORY = 256 << 20  # bytes
+# Uses what opens files when it is first used: escapes, the time zone, entities, and a failure.
+_FIRST = (
+    r"""{{ "\n\u00e4" ~ strftime_now("%c") ~ ("&amp;" | striptags | urlencode | tojson) + 1 }}"""
+)
+
+
+def packed(value: Any) -> bytes:
+    """A value of plain types as bytes; RecursionError or ValueError where JSON has no place."""
+    text = json.dumps(_with_text_keys(value), ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass")
+
+
+def unpacked(data: bytes) -> Any:
+    """The value that `packed` wrote."""
+    return json.loads(data.decode("utf-8", "surrogatepass"), object_hook=_with_own_keys)
+
+
+def send(stream: BinaryIO, data: bytes) -> None:
+    """Writes one message."""
+    stream.write(len(data).to_bytes(_LENGTH, "big") + data)
+    stream.flush()
+
+
+def receive(stream: BinaryIO, most: int | None = None) -> bytes | None:
+    """Reads one message; None where the stream ends before, or it is longer than `most`."""
+    length = int.from_bytes(stream.read(_LENGTH), "big")
+    if length == 0 or (most is not None and length > most):
+        return None
+    data = stream.read(length)
+    return data if len(data) == length else None
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_text_keys(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if all(isinstance(key, str) for key in value) and _PAIRS not in value:
+        return {key: _with_text_keys(item) for key, item in value.items()}
+    return {_PAIRS: [[_with_text_keys(key), _with_text_keys(item)] for key, item in value.items()]}
+
+
+def _with_own_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    return dict(value[_PAIRS]) if _PAIRS in value else value
+
+
+def _import_rendering(folders: list[str]) -> Any:
+    """The module that renders, without the rest of this package, which would import torch."""
+    sys.path += folders
+    here = Path(__file__).parent
+    for name, folder in (("everystep", here.parent), ("everystep.text", here)):
+        package = ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    from everystep.text import rendering, sandbox
+
+    # Python and Jinja import some of themselves only when they first need it.
+    rendering.Program(_FIRST, sandbox.TemplateLimits()).run({})
+    return rendering
+
+
+def _give_powers_away() -> None:
+    """No more memory, files, processes or core dumps than rendering needs."""
+    os.environ.clear()
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return
+    limits = {
+        resource.RLIMIT_AS: _MEMORY,
+        resource.RLIMIT_NOFILE: 3,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, most in limits.items():
+        try:
+            resource.setrlimit(kind, (most, most))
+        except (ValueError, OSError):  # some systems have a limit in name only
+            continue
+
+
+def _end_after(seconds: float) -> None:
+    """The system ends this process after so much processor time; 0: it does not."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, min(seconds, DAY))
+
+
+def main(questions: BinaryIO, answers: BinaryIO) -> None:
+    """Answers until the questions end."""
+    rendering = _import_rendering(sys.argv[1:])
+    send(answers, packed("ready"))
+    source, values = unpacked(receive(questions) or b'["", {}]')
+    limits = rendering.TemplateLimits(**values)
+    # What counts its own steps reports the line that was too much; the rest is ended from outside.
+    seconds = 1.25 * limits.seconds + 0.1
+    _give_powers_away()
+    _end_after(seconds)
+    try:
+        program = rendering.Program(source, limits)
+    except rendering.WrongTemplate as wrong:
+        send(answers, packed(asdict(wrong.answer)))
+        return
+    _end_after(0)
+    send(answers, packed(sorted(program.reads)))
+    while (question := receive(questions)) is not None:
+        _end_after(seconds)
+        try:
+            answer = program.run(unpacked(question))
+        except MemoryError as failure:
+            answer = rendering.failed(failure)
+        _end_after(0)
+        send(answers, packed(asdict(answer)))
+
+
+if __name__ == "__main__":
+    with open(0, "rb") as incoming, open(1, "wb") as outgoing:
+        main(incoming, outgoing)

@@ -30,6 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def call(
     request: pytest.FixtureRequest,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Caller:
@@ -38,5 +39,5 @@ def call(
     Only tests marked `model` reach the machine's own cache folder: `models remove` means it.
     """
     if request.node.get_closest_marker("model") is None:
-        request.getfixturevalue("cache")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return Caller(monkeypatch, capsys)

@@ -187,7 +187,10 @@ def run_checked(
     )
     program = f"""
 from pathlib import Path
+from hypothesis import settings
 from everystep.executors.native import library
+settings.register_profile("checked", deadline=None)
+settings.load_profile("checked")
 library.library_path = lambda name: Path({str(made)!r})
 {check.format(name=name)}
 """

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from everystep.api.run import Run as Run
     from everystep.api.runs import open as open
     from everystep.api.runs import resume as resume
+    from everystep.api.score import Score as Score
+    from everystep.api.score import score as score
     from everystep.api.session import Generated as Generated
     from everystep.api.steps import Explanation as Explanation
     from everystep.api.steps import Step as Step
@@ -193,6 +195,7 @@ _NAMES = {
     "api.prefixes": "Prefix",
     "api.run": "Run",
     "api.runs": "open resume",
+    "api.score": "Score score",
     "api.session": "Generated",
     "api.steps": "Explanation Step",
     "api.wrapped": "wrap",

@@ -70,7 +70,7 @@ def generate(
     session = Session(model, tokenizer, many, options, seed, common)
     results: dict[int, Any] = {}
     errors: dict[int, Exception] = {}
-    with _bar(progress, many) as advance:
+    with progress_bar(progress, many, "prompts") as advance:
         for index, result, error in session.run(many):
             results[index] = result
             if error is not None:
@@ -266,8 +266,8 @@ class Stream:
 
 
 @contextmanager
-def _bar(progress: bool, many: Any) -> Iterator[Callable[[], None]]:
-    """Something to call once per finished prompt: it moves a bar on standard error, if asked."""
+def progress_bar(progress: bool, many: Any, what: str) -> Iterator[Callable[[], None]]:
+    """Something to call once for each of many: it moves a bar on standard error, if asked."""
     if not progress:
         yield lambda: None
         return
@@ -275,7 +275,7 @@ def _bar(progress: bool, many: Any) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), Remaining())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining())
     with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("prompts", total=len(many) if isinstance(many, Sized) else None)
+        task = shown.add_task(what, total=len(many) if isinstance(many, Sized) else None)
         yield lambda: shown.advance(task)

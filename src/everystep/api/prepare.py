@@ -178,7 +178,7 @@ def completed(model: LanguageModel, call: Call) -> Call:
         return replace(call, requests=with_pictures(model, read, call.inputs.pictures))
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
     each = heard or (None,) * len(source.prompts)
-    states = source.states or tuple(_encoded(model, source.prompts, each))
+    states = source.states or tuple(encode_prompts(model, source.prompts, each))
     if not source.places:
         call = replace(call, inputs=replace(call.inputs, source=source.encoded(states, heard)))
     requests = []
@@ -189,7 +189,7 @@ def completed(model: LanguageModel, call: Call) -> Call:
     return replace(call, requests=tuple(requests), heard=heard)
 
 
-def _encoded(
+def encode_prompts(
     model: LanguageModel, prompts: Sequence[Prompt], heard: Sequence[Heard | None]
 ) -> Iterator[Tensor]:
     """What an encoder makes of prompts; `heard` gets what its layers show."""

@@ -15,6 +15,7 @@ from everystep.cli.generate import generate
 from everystep.cli.info import info
 from everystep.cli.models import models, pull, quantize
 from everystep.cli.options import Offline
+from everystep.cli.perplexity import perplexity
 from everystep.cli.terminal import tolerate_narrow_encodings, write_line
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.command()(pull)
 app.add_typer(models, name="models")
 app.command()(info)
 app.command()(quantize)
+app.command()(perplexity)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,300 @@
+"""`score`: how likely a model finds a text that is there already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everystep.api.arrays import as_numbers, require_known
+from everystep.api.inputs import EncoderSource, read_inputs
+from everystep.api.many import progress_bar
+from everystep.api.model import LanguageModel
+from everystep.api.options import MODEL_INPUTS, Options, read_options
+from everystep.api.prepare import encode_prompts
+from everystep.api.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
+from everystep.api.session import paired
+from everystep.config.kinds import is_integer
+from everystep.draws import SeededDraws
+from everystep.engine import Continuous, Engine
+from everystep.engine.logprobs import prompt_logprobs
+from everystep.errors import RequestError
+from everystep.nn.modes import inference_mode
+from everystep.outputs import TokenLogprobs
+from everystep.stops.ends import MaxLength
+from everystep.strategies import Greedy
+from everystep.types import Prompt, Request, Wants
+
+_WINDOW = 2048
+"""Positions of a window where the model knows no context."""
+_AT_ONCE = 32
+"""Windows that are in the engine at once."""
+_LOGITS = 1 << 25
+"""Logits that a step reads out at most: 128 MB."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """How likely a text is to a model, token by token.
+
+    `tokens`: (n,) the ids that were scored. `logprobs`: (n,) float32, the natural logarithm of each
+    one's probability after all that stands before it. `top_tokens`, `top_logprobs`: (n, k) the k
+    best of each place, best first. `nbytes`: the length of the text in UTF-8, None for ids.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    top_tokens: Tensor
+    top_logprobs: Tensor
+    nbytes: int | None = None
+
+    @property
+    def total(self) -> float:
+        """The logarithm of the probability of all tokens."""
+        return float(self.logprobs.sum(dtype=torch.float64))
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean surprise of a token; 1 for a text that had to come."""
+        return _exponential(-self.total / len(self.tokens))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The surprise of all tokens in bits, for each byte of the text; None for ids."""
+        return None if not self.nbytes else -self.total / (math.log(2) * self.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """A text and what stands before it: ids of which those from `first` on are scored, and what an
+    encoder reads."""
+
+    ids: np.ndarray
+    first: int
+    source: EncoderSource | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Window:
+    """A part of row `row`; it is scored from its position `first` on."""
+
+    row: int
+    prompt: Prompt
+    first: int
+
+
+def score(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    texts: str | Sequence[int] | Iterable[str | Sequence[int]],
+    *,
+    after: PromptLike | Sequence[PromptLike] | None = None,
+    best: int = 0,
+    window: int | None = None,
+    stride: int | None = None,
+    adapter_names: str | None = None,
+    progress: bool = False,
+) -> Any:
+    """How likely each text is: a `Score` for one, a list of them for several.
+
+    `texts`: texts, or lists of ids. `after`: what the model reads before each of them, which is not
+    scored: one prompt for all, or a list of one per text; a text, ids, or messages, which the
+    beginning of an answer follows. A text after it is turned into ids by itself, without special
+    tokens. Without it the first id of a row is not scored, since nothing stands before it. A model
+    with an encoder reads `after` there. `best`: how many of the most likely tokens are kept for
+    each place. A row longer than `window` ids, which is the model's context unless given, is read
+    in windows that begin `stride` ids after each other (three quarters of a window unless given);
+    each scores what the one before it did not reach. RequestError for what cannot be scored.
+    """
+    model = paired(model, tokenizer)
+    many, single = listed(texts)
+    rows = list(many)
+    before = _each_after(after, len(rows))
+    window, stride = _sizes(model, window, stride)
+    _require_best(best, model.vocab_size)
+    options = read_options(model, {"adapter_names": adapter_names}, MODEL_INPUTS, tokenizer)
+    (adapters,) = options.adapters(1)
+    pairs = zip(rows, before, strict=True)
+    read = [_read(model, tokenizer, text, own, options) for text, own in pairs]
+    found: list[list[TokenLogprobs]] = [[] for _ in rows]
+    spans = [span for row in read for span in _spans(row, window, stride)]
+    with inference_mode(), progress_bar(progress, spans, "windows") as advance:
+        for one, known in _run(model, _windows(model, read, window, stride), best, adapters):
+            found[one.row].append(known)
+            advance()
+    sizes = [len(one.encode("utf-8", "replace")) if isinstance(one, str) else None for one in rows]
+    scores = [_joined(parts, size) for parts, size in zip(found, sizes, strict=True)]
+    return scores[0] if single else scores
+
+
+def _each_after(after: Any, count: int) -> list[Any]:
+    """What each of the texts comes after."""
+    if after is None:
+        return [None] * count
+    prompts, single = listed(after)
+    given = list(prompts)
+    if single:
+        return given * count
+    if len(given) != count:
+        do = "Pass one prompt for all, or a list with one for each text"
+        raise RequestError("after does not fit the texts", wanted=count, got=len(given), do=do)
+    return given
+
+
+def _sizes(model: LanguageModel, window: Any, stride: Any) -> tuple[int, int]:
+    """The ids of a window, and how far apart windows begin."""
+    most = model.context
+    if window is None:
+        window = _WINDOW if most is None else most
+    if not is_integer(window) or window < 2 or (most is not None and window > most):
+        wanted = "2 ids or more" if most is None else f"2 to {most} ids, the model's context"
+        raise RequestError("window is impossible", wanted=wanted, got=repr(window)[:80])
+    if stride is None:
+        stride = max(1, window * 3 // 4)
+    if not is_integer(stride) or not 1 <= stride < window:
+        wanted = f"1 to {window - 1} ids"
+        raise RequestError("stride is impossible", wanted=wanted, got=repr(stride)[:80])
+    return int(window), int(stride)
+
+
+def _require_best(best: Any, vocabulary: int) -> None:
+    if not is_integer(best) or not 0 <= best <= vocabulary:
+        wanted = f"an integer from 0 to {vocabulary}"
+        raise RequestError("best is impossible", wanted=wanted, got=repr(best)[:80])
+
+
+def _read(model: LanguageModel, tokenizer: Any, text: Any, after: Any, options: Options) -> _Row:
+    """What the model reads for a text."""
+    if is_messages(text) or isinstance(text, Mapping):
+        do = "Pass what stands before the text as after=, and the text itself"
+        raise RequestError("what is scored is a text or ids", got=type(text).__name__, do=do)
+    if after is not None:
+        given = read_prompt(model, tokenizer, after, starts_answer=True)
+        inputs = read_inputs(model, given, options)
+        (own,) = inputs.prompts
+        if own.ids is None or own.brings:
+            do = "Give what stands before a text as a text, messages or ids"
+            raise RequestError("a text is scored after ids alone", got="other inputs", do=do)
+        before = own.ids.tolist()
+        row = _Row(_ids(model, tokenizer, text, before), len(before), inputs.source)
+    elif model.is_encoder_decoder:
+        raise RequestError(
+            "a model with an encoder scores a text after what its encoder reads",
+            wanted="after=...",
+            got="none",
+            do="Pass the source as after",
+        )
+    else:
+        row = _Row(_ids(model, tokenizer, text, None), 1)
+    if len(row.ids) <= row.first:
+        do = "Pass a text of at least two tokens, or what stands before it as after"
+        raise RequestError("there is nothing to score", got=f"{len(row.ids)} tokens", do=do)
+    return row
+
+
+def _ids(model: LanguageModel, tokenizer: Any, text: Any, before: list[int] | None) -> np.ndarray:
+    """The ids of a row: those before the text, if there are any, and its own."""
+    own: Any = text
+    if isinstance(text, str):
+        if tokenizer is None:
+            do = "Pass the tokenizer that es.load returned, or ids"
+            raise RequestError("text needs a tokenizer", got="no tokenizer", do=do)
+        own = tokenizer.encode(text, add_special_tokens=before is None)
+    ids = as_numbers("a text", own, "a text or a list of ids")
+    ids = ids if ids.numel() else ids.long()  # an empty list says nothing of its type
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        got = f"shape {tuple(ids.shape)} of {ids.dtype}"
+        raise RequestError("a text is no row of ids", wanted="a text or a list of ids", got=got)
+    row = np.concatenate([before or [], ids.cpu().numpy()]).astype(np.int64)
+    require_known(row, model.vocab_size, "a text")
+    return row
+
+
+def _spans(row: _Row, size: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, first scored, end) of every window of a row.
+
+    row     0 1 2 3 4 5 6 7 8 9     size 6, stride 4, first 1
+    window  0 * * * * *             * is scored
+    window          4 5 * * * *
+    """
+    start, first, length = 0, row.first, len(row.ids)
+    while first < length:
+        if first >= start + size:  # what stands before the text fills the whole window
+            start = first + stride - size
+        end = min(start + size, length)
+        yield start, first, end
+        start, first = start + stride, end
+
+
+def _windows(
+    model: LanguageModel, rows: Sequence[_Row], size: int, stride: int
+) -> Iterator[_Window]:
+    """The windows of every row; an encoder reads once what stands before a text."""
+    for number, row in enumerate(rows):
+        state = None
+        if (source := row.source) is not None:
+            heard: tuple[None, ...] = (None,) * len(source.prompts)
+            (state,) = source.states or tuple(encode_prompts(model, source.prompts, heard))
+        for start, first, end in _spans(row, size, stride):
+            yield _Window(number, Prompt(ids=row.ids[start:end], encoder=state), first - start)
+
+
+def _run(
+    model: LanguageModel,
+    windows: Iterator[_Window],
+    best: int,
+    adapters: tuple[tuple[str, float], ...],
+) -> Iterator[tuple[_Window, TokenLogprobs]]:
+    """What is known of each window, as they end; several are read at once."""
+    wants, engine = Wants(prompt_logprobs=best), None
+    while taken := list(islice(windows, _AT_ONCE)):
+        requests = [
+            Request(
+                f"{number}",
+                one.prompt,
+                Greedy(),
+                SeededDraws(0),
+                stops=(MaxLength(0),),
+                wants=wants,
+                adapters=adapters,
+            )
+            for number, one in enumerate(taken)
+        ]
+        if engine is None:
+            budget = max(_AT_ONCE, _LOGITS // model.vocab_size)
+            engine = Engine(model.executor(requests[0].needs), Continuous(budget, _AT_ONCE))
+        groups = [engine.submit(request) for request in requests]
+        while engine.pending:
+            engine.step()
+        for group, one in zip(groups, taken, strict=True):
+            if group.error is not None:
+                raise group.error
+            yield one, _from(prompt_logprobs(group), one.first - 1)
+
+
+def _from(known: TokenLogprobs, first: int) -> TokenLogprobs:
+    """Without what is known of the tokens before the one with this number."""
+    parts = (known.tokens, known.logprobs, known.top_tokens, known.top_logprobs)
+    return TokenLogprobs(*(part[first:] for part in parts))
+
+
+def _joined(parts: list[TokenLogprobs], nbytes: int | None) -> Score:
+    """What the windows of a row found, one after another."""
+    return Score(
+        torch.cat([one.tokens for one in parts]),
+        torch.cat([one.logprobs for one in parts]),
+        torch.cat([one.top_tokens for one in parts]),
+        torch.cat([one.top_logprobs for one in parts]),
+        nbytes,
+    )
+
+
+def _exponential(power: float) -> float:
+    """e to the power, infinite where no float is as large."""
+    return math.exp(power) if power < 700 else math.inf

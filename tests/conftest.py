@@ -190,6 +190,7 @@ COUNTED = {
     "continuous": "continuous against offline",
     "parity": "parity",
     "settings": "parity, draws away from a default",
+    "mutations": "broken files",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 import everystep as es
 from everystep.api.load import from_weights
-from everystep.errors import EverystepError
+from everystep.errors import EverystepError, UnknownArgumentError
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -164,6 +164,50 @@ def test_weights_that_are_no_numbers(executor: Any, tmp_path: Path) -> None:
     broken = es.load_model(tmp_path / "broken", executor=executor)
     with pytest.raises(EverystepError, match="hold nan"):
         broken.generate(IDS, max_new_tokens=2)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sample": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "beams that draw": {"num_beams": 3, "do_sample": True},
+    "diverse beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constrained beams": {"num_beams": 3, "force_words_ids": [[9]]},
+    "contrastive search": {"penalty_alpha": 0.5, "top_k": 4},
+    "dola": {"dola_layers": "low"},
+    "drafts": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_that_leave_no_choice_are_an_error_in_every_strategy(
+    way: str, step: int, value: float
+) -> None:
+    class Broken(es.LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            late = input_ids.shape[1] >= IDS.shape[1] + step
+            return torch.full_like(scores, value) if late else scores
+
+    options = {**WAYS[way], "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    with pytest.raises(EverystepError, match=r"no token can be drawn.*Relax the processors"):
+        MODEL.generate(IDS, logits_processor=[Broken()], **options)
+    assert torch.equal(sentinel(), BEFORE)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("stop", "stop_strings"),
+        ("max_tokens", "max_new_tokens"),
+        ("n", "num_return_sequences"),
+        ("stop_token_ids", "eos_token_id"),
+    ],
+)
+def test_names_of_other_engines_lead_to_ours(name: str, ours: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=f"Perhaps you meant {ours} instead of {name}"):
+        MODEL.generate(IDS, **{name: 1})
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

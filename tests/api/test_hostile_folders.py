@@ -60,7 +60,8 @@ WRONG: list[Wrong] = [
             "original_max_position_embeddings": 10,
         },
     ),
-    *each(GENERATION, "eos_token_id", "a", 1.5, [[1]], {"a": 1}),
+    *each(GENERATION, "eos_token_id", "a", 1.5, [[1]], {"a": 1}, 2**63),
+    *each(GENERATION, "pad_token_id", "a", 1.5, 2**63, -(2**63) - 1),
     *each(GENERATION, "num_beams", 10**29, HUGE, 0, "2", [2]),
     *each(GENERATION, "repetition_penalty", HUGE, 0, "1.0"),
     *each(GENERATION, "temperature", -1, HUGE, "hot"),
@@ -84,7 +85,9 @@ WRONG: list[Wrong] = [
     *each(TOKENIZER, "additional_special_tokens", 5, [5], "abc", True),
     *each(TOKENIZER, "extra_special_tokens", 5, [5]),
     *each(SPECIAL, "additional_special_tokens", 5, [5]),
-    *each(TOKENIZER, "eos_token", 5, ["a"]),
+    *each(SPECIAL, "additional_special_tokens", ["\ud800"]),
+    *each(TOKENIZER, "additional_special_tokens", [{"content": "a\udfff"}]),
+    *each(TOKENIZER, "eos_token", 5, ["a"], "\ud800"),
     *each(TOKENIZER, "chat_template", 5, [{"name": 5}]),
     *each(TOKENIZER, "model_max_length", "a", 0, -1, [1], True),
     *each(TOKENIZER, "padding_side", 5, "up"),
@@ -99,6 +102,7 @@ WRONG: list[Wrong] = [
         {"-1": {"content": "x"}},
         {"320": 5},
         {"320": {"content": 5}},
+        {"320": {"content": "\ud800"}},
     ),
 ]
 
@@ -138,6 +142,13 @@ def test_it_is_one_of_our_errors(wrong: Wrong, folder: Path, tmp_path: Path) -> 
     assert torch.equal(MODEL(torch.tensor([[5, 6, 7]])).logits, before)
 
 
+def test_a_generation_config_is_of_the_size_that_people_write(folder: Path, tmp_path: Path) -> None:
+    large = shutil.copytree(folder, tmp_path / "large")
+    (large / GENERATION).write_text(json.dumps({"bad_words_ids": [[5]] * 300_000}))
+    with pytest.raises(EverystepError, match="too large; wanted at most 1048576 bytes"):
+        answer(large)
+
+
 @pytest.mark.parametrize(
     ("file", "key", "value"),
     [
@@ -145,7 +156,7 @@ def test_it_is_one_of_our_errors(wrong: Wrong, folder: Path, tmp_path: Path) -> 
         (TOKENIZER, "model_max_length", 512),
         (GENERATION, "sequence_bias", {"(5, 6)": 1.0}),
         (GENERATION, "pad_token_id", -5),
-        (GENERATION, "eos_token_id", 2**63),
+        (GENERATION, "eos_token_id", 2**62),
         (CONFIG, "max_position_embeddings", None),
     ],
     ids=str,

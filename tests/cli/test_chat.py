@@ -220,3 +220,18 @@ def test_ctrl_c_never_ends_the_chat() -> None:
             time.sleep(0.05)
         leave(terminal)
         assert terminal.end() == 0
+
+
+def test_a_home_that_is_not_there_is_explained(stage: Stage, call: Caller) -> None:
+    outcome = call("chat", given=b"a\n/save ~nobody-at-all/x\n")
+    assert outcome.code == 2 and "there is no such home folder" in outcome.err
+
+
+def test_a_person_goes_on_after_a_path_that_cannot_be() -> None:
+    with on_terminal(program("chat")) as terminal:
+        terminal.until("> ")
+        terminal.type("/save ~nobody-at-all/x\n")
+        terminal.until("no such home folder")
+        terminal.until("> ", count=2)
+        terminal.type("/exit\n")
+        assert terminal.end() == 0

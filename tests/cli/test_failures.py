@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import warnings
@@ -128,3 +129,20 @@ def test_json_loses_nothing_in_a_narrow_encoding() -> None:
 
 def test_the_program_ends_with_the_code() -> None:
     assert run(everystep("nonsense")).code == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell of a POSIX system")
+@pytest.mark.parametrize("command", [["generate", "a"], ["models"], ["--help"]])
+def test_a_closed_standard_output_is_explained(command: list[str]) -> None:
+    line = shlex.join(program(*command))
+    done = subprocess.run(f"{line} >&-", shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "standard output is closed" in done.stderr
+    both = subprocess.run(f"{line} >&- 2>&-", shell=True, cwd=ROOT, capture_output=True)
+    assert both.returncode == 1
+
+
+def test_a_path_is_shown_as_it_is() -> None:
+    with on_terminal(everystep("pull", "./[/x]/[bold]a")) as terminal:
+        assert terminal.end() == 1
+    assert "[/x]/[bold]a" in terminal.shown and "Unexpected" not in terminal.shown

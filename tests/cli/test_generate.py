@@ -320,9 +320,12 @@ def test_a_pipe_gets_the_text_unchanged() -> None:
 
 
 def test_a_terminal_gets_no_control_characters() -> None:
-    with on_terminal(program("generate", "before \x1b[31mred\x9b2J \x07after")) as terminal:
+    turned = "\u202egnp.exe\u2066\u2069"
+    with on_terminal(
+        program("generate", f"before \x1b[31mred\x9b2J {turned} \x07after")
+    ) as terminal:
         assert terminal.end() == 0
-    assert "before [31mred2J after" in terminal.shown
+    assert "before [31mred2J gnp.exe after" in terminal.shown
 
 
 def test_the_stream_is_closed(stage: Stage, call: Caller) -> None:

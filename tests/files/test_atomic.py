@@ -160,3 +160,16 @@ def test_a_file_takes_no_files(target: Path) -> None:
         atomic_files(target, last="config", stale=lambda name: True),
     ):
         pass
+
+
+def test_of_two_writers_of_a_folder_one_wins(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with (
+        pytest.raises(FileError, match="is there already"),
+        atomic.atomic_folder(target) as slow,
+    ):
+        (slow / "a").write_text("slow")
+        with atomic.atomic_folder(target) as fast:
+            (fast / "a").write_text("fast")
+    assert (target / "a").read_text() == "fast"
+    assert names(tmp_path) == ["model"]

@@ -259,6 +259,13 @@ def test_a_text_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         read_header(content, "long")
 
 
+def test_strings_without_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_header, "MAX_STRINGS", 4)
+    lists = (entry(f"k.{n}", ARRAY, array(STRING, 3, string("a") * 3)) for n in range(2))
+    with pytest.raises(FormatError, match="hold too many strings; wanted 4 in all"):
+        read_header(memoryview(keys(*lists)), "many")
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts files through /proc")
 def test_a_refused_file_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"

@@ -246,6 +246,34 @@ BROKEN: list[tuple[str, str | bytes | None, type[Exception], str]] = [
 ]
 
 
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+ANYWHERE = {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "y" * 64}
+MARK = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+
+
+@pytest.mark.parametrize(
+    ("key", "step", "grown"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [DOUBLED] * 7}, "128"),
+        ("normalizer", {"type": "Sequence", "normalizers": [DOUBLED] * 60}, "1152921504606846976"),
+        ("normalizer", ANYWHERE, "65"),
+        ("decoder", {"type": "Sequence", "decoders": [DOUBLED] * 7}, "128"),
+        ("normalizer", {"type": "Sequence", "normalizers": [DOUBLED] * 6}, None),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}, MARK]}, None),
+    ],
+)
+def test_rules_that_make_texts_longer_without_end_are_refused(
+    folder: Path, key: str, step: dict[str, Any], grown: str | None
+) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: step}))
+    if grown is None:
+        assert Tokenizer.from_folder(folder).encode("a")
+        return
+    with pytest.raises(FormatError, match=f"the {key} makes texts longer; wanted.*{grown} times"):
+        Tokenizer.from_folder(folder)
+
+
 @pytest.mark.parametrize(("name", "text", "error", "what"), BROKEN)
 def test_broken_folders_are_refused(
     folder: Path, name: str, text: str | bytes | None, error: type[FileError], what: str

@@ -202,6 +202,7 @@ BROKEN = [
     ({"token_type": [0] * SIZE}, "token_type is unknown; wanted 1 to 6; got 0"),
     ({"tokens": ["a"] * SIZE}, "'a' is in tokenizer.ggml.tokens twice"),
     ({"tokens": ["", *metadata()[PREFIX + "tokens"][1:]]}, "added token 0 has no text"),
+    ({"tokens": ["x" * 4097, *metadata()[PREFIX + "tokens"][1:]]}, "endless token.*4096.*4097"),
     ({"merges": None}, "ggml.merges is missing"),
     ({"merges": ["t h", "the"]}, "Merge 1 of tokenizer.ggml.merges is wrong"),
     ({"merges": ["t 你"]}, "Merge 0 .*'你' is no token"),

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER, refuse_argument, refuse_fields
+from everystep.api.absent import (
+    ARGUMENTS_LATER,
+    ARGUMENTS_NEVER,
+    ELSEWHERE,
+    refuse_argument,
+    refuse_fields,
+)
 from everystep.api.allowing import read_allowed
 from everystep.api.answers import read_best_of, read_n_best
 from everystep.api.drafts import Assistant, read_assistant, read_corpus, with_draft_notices
@@ -269,7 +275,8 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str]) -> None:
         refuse_argument(name, given[name])
         unknown.remove(name)
     if unknown:
-        guesses = [(name, nearest(name, (*CONFIG_FIELDS, *known))) for name in unknown]
+        names = (*CONFIG_FIELDS, *known)
+        guesses = [(name, ELSEWHERE.get(name) or nearest(name, names)) for name in unknown]
         hints = [f"{near} instead of {name}" for name, near in guesses if near]
         do = f"Perhaps you meant {', '.join(hints)}" if hints else "See help(model.generate)"
         noun = "argument" if len(unknown) == 1 else "arguments"

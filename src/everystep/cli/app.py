@@ -16,7 +16,7 @@ from everystep.cli.info import info
 from everystep.cli.models import models, pull, quantize
 from everystep.cli.options import Offline
 from everystep.cli.perplexity import perplexity
-from everystep.cli.terminal import tolerate_narrow_encodings, write_line
+from everystep.cli.terminal import require_streams, tolerate_narrow_encodings, write_line
 
 app = typer.Typer(
     name="everystep",
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
 
     def run() -> None:
+        require_streams()
         command = typer.main.get_command(app)
         # Not `app()`: it would print errors, and end the process, in its own way.
         with command.make_context("everystep", given) as context:

@@ -22,6 +22,7 @@ from everystep.cli.reading import Interrupts, piped_lines, typed_lines
 from everystep.cli.terminal import is_terminal, note, write, write_line
 from everystep.errors import CapacityError, EverystepError, RequestError, nearest
 from everystep.files.atomic import write_atomic
+from everystep.files.opening import expanded
 from everystep.files.sources import DEFAULT_MODEL
 
 Message = dict[str, str]
@@ -202,7 +203,7 @@ def _save(conversation: Conversation, rest: str) -> str:
     """The messages are in a file as JSON; RequestError if another's file is there."""
     if not rest:
         raise RequestError("/save needs the name of a file", do="For instance /save a.json")
-    place = Path(rest).expanduser().absolute()
+    place = expanded(rest).absolute()
     if place.exists() and place not in conversation.saved:
         raise RequestError(f"{Path(rest)} exists already", do="Give another name")
     messages = conversation.messages()

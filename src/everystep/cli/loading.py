@@ -37,7 +37,7 @@ class Watched:
 
     def __enter__(self) -> Watched:
         if is_terminal(sys.stderr):
-            console, text = Console(stderr=True), TextColumn("{task.description}")
+            console, text = Console(stderr=True), TextColumn("{task.description}", markup=False)
             self._shown = Progress(SpinnerColumn(), text, console=console, transient=True)
             self._shown.add_task(f"loading {self._name}")
             self._shown.start()
@@ -52,7 +52,7 @@ class Watched:
             return
         if self._bar is None:
             self._shown.stop()  # a console shows one of them at a time
-            text = TextColumn("{task.description}")
+            text = TextColumn("{task.description}", markup=False)
             columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
             self._shown = Progress(*columns, console=Console(stderr=True))
             self._bar = self._shown.add_task(what)

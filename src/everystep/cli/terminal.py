@@ -7,6 +7,7 @@ them and a terminal obeys them; what goes into a pipe or a file is written uncha
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -15,8 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# C0 without tab and line feed, DEL, and C1: with these a text could move the cursor or worse.
-_CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
+from everystep.errors import FileError
+
+# C0 without tab and line feed, DEL, and C1: with these a text could move the cursor or worse. Those
+# that turn the direction of writing could make it look like another.
+_TURNS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160), *_TURNS])
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -71,6 +76,15 @@ def note(text: str) -> None:
     line = " ".join(text.split())
     sys.stderr.write(f"everystep: {_harmless(line)}\n")
     sys.stderr.flush()
+
+
+def require_streams() -> None:
+    """Output is possible; FileError where standard output was closed before the program began."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (it stays open to the end)
+    if sys.stdout is None:
+        do = "Leave >&- out, or write >/dev/null"
+        raise FileError("standard output is closed, so there is no place for an answer", do=do)
 
 
 def tolerate_narrow_encodings() -> None:

@@ -54,10 +54,10 @@ def plain(value: Any) -> Any:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a whole number within the range of floats, and not a flag."""
+    """Whether it is a whole number of 64 bits, and not a flag."""
     if isinstance(value, bool):
         return False
-    return isinstance(value, Integral) and _in_range(value)
+    return isinstance(value, Integral) and -(1 << 63) <= int(value) < 1 << 63
 
 
 def is_number(value: Any) -> bool:
@@ -103,7 +103,12 @@ def integer(least: int | None = None) -> Kind:
 
 def number(wanted: str, passes: Callable[[float], bool]) -> Kind:
     """Real numbers that pass a test."""
-    return Kind(wanted, lambda value: is_number(value) and passes(value))
+    return Kind(wanted, lambda value: is_number(value) and passes(value), _within_64_bits)
+
+
+def _within_64_bits(value: Any) -> Any:
+    """The number as a float where it is a whole one beyond 64 bits, which torch does not take."""
+    return value if not isinstance(value, Integral) or is_integer(value) else float(value)
 
 
 def list_of(wanted: str, passes: Callable[[Any], bool], least: int = 0) -> Kind:

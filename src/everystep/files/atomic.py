@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from everystep.errors import FileError
+from everystep.files.opening import is_there
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -42,14 +43,20 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yields a new folder that becomes `target` when the block ends, and vanishes if it raises.
 
-    An existing `target` is not replaced: OSError, unless it is an empty folder.
+    An existing `target` is not replaced: FileError, unless it is an empty folder.
     """
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
     partial.mkdir(parents=True)
     try:
         yield partial
         _sync_folder(partial)
-        os.rename(partial, target)
+        try:
+            os.rename(partial, target)
+        except OSError as error:
+            if not is_there(target):
+                raise
+            do = "Another process made it meanwhile: use that, or give another name"
+            raise FileError(f"{target} is there already", do=do) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

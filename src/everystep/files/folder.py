@@ -14,7 +14,7 @@ from pathlib import Path
 from everystep.errors import FormatError
 from everystep.files.opening import impostor, is_there, open_regular
 from everystep.files.safetensors import Weights, missing_in, open_weights
-from everystep.files.strict_json import field, read_json
+from everystep.files.strict_json import MAX_SETTINGS_BYTES, field, read_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -45,9 +45,10 @@ def open_folder(path: str | PathLike[str]) -> ModelFolder:
     config = read_json(path / CONFIG)
     if config is None:
         raise missing_in(path, "is not a model folder", CONFIG)
-    generation_config = read_json(path / GENERATION_CONFIG, infinite=True)
+    generation = path / GENERATION_CONFIG
+    generation_config = read_json(generation, infinite=True, most=MAX_SETTINGS_BYTES)
     _check_config(config, str(path / CONFIG))
-    _check_token_ids(generation_config or {}, str(path / GENERATION_CONFIG))
+    _check_token_ids(generation_config or {}, str(generation))
     return ModelFolder(path, config, generation_config, find_tokenizer(path / TOKENIZER))
 
 

@@ -27,6 +27,7 @@ MAX_STRING_BYTES = 16 << 20
 MAX_KEYS = 100_000
 MAX_TENSORS = 200_000
 MAX_ELEMENTS = 1 << 23
+MAX_STRINGS = 1 << 21
 """Array elements in all of a file's metadata: a vocabulary of a million and its merges fit."""
 MAX_NESTING = 4
 MAX_DIMENSIONS = 4
@@ -107,6 +108,7 @@ class _Reader:
         self.name = name
         self.position = 0
         self.elements = 0
+        self.strings = 0
 
     @property
     def left(self) -> int:
@@ -218,6 +220,9 @@ def _read_array(reader: _Reader, key: str, depth: int) -> list[object]:
     reader.elements += count
     if reader.elements > MAX_ELEMENTS:
         raise reader.error("the metadata's arrays are too long", f"{MAX_ELEMENTS} elements in all")
+    reader.strings += count if code == _STRING else 0
+    if reader.strings > MAX_STRINGS:
+        raise reader.error("the metadata hold too many strings", f"{MAX_STRINGS} in all")
     if code in _NUMBERS:
         return _read_numbers(reader, f"the value of {key!r}", code, count)
     return [_read_value(reader, key, code, depth) for _ in range(count)]

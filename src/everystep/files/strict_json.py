@@ -15,6 +15,8 @@ from everystep.errors import FormatError, message
 from everystep.files.opening import impostor, is_there, read_bounded
 
 MAX_JSON_BYTES = 16 << 20
+MAX_SETTINGS_BYTES = 1 << 20
+"""Of a file whose values are checked one by one: they are a few dozen."""
 MAX_DEPTH = 64
 
 T = TypeVar("T", str, list[Any], dict[str, Any])
@@ -28,11 +30,13 @@ def whole_number(text: str) -> int | None:
     return int(text) if plain and len(text) < 20 and int(text) < 1 << 63 else None
 
 
-def read_json(file: Path, *, infinite: bool = False) -> dict[str, object] | None:
-    """The object in a file of bounded size, read by `parse_object`; None without a file."""
+def read_json(
+    file: Path, *, infinite: bool = False, most: int = MAX_JSON_BYTES
+) -> dict[str, object] | None:
+    """The object in a file of at most `most` bytes, read by `parse_object`; None without a file."""
     if not is_there(file):
         return None
-    return parse_object(read_bounded(file, MAX_JSON_BYTES), str(file), infinite=infinite)
+    return parse_object(read_bounded(file, most), str(file), infinite=infinite)
 
 
 def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str, object]:

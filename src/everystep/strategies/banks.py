@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from everystep.strategies.base import undrawable
 from everystep.types import FinishReason
 from everystep.types.stored import stored
 
@@ -76,3 +77,9 @@ class Offspring:
         self.finish.append(one.reason if serial >= 0 else None)
         self.index.append(index)
         self.serial.append(serial)
+
+    def lose(self, first: int, width: int) -> None:
+        """The beams of a request end: no token can be chosen."""
+        for index in range(width):
+            self.add(Candidate(0.0, first + index, 0, None), 0.0, index)
+            self.finish[-1] = undrawable()

@@ -117,7 +117,8 @@ class Beam(BeamSettings):
         before = BeamBank.joined([group.state or empty for group in batch.groups])
         bank, search, rank, serial = before.enter(final, found.ended, lengths, self)
         bank, settled = bank.settle(found.going[:, :1] / judged, found.ended, self)
-        lost = ~found.drawn
+        possible = (found.scores > -np.inf).any(axis=1) | before.filled.any(axis=1)
+        lost = ~(found.drawn & possible)
         over = settled & ~lost
         stays = ~over | [group.request.linger for group in batch.groups]
         live = stays.nonzero()[0]  # requests that go on

@@ -111,6 +111,10 @@ class BankedBeams(BeamSettings):
         states: list[tuple[SearchBank, ...]] = []
         over: list[int] = []
         for g, group in enumerate(batch.groups):
+            if self._is_stuck(group, [ranked[g] for ranked in found]):
+                born.lose(g * self.width, self.width)
+                states.append(self.banks(group))
+                continue
             after: list[SearchBank] = []
             going: list[Candidate] = []
             cut = any(one.cut for ranked in found for one in ranked[g])
@@ -132,6 +136,13 @@ class BankedBeams(BeamSettings):
                 born.add(one, one.score, index=place)
             states.append(tuple(after))
         return self._children(batch, born, states, over)
+
+    def _is_stuck(self, group: Group, found: list[list[Candidate]]) -> bool:
+        """Whether open searches found nan, or nothing but -inf before anything ended."""
+        pairs = zip(self.banks(group), found, strict=True)
+        scores = [one.score for bank, ranked in pairs if not bank.closed for one in ranked]
+        ended = any(bank.scores for bank in self.banks(group))
+        return any(map(math.isnan, scores)) or (not ended and max(scores, default=0.0) == -math.inf)
 
     def _banked(
         self, batch: Batch, born: Offspring, bank: SearchBank, ranked: list[Candidate], search: int

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.strategies.base import Batch, Reads, strategy
+from everystep.strategies.base import Batch, Reads, strategy, undrawable
 from everystep.strategies.single import Picked
 from everystep.types import Children, Finished, FinishReason, Group, Scores
 
@@ -64,6 +64,8 @@ class Contrastive:
             for first in range(0, len(batch), self.top_k)
         ]
         reasons = self._reasons(batch, np.array(best))
+        lost = np.isnan(ratings[best]) | np.isnan(probabilities[best]).any(axis=1)
+        reasons = [undrawable() if gone else r for gone, r in zip(lost, reasons, strict=True)]
         parent: list[int] = []
         finish: list[FinishReason | None] = []
         for s, reason in zip(best, reasons, strict=True):

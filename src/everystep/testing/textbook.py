@@ -144,15 +144,19 @@ def beam_search(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
     """The `returns` best hypotheses. Source: the reference's `_beam_search`, for one prompt."""
     search = Beams.opening(strategy.width, strategy.slots)
     while not search.over:
-        _advance(prefix, strategy, search)
+        before = search.running
+        if not _advance(prefix, strategy, search):
+            return [Hypothesis(tuple(tokens), -torch.inf, "error") for tokens in before]
     finished = [slot for slot in search.bank if slot is not None]
     missing = Hypothesis((), NEVER, "length")
     return (finished + [missing] * strategy.returns)[: strategy.returns]
 
 
-def _advance(prefix: Prefix, strategy: Beam, beams: Beams) -> None:
-    """One step."""
+def _advance(prefix: Prefix, strategy: Beam, beams: Beams) -> bool:
+    """One step; False where nothing has ended and nothing is possible."""
     values, continued = _continuations(prefix, strategy, beams)
+    if not beams.filled.any() and float(values.max()) == -torch.inf:
+        return False
     reasons = [prefix.reason(tokens) for tokens in continued]
     ended = torch.tensor([reason is not None for reason in reasons])
     _store(strategy, beams, values, continued, reasons)
@@ -162,6 +166,7 @@ def _advance(prefix: Prefix, strategy: Beam, beams: Beams) -> None:
     full = strategy.early_stopping is True and bool(beams.filled.all())
     if not _may_improve(strategy, beams) or bool(ended.all()) or full:
         beams.over = True
+    return True
 
 
 def _continuations(prefix: Prefix, strategy: Beam, beams: Beams) -> tuple[Tensor, list[list[int]]]:

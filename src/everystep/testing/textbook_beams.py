@@ -24,6 +24,7 @@ class Running:
     scores: list[float]
     finished: list[Hypothesis] = field(default_factory=list)
     over: bool = False
+    best: float = 0.0  # of the last step's candidates
 
 
 def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
@@ -36,6 +37,9 @@ def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
     cut = False
     while not cut and not all(search.over for search in searches):
         chosen: list[int] | None = None
+        ended = any(search.finished for search in searches)
+        before = [tokens for search in searches for tokens in search.beams]
+        open_ones = [search for search in searches if not search.over]
         for search in searches:
             if search.over:
                 rest = [*search.beams[0], prefix.request.pad_token]
@@ -43,6 +47,9 @@ def banked_beams(prefix: Prefix, strategy: BankedBeams) -> list[Hypothesis]:
             else:
                 cut |= _step(prefix, strategy, search, chosen)
             chosen = (chosen or []) + [tokens[-1] for tokens in search.beams]
+        if not ended and max(search.best for search in open_ones) == -torch.inf:
+            found = [Hypothesis(tuple(tokens), 0.0, "error") for tokens in before]
+            return found[: strategy.returns]
     for search in searches:
         if not search.over:
             pairs = list(zip(search.beams, search.scores, strict=True))
@@ -83,7 +90,8 @@ def _step(prefix: Prefix, strategy: BankedBeams, search: Running, chosen: list[i
     if isinstance(strategy, ConstrainedBeam):
         going = _from_banks(prefix, strategy, search.beams, total, going)
     search.beams, search.scores = [pair[0] for pair in going], [pair[1] for pair in going]
-    search.over = _settled(strategy, search, best.values[0].item(), length)
+    search.best = best.values[0].item()
+    search.over = _settled(strategy, search, search.best, length)
     return cut
 
 

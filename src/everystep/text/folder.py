@@ -9,6 +9,7 @@ the folder is run.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,11 @@ from everystep.files.atomic import write_atomic
 from everystep.files.folder import TOKENIZER, find_tokenizer
 from everystep.files.opening import is_there, read_bounded
 from everystep.files.strict_json import field, read_json, whole_number
-from everystep.text.native import native_call
+from everystep.text.native import checked_text, native_call
 from everystep.text.settings import NO_LIMIT, Settings, checked_side, named_tokens, token_text
 
 MAX_TEMPLATE_BYTES = 1 << 20
+MAX_GROWTH = 64
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -159,7 +161,25 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     if any(not token.content for token in backend.get_added_tokens_decoder().values()):
         raise FormatError(f"{path} has an added token without text.")
+    for name, steps in (("normalizer", backend.normalizer), ("decoder", backend.decoder)):
+        grown = 1.0 if steps is None else _growth(json.loads(steps.__getstate__()))
+        if grown > MAX_GROWTH:
+            what, wanted = f"{path}: the {name} makes texts longer", f"at most {MAX_GROWTH} times"
+            raise FormatError(what, wanted=wanted, got=f"up to {grown:.0f} times")
     return backend
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """How many times longer a text may get by the replacements of a normaliser or decoder."""
+    if step["type"] == "Sequence":
+        return math.prod(map(_growth, step.get("normalizers") or step.get("decoders") or ()))
+    if step["type"] != "Replace":
+        return 1.0
+    pattern = step["pattern"].get("String")
+    # An expression may match between any two characters.
+    return max(
+        1.0, 1 + len(step["content"]) if not pattern else len(step["content"]) / len(pattern)
+    )
 
 
 def _add_missing_tokens(
@@ -202,8 +222,9 @@ def _added_token(token: Any) -> tokenizers.AddedToken:
     if not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
         raise FormatError("An added token is wrong", wanted="content", got=repr(token))
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    content = checked_text(token["content"], "an added token")
     return tokenizers.AddedToken(
-        token["content"], **{flag: bool(token[flag]) for flag in flags if flag in token}
+        content, **{flag: bool(token[flag]) for flag in flags if flag in token}
     )
 
 

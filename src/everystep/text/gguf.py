@@ -23,6 +23,7 @@ from everystep.text.pretokenizers import splitting_rule
 from everystep.text.settings import NO_LIMIT, Settings
 
 PREFIX = "tokenizer.ggml."
+MAX_TOKEN = 4096  # characters; those of models have up to some hundreds
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # The kinds of tokens that are added: matched whole in the text, before it is split.
 MATCHED_WHOLE = (CONTROL, USER_DEFINED)
@@ -74,6 +75,10 @@ class Vocabulary:
     @classmethod
     def read(cls, own: Metadata) -> Vocabulary:
         tokens = _array(own, "tokens", str)
+        # A vocabulary with scores is cut at every place of every token.
+        if (longest := max(map(len, tokens), default=0)) > MAX_TOKEN:
+            what, wanted = "tokenizer.ggml.tokens has an endless token", f"{MAX_TOKEN} characters"
+            raise FormatError(what, wanted=f"at most {wanted}", got=longest)
         types = [NORMAL] * len(tokens)
         if "token_type" in own:
             types = _array(own, "token_type", int)

@@ -11,6 +11,7 @@ from typing import Any
 
 from everystep.errors import RequestError, TokenizerError
 from everystep.text.batch import Side
+from everystep.text.native import checked_text
 
 # The reference's "no limit is known".
 NO_LIMIT = int(1e30)
@@ -86,7 +87,7 @@ def token_text(value: object, name: str) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     if value is None or isinstance(value, str):
-        return value or None
+        return checked_text(value, name) if value else None
     raise TokenizerError(
         f"{name} is not a token", wanted="text or an object with content", got=repr(value)
     )

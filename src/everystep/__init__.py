@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from everystep.api.session import Generated as Generated
     from everystep.api.steps import Explanation as Explanation
     from everystep.api.steps import Step as Step
+    from everystep.api.verify import Verification as Verification
+    from everystep.api.verify import verify as verify
     from everystep.api.wrapped import wrap as wrap
     from everystep.cache.containers import Cache as Cache
     from everystep.cache.containers import DynamicCache as DynamicCache
@@ -198,6 +200,7 @@ _NAMES = {
     "api.score": "Score score",
     "api.session": "Generated",
     "api.steps": "Explanation Step",
+    "api.verify": "Verification verify",
     "api.wrapped": "wrap",
     "cache.containers": """
         Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache

@@ -24,7 +24,8 @@ class EverystepError(Exception):
     ) -> None:
         text = str(what)
         finished = wanted is None and got is None and do is None and text[-1:] in (".", "")
-        super().__init__(text if finished else message(text, wanted=wanted, got=got, do=do))
+        whole = _shown(text) if finished else message(text, wanted=wanted, got=got, do=do)
+        super().__init__(whole)
 
 
 class RequestError(EverystepError, ValueError):
@@ -93,7 +94,8 @@ NOBODYS = (MemoryError, InvariantError)
 def message(what: str, *, wanted: object = None, got: object = None, do: str | None = None) -> str:
     """The text of an error: what is wrong, what was wanted, what was got, what to do.
 
-    Each of these is cut where it is so long that nobody would read it.
+    Each of these is cut where it is so long that nobody would read it, and shows escapes in the
+    place of characters that cannot be printed.
     """
     text = _cut(what)
     if wanted is not None:
@@ -103,8 +105,14 @@ def message(what: str, *, wanted: object = None, got: object = None, do: str | N
     return f"{text}. {_cut(do)}." if do else f"{text}."
 
 
+def _shown(text: str) -> str:
+    """The text with escapes for what a terminal or a log would obey, or show as something else."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 def _cut(part: object) -> str:
     text = str(part)
+    text = text if text.isprintable() else _shown(text)
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST - 100]} [...] {text[-60:]} ({len(text)} characters)"

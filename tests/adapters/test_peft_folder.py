@@ -6,13 +6,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
 from torch import Tensor
 
 from everystep.adapters import adapted, read_lora
-from everystep.errors import FormatError, MissingFileError, UnsupportedError
+from everystep.api.model import LanguageModel
+from everystep.errors import FileError, FormatError, MissingFileError, UnsupportedError
 from everystep.models import Model, named_weights
 from tests.adapters.making import PROJECTIONS, merge, random_lora, write_folder
 from tests.executors.models import SPECS, random_model
@@ -161,6 +163,31 @@ def test_a_folder_without_an_adapter_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x02")
     with pytest.raises((FormatError, MissingFileError)):
         read_lora(tmp_path, random_model(SPEC))
+
+
+def test_an_adapter_that_fails_in_any_read_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LanguageModel(random_model(SPEC), executor="torch")
+    folder, ids = write_folder(tmp_path, tensors()), torch.arange(5)[None]
+    before, read = model(ids).logits, np.fromfile
+    for last in range(10**9):
+        left = iter(range(last))
+
+        def fromfile(*given: Any, left: Any = left, **options: Any) -> Any:
+            if next(left, None) is None:
+                raise OSError(5, "Input/output error")
+            return read(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "fromfile", fromfile)
+            try:
+                model.load_adapter("a", folder)
+                break
+            except FileError:
+                assert (model.adapters, torch.equal(model(ids).logits, before)) == ((), True)
+    assert last == len(tensors()) and model.adapters == ("a",)
+    assert torch.equal(model(ids).logits, before)
 
 
 def test_an_encoder_takes_no_adapter(tmp_path: Path) -> None:

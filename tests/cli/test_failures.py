@@ -63,7 +63,7 @@ def test_debugging_shows_the_traceback(
 
 
 def test_a_text_of_several_lines_is_one_line(stage: Stage, call: Caller) -> None:
-    stage.load_failure = errors.FormatError("broken\n  here\tand \x1b[31mthere.")
+    stage.load_failure = OSError("broken\n  here\tand \x1b[31mthere.")
     assert call("generate", "a").err == "everystep: broken here and [31mthere.\n"
 
 

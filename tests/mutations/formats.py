@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from everystep.files.gguf import read_gguf
 from everystep.files.safetensors import open_weights
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
+from everystep.text import Tokenizer
 from tests.adapters.making import PROJECTIONS, random_lora, write_folder
 from tests.cli.tiny_model import CONFIG, _tokenizer, write_tiny_model
 from tests.files.gguf_writer import gguf_bytes
@@ -114,7 +116,7 @@ def _whole_gguf(folder: Path) -> Format:
             tensors[f"blk.{layer}.{name}.weight"] = ("Q8_0", torch.randn(shape))
         for name in ("attn_norm", "ffn_norm"):
             tensors[f"blk.{layer}.{name}.weight"] = ("F32", torch.ones(width))
-    return Format(gguf_bytes(metadata, tensors), BYTES, path, lambda: _answer(path))
+    return Format(gguf_bytes(metadata, tensors), BYTES, path, partial(_whole, path))
 
 
 def _safetensors(folder: Path) -> Format:
@@ -165,17 +167,25 @@ def _of_model_folder(parent: Path) -> dict[str, Format]:
             for part, those in parts.items():
                 save_file({one: weights[one] for one in those}, own / part, {"format": "pt"})
         path = own / name
-        read = _reader(own)
+        read = partial(_split if "token" in name else _answer, own)
         found[name] = Format(path.read_bytes(), JSON, path, read)
     return found
 
 
-def _reader(folder: Path) -> Callable[[], object]:
-    return lambda: _answer(folder)
-
-
-def _answer(path: Path) -> object:
+def _answer(folder: Path) -> object:
     """Loads a model, and where that succeeds lets it say something."""
+    model = es.load_model(folder, executor="torch")
+    return model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, seed=0)
+
+
+def _split(folder: Path) -> object:
+    """Loads a tokenizer, and where that succeeds lets it split and join a text."""
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer.decode(tokenizer.encode("ab <|end|> \u00e4" * 9))
+
+
+def _whole(path: Path) -> object:
+    """Loads a model with its tokenizer, and where that succeeds lets it say something."""
     model, tokenizer = es.load(path, executor="torch")
     return es.generate(model, tokenizer, "ab", max_new_tokens=2, seed=0)
 

@@ -21,7 +21,7 @@ from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
 from everystep.errors import FileError, FormatError, MissingFileError, RequestError
 from everystep.executors.choice import ExecutorName, holds_panels, slow_path
-from everystep.executors.process import one_thread
+from everystep.executors.process import loading
 from everystep.files.atomic import atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
 from everystep.files.gguf import GgufFile, read_gguf
@@ -133,7 +133,7 @@ def _warn_of_slow_path(model: LanguageModel, choices: _Choices) -> None:
         warnings.warn(f"{what}: {why}", stacklevel=3)
 
 
-@one_thread()
+@loading()
 def from_weights(
     config: Mapping[str, Any],
     weights: Mapping[str, Tensor],
@@ -194,7 +194,7 @@ class _Choices:
                 raise RequestError(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
 
 
-@one_thread()
+@loading()
 def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     found = open_folder(folder)
     # An unknown family is the first error, before weights that have no reader.
@@ -218,7 +218,7 @@ def _from_folder(folder: Path, choices: _Choices) -> LanguageModel:
     return LanguageModel(core, settings, folder.name, choices.executor, choices.cache_dtype)
 
 
-@one_thread()
+@loading()
 def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
     core = build_gguf_model(
         file,

@@ -22,7 +22,7 @@ from everystep.bridge.own_inputs import prepares
 from everystep.bridge.trial import examine
 from everystep.cache.containers import Cache, DynamicCache, own_half
 from everystep.errors import RequestError
-from everystep.executors.process import out_of_memory
+from everystep.executors.process import is_shortage
 from everystep.models.encoders import PromptEncoder
 from everystep.nn.modes import ordinary_mode
 from everystep.nn.network import Heard, Store
@@ -215,7 +215,7 @@ class ForeignModel:
             try:
                 output = self.foreign.encode(read, **shows)
             except REFUSALS as error:
-                if not (prompt.inputs or prompt.whole) or out_of_memory(error) is not None:
+                if not (prompt.inputs or prompt.whole) or is_shortage(error):
                     raise
                 raise refused({**prompt.inputs, **prompt.whole}, error) from error
             states: Tensor = output[0][0]

@@ -25,7 +25,7 @@ from everystep.bridge.own_inputs import Carried, carries, require_new
 from everystep.bridge.pasts import cache_of, past_of_row
 from everystep.bridge.sheets import Place, Sheet, assembled, columns_across, emptied, keep_spare
 from everystep.errors import EverystepError
-from everystep.executors.process import in_process, out_of_memory
+from everystep.executors.process import in_process, is_shortage
 from everystep.nn.modes import ordinary_mode
 from everystep.types import Answer, InputSpec, Past, StepOutput, Work, adapter_ability
 
@@ -259,7 +259,7 @@ class ForeignExecutor:
             return self._foreign.call(given)
         except (ValueError, IndexError, RuntimeError) as error:
             whole = block.extras[0].whole
-            ours = isinstance(error, EverystepError) or out_of_memory(error) is not None
+            ours = isinstance(error, EverystepError) or is_shortage(error)
             if ours or not whole:
                 raise
             raise refused(whole, error) from error

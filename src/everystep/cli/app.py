@@ -17,6 +17,7 @@ from everystep.cli.models import models, pull, quantize
 from everystep.cli.options import Offline
 from everystep.cli.perplexity import perplexity
 from everystep.cli.terminal import require_streams, tolerate_narrow_encodings, write_line
+from everystep.cli.verify import verify
 
 app = typer.Typer(
     name="everystep",
@@ -30,6 +31,7 @@ app.add_typer(models, name="models")
 app.command()(info)
 app.command()(quantize)
 app.command()(perplexity)
+app.command()(verify)
 
 
 def _show_version(wanted: bool) -> None:

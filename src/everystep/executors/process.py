@@ -36,12 +36,27 @@ _HARD = 2  # omp_pause_hard
 def in_process() -> Iterator[None]:
     """Within, a step runs; SystemExit where the interpreter ends, CapacityError without memory."""
     leave_if_ending()
+    with _shortages("memory ran out in a step", "Run fewer or shorter sequences at once"):
+        yield
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Within, one thread loads a model; CapacityError without memory."""
+    what, do = "memory ran out while a model was loaded", "Free some, or choose quantize='int8'"
+    with _shortages(what, do), one_thread():
+        yield
+
+
+@contextmanager
+def _shortages(what: str, do: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if (shortage := out_of_memory(error)) is None:
+        if not is_shortage(error):
             raise
-        raise shortage from error
+        got = str(error).partition("\n")[0] or None
+        raise CapacityError(what, got=got, do=do) from error
 
 
 def leave_if_ending() -> None:
@@ -50,17 +65,11 @@ def leave_if_ending() -> None:
         raise SystemExit("the interpreter is ending")
 
 
-def out_of_memory(error: Exception) -> CapacityError | None:
-    """One error for every way in which Python, numpy and torch say that memory ran out."""
+def is_shortage(error: Exception) -> bool:
+    """Whether Python, numpy or torch says with this error that memory ran out."""
     # On the CPU torch raises a plain RuntimeError.
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if not known and "allocate memory" not in str(error):
-        return None
-    return CapacityError(
-        "memory ran out in a step",
-        got=str(error).partition("\n")[0] or None,
-        do="Run fewer or shorter sequences at once",
-    )
+    return known or "allocate memory" in str(error)
 
 
 def _of_openmp(name: str) -> Callable[[int], object]:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest
+from everystep.errors import FileError, FormatError, MissingFileError, UnsupportedError, nearest
 from everystep.files.opening import impostor, is_there, open_regular, read_bounded, size_of
 from everystep.files.strict_json import field, parse_object
 
@@ -81,7 +81,10 @@ class Weights:
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of a tensor's values, in `dtype` if given and as stored otherwise."""
         stored = self._stored(name)
-        data = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
+        try:
+            data = np.fromfile(stored.file, np.uint8, stored.nbytes, offset=stored.start)
+        except OSError as error:
+            raise FileError(f"{stored.file}: {name!r} cannot be read", got=error) from error
         if len(data) != stored.nbytes:
             what = f"{stored.file}: {name!r} was cut off while it was in use"
             raise FormatError(what, wanted=f"{stored.nbytes} bytes", got=len(data))

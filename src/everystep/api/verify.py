@@ -1,0 +1,236 @@
+"""`verify`: proof on somebody's own model that logits and tokens are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.api.load import Source, load, load_model
+from everystep.api.model import LanguageModel
+from everystep.api.prepare import encode_prompts
+from everystep.bridge.reference import Reference
+from everystep.config.kinds import is_integer
+from everystep.errors import RequestError, UnsupportedError
+from everystep.files.sources import DEFAULT_MODEL, resolve_source
+from everystep.nn.modes import inference_mode
+from everystep.types import Prompt, Verb, Work
+
+TEXT = (
+    "The lighthouse keeper counted the ships that passed before dawn: seven, and one more with a "
+    "broken mast. He wrote their names down, as he had done every morning for thirty-one years, "
+    "and went to look after the lamp. In the village they said that he knew more about the sea "
+    "than any captain, although he had never sailed on it. When the storm came at last, it was "
+    "he who saw the signal first, ran down 214 steps, and rang the bell until his hands hurt."
+)
+"""What is read where the caller gives no text."""
+_CHUNK = 64
+"""Positions whose logits are read out at once."""
+_EQUAL = 1e-4
+"""Of the largest logit: how far apart equal sums in another order end up in float32, at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """One way to compute a model, beside transformers in float32.
+
+    `form`: which way. `differences`: (T,) the largest difference of a logit at each position.
+    `divergence`: (T,) nats. `agrees`: (T,) bool, whether the likeliest token is the same.
+    `margins`: (T,) how far apart the two best of transformers are. `tokens`, `wanted`: greedy ones,
+    ours and theirs. `largest`: the largest logit. `rounded`: whether weights or activations are.
+    """
+
+    form: str
+    differences: Tensor
+    divergence: Tensor
+    agrees: Tensor
+    margins: Tensor
+    tokens: tuple[int, ...]
+    wanted: tuple[int, ...]
+    largest: float
+    rounded: bool
+
+    @property
+    def equal_tokens(self) -> int:
+        """How many tokens are the same before the first that is not."""
+        pairs = zip(self.tokens, self.wanted, strict=True)
+        return next((n for n, (one, other) in enumerate(pairs) if one != other), len(self.tokens))
+
+    @property
+    def verdict(self) -> str:
+        """ "equal", up to the order of sums; "rounded", where that is what differs; "different"."""
+        if self.rounded:
+            return "rounded"
+        near = float(self.differences.max()) <= _EQUAL * self.largest
+        # Two logits closer than that may change places.
+        sure = self.margins > 2 * _EQUAL * self.largest
+        return "equal" if near and bool(self.agrees[sure].all()) else "different"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """What a comparison found: the model as it runs, and, where that rounds, in float32 too."""
+
+    name: str
+    transformers: str
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether what is not rounded equals transformers."""
+        return all(one.verdict != "different" for one in self.comparisons)
+
+    def picture(self) -> str:
+        """An SVG of the differences: a dot per comparison and position, by powers of ten."""
+        return _picture(self)
+
+
+def verify(
+    path: Source = DEFAULT_MODEL,
+    *,
+    text: str | None = None,
+    tokens: int = 32,
+    offline: bool = False,
+    **choices: Any,
+) -> Verification:
+    """How far the model of a checkpoint is from transformers' reading of the same files.
+
+    Logits are compared after every token of `text`, and `tokens` greedy ones after its first half.
+    `choices`: how the model is loaded, as for `es.load`. Needs `everystep[transformers]`. Raises
+    UnsupportedError without it, FormatError where transformers cannot read the checkpoint, and
+    what `es.load` raises.
+    """
+    if not is_integer(tokens) or not 1 <= tokens <= 1024:
+        raise RequestError("tokens is impossible", wanted="1 to 1024", got=repr(tokens)[:80])
+    local = resolve_source(path, offline=offline)
+    model, tokenizer = load(local, **choices)
+    if model.core.source is not None:
+        do = "Compare transcripts instead"
+        raise UnsupportedError("a model that listens reads no text to compare", do=do)
+    ids = _ids(model, tokenizer, TEXT if text is None else text)
+    theirs = Reference(local, pair=model.is_encoder_decoder)
+    rounded = _is_rounded(model)
+    found = [_compared(model, theirs, ids, tokens, "as it runs", rounded)]
+    if rounded:
+        exact = load_model(local, **{**choices, "dtype": torch.float32, "quantize": None})
+        found.append(_compared(exact, theirs, ids, tokens, "in float32", rounded=False))
+    return Verification(model.name_or_path, theirs.version, tuple(found))
+
+
+def _ids(model: LanguageModel, tokenizer: Any, text: str) -> Tensor:
+    """(T,) the ids of the text, as many as the model has positions for."""
+    found, most = tokenizer.encode(text), min(model.context or 512, 512)
+    if len(found) < 2:
+        raise RequestError("the text is too short", wanted="two tokens or more", got=len(found))
+    return torch.tensor(found[:most])
+
+
+def _is_rounded(model: LanguageModel) -> bool:
+    """Whether weights are codes, or numbers of 16 bits."""
+    coded = any(name not in ("float32", "float64") for name in model.weight_bytes)
+    return coded or model.cache_dtype != "float32"
+
+
+def _compared(
+    model: LanguageModel, theirs: Reference, ids: Tensor, count: int, form: str, rounded: bool
+) -> Comparison:
+    """One comparison."""
+    source, state, read = None, None, ids
+    if model.is_encoder_decoder:
+        start = model.generation_config.decoder_start_token_id or 0
+        source, read = ids, torch.cat([torch.tensor([start]), ids[:-1]])
+        with inference_mode():
+            (state,) = encode_prompts(model, (Prompt(ids=ids.numpy()),), (None,))
+    wanted = theirs.logits(read, source)
+    columns: list[tuple[Tensor, ...]] = []
+    for start, own in _logits(model, read, state):
+        other = wanted[start : start + len(own)].float()
+        ours, reference = own.log_softmax(-1), other.log_softmax(-1)
+        best = other.topk(2).values
+        columns.append(
+            (
+                (own - other).abs().amax(-1),
+                (reference.exp() * (reference - ours)).sum(-1),
+                own.argmax(-1) == other.argmax(-1),
+                best[:, 0] - best[:, 1],
+            )
+        )
+    prompt = ids[: max(1, len(ids) // 2)]
+    options: Mapping[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
+    said = model.generate(prompt[None], do_sample=False, num_beams=1, **options)[0, -count:]
+    differences, divergence, agrees, margins = map(torch.cat, zip(*columns, strict=True))
+    return Comparison(
+        form,
+        differences,
+        divergence,
+        agrees,
+        margins,
+        tuple(said.tolist()),
+        tuple(theirs.greedy(prompt, count)),
+        float(wanted.abs().max()),
+        rounded,
+    )
+
+
+def _logits(
+    model: LanguageModel, ids: Tensor, state: Tensor | None
+) -> Iterator[tuple[int, Tensor]]:
+    """(start, (n, V) float32 logits) of one row after another part of its ids, from the executor
+    that generates."""
+    executor = model.executor(frozenset() if state is None else frozenset({"encoder"}))
+    row, verbs = np.zeros(1, np.int64), [Verb("allocate", 0)]
+    for start in range(0, len(ids), _CHUNK):
+        part = ids[start : start + _CHUNK].numpy()
+        count = np.array([len(part)])
+        work = Work(tuple(verbs), row, np.array([start]), count, count, part)
+        if state is not None and start == 0:
+            work = replace(work, encoders={0: state})
+        with inference_mode():
+            found = executor.run(work).logits.float().cpu()
+        yield start, found
+        verbs = []
+
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 720, 240, 64, 40
+_COLOURS = ("#2f6f9f", "#b5563c")
+_LOW, _HIGH = -9, 1  # powers of ten
+
+
+def _picture(found: Verification) -> str:
+    """Dots over a grid of powers of ten."""
+
+    def y(value: float) -> float:
+        power = min(max(np.log10(max(value, 1e-30)), _LOW), _HIGH)
+        return _TOP + _HEIGHT * (_HIGH - float(power)) / (_HIGH - _LOW)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 16} '
+        f'{_HEIGHT + _TOP + 64}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{_LEFT}" y="20" font-size="14">Largest difference of a logit from transformers '
+        f"{_escaped(found.transformers)}, {_escaped(found.name)}</text>",
+    ]
+    for power in range(_LOW, _HIGH + 1, 2):
+        at = y(10.0**power)
+        line = f'x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{at:.1f}" y2="{at:.1f}"'
+        parts.append(f'<line {line} stroke="#dddddd"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">1e{power}</text>')
+    bottom = _TOP + _HEIGHT
+    for number, one in enumerate(found.comparisons):
+        colour, step = _COLOURS[number % 2], _WIDTH / len(one.differences)
+        for place, value in enumerate(one.differences.tolist()):
+            x = _LEFT + (place + 0.5) * step
+            parts.append(f'<circle cx="{x:.1f}" cy="{y(value):.1f}" r="2" fill="{colour}"/>')
+        label = f"{one.form}: {one.verdict}, at most {float(one.differences.max()):.1e}"
+        x = _LEFT + 300 * number
+        parts.append(f'<text x="{x}" y="{bottom + 44}" fill="{colour}">{_escaped(label)}</text>')
+    parts.append(f'<text x="{_LEFT}" y="{bottom + 22}">position of the text</text></svg>')
+    return "\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,79 @@
+"""`everystep verify`: whether a model computes what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import everystep as es
+from everystep.cli import options as o
+from everystep.cli.loading import fetch
+from everystep.cli.models import AsJson
+from everystep.cli.reading import read_text
+from everystep.cli.terminal import note, write_report, write_table
+from everystep.files.atomic import write_atomic
+from everystep.files.sources import DEFAULT_MODEL
+
+
+def verify(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="As --model elsewhere.")] = (
+        DEFAULT_MODEL
+    ),
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="Compare what follows FILE's text."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", help="Greedy tokens to compare.")
+    ] = 32,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw the differences as SVG.")
+    ] = None,
+    as_json: AsJson = False,
+    offline: o.Offline = False,
+) -> None:
+    """Compare MODEL with transformers: every logit of a text, and greedy tokens.
+
+    Needs everystep[transformers]. The exit code is 1 if MODEL differs by more than the order of
+    sums; where weights are rounded, that is judged in float32, and the rounding is shown beside it.
+    """
+    local = fetch(model, offline or context.obj)
+    said = None if text is None else read_text(text)
+    found = es.verify(local, text=said, tokens=tokens, offline=True)
+    if picture is not None:
+        write_atomic(picture, found.picture().encode())
+    rows: list[dict[str, Any]] = [
+        {
+            "form": one.form,
+            "verdict": one.verdict,
+            "largest difference": float(one.differences.max()),
+            "largest logit": one.largest,
+            "mean divergence": float(one.divergence.mean()),
+            "same best token": f"{int(one.agrees.sum())} of {len(one.agrees)}",
+            "same greedy tokens": f"{one.equal_tokens} of {len(one.tokens)}",
+        }
+        for one in found.comparisons
+    ]
+    if as_json:
+        named = [{key.replace(" ", "_"): value for key, value in row.items()} for row in rows]
+        write_report(
+            {
+                "model": model,
+                "transformers": found.transformers,
+                "holds": found.holds,
+                "forms": named,
+            }
+        )
+    else:
+        shown = [[_cell(value) for value in row.values()] for row in rows]
+        write_table(list(rows[0]), shown)
+    if not found.holds:
+        note(f"{model} differs from transformers {found.transformers}")
+        raise typer.Exit(1)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2e}" if isinstance(value, float) else str(value)

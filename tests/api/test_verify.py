@@ -1,0 +1,127 @@
+"""`es.verify` and `everystep verify`: equal where it is, and different where something is broken."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.bridge.reference import Reference
+from everystep.errors import EverystepError, FormatError, RequestError, UnsupportedError
+from everystep.testing.tokenizer import tiny_tokenizer
+from tests.cli.conftest import call  # noqa: F401  (a fixture)
+from tests.cli.running import Caller
+from tests.cli.tiny_model import write_tiny_model
+from tests.models.tiny import reference_pair
+
+FEW: dict[str, Any] = {"tokens": 5, "text": "the cat sat on the mat"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+def test_a_model_of_floats_is_equal(folder: Path) -> None:
+    found = es.verify(folder, **FEW)
+    (one,) = found.comparisons
+    assert (one.form, one.verdict, found.holds) == ("as it runs", "equal", True)
+    assert one.agrees.all() and one.equal_tokens == len(one.tokens) == 5
+    assert (
+        0 < float(one.differences.max()) < 1e-4 and len(one.differences) == len(one.margins) == 22
+    )
+    assert abs(float(one.divergence.mean())) < 1e-5
+
+
+def test_a_rounded_model_is_equal_in_float32(folder: Path) -> None:
+    found = es.verify(folder, quantize="int8", executor="auto", **FEW)
+    rounded, exact = found.comparisons
+    assert [one.verdict for one in found.comparisons] == ["rounded", "equal"]
+    assert float(rounded.differences.max()) > 10 * float(exact.differences.max())
+    assert found.holds
+
+
+def test_an_encoder_and_a_decoder_are_equal(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 320, "num_layers": 3, "num_decoder_layers": 3}
+    reference = reference_pair("t5", torch.float32, decoder_start_token_id=0, **sizes)
+    reference.save_pretrained(tmp_path / "pair")
+    tiny_tokenizer(320).save_pretrained(tmp_path / "pair")
+    (one,) = es.verify(tmp_path / "pair", **FEW).comparisons
+    assert one.verdict == "equal" and one.equal_tokens == 5
+
+
+@pytest.mark.parametrize("place", [0, 3, -1])
+def test_one_wrong_logit_is_different(
+    place: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Reference.logits
+
+    def wrong(self: Reference, *given: Any) -> torch.Tensor:
+        found = right(self, *given)
+        found[place, 7] += 0.1
+        return found
+
+    monkeypatch.setattr(Reference, "logits", wrong)
+    found = es.verify(folder, **FEW)
+    assert (found.holds, found.comparisons[0].verdict) == (False, "different")
+
+
+def test_the_picture_has_a_dot_for_each_position(folder: Path) -> None:
+    found = es.verify(folder, quantize="int8", **FEW)
+    drawn = ElementTree.fromstring(found.picture())
+    dots = drawn.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(dots) == sum(len(one.differences) for one in found.comparisons)
+    assert "in float32: equal" in found.picture()
+
+
+def test_the_command_line_says_the_same(
+    folder: Path,
+    call: Caller,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "text").write_text(FEW["text"])
+    picture = tmp_path / "a.svg"
+    line = ["verify", str(folder), "--text", str(tmp_path / "text"), "--tokens", "5"]
+    outcome = call(*line, "--picture", str(picture), "--json")
+    found = json.loads(outcome.out)
+    assert (outcome.code, outcome.err, found["holds"]) == (0, "", True)
+    assert found["forms"][0]["same_best_token"] == "22 of 22"
+    assert picture.read_text().startswith("<svg")
+    monkeypatch.setattr(Reference, "greedy", lambda self, ids, count: [0] * count)
+    monkeypatch.setattr(Reference, "logits", lambda self, ids, source=None: torch.zeros(22, 259))
+    outcome = call(*line)
+    assert outcome.code == 1 and "differs from transformers" in outcome.err
+    assert outcome.out.split("\t")[:2] == ["as it runs", "different"]
+
+
+@pytest.mark.parametrize("options", [{"tokens": 0}, {"tokens": True}, {"text": ""}, {"dtype": 5}])
+def test_what_cannot_be_compared_is_refused(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        es.verify(folder, **options)
+
+
+def test_without_transformers_it_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(UnsupportedError, match=r"pip install 'everystep\[transformers\]'"):
+        Reference(folder, pair=False)
+
+
+def test_a_folder_that_transformers_cannot_read_is_explained(folder: Path, tmp_path: Path) -> None:
+    es.load_model(folder, quantize="int8")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FormatError, match="transformers cannot read this model"):
+        Reference(tmp_path / "empty", pair=False)
+    with pytest.raises(EverystepError):
+        es.verify(tmp_path / "empty", **FEW)

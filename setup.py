@@ -31,7 +31,9 @@ class BuildWithKernels(build_py):
     """Compiles beside the sources, in place for an editable installation, and packs the result."""
 
     def run(self) -> None:
-        for problem in compilation().build_all():
+        native = compilation()
+        names = native.fitting_sets() if self.editable_mode else native.instruction_sets()
+        for problem in native.build(names):
             print(f"everystep: the native executor is left out: {problem}", file=sys.stderr)
         super().run()
 

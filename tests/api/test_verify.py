@@ -1,4 +1,4 @@
-"""`es.verify` and `everystep verify`: equal where it is, and different where something is broken."""
+"""`es.verify` and `everystep verify`: equal where it is, different where something is broken."""
 
 from __future__ import annotations
 

@@ -74,14 +74,8 @@ def fresh() -> None:
     library.load.cache_clear()
 
 
-def usable() -> list[str]:
-    """The instruction sets of this processor."""
-    flags = library._processor_flags()
-    return [name for name in build.instruction_sets() if flags.issuperset(library._NEEDS[name])]
-
-
 @pytest.mark.native
-@pytest.mark.parametrize("name", usable())
+@pytest.mark.parametrize("name", build.fitting_sets())
 def test_every_instruction_set_computes_the_same(name: str) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "EVERYSTEP_INSTRUCTIONS": name, "PYTHONPATH": paths}
@@ -109,7 +103,7 @@ def test_without_a_library_the_error_says_how_to_get_one(monkeypatch: pytest.Mon
 @pytest.mark.native
 @pytest.mark.usefixtures("fresh")
 def test_a_set_that_the_processor_lacks_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_processor_flags", frozenset)
+    monkeypatch.setattr(build, "processor_flags", frozenset)
     assert library.status().instructions == "plain"
     monkeypatch.setenv("EVERYSTEP_INSTRUCTIONS", "avx2")
     library.status.cache_clear()
@@ -131,10 +125,27 @@ def test_a_machine_gets_the_sets_of_its_processors(
     assert not [flag for flag in flags if flag.startswith("-m")]
 
 
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("", ["plain"]),
+        ("avx2 fma f16c sse", ["avx2", "plain"]),
+        ("avx2 fma", ["plain"]),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq", ["avx512", "avx2", "plain"]),
+    ],
+)
+def test_an_installation_in_place_compiles_what_its_processor_has(
+    flags: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(flags.split()))
+    assert build.fitting_sets() == names
+
+
 def test_without_a_compiler_the_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    assert "no C++ compiler" in build.build_all()[0]
+    assert "no C++ compiler" in build.build(["plain"])[0]
 
 
 def test_a_compiler_that_fails_leaves_no_library(
@@ -142,7 +153,7 @@ def test_a_compiler_that_fails_leaves_no_library(
 ) -> None:
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setattr(build, "library_path", lambda name: tmp_path / f"{name}.so")
-    assert len(build.build_all()) == len(build.instruction_sets())
+    assert len(build.build(build.X86_SETS)) == len(build.X86_SETS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -179,7 +190,7 @@ def run_checked(
     """What a process prints that runs `check` on a library with sanitisers in it."""
     cxx = build.compiler()
     assert cxx is not None, "these tests need the compiler that the package was built with"
-    name, made = usable()[0], folder / "checked.so"
+    name, made = build.fitting_sets()[0], folder / "checked.so"
     extra = ("-O1", "-g", f"-fsanitize={sanitisers}", "-fno-sanitize-recover=all")
     subprocess.run(build.command(cxx, name, made, extra), check=True)
     found = subprocess.run(

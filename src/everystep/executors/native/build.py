@@ -1,8 +1,10 @@
 """Compiles the kernels, once for each instruction set, into libraries beside this file.
 
-    python -m everystep.executors.native.build
+    python -m everystep.executors.native.build          those that this processor has
+    python -m everystep.executors.native.build all      those of every processor of its kind
 
-Installing the package runs it; where there is no compiler the libraries are missing and everything
+A wheel gets all of them, an installation in place those of the processor that it is on, which takes
+half as long. Where there is no compiler the libraries are missing and everything
 runs on torch operators. It imports nothing but the standard library, because the installation does
 not have the rest yet.
 """
@@ -15,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,11 +54,34 @@ X86_SETS: Mapping[str, tuple[str, ...]] = {
     "plain": ("-O2", "-Wno-psabi"),
 }
 """Instruction sets by name, best first, and the compiler's flags for each."""
+_NEEDS = {
+    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "plain": (),
+}
+"""What Linux calls what a set needs."""
 
 
 def instruction_sets() -> Mapping[str, tuple[str, ...]]:
     """Those that this machine's kind of processor may have."""
     return X86_SETS if platform.machine() in ("x86_64", "AMD64") else {"plain": X86_SETS["plain"]}
+
+
+def processor_flags() -> frozenset[str]:
+    """What the processor says it can, as Linux lists it; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def fitting_sets() -> list[str]:
+    """Those that this processor has, best first."""
+    flags = processor_flags()
+    return [name for name in instruction_sets() if flags.issuperset(_NEEDS[name])]
 
 
 def library_path(name: str) -> Path:
@@ -81,13 +106,14 @@ def command(cxx: str, name: str, target: Path, extra: Sequence[str] = ()) -> lis
     return [cxx, *flags(name), *extra, *sources, "-o", str(target)]
 
 
-def build_all() -> list[str]:
-    """Compiles every library that is missing or older than its sources; returns what went wrong."""
+def build(names: Iterable[str]) -> list[str]:
+    """Compiles the libraries of these sets that are missing or older than their sources; returns
+    what went wrong."""
     cxx = compiler()
     if cxx is None:
         return ["no C++ compiler was found (set CXX, or install g++ or clang++)"]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        found = pool.map(lambda name: _build(cxx, name), instruction_sets())
+        found = pool.map(lambda name: _build(cxx, name), names)
         return [problem for problem in found if problem is not None]
 
 
@@ -107,6 +133,7 @@ def _build(cxx: str, name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    problems = build_all()
+    every = sys.argv[1:] == ["all"]
+    problems = build(instruction_sets() if every else fitting_sets())
     print("\n".join(problems) or "the native libraries are built", file=sys.stderr)
     sys.exit(1 if problems else 0)

@@ -20,16 +20,10 @@ from everystep.errors import (
     UnsupportedError,
     message,
 )
-from everystep.executors.native.build import instruction_sets, library_path
+from everystep.executors.native.build import fitting_sets, library_path
 from everystep.files.sources import SourceSettings
 
 INTERFACE = 17
-_NEEDS = {
-    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
-    "avx2": ("avx2", "fma", "f16c"),
-    "plain": (),
-}
 
 
 class Matrix(Structure):
@@ -214,8 +208,7 @@ def status() -> Status:
     wanted = SourceSettings.from_environment().variables.get("EVERYSTEP_INSTRUCTIONS")
     if wanted == "none":
         return Status(None, "EVERYSTEP_INSTRUCTIONS is none")
-    flags = _processor_flags()
-    fitting = [name for name in instruction_sets() if flags.issuperset(_NEEDS[name])]
+    fitting = fitting_sets()
     chosen = [name for name in fitting if wanted in (None, name) and library_path(name).exists()]
     if chosen:
         return Status(chosen[0])
@@ -276,13 +269,3 @@ def check(failure: int) -> None:
     if failure:
         kind, text = _FAILURES[failure]
         raise kind(text)
-
-
-def _processor_flags() -> frozenset[str]:
-    """What the processor says it can, as Linux lists it; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())

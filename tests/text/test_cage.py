@@ -122,6 +122,14 @@ def test_what_a_broken_process_says_is_not_believed(
     assert template.render(CHAT).text == "broken"
 
 
+def test_an_answer_nested_without_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ 'deep' }}")
+    with monkeypatch.context() as patch, pytest.raises(TokenizerError, match="exceeds its limits"):
+        patch.setattr(caged, "receive", lambda *_: b"[" * 100_000)
+        template.render(CHAT)
+    assert template.render(CHAT).text == "deep"
+
+
 @pytest.mark.parametrize(
     "value",
     [

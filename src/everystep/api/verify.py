@@ -141,8 +141,8 @@ def _compared(
     """One comparison."""
     source, state, read = None, None, ids
     if model.is_encoder_decoder:
-        start = model.generation_config.decoder_start_token_id or 0
-        source, read = ids, torch.cat([torch.tensor([start]), ids[:-1]])
+        first = model.generation_config.decoder_start_token_id or 0
+        source, read = ids, torch.cat([torch.tensor([first]), ids[:-1]])
         with inference_mode():
             (state,) = encode_prompts(model, (Prompt(ids=ids.numpy()),), (None,))
     wanted = theirs.logits(read, source)

@@ -126,7 +126,7 @@ class _Cage:
             most = 6 * self._limits.text_characters + (1 << 20)
             data = caged.receive(cast(BinaryIO, process.stdout), most)
             return None if data is None else caged.unpacked(data)
-        except (OSError, ValueError):  # it has ended, or was made to say what it never would
+        except (OSError, ValueError, RecursionError):  # it has ended, or says what it never would
             return None
         except BaseException:  # an interrupt: its answer would be taken for that of the next chat
             self.end()

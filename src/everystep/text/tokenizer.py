@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from everystep.errors import RequestError, UnsupportedError
-from everystep.text.batch import BatchEncoding, Columns, Padding, Truncation, shaped
+from everystep.text.batch import BatchEncoding, Padding, Truncation, shaped
 from everystep.text.calls import (
     TextInput,
     TextItem,
@@ -32,10 +32,11 @@ from everystep.text.calls import (
 )
 from everystep.text.folder import read_folder, write_folder
 from everystep.text.gguf import read_gguf
+from everystep.text.literal import Literals, columns_of_chats
 from everystep.text.native import native_call
 from everystep.text.pieces import Decoding
 from everystep.text.settings import NamedToken, Settings, checked_side
-from everystep.text.template import RenderedChat, chosen_template, refuse_unread, tokens_within
+from everystep.text.template import chosen_template, refuse_unread
 
 NO_SETTINGS = Settings()
 
@@ -70,6 +71,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, settings: Settings = NO_SETTINGS) -> None:
         self.backend = backend
         self._origin: Path | None = None
+        self._known_literals: Literals | None = None
         self.special = settings.special
         self.padding_side = settings.padding_side
         self.truncation_side = settings.truncation_side
@@ -199,14 +201,16 @@ class Tokenizer:
         return_tensors: str | None = None,
         return_dict: bool = True,
         return_assistant_tokens_mask: bool = False,
+        split_special_tokens: bool = True,
         **template_variables: Any,
     ) -> Any:
         """A chat, or a list of chats, as its prompt: text, ids, or an encoding.
 
         No special tokens are added to those that the template writes. Text if not `tokenize`,
         ids if not `return_dict`. `assistant_masks` is 1 where a token lies in a
-        `{% generation %}` block. Further arguments are variables of the template; what it does
-        not read is an error.
+        `{% generation %}` block. What looks like a special token in a message of a user or tool,
+        or in a document, is split as text unless `split_special_tokens` is False. Further arguments
+        are variables of the template; what it does not read is an error.
         """
         chats, single = as_chats(conversation)
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
@@ -225,29 +229,29 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables={**self.special_tokens_map, **template_variables},
         )
+        if tokenize and split_special_tokens:
+            chats = [self._literals.in_chat(chat) for chat in chats]
+            render = functools.partial(render, documents=self._literals.marked(documents))
         rendered = [render(chat) for chat in chats]
         if not tokenize:
             texts = [chat.text for chat in rendered]
             return texts[0] if single else texts
         cut = self._truncation(truncation, max_length, padding)
         pad = self._padding(padding, max_length, padding_side, None)
-        columns = self._chat_columns(rendered, cut, return_assistant_tokens_mask)
+        encode = functools.partial(self._encodings, add_special_tokens=False)
+        columns = columns_of_chats(
+            rendered, encode, self._literals, cut, masks=return_assistant_tokens_mask
+        )
         encoding = shaped(pad(columns) if pad else columns, single, return_tensors)
         return encoding if return_dict else encoding["input_ids"]
 
-    def _chat_columns(
-        self, chats: Sequence[RenderedChat], cut: Truncation | None, masks: bool
-    ) -> Columns:
-        """The columns of rendered chats; they hold every special token, so none is added."""
-        encodings = self._encodings([chat.text for chat in chats], add_special_tokens=False)
-        columns = columns_of(encodings, ("input_ids", "attention_mask", "offset_mapping"), cut)
-        offsets = columns.pop("offset_mapping")
-        if masks:
-            columns["assistant_masks"] = [
-                tokens_within(row, chat.generations)
-                for row, chat in zip(offsets, chats, strict=True)
-            ]
-        return columns
+    @property
+    def _literals(self) -> Literals:
+        """How special tokens are kept text; made again once the vocabulary has grown."""
+        known = self._known_literals
+        if known is None or known.size != self.backend.get_vocab_size(with_added_tokens=True):
+            known = self._known_literals = Literals(self.backend)
+        return known
 
     # Ids to text
 

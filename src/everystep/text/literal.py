@@ -21,7 +21,7 @@ from everystep.errors import RequestError
 from everystep.text.batch import Columns, Truncation
 from everystep.text.calls import columns_of
 from everystep.text.native import native_call
-from everystep.text.template import RenderedChat, tokens_within
+from everystep.text.template import RenderedChat, endless, tokens_within
 
 # Characters that Unicode reserves for use inside a program, and for nobody.
 MARK = "\ufdd3"
@@ -54,6 +54,12 @@ class Literals:
 
     def marked(self, value: Any) -> Any:
         """The value, with a mark in each special token that is written in its texts."""
+        try:
+            return self._marked(value)
+        except RecursionError:
+            raise endless() from None
+
+    def _marked(self, value: Any) -> Any:
         if isinstance(value, str):
             if not self._pattern.search(value):
                 return value
@@ -62,9 +68,9 @@ class Literals:
                 raise RequestError(what, do="Take that character out")
             return self._pattern.sub(lambda found: f"{found[0][0]}{MARK}{found[0][1:]}", value)
         if isinstance(value, Mapping):
-            return {key: self.marked(item) for key, item in value.items()}
+            return {key: self._marked(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.marked(item) for item in value]
+            return [self._marked(item) for item in value]
         return value
 
     def encode(self, text: str, marks: Sequence[int]) -> tokenizers.Encoding:

@@ -126,8 +126,13 @@ def plain(value: Any) -> Any:
     try:
         return _plain(value)
     except RecursionError:
-        what = "a message or variable for the chat template is nested without end"
-        raise TokenizerError(what, do="Check that it does not contain itself") from None
+        raise endless() from None
+
+
+def endless() -> TokenizerError:
+    """The error of a message or variable that contains itself, or is nested as deep."""
+    what = "a message or variable for the chat template is nested without end"
+    return TokenizerError(what, do="Check that it does not contain itself")
 
 
 def _plain(value: Any) -> Any:

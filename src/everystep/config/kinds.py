@@ -15,6 +15,8 @@ from typing import Any
 from everystep.errors import RequestError
 from everystep.files.strict_json import whole_number
 
+_LARGEST_OF_32_BITS = (2 - 2**-23) * 2.0**127
+
 
 def _same(value: Any) -> Any:
     return value
@@ -202,6 +204,11 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return []
 
 
+def _is_bias(value: Any) -> bool:
+    """Whether scores of 32 bits can be raised by it; infinity among them."""
+    return is_number(value) and (abs(value) <= _LARGEST_OF_32_BITS or abs(value) == math.inf)
+
+
 def _ids_of_key(key: Any) -> tuple[int, ...]:
     if isinstance(key, str):
         parts = [part.strip() for part in key.strip("()").split(",") if part.strip()]
@@ -214,7 +221,7 @@ BIASES = Kind(
     "a non-empty dict {(id, id, ...): bias} or list [[[id, id, ...], bias], ...]",
     lambda value: (
         bool(pairs := _pairs(value))
-        and all(_is_word(ids) and is_number(bias) for ids, bias in pairs)
+        and all(_is_word(ids) and _is_bias(bias) for ids, bias in pairs)
     ),
     lambda value: {tuple(int(token) for token in ids): float(bias) for ids, bias in _pairs(value)},
 )
@@ -227,7 +234,7 @@ def _biased(value: Any) -> dict[int, float] | None:
     keys: list[Any] = [whole_number(key) if isinstance(key, str) else key for key in value]
     if not all(map(_is_id, keys)) or len({*keys}) < len(keys):
         return None
-    if not all(is_number(bias) and abs(bias) < math.inf for bias in value.values()):
+    if not all(_is_bias(bias) and abs(bias) < math.inf for bias in value.values()):
         return None
     return {int(k): float(bias) for k, bias in zip(keys, value.values(), strict=True)}
 

@@ -195,7 +195,8 @@ def read_options(
     assistant, corpus = read_assistant(given), read_corpus(given)
     effective = with_draft_notices(effective, assistant, corpus)
     for name in ("logprobs", "prompt_logprobs"):
-        _require_count(name, given.get(name), model.vocab_size)
+        if given.get(name) is not None:
+            require_count(name, given[name], model.vocab_size)
     prefix = given.get("prefix_allowed_tokens_fn")
     special = _special_ids(effective, model.vocab_size)
     return Options(
@@ -298,10 +299,8 @@ def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     )
 
 
-def _require_count(name: str, value: object, vocabulary: int) -> None:
-    """RequestError unless `value` is None or a number of tokens of the vocabulary."""
-    if value is None:
-        return
+def require_count(name: str, value: object, vocabulary: int) -> None:
+    """RequestError unless `value` is a number of tokens of the vocabulary."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= vocabulary:
         raise RequestError(
             f"{name} is impossible",

@@ -19,6 +19,7 @@ from everystep.files.pictures import PictureLike, read_picture
 from everystep.models.layout.embedders import PatchEncoder
 from everystep.models.layout.pages import LinesLike, pixels_of, read_page
 from everystep.models.layout.spec import LayoutSpec
+from everystep.text.literal import pattern_of
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
@@ -116,9 +117,8 @@ def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 def _plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """The ids of texts that strangers wrote: what is spelled like a special token is cut in two."""
-    special = [token for token in tokenizer.all_special_tokens if token]
-    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-    pieces = [_cut(text, pattern) if special else [text] for text in texts]
+    pattern = pattern_of(tokenizer.all_special_tokens)
+    pieces = [_cut(text, pattern) for text in texts]
     counts = [len(each) for each in pieces]
     ids = iter(_ids(tokenizer, [piece for each in pieces for piece in each]))
     found = [[token for _ in range(count) for token in next(ids)] for count in counts]

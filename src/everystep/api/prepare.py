@@ -6,17 +6,15 @@ can be wrong with a call is known when it returns, before any compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
-
-from torch import Tensor
 
 from everystep.api.allowing import allowed_in, length_of_allowed
 from everystep.api.caches import continued, new_cache, require_possible, row_quantization
 from everystep.api.drafts import Assistant, drafts_of
+from everystep.api.encoding import encoder_states
 from everystep.api.features import with_features
 from everystep.api.grammars import with_forced
 from everystep.api.healing import healed, require_healable
@@ -28,7 +26,6 @@ from everystep.api.prefixes import after_prefix, refuse_unseen_states
 from everystep.api.readouts import readout_of
 from everystep.api.searches import require_known_words
 from everystep.api.strategies import strategy_of
-from everystep.bridge.core import ForeignModel
 from everystep.cache.containers import Cache
 from everystep.cache.formats import Quantization
 from everystep.config import Effective
@@ -36,7 +33,6 @@ from everystep.config.effective import for_rows
 from everystep.engine.collect import kept_rows
 from everystep.engine.draft_model import DraftModel
 from everystep.errors import RequestError
-from everystep.executors.choice import encoder_of
 from everystep.nn.network import Heard
 from everystep.processors.base import UserProcessor
 from everystep.processors.order import Facts, build
@@ -45,7 +41,7 @@ from everystep.stops.criteria import longest, merge
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
-from everystep.types import Prompt, Request, Wants
+from everystep.types import Request, Wants
 from everystep.types.protocols import Drafter, Stop, Strategy
 
 if TYPE_CHECKING:
@@ -106,18 +102,8 @@ def prepare(
     drafter, verification = drafts_of(model, options, strategy)
     _require_places(model, drafter, inputs, new)
     require_known_words(strategy, model.vocab_size)
-    cache, hidden = past, strategy.reads.hidden and runs != "loop"
-    if options.prefix is not None and hidden:
-        refuse_unseen_states()
-    drafts, positions = drafter is not None, inputs.total_width + new - 1
-    if past is not None:
-        require_possible(past, options, positions, drafts=drafts)
-        inputs = continued(inputs, past, strategy.width, hidden=hidden)
-    elif runs != "continuous":
-        made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
-        cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
-    inputs = placed(inputs, new)
-    require_begun(inputs)
+    drafts = drafter is not None
+    inputs, cache = _cached(model, options, inputs, past, runs, strategy, new, drafts)
     how = row_quantization(options.effective, model, past)
     stops = _stops(options, inputs.width + new)
     drafter = drafter if runs == "loop" else with_forced(drafter, options, strategy, model)
@@ -158,6 +144,32 @@ def prepare(
     return _fitting(model, Call(options, inputs, requests, runs, cache, how))
 
 
+def _cached(
+    model: LanguageModel,
+    options: Options,
+    inputs: Inputs,
+    past: Cache | None,
+    runs: Runs,
+    strategy: Strategy,
+    new: int,
+    drafts: bool,
+) -> tuple[Inputs, Cache | None]:
+    """The inputs after what is cached, at their positions, and the cache object that is filled."""
+    hidden = strategy.reads.hidden and runs != "loop"
+    if options.prefix is not None and hidden:
+        refuse_unseen_states()
+    cache, positions = past, inputs.total_width + new - 1
+    if past is not None:
+        require_possible(past, options, positions, drafts=drafts)
+        inputs = continued(inputs, past, strategy.width, hidden=hidden)
+    elif runs != "continuous":
+        made = new_cache(options.effective, inputs, model, positions, drafts=drafts)
+        cache = made if runs == "loop" or options.effective.return_dict_in_generate else None
+    inputs = placed(inputs, new)
+    require_begun(inputs)
+    return inputs, cache
+
+
 def _fitting(model: LanguageModel, call: Call) -> Call:
     """The call; CapacityError where its rows cannot be held."""
     together, coded = call.runs != "continuous", call.quantization is not None
@@ -177,8 +189,7 @@ def completed(model: LanguageModel, call: Call) -> Call:
         read = with_features(declared, call.requests, values, model.width)
         return replace(call, requests=with_pictures(model, read, call.inputs.pictures))
     heard = tuple(Heard() for _ in source.prompts) if call.options.captures else ()
-    each = heard or (None,) * len(source.prompts)
-    states = source.states or tuple(encode_prompts(model, source.prompts, each))
+    states = encoder_states(model, source, heard)
     if not source.places:
         call = replace(call, inputs=replace(call.inputs, source=source.encoded(states, heard)))
     requests = []
@@ -187,17 +198,6 @@ def completed(model: LanguageModel, call: Call) -> Call:
         prompt = replace(request.prompt, encoder=state)
         requests.append(replace(request, prompt=prompt, companions=companions))
     return replace(call, requests=tuple(requests), heard=heard)
-
-
-def encode_prompts(
-    model: LanguageModel, prompts: Sequence[Prompt], heard: Sequence[Heard | None]
-) -> Iterator[Tensor]:
-    """What an encoder makes of prompts; `heard` gets what its layers show."""
-    core = model.core
-    encode = core.encode
-    if not isinstance(core, ForeignModel):
-        encode = partial(core.encode, by=encoder_of(core, model.executor_name))
-    return map(encode, prompts, heard)
 
 
 def _most_new(options: Options, inputs: Inputs, context: int | None) -> int:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from everystep.api.arrays import as_numbers, require_known
+from everystep.api.encoding import encoder_states
 from everystep.api.inputs import EncoderSource, read_inputs
 from everystep.api.many import progress_bar
 from everystep.api.model import LanguageModel
-from everystep.api.options import MODEL_INPUTS, Options, read_options
-from everystep.api.prepare import encode_prompts
+from everystep.api.options import MODEL_INPUTS, Options, read_options, require_count
 from everystep.api.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
 from everystep.api.session import paired
 from everystep.config.kinds import is_integer
@@ -117,7 +117,7 @@ def score(
     rows = list(many)
     before = _each_after(after, len(rows))
     window, stride = _sizes(model, window, stride)
-    _require_best(best, model.vocab_size)
+    require_count("best", best, model.vocab_size)
     options = read_options(model, {"adapter_names": adapter_names}, MODEL_INPUTS, tokenizer)
     (adapters,) = options.adapters(1)
     pairs = zip(rows, before, strict=True)
@@ -161,12 +161,6 @@ def _sizes(model: LanguageModel, window: Any, stride: Any) -> tuple[int, int]:
         wanted = f"1 to {window - 1} ids"
         raise RequestError("stride is impossible", wanted=wanted, got=repr(stride)[:80])
     return int(window), int(stride)
-
-
-def _require_best(best: Any, vocabulary: int) -> None:
-    if not is_integer(best) or not 0 <= best <= vocabulary:
-        wanted = f"an integer from 0 to {vocabulary}"
-        raise RequestError("best is impossible", wanted=wanted, got=repr(best)[:80])
 
 
 def _read(model: LanguageModel, tokenizer: Any, text: Any, after: Any, options: Options) -> _Row:
@@ -237,10 +231,7 @@ def _windows(
 ) -> Iterator[_Window]:
     """The windows of every row; an encoder reads once what stands before a text."""
     for number, row in enumerate(rows):
-        state = None
-        if (source := row.source) is not None:
-            heard: tuple[None, ...] = (None,) * len(source.prompts)
-            (state,) = source.states or tuple(encode_prompts(model, source.prompts, heard))
+        (state,) = (None,) if row.source is None else encoder_states(model, row.source)
         for start, first, end in _spans(row, size, stride):
             yield _Window(number, Prompt(ids=row.ids[start:end], encoder=state), first - start)
 

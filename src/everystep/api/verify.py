@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.api.encoding import encoder_states
+from everystep.api.inputs import EncoderSource
 from everystep.api.load import Source, load, load_model
 from everystep.api.model import LanguageModel
-from everystep.api.prepare import encode_prompts
 from everystep.bridge.reference import Reference
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, UnsupportedError
@@ -144,7 +145,7 @@ def _compared(
         first = model.generation_config.decoder_start_token_id or 0
         source, read = ids, torch.cat([torch.tensor([first]), ids[:-1]])
         with inference_mode():
-            (state,) = encode_prompts(model, (Prompt(ids=ids.numpy()),), (None,))
+            (state,) = encoder_states(model, EncoderSource((Prompt(ids=ids.numpy()),)))
     wanted = theirs.logits(read, source)
     columns: list[tuple[Tensor, ...]] = []
     for start, own in _logits(model, read, state):

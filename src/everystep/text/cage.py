@@ -176,9 +176,8 @@ def _answer(found: object) -> Answer:
     if isinstance(found, dict):
         with suppress(TypeError):
             answer = Answer(**found)
-            texts = (answer.text, answer.refused or "", answer.what or "", answer.got or "")
-            if all(isinstance(text, str) for text in (*texts, answer.do or "")) and isinstance(
-                answer.generations, int
-            ):
+            said = (answer.refused, answer.what, answer.got, answer.do)
+            whole = isinstance(answer.text, str) and isinstance(answer.generations, int)
+            if whole and all(one is None or isinstance(one, str) for one in said):
                 return answer
     return exceeded("The chat template", "its process was broken")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,12 @@ TRUSTED = ("system", "developer", "assistant", "model")
 """Roles whose messages are the application's or the model's own."""
 
 
+def pattern_of(special: Iterable[str]) -> re.Pattern[str]:
+    """What finds each of these tokens in a text, the longest that begins at a place."""
+    longest_first = sorted(filter(None, special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
 class Literals:
     """The special tokens of a tokenizer, and how their text is kept text."""
 
@@ -38,8 +44,7 @@ class Literals:
         self.size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self._special = {id: token for id, token in added.items() if token.special}
-        texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._pattern = pattern_of(token.content for token in self._special.values())
 
     def __reduce__(self) -> tuple[type[Literals], tuple[tokenizers.Tokenizer]]:
         """Made again where it is copied: a tokenizer's bytes do not say that specials are text."""

@@ -9,6 +9,8 @@ nats, and how often the most probable token is the same as in float32. float32 i
 file dequantised; int8, int4, Q8_0 and Q4_0 are rounded from it, Q4_K_M, Q5_K_M and Q6_K by
 llama.cpp. `--llama` installs llama.cpp where `peers` does. A type of keys and values may follow a
 slash: `float32/int8`, `Q4_1/float16`. `Q4_K_M:values` are the dequantised values of that file.
+`q4_k_m` and its like are files that `everystep quantize` makes of the same values, `q4_k_m:weighed`
+with the last 20,000 characters of the text as its importance, which are then not scored.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from parts.models import SHIPPED, Models
 from parts.report import options, write
 from torch import Tensor
 
+import everystep
 from everystep.cache.formats import CacheDtype
 from everystep.executors.native import NativeExecutor
 from everystep.files.gguf import read_gguf
@@ -41,6 +44,8 @@ HERE = Path(__file__).parent
 WINDOW, STRIDE = 512, 384
 FORMATS = ("int8", "int4", "Q8_0", "Q4_1", "Q4_0")
 FILES = ("Q8_0", "Q4_1", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")
+OWN = ("q8_0", "q6_k", "q5_k_m", "q4_k_m")
+IMPORTANCE = 20_000
 
 Engine = Callable[[list[int]], Tensor]
 """Ids -> (T, V) float32 logits."""
@@ -144,8 +149,8 @@ def rounded(base: Model, format: Any) -> Model:
     )
 
 
-def engines(args: argparse.Namespace, models: Models, folder: Path) -> dict[str, Engine]:
-    """Every engine by name, float32 first."""
+def engines(args: argparse.Namespace, models: Models, folder: Path, text: str) -> dict[str, Engine]:
+    """Every engine by name, float32 first. `text`: what importance is taken from."""
     base = ours(models.gguf(SHIPPED), torch.float32)
     found = {"float32": engine_of(base)}
     for name in args.formats.split(","):
@@ -154,6 +159,13 @@ def engines(args: argparse.Namespace, models: Models, folder: Path) -> dict[str,
         if weights in FILES:
             path = models.quantised(weights) if "_K" in weights else models.gguf(weights)
             model = ours(path, torch.float32 if values else None)
+        elif weights in OWN:
+            target = folder / f"{weights}{values}.gguf"
+            importance = text if values == "weighed" else None
+            written: Any = weights
+            model = ours(
+                everystep.quantize(models.float32(), target, written, importance=importance)
+            )
         else:
             model = base if weights == "float32" else rounded(base, weights)
         found[name] = engine_of(model, cast(CacheDtype, kept) if kept else None)
@@ -168,8 +180,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float
     text = (HERE / "data" / "opticks.txt").read_text(encoding="utf-8")
     models = Models.default()
     tokenizer = Tokenizer.from_gguf(read_gguf(models.gguf(SHIPPED)).metadata)
-    ids = list(tokenizer(text)["input_ids"])
-    every = engines(args, models, folder)
+    kept = text[:-IMPORTANCE] if "weighed" in args.formats else text
+    ids = list(tokenizer(kept)["input_ids"])
+    every = engines(args, models, folder, text[-IMPORTANCE:])
     tallies = {name: Tally() for name in every}
     for index, (window, scored) in enumerate(windows(ids)):
         if index % args.every:

@@ -23,7 +23,6 @@ from parts.gguf_copy import BLOCK_CODES, encode, tensor_info
 from safetensors import safe_open
 
 import everystep
-from everystep.api.load import write_quantized
 from everystep.files.sources import DEFAULT_MODEL
 
 _ALIGNMENT = 32
@@ -165,7 +164,8 @@ class Slices:
         """A folder of this library's, int8 or int4."""
         source = self.floats(shape, "bfloat16")
         return self._made(
-            f"{shape.name}-{format}", lambda to: write_quantized(source, to, format, offline=True)
+            f"{shape.name}-{format}",
+            lambda to: everystep.quantize(source, to, format, offline=True),
         )
 
     def gguf(self, shape: Shape, kind: str) -> Path:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from everystep.api.pages import layout_prompt as layout_prompt
     from everystep.api.prefill import prefill as prefill
     from everystep.api.prefixes import Prefix as Prefix
+    from everystep.api.quantize import quantize as quantize
     from everystep.api.run import Run as Run
     from everystep.api.runs import open as open
     from everystep.api.runs import resume as resume
@@ -195,6 +196,7 @@ _NAMES = {
     "api.pages": "layout_prompt",
     "api.prefill": "prefill",
     "api.prefixes": "Prefix",
+    "api.quantize": "quantize",
     "api.run": "Run",
     "api.runs": "open resume",
     "api.score": "Score score",

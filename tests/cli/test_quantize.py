@@ -1,13 +1,17 @@
-"""Rounding weights from a shell: to a folder, and while a model is loaded."""
+"""Rounding weights from a shell: to a folder or a file, and while a model is loaded."""
 
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 
 import pytest
 
 import everystep as es
+from everystep.api.quantize import WrittenFormat
+from everystep.cli import models as commands
+from everystep.files.gguf import read_gguf
 from tests.cli.running import Caller
 from tests.cli.tiny_model import write_tiny_model
 
@@ -73,3 +77,27 @@ def test_a_type_beside_codes_is_refused(folder: Path, call: Caller) -> None:
 def test_an_unknown_format_is_a_wrong_command_line(command: str, call: Caller) -> None:
     outcome = call(command, "--quantize", "int3")
     assert outcome.code == 2 and "int3" in outcome.err
+
+
+def test_the_command_knows_every_format() -> None:
+    assert {one.value for one in commands.WrittenFormat} == set(typing.get_args(WrittenFormat))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_file_is_what_python_writes(folder: Path, call: Caller, weighed: bool) -> None:
+    text = folder.parent / "text.txt"
+    text.write_text("hello hello there, how are you\n")
+    target, other = folder.parent / "a.gguf", folder.parent / "b.gguf"
+    outcome = call("quantize", str(folder), str(target), *["--importance", str(text)] * weighed)
+    assert (outcome.code, outcome.out) == (0, f"{target}\n")
+    es.quantize(folder, other, "q4_k_m", importance=text.read_text().strip() if weighed else None)
+    assert target.read_bytes()[4096:] == other.read_bytes()[4096:]
+    assert read_gguf(target).metadata["general.file_type"] == 15
+    assert call("generate", "hello", "-m", str(target), "-n", "4").code == 0
+
+
+def test_a_format_that_does_not_fit_the_target(folder: Path, call: Caller) -> None:
+    outcome = call("quantize", str(folder), str(folder.parent / "x"), "--format", "q6_k")
+    assert outcome.code == 2 and "ends in .gguf" in outcome.err
+    outcome = call("quantize", str(folder), str(folder.parent / "x.gguf"), "--format", "q3_k")
+    assert outcome.code == 2 and "q3_k" in outcome.err

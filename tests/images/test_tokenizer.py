@@ -17,7 +17,6 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import everystep as es
-from everystep.api.load import write_quantized
 from everystep.errors import (
     EverystepError,
     FormatError,
@@ -151,7 +150,7 @@ def test_chats_with_pictures_are_answered(loaded: Any) -> None:
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_a_rounded_folder_reads_the_same_pictures(format: Any, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "whole")
-    model, tokenizer = es.load(write_quantized(source, tmp_path / "rounded", format))
+    model, tokenizer = es.load(es.quantize(source, tmp_path / "rounded", format))
     whole, own = es.load(source, quantize=format)
     assert isinstance(tokenizer, PictureTokenizer) and isinstance(own, PictureTokenizer)
     assert (tokenizer.images, tokenizer.videos) == (own.images, own.videos)

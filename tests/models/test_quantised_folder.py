@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import everystep as es
-from everystep.api.load import write_quantized
+from everystep.api.quantize import quantize as write_quantized
 from everystep.errors import EverystepError, FileError, FormatError, RequestError, UnsupportedError
 from everystep.models import convert_model, stored_weights
 from everystep.nn.quantized import QuantizedWeight
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_a_folder_that_failed(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("everystep.api.load.write_atomic", full)
+    monkeypatch.setattr("everystep.api.quantize.write_atomic", full)
     with pytest.raises(OSError, match="No space"):
         write_quantized(source, tmp_path / "target", "int8")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -1,9 +1,7 @@
-"""Loading: from a name, a folder, a GGUF file or a hub id to a model and its tokenizer, and to a
-folder of rounded weights."""
+"""Loading: from a name, a folder, a GGUF file or a hub id to a model and its tokenizer."""
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,26 +17,18 @@ from everystep.api.model import LanguageModel
 from everystep.api.pictures import vision_of
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
-from everystep.errors import FileError, FormatError, MissingFileError, RequestError
+from everystep.errors import FormatError, MissingFileError, RequestError
 from everystep.executors.choice import ExecutorName, holds_panels, slow_path
 from everystep.executors.process import loading
-from everystep.files.atomic import atomic_folder, write_atomic
-from everystep.files.folder import CONFIG, GENERATION_CONFIG, open_folder
+from everystep.files.folder import open_folder
 from everystep.files.gguf import GgufFile, read_gguf
-from everystep.files.opening import is_there
-from everystep.files.safetensors_writer import Entry, write_weights
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.images import PictureTokenizer, read_picture_settings
 from everystep.models import Model, build_gguf_model, build_model
 from everystep.models.families import find_family
 from everystep.models.load import usable_device
 from everystep.models.loader import HeldWeights
-from everystep.models.quantised_folder import (
-    build_quantised_model,
-    folder_format,
-    quantised_contents,
-)
-from everystep.nn.rounding import Rounding
+from everystep.models.quantised_folder import build_quantised_model, folder_format
 from everystep.text import Tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -235,33 +225,3 @@ def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
     found = {field: file.metadata[key] for field, key in ids.items() if key in file.metadata}
     settings = GenerationConfig(**found)
     return LanguageModel(core, settings, name, choices.executor, choices.cache_dtype)
-
-
-def write_quantized(
-    source: Source,
-    target: Path,
-    format: Rounding,
-    *,
-    offline: bool = False,
-    progress: Progress | None = None,
-) -> Path:
-    """`target` is a whole folder with the source's model in this format and its tokenizer.
-
-    The layout is that of docs/quantised-folders.md. Raises FileError where `target` exists, and
-    what `load` raises; then nothing is left behind.
-    """
-    if format not in ("int8", "int4"):
-        raise RequestError("there is no such format", wanted="int8 or int4", got=repr(format))
-    if is_there(target):
-        do = "Give the name of a new folder"
-        raise FileError(f"{target} is there already", do=do)
-    model, tokenizer = load(source, quantize=format, offline=offline, progress=progress)
-    core = cast(Model, model.core)  # that of a model which was loaded, not wrapped
-    config, tensors = quantised_contents(core, format)
-    with atomic_folder(target) as folder:
-        tokenizer.save_pretrained(folder)
-        model.generation_config.to_json_file(folder / GENERATION_CONFIG)
-        entries = [Entry(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
-        write_weights(folder, entries, tensors.values())
-        write_atomic(folder / CONFIG, json.dumps(config, indent=2).encode())
-    return target

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,14 @@ import typer
 from rich import filesize
 
 from everystep.cli.loading import Watched, fetch
-from everystep.cli.options import Offline, Rounding
+from everystep.cli.options import Offline
+from everystep.cli.reading import read_text
 from everystep.cli.terminal import is_terminal, note, write_line, write_report, write_table
 from everystep.files.sources import DEFAULT_MODEL, cached_models, remove_model
 
 models = typer.Typer(help="List or remove the models in the cache folder.")
 
+WrittenFormat = StrEnum("WrittenFormat", "int8 int4 q8_0 q6_k q5_k_m q4_k_m")
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
 
@@ -71,20 +74,38 @@ def quantize(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="A name, a folder, a .gguf file or a hub id.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="The folder, or the .gguf file, to write.")
+    ],
     format: Annotated[
-        Rounding, typer.Option("--format", metavar="FORMAT", help="int8 or int4.")
-    ] = Rounding.int8,
+        WrittenFormat | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="For a folder int8 or int4; for a file q4_k_m, q5_k_m, q6_k or q8_0. Without it"
+            " int8 or q4_k_m.",
+        ),
+    ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(
+            "--importance",
+            metavar="FILE",
+            help="A text of the kind that the model is for: errors count by how much it uses them.",
+        ),
+    ] = None,
     offline: Offline = False,
 ) -> None:
-    """Write SOURCE with its weights in 8 or 4 bits to the new folder TARGET, and print where it is.
+    """Write SOURCE with its weights in 8, 6, 5 or 4 bits to the new TARGET, and print where it is.
 
     What is quantised already is refused: rounding it again would ruin it.
     """
-    from everystep.api.load import write_quantized  # torch is a second of importing
+    from everystep.api.quantize import quantize as write  # torch is a second of importing
 
     offline = offline or context.obj
+    usual = WrittenFormat.q4_k_m if target.suffix == ".gguf" else WrittenFormat.int8
+    text = None if importance is None else read_text(importance)
     with Watched(source) as progress:
-        rounding: Any = format.value
-        write_quantized(source, target, rounding, offline=offline, progress=progress)
+        chosen: Any = (format or usual).value
+        write(source, target, chosen, importance=text, offline=offline, progress=progress)
     write_line(str(target))

@@ -18,9 +18,13 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with the home folder in the place of ~; RequestError where there is no such home."""
+    """The path with the home folder in the place of ~; RequestError where there is none, and for
+    what is no path."""
     try:
         return Path(path).expanduser()
+    except TypeError as error:
+        what, got = "this is no path", type(path).__name__
+        raise RequestError(what, wanted="a string or a path", got=got) from error
     except RuntimeError as error:
         do = "Write the path without ~"
         raise RequestError("there is no such home folder", got=repr(path), do=do) from error

@@ -26,7 +26,7 @@ from everystep.models.model import Model
 from everystep.nn.quantized import QuantizedWeight
 from everystep.nn.rounding import Rounding
 
-_GLOBAL = {
+GLOBAL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -37,10 +37,15 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-_FREQUENCIES = "rope_freqs.weight"
+FREQUENCIES = "rope_freqs.weight"
 # Factors of Phi-3's rope, for short rows and for long ones.
-_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-_OF_ROPES = (_FREQUENCIES, _SHORT, _LONG)
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+_OF_ROPES = (FREQUENCIES, SHORT, LONG)
+# Whose rows some architectures hold in pairs, and what the configuration calls the heads' number.
+PERMUTED = {
+    "self_attn.q_proj.": "num_attention_heads",
+    "self_attn.k_proj.": "num_key_value_heads",
+}
 
 
 def build_gguf_model(
@@ -154,19 +159,19 @@ def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, 
     """RoPE scaling; Llama 3's comes as one factor per frequency, which longrope can say.
 
     Phi-3's comes as two, and as what attention is multiplied by."""
-    if _SHORT in file.tensors and _LONG in file.tensors:
+    if SHORT in file.tensors and LONG in file.tensors:
         trained = read.integer(f"{own}rope.scaling.original_context_length")
         stretched: dict[str, Any] = {
             "rope_type": "longrope",
-            "short_factor": file.dequantise(_SHORT, torch.float64).tolist(),
-            "long_factor": file.dequantise(_LONG, torch.float64).tolist(),
+            "short_factor": file.dequantise(SHORT, torch.float64).tolist(),
+            "long_factor": file.dequantise(LONG, torch.float64).tolist(),
             "original_max_position_embeddings": trained,
         }
         if read.has(f"{own}rope.scaling.attn_factor"):
             stretched["attention_factor"] = _decimal(read, f"{own}rope.scaling.attn_factor")
         return stretched
-    if _FREQUENCIES in file.tensors:
-        factors = file.dequantise(_FREQUENCIES, torch.float64).tolist()
+    if FREQUENCIES in file.tensors:
+        factors = file.dequantise(FREQUENCIES, torch.float64).tolist()
         return {
             "rope_type": "longrope",
             "short_factor": factors,
@@ -204,12 +209,8 @@ class _Renamed:
         names = [name for name in file.tensors if name not in _OF_ROPES]
         self._sources = {_renamed(name, self._known.layer): name for name in names}
         # How many heads the permuted ones have.
-        self._heads = {
-            "self_attn.q_proj.": config["num_attention_heads"],
-            "self_attn.k_proj.": config["num_key_value_heads"],
-        }
-        if not self._known.permuted:
-            self._heads = {}
+        permuted = PERMUTED if self._known.permuted else {}
+        self._heads = {role: config[key] for role, key in permuted.items()}
 
     def names(self) -> Iterable[str]:
         return self._sources
@@ -243,8 +244,8 @@ class _Renamed:
 def _renamed(name: str, layer: Mapping[str, str]) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; unknown names stay."""
     role, _, kind = name.rpartition(".")
-    if role in _GLOBAL:
-        return f"{_GLOBAL[role]}.{kind}"
+    if role in GLOBAL:
+        return f"{GLOBAL[role]}.{kind}"
     parts = role.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in layer:
         index = whole_number(parts[1])

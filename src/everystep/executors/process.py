@@ -42,10 +42,21 @@ def in_process() -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Within, one thread loads a model; CapacityError without memory."""
+    """Within, one thread loads a model; CapacityError without memory. What it freed is given back to
+    the system."""
     what, do = "memory ran out while a model was loaded", "Free some, or choose quantize='int8'"
-    with _shortages(what, do), one_thread():
-        yield
+    try:
+        with _shortages(what, do), one_thread():
+            yield
+    finally:
+        _give_back()
+
+
+def _give_back() -> None:
+    """Returns free memory to the system, where the allocator is glibc's: it keeps what it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ the weight that panels were made of need not be kept. What multiplies by them is
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,12 +49,30 @@ class Arena:
         """So many bytes, from the beginning of a cache line on; not initialised."""
         taken = _whole_lines(size)
         if taken > len(self._piece):
-            piece = np.empty(max(taken, _PIECE) + _LINE, dtype=np.uint8)
-            start = -piece.ctypes.data % _LINE
-            self._piece = torch.from_numpy(piece)[start : start + max(taken, _PIECE)]
+            self._piece = _mapped(max(taken, _PIECE))
         self.bytes += taken
         room, self._piece = self._piece[:size], self._piece[taken:]
         return room
+
+
+def _mapped(size: int) -> Tensor:
+    """So many bytes from the beginning of a page on.
+
+    They come from the system, not from the allocator: there they would lie between what is freed
+    when a model is loaded, and keep it from being given back.
+    """
+    try:
+        # Private where there is a choice: shared memory gets no large pages, and forks would share it.
+        private = getattr(mmap, "MAP_PRIVATE", None)
+        piece = (
+            mmap.mmap(-1, size) if private is None else mmap.mmap(-1, size, private | mmap.MAP_ANON)
+        )
+    except OSError as error:
+        raise MemoryError(f"cannot allocate memory for {size} bytes of weights") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without large pages
+            piece.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(piece, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)

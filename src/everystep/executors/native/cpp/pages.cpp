@@ -65,18 +65,41 @@ void prefer_large_pages(void* memory, size_t bytes) {
 #endif
 }
 
+// From here on memory comes from the system: the allocator would take what it has, and have to write
+// zeros into all of it.
+constexpr size_t kMapped = size_t(1) << 20;
+
+// Zeros, which take room only when they are written.
+void* fresh(size_t bytes) {
+    void* memory = nullptr;
+    if (bytes < kMapped) {
+        memory = std::calloc(bytes, 1);
+    } else {
+        memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) memory = nullptr;
+    }
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+
+void release(void* memory, size_t bytes) {
+    if (bytes < kMapped) {
+        std::free(memory);
+    } else {
+        munmap(memory, bytes);
+    }
+}
+
 }  // namespace
 
 Slab::Slab(size_t bytes) : bytes_(bytes), memory_(kept().take(bytes)) {
     if (memory_) return;
-    // Fresh memory is zeros, and takes room only when it is written.
-    memory_ = std::calloc(bytes, 1);
-    if (!memory_) throw std::bad_alloc();
+    memory_ = fresh(bytes);
     prefer_large_pages(memory_, bytes);
 }
 
 Slab::~Slab() {
-    if (memory_ && !kept().give(bytes_, memory_)) std::free(memory_);
+    if (memory_ && !kept().give(bytes_, memory_)) release(memory_, bytes_);
 }
 
 void Pages::reserve(int64_t count) {

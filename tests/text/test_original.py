@@ -18,9 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+import everystep as es
 from everystep.errors import UnsupportedError
 from everystep.text import Detokenizer, Tokenizer
+from everystep.text.pieces import byte_alphabet
 from everystep.text.pretokenizers import LLAMA3, QWEN2
+from tests.cli.tiny_model import write_tiny_model
 from tests.text.originals import (
     GEMMA,
     LLAMA,
@@ -316,3 +319,13 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 gone.delattr(sentencepiece, "sentencepiece_model_pb2", raising=False)
             with pytest.raises(UnsupportedError, match=r"pip install 'everystep\[sentencepiece\]'"):
                 Tokenizer.from_folder(folder)
+
+
+def test_a_model_loads_with_it(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    (folder / "tokenizer.json").unlink()
+    letters = {letter: id for id, letter in enumerate(byte_alphabet().values())}
+    folder_of(folder, {"vocab.json": letters, "merges.txt": ""}, tokenizer_class="GPT2Tokenizer")
+    model, tokenizer = es.load(folder)
+    assert len(tokenizer.encode("abc")) == 3
+    assert isinstance(es.generate(model, tokenizer, "ab", max_new_tokens=2), str)

@@ -19,6 +19,14 @@ from everystep.files.strict_json import MAX_SETTINGS_BYTES, field, read_json
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
+OTHER_VOCABULARIES = (
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+)
+"""What a folder without tokenizer.json may have in its place."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ def open_folder(path: str | PathLike[str]) -> ModelFolder:
     generation_config = read_json(generation, infinite=True, most=MAX_SETTINGS_BYTES)
     _check_config(config, str(path / CONFIG))
     _check_token_ids(generation_config or {}, str(generation))
-    return ModelFolder(path, config, generation_config, find_tokenizer(path / TOKENIZER))
+    return ModelFolder(path, config, generation_config, find_vocabulary(path))
 
 
 def _check_config(config: dict[str, object], name: str) -> None:
@@ -68,6 +76,12 @@ def _check_token_ids(config: dict[str, object], name: str) -> None:
             raise FormatError(
                 f"{name}: the field {key!r} is of the wrong kind", wanted="ids", got=value
             )
+
+
+def find_vocabulary(folder: Path) -> Path | None:
+    """The tokenizer's file in a folder: tokenizer.json, or one of those in its place."""
+    named = [folder / TOKENIZER, *(one for name in OTHER_VOCABULARIES for one in folder.glob(name))]
+    return next((file for one in named if (file := find_tokenizer(one))), None)
 
 
 def find_tokenizer(file: Path) -> Path | None:

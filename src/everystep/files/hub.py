@@ -22,6 +22,9 @@ ALLOWED = (
     "adapter_model.safetensors",
     "*.jinja",
     "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
     "vocab.txt",
     "merges.txt",
 )

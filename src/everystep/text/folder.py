@@ -2,12 +2,13 @@
 
 `tokenizer.json` decides how text is split and what is put before and after it; `add_bos_token`
 and `add_eos_token` of `tokenizer_config.json` change nothing then, as in the reference (5.23).
-The other files add names, sides, limits and chat templates. Nothing is fetched, and nothing in
-the folder is run.
+Without it the vocabulary that the folder came with is read (`original.py`). The other files add
+names, sides, limits and chat templates. Nothing is fetched, and nothing in the folder is run.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,19 @@ import tokenizers
 
 from everystep.errors import FileError, FormatError, MissingFileError
 from everystep.files.atomic import write_atomic
-from everystep.files.folder import TOKENIZER, find_tokenizer
+from everystep.files.folder import TOKENIZER, find_tokenizer, find_vocabulary
 from everystep.files.opening import is_there, read_bounded
 from everystep.files.strict_json import field, read_json, whole_number
 from everystep.text.native import checked_text, native_call
-from everystep.text.settings import NO_LIMIT, Settings, checked_side, named_tokens, token_text
+from everystep.text.original import Original, add_ends, read_original
+from everystep.text.settings import (
+    NAMES,
+    NO_LIMIT,
+    Settings,
+    checked_side,
+    named_tokens,
+    token_text,
+)
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_GROWTH = 64
@@ -31,6 +40,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 OLDER_TEMPLATE = "chat_template.json"
+ADDED_TOKENS = "added_tokens.json"
 FURTHER_TEMPLATES = "additional_chat_templates"
 # The same vocabulary in other forms, which other programs read.
 VOCABULARIES = (
@@ -42,18 +52,25 @@ VOCABULARIES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "added_tokens.json",
+    ADDED_TOKENS,
 )
 EXTRA_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, Settings]:
     """The splitting rule and the settings of a folder; FileError names what is missing or wrong."""
-    backend = _read_backend(folder)
     config: dict[str, Any] = read_json(folder / TOKENIZER_CONFIG) or {}
     tokens_map = read_json(folder / SPECIAL_TOKENS) or {}
-    special = named_tokens(tokens_map, config)
-    _add_missing_tokens(backend, config, tokens_map, special)
+    original = None if is_there(folder / TOKENIZER) else _read_original(folder, config)
+    backend = original.backend if original else _read_backend(folder)
+    _check_growth(backend, folder)
+    _add_listed_tokens(backend, config)
+    known = original.special if original else {}
+    own = {name: token for name, token in known.items() if backend.token_to_id(token) is not None}
+    special = named_tokens(own, tokens_map, config)
+    _add_named_tokens(backend, config, tokens_map, special)
+    if original:
+        add_ends(backend, config, special)
     limit = config.get("model_max_length")
     return backend, Settings(
         special=special,
@@ -95,12 +112,14 @@ def write_folder(
 def _copied(
     origin: Path | None, backend: tokenizers.Tokenizer, settings: Settings
 ) -> dict[str, bytes]:
-    """The files of `origin`, none where they say something else by now."""
+    """The files of `origin`; none where they say something else, or lack `tokenizer.json`."""
+    if origin is None or not is_there(origin / TOKENIZER):
+        return {}
     try:
-        known = None if origin is None else read_folder(origin)
+        known = read_folder(origin)
     except FileError:
-        known = None
-    if origin is None or known is None or known[0].to_str() != backend.to_str():
+        return {}
+    if known[0].to_str() != backend.to_str():
         return {}
     if replace(known[1], name_or_path=settings.name_or_path) != settings:
         return {}
@@ -145,15 +164,34 @@ def _json_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
-def _read_backend(folder: Path) -> tokenizers.Tokenizer:
-    path = find_tokenizer(folder / TOKENIZER)
-    if path is None:
+def _read_original(folder: Path, config: dict[str, Any]) -> Original:
+    """The vocabulary that a folder has in place of `tokenizer.json`."""
+    if find_vocabulary(folder) is None:
         raise MissingFileError(
             f"{folder} has no tokenizer",
             wanted="a file tokenizer.json",
             got=", ".join(sorted(p.name for p in folder.glob("token*"))) or "no such file",
             do="Save the tokenizer with tokenizers.Tokenizer.save, or load the model alone",
         )
+    older = read_json(folder / ADDED_TOKENS)
+    if older and not config.get("added_tokens_decoder"):
+        config["added_tokens_decoder"] = _numbered(older, folder / ADDED_TOKENS)
+    return read_original(folder, config)
+
+
+def _numbered(ids: Mapping[str, object], path: Path) -> dict[str, Any]:
+    """Added tokens by id, as `tokenizer_config.json` lists them, of an older file by token."""
+    found: dict[str, Any] = {}
+    for token, id in ids.items():
+        if type(id) is not int or id < 0 or str(id) in found:
+            what = f"{path} is wrong"
+            raise FormatError(what, wanted="an id of its own for each token", got=repr(id)[:200])
+        found[str(id)] = {"content": token}
+    return found
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = find_tokenizer(folder / TOKENIZER)
     with native_call(f"{path} is not a tokenizer", error=FormatError):
         backend = tokenizers.Tokenizer.from_file(str(path))
     # Both would be state shared by all calls; each call pads and truncates its own rows.
@@ -161,18 +199,23 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     if any(not token.content for token in backend.get_added_tokens_decoder().values()):
         raise FormatError(f"{path} has an added token without text.")
+    return backend
+
+
+def _check_growth(backend: tokenizers.Tokenizer, folder: Path) -> None:
     for name, steps in (("normalizer", backend.normalizer), ("decoder", backend.decoder)):
         grown = 1.0 if steps is None else _growth(json.loads(steps.__getstate__()))
         if grown > MAX_GROWTH:
-            what, wanted = f"{path}: the {name} makes texts longer", f"at most {MAX_GROWTH} times"
+            what, wanted = f"{folder}: the {name} makes texts longer", f"at most {MAX_GROWTH} times"
             raise FormatError(what, wanted=wanted, got=f"up to {grown:.0f} times")
-    return backend
 
 
 def _growth(step: Mapping[str, Any]) -> float:
     """How many times longer a text may get by the replacements of a normaliser or decoder."""
     if step["type"] == "Sequence":
         return math.prod(map(_growth, step.get("normalizers") or step.get("decoders") or ()))
+    if step["type"] == "Precompiled":
+        return _longest_rule(base64.b64decode(step["precompiled_charsmap"]))
     if step["type"] != "Replace":
         return 1.0
     pattern = step["pattern"].get("String")
@@ -182,13 +225,17 @@ def _growth(step: Mapping[str, Any]) -> float:
     )
 
 
-def _add_missing_tokens(
-    backend: tokenizers.Tokenizer,
-    config: Mapping[str, Any],
-    tokens_map: Mapping[str, Any],
-    special: Mapping[str, str],
-) -> None:
-    """Makes every token that the configuration names part of the vocabulary, with its flags."""
+def _longest_rule(rules: bytes) -> float:
+    """The bytes of the longest replacement in compiled rules: a table, then texts that end in NUL.
+
+    Its first four bytes say how many the table has.
+    """
+    table = int.from_bytes(rules[:4], "little")
+    return float(max(map(len, rules[4 + table :].split(b"\0")), default=1) or 1)
+
+
+def _add_listed_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Makes every token that the configuration lists by id part of the vocabulary."""
     known = backend.get_added_tokens_decoder()
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, Mapping):
@@ -208,12 +255,28 @@ def _add_missing_tokens(
             if place != numbers[id]:
                 raise FormatError(
                     f"tokenizer_config.json gives the added token {added.content!r} the id {id}",
-                    wanted=f"{place}, its place in tokenizer.json",
+                    wanted=f"{place}, its place in the vocabulary",
                     do="The two files belong to different tokenizers",
                 )
+
+
+def _add_named_tokens(
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    tokens_map: Mapping[str, Any],
+    special: Mapping[str, str],
+) -> None:
+    """Makes every token that the configuration names part of the vocabulary."""
     names = [*special.values(), *_extra_tokens(tokens_map), *_extra_tokens(config)]
-    flagged = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_special_tokens([name for name in dict.fromkeys(names) if name not in flagged])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    flagged = {
+        token.get("content"): {**token, "special": True}
+        for source in (tokens_map, config)
+        for name in NAMES
+        if isinstance(token := source.get(name), Mapping)
+    }
+    missing = [name for name in dict.fromkeys(names) if name not in known]
+    backend.add_special_tokens([_added_token(flagged.get(name, name)) for name in missing])
 
 
 def _added_token(token: Any) -> tokenizers.AddedToken:

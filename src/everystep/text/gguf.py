@@ -18,12 +18,12 @@ from tokenizers import decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from everystep.errors import FormatError, UnsupportedError
+from everystep.text.merges import check_lengths, cuts, merge_pairs
 from everystep.text.native import native_call
 from everystep.text.pretokenizers import splitting_rule
 from everystep.text.settings import NO_LIMIT, Settings
 
 PREFIX = "tokenizer.ggml."
-MAX_TOKEN = 4096  # characters; those of models have up to some hundreds
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # The kinds of tokens that are added: matched whole in the text, before it is split.
 MATCHED_WHOLE = (CONTROL, USER_DEFINED)
@@ -76,9 +76,7 @@ class Vocabulary:
     def read(cls, own: Metadata) -> Vocabulary:
         tokens = _array(own, "tokens", str)
         # A vocabulary with scores is cut at every place of every token.
-        if (longest := max(map(len, tokens), default=0)) > MAX_TOKEN:
-            what, wanted = "tokenizer.ggml.tokens has an endless token", f"{MAX_TOKEN} characters"
-            raise FormatError(what, wanted=f"at most {wanted}", got=longest)
+        check_lengths(tokens, "tokenizer.ggml.tokens")
         types = [NORMAL] * len(tokens)
         if "token_type" in own:
             types = _array(own, "token_type", int)
@@ -111,7 +109,8 @@ def _byte_level(own: Metadata, vocabulary: Vocabulary) -> tuple[tokenizers.Token
     rule = splitting_rule(_rule_name(own))
     size = vocabulary.base_size()
     base = {token: id for token, id in vocabulary.ids.items() if id < size}
-    model = models.BPE(vocab=base, merges=_merges(own, base), ignore_merges=rule.whole_words)
+    merges = merge_pairs(_array(own, "merges", str), base, "tokenizer.ggml.merges")
+    model = models.BPE(vocab=base, merges=merges, ignore_merges=rule.whole_words)
     backend = tokenizers.Tokenizer(model)
     if rule.normalizer:
         backend.normalizer = rule.normalizer()
@@ -157,24 +156,6 @@ def _rule_name(own: Metadata) -> str:
     return "default"
 
 
-def _merges(own: Metadata, base: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The merges as pairs; each half and the whole must be tokens."""
-    pairs = []
-    for rank, merge in enumerate(_array(own, "merges", str)):
-        # A half may begin with a space in other alphabets; the separator is never the first.
-        cut = merge.find(" ", 1)
-        left, right = merge[:cut], merge[cut + 1 :]
-        missing = [text for text in (left, right, left + right) if text not in base]
-        if cut < 1 or missing:
-            raise FormatError(
-                f"Merge {rank} of tokenizer.ggml.merges is wrong",
-                wanted="two tokens separated by a space, whose union is a token",
-                got=f"{merge!r}" + (f", where {missing[0]!r} is no token" if missing else ""),
-            )
-        pairs.append((left, right))
-    return pairs
-
-
 def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """Merges in the order in which SentencePiece makes them: the best score first.
 
@@ -183,13 +164,12 @@ def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[
     """
     _check_count("scores", len(scores), len(vocabulary.tokens))
     ids = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == NORMAL}
-    found = []
-    for token, id in ids.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((-scores[id], ids[left], ids[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+
+    def order(pair: tuple[str, str]) -> tuple[float, int, int]:
+        left, right = pair
+        return -scores[ids[left + right]], ids[left], ids[right]
+
+    return sorted(cuts(ids, "tokenizer.ggml.tokens"), key=order)
 
 
 def _special_tokens(own: Metadata, tokens: list[str]) -> dict[str, str]:

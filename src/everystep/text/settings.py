@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everystep.errors import RequestError, TokenizerError
+from everystep.errors import FormatError, RequestError, TokenizerError
 from everystep.text.batch import Side
 from everystep.text.native import checked_text
 
@@ -91,3 +91,12 @@ def token_text(value: object, name: str) -> str | None:
     raise TokenizerError(
         f"{name} is not a token", wanted="text or an object with content", got=repr(value)
     )
+
+
+def config_flag(config: Mapping[str, object], key: str, default: bool) -> bool:
+    """A switch of tokenizer_config.json; the default where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        what = f"tokenizer_config.json: {key} is wrong"
+        raise FormatError(what, wanted="true or false", got=repr(value)[:200])
+    return default if value is None else value

@@ -1,0 +1,115 @@
+"""Tokenizer classes whose vocabularies are byte level: how they cut texts, what they call tokens.
+
+Sources: the classes of the reference (5.23); QWenTokenizer lies in the repositories of its models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from everystep.text.pretokenizers import LLAMA3, QWEN2, SplittingRule
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class ByteLevelClass:
+    """How a class cuts texts; without an expression of its own as GPT-2 does.
+
+    `special`: the names of tokens where no file names them. `encloses`: every text stands between
+    cls and sep.
+    """
+
+    special: Mapping[str, str]
+    pattern: str | None = None
+    composes: bool = False
+    encloses: bool = False
+
+    def rule(self, prefixed: bool) -> SplittingRule:
+        """The rule, with or without a space before every text."""
+        split = partial(_split, self.pattern, prefixed)
+        return SplittingRule(split, normalizers.NFC if self.composes else None)
+
+
+@dataclass(frozen=True)
+class TiktokenClass:
+    """How a class cuts texts, and its tokens beyond those of the file, from the first free id."""
+
+    pattern: str
+    composes: bool = False
+    further: tuple[str, ...] = ()
+
+    @property
+    def rule(self) -> SplittingRule:
+        """The rule."""
+        split = partial(_split, self.pattern, False)
+        return SplittingRule(split, normalizers.NFC if self.composes else None)
+
+
+def _split(pattern: str | None, prefixed: bool) -> pre_tokenizers.PreTokenizer:
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=pattern is None)
+    if pattern is None:
+        return alphabet
+    words = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([words, alphabet])
+
+
+def _named(names: str, token: str = END_OF_TEXT) -> dict[str, str]:
+    return {f"{name}_token": token for name in names.split()}
+
+
+_ROBERTA = ByteLevelClass(
+    {
+        **_named("bos cls", "<s>"),
+        **_named("eos sep", "</s>"),
+        **_named("unk", "<unk>"),
+        **_named("pad", "<pad>"),
+        **_named("mask", "<mask>"),
+    },
+    encloses=True,
+)
+_GPT_NEOX = ByteLevelClass({**_named("unk bos eos"), **_named("pad", "<|padding|>")}, composes=True)
+
+BYTE_LEVEL = {
+    "GPT2Tokenizer": ByteLevelClass(_named("unk bos eos")),
+    "CodeGenTokenizer": ByteLevelClass(_named("unk bos eos")),
+    "GPTNeoXTokenizer": _GPT_NEOX,
+    "Qwen2Tokenizer": ByteLevelClass(_named("unk eos pad"), QWEN2, composes=True),
+    "RobertaTokenizer": _ROBERTA,
+    "BartTokenizer": _ROBERTA,
+}
+
+# The reference takes the expression of Llama 3 for every tiktoken file.
+_LLAMA3 = TiktokenClass(LLAMA3)
+_QWEN = TiktokenClass(
+    QWEN2,
+    composes=True,
+    further=(
+        END_OF_TEXT,
+        "<|im_start|>",
+        "<|im_end|>",
+        *(f"<|extra_{number}|>" for number in range(205)),
+    ),
+)
+TIKTOKEN = {
+    "LlamaTokenizer": _LLAMA3,
+    "PreTrainedTokenizer": _LLAMA3,  # PreTrainedTokenizerFast
+    "TokenizersBackend": _LLAMA3,
+    "QWenTokenizer": _QWEN,
+}
+
+CLASS_OF_MODEL = {
+    **dict.fromkeys(("gpt2", "opt", "phi"), "GPT2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("llama", "mistral", "mixtral"), "LlamaTokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("t5", "mt5"), "T5Tokenizer"),
+    "bart": "BartTokenizer",
+    "gpt_neox": "GPTNeoXTokenizer",
+    "qwen": "QWenTokenizer",
+}
+"""The class of a folder that names none, by the `model_type` of its config.json."""

@@ -42,7 +42,7 @@ def in_process() -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Within, one thread loads a model; CapacityError without memory. What it freed is given back to
+    """Within, one thread loads a model; CapacityError without memory. What was freed goes back to
     the system."""
     what, do = "memory ran out while a model was loaded", "Free some, or choose quantize='int8'"
     try:

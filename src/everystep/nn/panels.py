@@ -62,7 +62,7 @@ def _mapped(size: int) -> Tensor:
     when a model is loaded, and keep it from being given back.
     """
     try:
-        # Private where there is a choice: shared memory gets no large pages, and forks would share it.
+        # Private where there is a choice: shared memory may get no large pages.
         private = getattr(mmap, "MAP_PRIVATE", None)
         piece = (
             mmap.mmap(-1, size) if private is None else mmap.mmap(-1, size, private | mmap.MAP_ANON)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -110,6 +115,134 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     remove_leftovers(tmp_path)
     assert names(tmp_path) == [".c", "b.partial", "d"]
+
+
+WRITERS = {
+    "file": "with atomic_file(target) as file:\n    file.write(b'half'); file.flush(); stop()",
+    "folder": "with atomic_folder(target) as new:\n    (new / 'half').write_text(''); stop()",
+    "files": "with atomic_files(target, 'a', lambda name: False) as new:\n"
+    "    (new / 'half').write_text(''); stop()",
+}
+
+
+@contextmanager
+def writer(kind: str, target: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is in the middle of writing `target`."""
+    begin = (
+        "import sys, time\nfrom pathlib import Path\nfrom everystep.files.atomic import *\n"
+        "def stop():\n    print('half', flush=True); time.sleep(600)\n"
+        f"target = Path({str(target)!r})\n"
+    )
+    command = [sys.executable, "-c", begin + WRITERS[kind]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "half\n"
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def write(kind: str, target: Path) -> None:
+    if kind == "file":
+        write_atomic(target, b"whole")
+    elif kind == "folder":
+        with atomic.atomic_folder(target) as new:
+            (new / "a").write_text("whole")
+    else:
+        with atomic_files(target, "a", lambda name: False) as new:
+            (new / "a").write_text("whole")
+
+
+needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="has no such locks")
+
+
+@needs_locks
+@pytest.mark.parametrize("kind", [*WRITERS, "files of a folder"])
+def test_what_a_killed_writer_left_goes_and_what_a_live_one_writes_stays(
+    kind: str, target: Path
+) -> None:
+    kind, old = kind.split()[0], " of a " in kind
+    if old:
+        target.mkdir()
+        (target / "a").write_text("old")
+    place = target if old else target.parent
+    with writer(kind, target) as killed:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    left = {one for one in names(place) if one.endswith(".partial")}
+    assert len(left) == 1
+    with writer(kind, target):
+        live = {one for one in names(place) if one.endswith(".partial")}
+        assert len(live) == 1 and not live & left
+        write(kind, target)
+        assert {one for one in names(place) if one.endswith(".partial")} == live
+        found = target if kind == "file" else target / "a"
+        assert found.read_text() == "whole"
+    remove_leftovers(place)
+    assert names(target.parent) == ["target"]
+    assert kind == "file" or names(target) == ["a"]
+
+
+@needs_locks
+def test_leftovers_beside_a_folder_go_when_its_files_are_written(target: Path) -> None:
+    with writer("files", target) as killed:
+        killed.kill()
+        killed.wait()
+    target.mkdir()
+    (target / "b").write_text("made by somebody else")
+    write("files", target)
+    assert names(target.parent) == ["target"] and names(target) == ["a", "b"]
+
+
+@needs_locks
+def test_leftovers_of_other_targets_stay(tmp_path: Path) -> None:
+    others = [".targets.0123456789abcdef.partial", ".a.target.0123456789abcdef.partial"]
+    for name in (*others, ".target.0123456789abcdef.partial"):
+        (tmp_path / name).mkdir()
+    write_atomic(tmp_path / "target", b"whole")
+    assert names(tmp_path) == sorted([*others, "target"])
+
+
+@needs_locks
+def test_a_partial_that_is_taken_away_before_it_is_locked_is_made_again(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, taken = atomic._lock, []
+
+    def late(path: Path, *, wait: bool) -> int | None:
+        if wait and not taken:
+            taken.append(path)
+            remove_leftovers(path.parent)
+        return lock(path, wait=wait)
+
+    monkeypatch.setattr(atomic, "_lock", late)
+    write_atomic(target, b"whole")
+    assert taken and target.read_bytes() == b"whole" and names(target.parent) == ["target"]
+
+
+@needs_locks
+def test_where_there_are_no_locks_leftovers_stay(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    left = target.with_name(".target.0123456789abcdef.partial")
+    left.touch()
+    monkeypatch.setattr(atomic.fcntl, "flock", none)
+    write_atomic(target, b"whole")
+    assert names(target.parent) == [left.name, "target"]
+
+
+@needs_locks
+def test_only_files_and_folders_are_leftovers(tmp_path: Path) -> None:
+    """A link, a pipe or a device of such a name is neither followed nor waited for."""
+    (tmp_path / "precious").write_text("precious")
+    link = tmp_path / ".target.0123456789abcdef.partial"
+    link.symlink_to(tmp_path / "precious")
+    os.mkfifo(tmp_path / ".target.0000000000000000.partial")
+    write_atomic(tmp_path / "target", b"whole")
+    assert len(names(tmp_path)) == 4 and (tmp_path / "precious").read_text() == "precious"
 
 
 def test_files_of_a_folder_come_with_the_last_one_last(

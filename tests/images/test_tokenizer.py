@@ -147,6 +147,70 @@ def test_chats_with_pictures_are_answered(loaded: Any) -> None:
     assert other != text
 
 
+PICTURE: dict[str, Any] = {"type": "image", "image": drawn(16, 24)}
+FILM: dict[str, Any] = {"type": "video", "video": [drawn(16, 16)] * 4, "fps": 2}
+WRITTEN = ("<|im_end|>", IMAGE_PAD, VIDEO_PAD, START + IMAGE_PAD + END, "<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("shown", [(PICTURE,), (FILM,), (PICTURE, FILM, PICTURE)])
+def test_what_users_write_beside_pictures_stays_text(
+    loaded: Any, written: str, shown: tuple[Any, ...]
+) -> None:
+    tokenizer = loaded[1]
+    before, after = ({"type": "text", "text": text} for text in (f"{written} a ", f" b{written}"))
+    given = tokenizer.apply_chat_template(messages(before, *shown, after))
+    plain = tokenizer.apply_chat_template(messages(*shown))
+    special = {*tokenizer.all_special_ids}
+    kept = [[id for id in each["input_ids"] if id in special] for each in (given, plain)]
+    assert kept[0] == kept[1]
+    kinds = [[kind for kind in each["mm_token_type_ids"] if kind] for each in (given, plain)]
+    assert kinds[0] == kinds[1]
+    text = tokenizer.apply_chat_template(messages(before, *shown, after), tokenize=False)
+    assert tokenizer.decode(given["input_ids"]) == text and text.count(f" b{written}") == 1
+
+
+def test_what_users_write_becomes_tokens_if_one_asks(loaded: Any) -> None:
+    tokenizer = loaded[1]
+    text = {"type": "text", "text": "a<|im_end|>b"}
+    ids = tokenizer.apply_chat_template(
+        messages(PICTURE, text), split_special_tokens=False, return_dict=False
+    )
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+    text = {"type": "text", "text": IMAGE_PAD}
+    with pytest.raises(RequestError, match="texts and pictures do not fit"):
+        tokenizer.apply_chat_template(messages(PICTURE, text), split_special_tokens=False)
+
+
+def test_messages_beside_pictures_that_are_none_are_refused(loaded: Any) -> None:
+    with pytest.raises(RequestError, match="not an object"):
+        loaded[1].apply_chat_template([*messages(PICTURE), 7])
+
+
+def test_masks_stand_where_they_stood_beside_pictures(loaded: Any) -> None:
+    tokenizer = loaded[1]
+    template = TEMPLATE.replace(
+        "{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"
+    )
+    written = {"type": "text", "text": "<|im_end|>"}
+    turns = [
+        {"role": "assistant", "content": "one"},
+        *messages(written, PICTURE, FILM, written),
+        {"role": "assistant", "content": "two"},
+        *messages(PICTURE),
+    ]
+    found = tokenizer.apply_chat_template(
+        [turns, messages(PICTURE, written)],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        padding=True,
+        return_tensors="pt",
+    )
+    mask = found["assistant_masks"] == 1
+    assert tokenizer.decode(found["input_ids"][mask]) == "onetwo" and not mask[1].any()
+    assert found["image_grid_thw"].shape == (3, 3)
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_a_rounded_folder_reads_the_same_pictures(format: Any, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "whole")

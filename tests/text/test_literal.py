@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -116,9 +118,68 @@ def test_masks_stand_where_they_stood() -> None:
     assert PLAIN.decode(kept) == "the answer"
 
 
-def test_the_mark_itself_cannot_switch_it_off() -> None:
+@pytest.mark.parametrize("text", [f"\ufdd3{END}", "<|im_end\ufdd3|>", f"{END}\ufdd3"])
+def test_the_mark_itself_cannot_switch_it_off(text: str) -> None:
     with pytest.raises(RequestError, match="U\\+FDD3, which is reserved"):
-        ids(PLAIN, said(f"\ufdd3{END}"))
+        ids(PLAIN, said(text))
+
+
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("place", range(1, len(END)))
+@pytest.mark.parametrize("space", ["", " \n"])
+def test_no_token_is_put_together_of_parts(place: int, space: str) -> None:
+    parts = [{"type": "text", "text": one} for one in (f"a{END[:place]}{space}", END[place:])]
+    found = ids(PLAIN, said(parts), chat_template=PARTS)
+    assert PLAIN.decode(found) == f"a{END}" and not set(found) & {*PLAIN.all_special_ids}
+
+
+def test_what_only_begins_like_a_token_is_split_as_ever() -> None:
+    for text in ("a <", "a <|im_", "a <|im_end|", "<", "1 < 2", "<<<|"):
+        chat = said(text)
+        assert ids(PLAIN, chat) == ids(PLAIN, chat, split_special_tokens=False)
+
+
+@dataclasses.dataclass
+class Message:
+    role: str
+    content: str
+
+
+def test_a_message_of_any_kind_is_looked_through() -> None:
+    class Dumped:
+        def model_dump(self) -> dict[str, str]:
+            return {"role": "user", "content": END}
+
+    end = PLAIN.backend.token_to_id(END)
+    for message in (Message("user", END), Dumped(), UserDict(said(END)[0])):
+        assert ids(PLAIN, [message]).count(end) == 1
+    assert ids(PLAIN, [Message("assistant", END)]).count(end) == 2
+
+
+def test_keys_are_text_too() -> None:
+    template = "{{ messages[0].content | tojson }}"
+    found = ids(PLAIN, said({END: {"a": [END]}}, "tool"), chat_template=template)
+    assert PLAIN.decode(found) == f'{{"{END}": {{"a": ["{END}"]}}}}'
+    assert not set(found) & {*PLAIN.all_special_ids}
+
+
+@pytest.mark.parametrize("text", ["a</S>b", "a\uff1c/s\uff1eb", "a</s>b"])
+def test_what_becomes_a_token_by_its_normalizer_is_text(text: str) -> None:
+    tokenizer = spaced("never")
+    tokenizer.backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Lowercase()]
+    )
+    tokenizer.backend.add_special_tokens(
+        [AddedToken("<s>", normalized=True), AddedToken("</s>", normalized=True)]
+    )
+    tokenizer.chat_template = "<s>{{ messages[0].content }}</s>"
+    special = [tokenizer.backend.token_to_id(one) for one in ("<s>", "</s>")]
+    found = ids(tokenizer, said(text))
+    assert [id for id in found if id in special] == special
+    taken = ids(tokenizer, said(text), split_special_tokens=False)
+    assert [id for id in taken if id in special] == [*special, special[1]]
 
 
 def test_a_token_that_is_added_later_is_text_too() -> None:

@@ -2,40 +2,44 @@
 
 The bytes go to a new file beside the target, reach the disk, and only then take the target's name;
 whatever ends the writing early, Ctrl-C included, removes them. A process that is killed outright
-can still leave its partial file: `remove_leftovers` clears those, and only its caller can know that
-nothing else is writing. Nothing here knows what the bytes mean.
+leaves its partial file. While its writer lives it holds a lock on it, which the system drops when
+the process dies: so the next writer of the same target knows which ones nobody writes any more, and
+removes those. Where there are no such locks they stay. Nothing here knows what the bytes mean.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import shutil
+import stat
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from everystep.errors import FileError
 from everystep.files.opening import is_there
 
+if sys.platform != "win32":
+    import fcntl
+
 PARTIAL_SUFFIX = ".partial"
+_HEX_BYTES = 8
 
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """Yields a binary file that becomes `target` when the block ends, and vanishes if it raises."""
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
-    try:
-        # "x" refuses an existing name, so a link planted there is never followed.
-        with partial.open("xb") as file:
+    # "x" refuses an existing name, so a link planted there is never followed.
+    with _partial(target.parent, target.name, lambda path: path.open("xb").close()) as partial:
+        with partial.open("r+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     _sync_folder(target.parent)
 
 
@@ -45,9 +49,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     An existing `target` is not replaced: FileError, unless it is an empty folder.
     """
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
-    partial.mkdir(parents=True)
-    try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _partial(target.parent, target.name, Path.mkdir) as partial:
         yield partial
         _sync_folder(partial)
         try:
@@ -57,9 +60,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
                 raise
             do = "Another process made it meanwhile: use that, or give another name"
             raise FileError(f"{target} is there already", do=do) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     _sync_folder(target.parent)
 
 
@@ -74,13 +74,11 @@ def atomic_files(target: Path, last: str, stale: Callable[[str], bool]) -> Itera
     if target.exists() and not target.is_dir():
         raise FileError(f"{target} is a file", wanted="a folder", do="Choose another place")
     if not target.exists() or not any(target.iterdir()):
-        target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(target) as folder:
             yield folder
         return
-    partial = target / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-    partial.mkdir()
-    try:
+    remove_leftovers(target.parent, target.name)
+    with _partial(target, "", Path.mkdir) as partial:
         yield partial
         (target / last).unlink(missing_ok=True)
         for old in target.iterdir():
@@ -88,8 +86,7 @@ def atomic_files(target: Path, last: str, stale: Callable[[str], bool]) -> Itera
                 old.unlink()
         for new in sorted(partial.iterdir(), key=lambda path: path.name == last):
             os.replace(new, target / new.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
     _sync_folder(target)
 
 
@@ -99,10 +96,79 @@ def write_atomic(target: Path, data: bytes) -> None:
         file.write(data)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes the partial files of writers that were killed; call it only while none is writing."""
-    for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
-        partial.unlink(missing_ok=True)
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Removes what killed writers of `folder / name`, or of anything in it, have left there."""
+    begin = "." if name is None else _beginning(name)
+    digits = "*" if name is None else "[0-9a-f]" * (2 * _HEX_BYTES)
+    for partial in folder.glob(f"{glob.escape(begin)}{digits}{PARTIAL_SUFFIX}"):
+        lock = _lock(partial, wait=False)
+        if lock is not None:
+            _remove(partial)
+            os.close(lock)
+
+
+@contextmanager
+def _partial(folder: Path, name: str, make: Callable[[Path], None]) -> Iterator[Path]:
+    """What `make` makes under a new name, locked while the block lasts; removed if it raises."""
+    remove_leftovers(folder, name)
+    partial, lock = _made(folder, name, make)
+    try:
+        yield partial
+    except BaseException:
+        _remove(partial)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _made(folder: Path, name: str, make: Callable[[Path], None]) -> tuple[Path, int | None]:
+    while True:
+        partial = folder / f"{_beginning(name)}{secrets.token_hex(_HEX_BYTES)}{PARTIAL_SUFFIX}"
+        make(partial)
+        try:
+            lock = _lock(partial, wait=True)
+        except BaseException:
+            _remove(partial)
+            raise
+        # Before it was locked, another writer could take it for one that nobody writes.
+        if os.path.lexists(partial):
+            return partial, lock
+        if lock is not None:
+            os.close(lock)
+
+
+def _beginning(name: str) -> str:
+    return f".{name}." if name else "."
+
+
+def _lock(path: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the lock of a file or folder; None if there is none to be had."""
+    if sys.platform == "win32":
+        return None
+    try:
+        kind = path.lstat().st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            return None
+        raise
+    return descriptor
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,11 @@ from everystep.images.settings import IMAGES, VIDEOS, PictureSettings, read_pict
 from everystep.images.sizes import sampled_frames, times_of
 from everystep.text import Tokenizer
 from everystep.text.batch import BatchEncoding
-from everystep.text.calls import as_chats
+from everystep.text.calls import as_texts
 from everystep.text.folder import read_folder
+from everystep.text.native import checked_text
 from everystep.text.settings import Settings
+from everystep.text.template import RenderedChat
 
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 START, END = "<|vision_start|>", "<|vision_end|>"
@@ -42,9 +45,39 @@ class _Prepared:
     text: str
 
 
+@dataclass(frozen=True, eq=False)
+class _Pictures:
+    """All pictures of a call; `kinds`: what an id says that stands there."""
+
+    images: list[_Prepared]
+    videos: list[_Prepared]
+    kinds: Mapping[int, int]
+
+    def filled(self, chats: Sequence[RenderedChat]) -> list[RenderedChat]:
+        """The texts with what stands for each picture at its place; RequestError for other
+        counts."""
+        return _filled(_filled(chats, IMAGE_PAD, self.images), VIDEO_PAD, self.videos)
+
+    def add_to(self, encoding: BatchEncoding) -> None:
+        """Puts what stands at each id beside the ids, and the patches and grids."""
+        encoding["mm_token_type_ids"] = _kinds(encoding["input_ids"], self.kinds)
+        for names, own in (
+            (("pixel_values", "image_grid_thw"), self.images),
+            (("pixel_values_videos", "video_grid_thw"), self.videos),
+        ):
+            if own:
+                encoding[names[0]] = torch.from_numpy(np.concatenate([one.patches for one in own]))
+                encoding[names[1]] = torch.tensor([one.grid for one in own])
+
+
 class PictureTokenizer(Tokenizer):
-    """`images`, `videos`: how each are prepared; `times`: whether the frame groups of a video stand
-    in the text with their times before them."""
+    """A tokenizer whose texts and chats may show pictures.
+
+    `images`, `videos`: how each are prepared; `times`: whether the frame groups of a video stand in
+    the text with their times before them. In a chat a picture is a part of a message's content:
+    `{"type": "image", "image": ...}`, or `{"type": "video", "video": [frames], "fps": ...}`; a
+    chat template's encoding then holds what that of a call with pictures holds.
+    """
 
     def __init__(
         self,
@@ -99,50 +132,28 @@ class PictureTokenizer(Tokenizer):
             return super().__call__(text, text_pair, **options)
         if text_pair is not None or text is None:
             raise RequestError("pictures stand in a text of their own", wanted="text, no text_pair")
-        found = [self._image(one) for one in _listed(images)]
         films = _films(videos)
-        rates = _rates(video_fps, len(films))
-        shown = [self._video(*pair) for pair in zip(films, rates, strict=True)]
-        single = isinstance(text, str)
-        texts = _expanded([text] if single else list(text), found, shown)
+        shown = self._prepared(_listed(images), films, _rates(video_fps, len(films)))
+        given, single = as_texts(text, None)
+        chats = [RenderedChat(checked_text(one)) for one in given]
+        texts = [chat.text for chat in shown.filled(chats)]
         encoding = super().__call__(texts[0] if single else texts, **options)
-        kinds = {self.convert_tokens_to_ids(IMAGE_PAD): 1, self.convert_tokens_to_ids(VIDEO_PAD): 2}
-        encoding["mm_token_type_ids"] = _kinds(encoding["input_ids"], kinds)
-        for names, own in (
-            (("pixel_values", "image_grid_thw"), found),
-            (("pixel_values_videos", "video_grid_thw"), shown),
-        ):
-            if own:
-                encoding[names[0]] = torch.from_numpy(np.concatenate([one.patches for one in own]))
-                encoding[names[1]] = torch.tensor([one.grid for one in own])
+        shown.add_to(encoding)
         return encoding
 
-    def apply_chat_template(
-        self, conversation: Sequence[Any], *positional: Any, **options: Any
-    ) -> Any:
-        """A chat, or a list of chats, as its prompt; with pictures as a call with them returns it.
-
-        A picture is a part of a message's content: `{"type": "image", "image": ...}`, or
-        `{"type": "video", "video": [frames], "fps": ...}`.
-        """
-        chats, single = as_chats(conversation)
+    def _shown(self, chats: list[Sequence[Any]]) -> tuple[list[Sequence[Any]], _Pictures | None]:
         images, videos, rates = _pictures(chats)
         if not images and not videos:
-            return super().apply_chat_template(conversation, *positional, **options)
-        tokenize, return_dict = (options.pop(name, True) for name in ("tokenize", "return_dict"))
-        kept = ("padding", "truncation", "max_length", "padding_side", "return_tensors")
-        of_call = {name: options.pop(name) for name in kept if name in options}
+            return chats, None
         plain = [[_without_pictures(message) for message in chat] for chat in chats]
-        texts = super().apply_chat_template(plain, *positional, **{**options, "tokenize": False})
-        given = {"images": images or None, "videos": videos or None, "video_fps": rates or None}
-        if not tokenize:
-            found = [self._image(one) for one in images]
-            shown = [self._video(*pair) for pair in zip(_films(videos), rates, strict=True)]
-            expanded = _expanded(texts, found, shown)
-            return expanded[0] if single else expanded
-        text = texts[0] if single and not of_call.get("return_tensors") else texts
-        encoding = self(text, add_special_tokens=False, **given, **of_call)
-        return encoding if return_dict else encoding["input_ids"]
+        return list[Sequence[Any]](plain), self._prepared(images, _films(videos or None), rates)
+
+    def _prepared(self, images: list[Any], films: list[Any], rates: list[float]) -> _Pictures:
+        return _Pictures(
+            [self._image(one) for one in images],
+            [self._video(*pair) for pair in zip(films, rates, strict=True)],
+            {self.convert_tokens_to_ids(IMAGE_PAD): 1, self.convert_tokens_to_ids(VIDEO_PAD): 2},
+        )
 
     def _image(self, given: Any) -> _Prepared:
         patches, grid = self.images.image(read_image(given))
@@ -234,11 +245,11 @@ def _parts(chats: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
                 yield from (part for part in content if isinstance(part, Mapping))
 
 
-def _without_pictures(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_pictures(message: Any) -> Any:
     """The message as a template reads it: of a picture it needs to know that it is there."""
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
-        return dict(message)
+        return message
     parts = [
         {"type": part["type"]}
         if isinstance(part, Mapping) and part.get("type") in ("image", "video")
@@ -248,34 +259,24 @@ def _without_pictures(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _expanded(
-    texts: list[str], images: Sequence[_Prepared], videos: Sequence[_Prepared]
-) -> list[str]:
-    """The texts with what stands for each picture at its place; RequestError for other counts."""
-    for name, own in ((IMAGE_PAD, images), (VIDEO_PAD, videos)):
-        places = sum(text.count(name) for text in texts)
-        if places != len(own):
-            raise RequestError(
-                f"texts and pictures do not fit: each {name} stands for one",
-                wanted=f"{places} of them",
-                got=len(own),
-                do="Pass one picture per placeholder, in their order",
-            )
-        texts = [*_filled(texts, name, [one.text for one in own])]
-    return texts
-
-
-def _filled(texts: list[str], name: str, stands: list[str]) -> Iterator[str]:
-    each = iter(stands)
-    for text in texts:
-        first, *rest = text.split(name)
-        for part in rest:
-            own = next(each)
-            if name == VIDEO_PAD and first.endswith(START) and part.startswith(END):
-                # Every frame group of a video has its own marks.
-                first, part = first.removesuffix(START), part.removeprefix(END)
-            first += own + part
-        yield first
+def _filled(
+    chats: Sequence[RenderedChat], name: str, pictures: Sequence[_Prepared]
+) -> list[RenderedChat]:
+    places = sum(chat.text.count(name) for chat in chats)
+    if places != len(pictures):
+        raise RequestError(
+            f"texts and pictures do not fit: each {name} stands for one",
+            wanted=f"{places} of them",
+            got=len(pictures),
+            do="Pass one picture per placeholder, in their order",
+        )
+    # Every frame group of a video has its own marks, which replace those around the whole.
+    around = f"{re.escape(START)}{re.escape(name)}{re.escape(END)}|" if name == VIDEO_PAD else ""
+    place, each = re.compile(around + re.escape(name)), iter(pictures)
+    return [
+        chat.replaced([(*one.span(), next(each).text) for one in place.finditer(chat.text)])
+        for chat in chats
+    ]
 
 
 def _kinds(ids: Any, kinds: Mapping[int, int]) -> Any:

@@ -10,24 +10,26 @@ splits the whole: everything else is split as ever.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import tokenizers
 
 from everystep.errors import RequestError
-from everystep.text.batch import Columns, Truncation
+from everystep.text.batch import BatchEncoding, Columns, Truncation
 from everystep.text.calls import columns_of
 from everystep.text.native import native_call
-from everystep.text.template import RenderedChat, endless, tokens_within
+from everystep.text.template import ChatTemplate, RenderedChat, endless, plain, tokens_within
 
 # Characters that Unicode reserves for use inside a program, and for nobody.
 MARK = "\ufdd3"
 _FIRST, _FILLER = 0xF0000, chr(0x10FFFD)
 TRUSTED = ("system", "developer", "assistant", "model")
 """Roles whose messages are the application's or the model's own."""
+COMPARED = ("role", "type")
+"""Keys whose values a template compares, and joins to nothing that others wrote."""
 
 
 def pattern_of(special: Iterable[str]) -> re.Pattern[str]:
@@ -44,7 +46,12 @@ class Literals:
         self.size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self._special = {id: token for id, token in added.items() if token.special}
-        self._pattern = pattern_of(token.content for token in self._special.values())
+        normalized = any(token.normalized for token in self._special.values())
+        self._normalized = normalized and backend.normalizer is not None
+        contents = [token.content for token in self._special.values()]
+        self._pattern = pattern_of(contents)
+        self._beginnings = {text[:size] for text in contents for size in range(1, len(text))}
+        self._longest = max(map(len, self._beginnings), default=0)
 
     def __reduce__(self) -> tuple[type[Literals], tuple[tokenizers.Tokenizer]]:
         """Made again where it is copied: a tokenizer's bytes do not say that specials are text."""
@@ -54,29 +61,52 @@ class Literals:
         """The chat, with a mark in each special token that is written in a message of others."""
         return [
             self.marked(one) if isinstance(one, Mapping) and one.get("role") not in TRUSTED else one
-            for one in chat
+            for one in map(plain, chat)
         ]
 
     def marked(self, value: Any) -> Any:
         """The value, with a mark in each special token that is written in its texts."""
         try:
-            return self._marked(value)
+            return self._marked(plain(value))
         except RecursionError:
             raise endless() from None
 
-    def _marked(self, value: Any) -> Any:
+    def _marked(self, value: Any, *, joined: bool = True) -> Any:
         if isinstance(value, str):
-            if not self._pattern.search(value):
-                return value
-            if MARK in value:
-                what = "A message holds special tokens and U+FDD3, which is reserved"
-                raise RequestError(what, do="Take that character out")
-            return self._pattern.sub(lambda found: f"{found[0][0]}{MARK}{found[0][1:]}", value)
+            return self._marked_text(value, joined)
         if isinstance(value, Mapping):
-            return {key: self._marked(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._marked(item) for item in value]
-        return value
+            return {
+                self._marked_text(key, False) if isinstance(key, str) else key: self._marked(
+                    item, joined=key not in COMPARED
+                )
+                for key, item in value.items()
+            }
+        return [self._marked(item) for item in value] if isinstance(value, list) else value
+
+    def _marked_text(self, given: str, joined: bool) -> str:
+        """The text with its marks; `joined`: other texts may follow it, and end a token that it
+        begins."""
+        text = given.replace(MARK, "")
+        starts = {found.start() for found in self._pattern.finditer(text)}
+        if joined:
+            whole = text.rstrip()
+            lengths = range(1, min(len(whole), self._longest) + 1)
+            starts |= {len(whole) - n for n in lengths if whole[-n:] in self._beginnings}
+        if not starts:
+            return text
+        if text != given:
+            what = "A message holds special tokens and U+FDD3, which is reserved"
+            raise RequestError(what, do="Take that character out")
+        places = [0, *(start + 1 for start in sorted(starts)), len(text)]
+        return MARK.join(text[start:end] for start, end in pairwise(places))
+
+    def disguised(self, text: str, encoding: tokenizers.Encoding) -> bool:
+        """Whether a special token was found in what becomes its text when it is normalised."""
+        places = zip(encoding.ids, encoding.offsets, strict=True) if self._normalized else ()
+        return any(
+            id in self._special and self._special[id].content not in text[start:end]
+            for id, (start, end) in places
+        )
 
     def encode(self, text: str, marks: Sequence[int]) -> tokenizers.Encoding:
         """The encoding of a chat without its marks; `original` gives its ids."""
@@ -123,29 +153,54 @@ class Literals:
         return copy, {int(copy.token_to_id(spelling) or 0): id for spelling, id in pairs}
 
 
+class Shown(Protocol):
+    """What chats show beside text: it stands in their texts, and comes with their ids."""
+
+    def filled(self, chats: Sequence[RenderedChat]) -> list[RenderedChat]:
+        """The chats with what stands for each thing that is shown, at its place."""
+
+    def add_to(self, encoding: BatchEncoding) -> None:
+        """Puts what is shown beside the ids."""
+
+
+def rendered_chats(
+    template: ChatTemplate,
+    chats: Sequence[Sequence[Any]],
+    literals: Literals | None,
+    *,
+    documents: Any,
+    **names: Any,
+) -> list[RenderedChat]:
+    """The chats as texts, marked where others wrote special tokens if there are `literals`."""
+    if literals is not None:
+        chats, documents = [literals.in_chat(chat) for chat in chats], literals.marked(documents)
+    return [template.render(chat, documents=documents, **names) for chat in chats]
+
+
 def columns_of_chats(
     rendered: Sequence[RenderedChat],
     encode: Callable[[list[str]], list[tokenizers.Encoding]],
-    literals: Literals,
+    literals: Literals | None,
     cut: Truncation | None,
-    *,
     masks: bool,
 ) -> Columns:
     """The columns of rendered chats; they hold every special token, so `encode` adds none."""
-    plain = [without_marks(chat) for chat in rendered]
-    encodings = encode([chat.text for chat, _ in plain])
-    written = {row: marks for row, (_, marks) in enumerate(plain) if marks}
-    for row, marks in written.items():
-        with native_call("The text cannot be tokenized"):
-            encodings[row] = literals.encode(plain[row][0].text, marks)
+    read = [without_marks(chat) for chat in rendered]
+    encodings = encode([chat.text for chat, _ in read])
+    written = dict[int, Literals]()
+    for row, (chat, marks) in enumerate(read):
+        if literals is not None and (marks or literals.disguised(chat.text, encodings[row])):
+            written[row] = literals
+            with native_call("The text cannot be tokenized"):
+                encodings[row] = literals.encode(chat.text, marks)
     columns = columns_of(encodings, ("input_ids", "attention_mask", "offset_mapping"), cut)
-    for row in written:
-        columns["input_ids"][row] = literals.original(columns["input_ids"][row])
+    for row, own in written.items():
+        columns["input_ids"][row] = own.original(columns["input_ids"][row])
     offsets = columns.pop("offset_mapping")
     if masks:
         columns["assistant_masks"] = [
             tokens_within(row, chat.generations)
-            for row, (chat, _) in zip(offsets, plain, strict=True)
+            for row, (chat, _) in zip(offsets, read, strict=True)
         ]
     return columns
 
@@ -155,10 +210,5 @@ def without_marks(chat: RenderedChat) -> tuple[RenderedChat, list[int]]:
     places = [place for place, character in enumerate(chat.text) if character == MARK]
     if not places:
         return chat, []
-
-    def moved(place: int) -> int:
-        return place - bisect_left(places, place)
-
-    spans = tuple((moved(start), moved(end)) for start, end in chat.generations)
-    starts = [moved(place) - 1 for place in places]
-    return RenderedChat(chat.text.replace(MARK, ""), spans), starts
+    starts = [place - earlier - 1 for earlier, place in enumerate(places)]
+    return chat.replaced([(place, place + 1, "") for place in places]), starts

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,21 @@ class RenderedChat:
 
     text: str
     generations: tuple[tuple[int, int], ...] = ()
+
+    def replaced(self, edits: Sequence[tuple[int, int, str]]) -> RenderedChat:
+        """The chat with other text in some places, (start, end, text) from left to right."""
+        pieces, grown, total, last = list[str](), [0], 0, 0
+        for start, end, text in edits:
+            pieces += [self.text[last:start], text]
+            total, last = total + len(text) - (end - start), end
+            grown.append(total)
+        ends = [end for _, end, _ in edits]
+
+        def moved(place: int) -> int:
+            return place + grown[bisect_right(ends, place)]
+
+        spans = tuple((moved(start), moved(end)) for start, end in self.generations)
+        return RenderedChat("".join([*pieces, self.text[last:]]), spans)
 
 
 class ChatTemplate:
@@ -142,7 +158,7 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_key(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, np.generic):
@@ -154,6 +170,11 @@ def _plain(value: Any) -> Any:
     if callable(dump := getattr(value, "model_dump", None)):
         return _plain(dump())
     return f"<{type(value).__name__}>"
+
+
+def _key(value: Any) -> Any:
+    found = _plain(value)
+    return f"<{type(value).__name__}>" if isinstance(found, dict | list) else found
 
 
 def _message(given: Any) -> dict[str, Any]:
@@ -239,6 +260,15 @@ def chosen_template(
         got=", ".join(named) or "a tokenizer without any (a base model's, perhaps)",
         do="Pass chat_template=..., or give the prompt as text",
     )
+
+
+def refuse_open_end(continue_final_message: bool | str) -> None:
+    """Raises for a last message that is to be continued, beside what reads or follows its end."""
+    if continue_final_message:
+        raise RequestError(
+            "continue_final_message leaves the last message open",
+            wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
+        )
 
 
 def refuse_unread(

@@ -32,11 +32,11 @@ from everystep.text.calls import (
 )
 from everystep.text.folder import read_folder, write_folder
 from everystep.text.gguf import read_gguf
-from everystep.text.literal import Literals, columns_of_chats
+from everystep.text.literal import Literals, Shown, columns_of_chats, rendered_chats, without_marks
 from everystep.text.native import native_call
 from everystep.text.pieces import Decoding
 from everystep.text.settings import NamedToken, Settings, checked_side
-from everystep.text.template import chosen_template, refuse_unread
+from everystep.text.template import chosen_template, refuse_open_end, refuse_unread
 
 NO_SETTINGS = Settings()
 
@@ -176,9 +176,8 @@ class Tokenizer:
         if not isinstance(rows, Mapping):
             rows = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         if "input_ids" not in rows:
-            what, wanted = "there is nothing to pad", "what a call of the tokenizer returned"
-            do = "Pass rows with input_ids"
-            raise RequestError(what, wanted=wanted, got=", ".join(rows) or "nothing", do=do)
+            what, wanted = "there is nothing to pad", "rows with input_ids, as a call returns them"
+            raise RequestError(what, wanted=wanted, got=", ".join(rows) or "nothing")
         columns = {name: [list(row) for row in column] for name, column in rows.items()}
         columns.setdefault("attention_mask", [[1] * len(row) for row in columns["input_ids"]])
         pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)
@@ -209,41 +208,43 @@ class Tokenizer:
         No special tokens are added to those that the template writes. Text if not `tokenize`,
         ids if not `return_dict`. `assistant_masks` is 1 where a token lies in a
         `{% generation %}` block. What looks like a special token in a message of a user or tool,
-        or in a document, is split as text unless `split_special_tokens` is False. Further arguments
+        or in a document, stays text unless `split_special_tokens` is False. Further arguments
         are variables of the template; what it does not read is an error.
         """
         chats, single = as_chats(conversation)
-        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
-            raise RequestError(
-                "continue_final_message leaves the last message open",
-                wanted="no add_generation_prompt and no return_assistant_tokens_mask with it",
-            )
+        if add_generation_prompt or return_assistant_tokens_mask:
+            refuse_open_end(continue_final_message)
         template = chosen_template(self.chat_template, chat_template, tools)
         given = {"tools": tools, "documents": documents}
         refuse_unread(template, template_variables, given, self.apply_chat_template)
-        render = functools.partial(
-            template.render,
+        chats, shown = self._shown(chats)
+        literals = self._literals if split_special_tokens else None
+        rendered = rendered_chats(
+            template,
+            chats,
+            literals if tokenize or shown else None,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**self.special_tokens_map, **template_variables},
         )
-        if tokenize and split_special_tokens:
-            chats = [self._literals.in_chat(chat) for chat in chats]
-            render = functools.partial(render, documents=self._literals.marked(documents))
-        rendered = [render(chat) for chat in chats]
+        rendered = shown.filled(rendered) if shown else rendered
         if not tokenize:
-            texts = [chat.text for chat in rendered]
+            texts = [(without_marks(one)[0] if shown else one).text for one in rendered]
             return texts[0] if single else texts
         cut = self._truncation(truncation, max_length, padding)
         pad = self._padding(padding, max_length, padding_side, None)
         encode = functools.partial(self._encodings, add_special_tokens=False)
-        columns = columns_of_chats(
-            rendered, encode, self._literals, cut, masks=return_assistant_tokens_mask
-        )
+        columns = columns_of_chats(rendered, encode, literals, cut, return_assistant_tokens_mask)
         encoding = shaped(pad(columns) if pad else columns, single, return_tensors)
+        if shown:
+            shown.add_to(encoding)
         return encoding if return_dict else encoding["input_ids"]
+
+    def _shown(self, chats: list[Sequence[Any]]) -> tuple[list[Sequence[Any]], Shown | None]:
+        """The chats as a template reads them, and what they show beside text: here nothing."""
+        return chats, None
 
     @property
     def _literals(self) -> Literals:

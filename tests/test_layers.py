@@ -36,6 +36,7 @@ LISTED: dict[tuple[str, str], str] = {
     ("config", "files"): "a configuration is read from a folder or from the hub",
     ("text", "files"): "a tokenizer is written file by file, each whole or not at all",
     ("images", "text"): "placeholders of pictures stand among the tokens of a text",
+    ("sounds", "files"): "sounds, and how they are prepared, are read from files",
     ("images", "files"): "how pictures are prepared is read from a folder",
     ("executors", "models"): "an executor runs a model: it reads specification and weights",
     ("adapters", "models"): "an adapter changes projections of a decoder, found by their names",

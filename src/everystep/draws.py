@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.types import Scores
 from everystep.types.batch import Places
 
@@ -248,7 +248,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise RequestError(
-            "seed is impossible", wanted="an integer from 0 to 2**32 - 1", got=repr(seed)
+            "seed is impossible", wanted="an integer from 0 to 2**32 - 1", got=shown(seed)
         )
     random.seed(seed)
     np.random.seed(seed)

@@ -7,7 +7,7 @@ from these. A class inherits the built-in exception that ported code already cat
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -22,9 +22,9 @@ class EverystepError(Exception):
     def __init__(
         self, what: object = "", *, wanted: object = None, got: object = None, do: str | None = None
     ) -> None:
-        text = str(what)
+        text = _written(what, str)
         finished = wanted is None and got is None and do is None and text[-1:] in (".", "")
-        whole = _shown(text) if finished else message(text, wanted=wanted, got=got, do=do)
+        whole = _printable(text) if finished else message(text, wanted=wanted, got=got, do=do)
         super().__init__(whole)
 
 
@@ -105,14 +105,27 @@ def message(what: str, *, wanted: object = None, got: object = None, do: str | N
     return f"{text}. {_cut(do)}." if do else f"{text}."
 
 
-def _shown(text: str) -> str:
+def shown(value: object) -> str:
+    """The `repr` of what a caller passed, whatever his own code makes of that."""
+    return _written(value, repr)
+
+
+def _written(value: object, write: Callable[[object], str]) -> str:
+    try:
+        return write(value)
+    except Exception:  # nested too deep, of thousands of digits, or an error of the caller's
+        digits = "number of thousands of digits"
+        return f"a {digits if isinstance(value, int) else type(value).__name__ + ' without a text'}"
+
+
+def _printable(text: str) -> str:
     """The text with escapes for what a terminal or a log would obey, or show as something else."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def _cut(part: object) -> str:
-    text = str(part)
-    text = text if text.isprintable() else _shown(text)
+    text = _written(part, str)
+    text = text if text.isprintable() else _printable(text)
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST - 100]} [...] {text[-60:]} ({len(text)} characters)"

@@ -5,6 +5,7 @@ Needs are the least that something takes for certain: what is refused could neve
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -62,4 +63,6 @@ def _text(path: Path) -> str:
 
 
 def _readable(size: int) -> str:
+    if size >= 10**300:
+        return f"10^{int(math.log10(size)) - 9} GB"
     return f"{size / 1e9:.1f} GB" if size < 10**15 else f"{size / 1e9:.1e} GB"

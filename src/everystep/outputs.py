@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.types import FinishReason
+from everystep.types.given import require_tensor
 
 Layers = tuple[Tensor, ...]
 
@@ -256,13 +257,21 @@ def compute_transition_scores(
     `normalize_logits`: log-probabilities instead of the scores themselves. Source: the reference's
     `GenerationMixin.compute_transition_scores`.
     """
-    if not scores:
+    require_tensor(sequences, "sequences", "(batch, length) ids", dims=(2,), holds="integers")
+    if not isinstance(scores, list | tuple) or not scores:
         raise RequestError(
             "there are no scores to read",
-            wanted="the scores of each step",
-            got=repr(scores),
+            wanted="a tuple with the scores of each step",
+            got=shown(scores),
             do="Generate with output_scores=True and return_dict_in_generate=True",
         )
+    for one in scores:
+        require_tensor(
+            one, "scores", "(rows, vocabulary) floats per step", dims=(2,), holds="floats"
+        )
+    if beam_indices is not None:
+        form = "(batch, steps) integers"
+        require_tensor(beam_indices, "beam_indices", form, dims=(2,), holds="integers")
     rows = _chosen_from(sequences, scores, beam_indices)
     used = rows >= 0
     length = int(used.sum(dim=-1).max())

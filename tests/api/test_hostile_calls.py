@@ -134,6 +134,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "a device without numbers": lambda: es.load(device="meta"),
     "a device of another machine": lambda: es.load(device="xpu"),
     "a move to meta": lambda: MODEL.to("meta"),
+    "a tokenizer and a model the other way round": lambda: es.generate(TOKENIZER, MODEL, "x"),
+    "an encoding without **": lambda: MODEL.generate(TOKENIZER("a", return_tensors="pt")),
+    "a type by its name": lambda: es.load(dtype="float32"),
+    "a model instead of its folder": lambda: es.load(MODEL),
     "nothing to pad": lambda: TOKENIZER.pad([]),
     "nothing in a mapping to pad": lambda: TOKENIZER.pad({}),
 }

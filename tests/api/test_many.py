@@ -138,7 +138,7 @@ BAD: list[tuple[Any, type[Exception]]] = [
     ([5, 6.5], RequestError),
     ([[5, 6]], RequestError),
     ("text", RequestError),
-    (None, TypeError),
+    (None, RequestError),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from everystep.adapters.lora import LoRA
 from everystep.adapters.peft_folder import read_lora
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.models import Model
 
 Adapters = Mapping[str, LoRA]
@@ -21,7 +21,7 @@ def with_adapter(known: Adapters, name: str, folder: str | PathLike[str], model:
         raise RequestError(
             "an adapter cannot have this name",
             wanted="a string, not the name of an adapter that is loaded",
-            got=repr(name),
+            got=shown(name),
             do="Choose another, or call delete_adapter first",
         )
     return {**known, name: read_lora(folder, model)}
@@ -40,6 +40,6 @@ def moved_adapters(known: Adapters, device: torch.device, dtype: torch.dtype) ->
 
 def require_adapter(known: Adapters, name: str) -> None:
     """RequestError where there is no adapter of this name."""
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         do = "Call load_adapter first"
-        raise RequestError("there is no such adapter", wanted=list(known), got=repr(name), do=do)
+        raise RequestError("there is no such adapter", wanted=list(known), got=shown(name), do=do)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 from os import PathLike
-from pathlib import Path
 
 from torch import Tensor
 
 from everystep.adapters.lora import Delta, LoRA
-from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest
+from everystep.errors import FormatError, MissingFileError, UnsupportedError, nearest, shown
+from everystep.files.opening import as_path
 from everystep.files.safetensors import Weights, open_weights
 from everystep.files.strict_json import read_json
 from everystep.models import Model
@@ -52,7 +52,7 @@ def read_lora(folder: str | PathLike[str], model: Model) -> LoRA:
     configuration or the model) and UnsupportedError (another kind of adapter, a variant of LoRA, a
     target that is not a projection of a decoder's layer).
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     values = read_json(folder / CONFIG)
     if values is None:
         raise MissingFileError(f"{folder} is not the folder of an adapter", wanted=CONFIG)
@@ -81,7 +81,7 @@ def _refuse_variants(config: Fields, *, transposed: bool) -> None:
             raise UnsupportedError(
                 f"{config.where}: {key} is not supported",
                 wanted="a plain LoRA, without it",
-                got=repr(value)[:200],
+                got=shown(value)[:200],
                 do="Merge the adapter into the model's weights with PEFT and load those",
             )
 
@@ -100,7 +100,7 @@ def _pairs(weights: Weights) -> dict[str, dict[str, str]]:
             raise UnsupportedError(
                 "the adapter holds a tensor that is not part of a LoRA of linear layers",
                 wanted="base_model.model.MODULE.lora_A.weight and lora_B",
-                got=repr(name),
+                got=shown(name),
             )
         found.setdefault(matched[1], {})[matched[2]] = name
     for module, pair in found.items():
@@ -133,7 +133,7 @@ def _find(
         raise UnsupportedError(
             "the adapter changes something other than a projection of a layer of this model",
             wanted="attention and MLP projections",
-            got=repr(module),
+            got=shown(module),
             do=f"The nearest is {close!r}" if close else None,
         )
     return targets[module]

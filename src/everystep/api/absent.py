@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from everystep.config import FIELDS, Effective
-from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedError
+from everystep.errors import AbsentAttributeError, AbsentNameError, UnsupportedError, shown
 
 _TOGETHER = {
     """
@@ -221,7 +221,7 @@ def refuse_fields(effective: Effective) -> None:
     for name, (why, do) in REFUSED_FIELDS.items():
         if name in effective.caller and effective[name] != FIELDS[name].default:
             what = f"{name} is not read: {why}"
-            raise UnsupportedError(what, got=repr(effective[name]), do=do)
+            raise UnsupportedError(what, got=shown(effective[name]), do=do)
 
 
 def refuse_of_rectangles(given: Mapping[str, Any]) -> None:
@@ -239,9 +239,9 @@ def refuse_rectangular(effective: Effective, *, in_steps: bool = False) -> None:
     for name, (why, do) in ALONE.items():
         value = effective[name]
         neutral = (True, None) if name == "use_cache" else (False, None, "dynamic")
-        shown = in_steps and name in OF_STEPS
-        if shown or name not in effective.caller or value in neutral:
+        visible = in_steps and name in OF_STEPS
+        if visible or name not in effective.caller or value in neutral:
             continue
         if not (quantized and name in ("cache_implementation", "cache_config")):
-            got = f"{name}={value!r}"
+            got = f"{name}={shown(value)}"
             raise UnsupportedError(f"{name} {why}", got=got, do=do.format(name))

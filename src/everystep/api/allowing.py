@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.processors.allowed import AllowedSequences
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ def read_allowed(value: Any, tokenizer: Any) -> tuple[AllowedSequences, ...]:
         return ()
     if isinstance(value, AllowedSequences):
         return (value,)
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
+    if isinstance(value, str) or not hasattr(value, "__iter__") or getattr(value, "ndim", 1) == 0:
         raise RequestError(
             "allowed_sequences is of another kind",
             wanted="a list of texts or of lists of ids, or an AllowedSequences",
-            got=repr(value),
+            got=shown(value),
             do="Pass a list, also for one sequence",
         )
     given = [*value]

@@ -11,7 +11,7 @@ import numpy as np
 
 from everystep.config import Effective
 from everystep.config.kinds import is_integer
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.strategies import BestOf
 
 
@@ -41,14 +41,14 @@ def read_best_of(given: Mapping[str, Any], effective: Effective, tokenizer: Any)
         return None
     if not is_integer(count) or count < returns:
         wanted = f"a number of at least {returns}, as many as are returned"
-        raise RequestError("best_of is impossible", wanted=wanted, got=repr(count))
+        raise RequestError("best_of is impossible", wanted=wanted, got=shown(count))
     if len(named) == 2 or not all(callable(given[name]) for name in named):
         raise RequestError(
             "majority and scorer are two ways to choose" if len(named) == 2 else
             f"{named[0]} is no function",
             wanted="majority=a function that finds the answer in a text, or scorer=a function that "
             "rates it",
-            got=", ".join(repr(given[name]) for name in named),
+            got=", ".join(shown(given[name]) for name in named),
             do="Pass one function",
         )  # fmt: skip
     _require_samples(effective)
@@ -71,7 +71,7 @@ def _require_samples(e: Effective) -> None:
     ):
         if wrong:
             what = f"best_of does not go with {name}={e[name]}"
-            raise RequestError(what, wanted="plain samples", got=repr(e[name]), do=do)
+            raise RequestError(what, wanted="plain samples", got=shown(e[name]), do=do)
 
 
 def read_n_best(given: Mapping[str, Any], effective: Effective) -> int | None:
@@ -81,7 +81,7 @@ def read_n_best(given: Mapping[str, Any], effective: Effective) -> int | None:
     if count is None:
         return None
     if not is_integer(count) or count < 1:
-        raise RequestError("n_best is impossible", wanted="a number above 0", got=repr(count))
+        raise RequestError("n_best is impossible", wanted="a number above 0", got=shown(count))
     if (effective.num_beams or 1) == 1:
         raise RequestError(
             "n_best is about the hypotheses of a search",

@@ -23,7 +23,7 @@ from everystep.api.session import (
     paired,
 )
 from everystep.engine import Continuous, Reuse
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.types import Event
 
 
@@ -106,7 +106,7 @@ class AsyncEngine:
             raise RequestError(
                 "this is not one prompt",
                 wanted="a text, a list of ids or of messages, or a mapping",
-                got=repr(prompt)[:60],
+                got=shown(prompt)[:60],
                 do="Call it once for each prompt",
             )
         options = self._session.asked(given)
@@ -185,4 +185,4 @@ def _require_positive(limits: Mapping[str, int]) -> None:
     for name, value in limits.items():
         if type(value) is not int or value < 1:
             wanted = "an integer of at least 1"
-            raise RequestError(f"{name} is impossible", wanted=wanted, got=repr(value))
+            raise RequestError(f"{name} is impossible", wanted=wanted, got=shown(value))

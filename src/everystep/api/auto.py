@@ -22,6 +22,7 @@ from everystep.errors import (
     UnknownArgumentError,
     UnsupportedError,
     nearest,
+    shown,
 )
 from everystep.files.folder import open_folder
 from everystep.files.gguf import read_gguf
@@ -84,7 +85,7 @@ def _check(
             text = f"{name} asks for something else than is done"
             why = f"{text}: {_WHY[name]}" if name in _WHY else text
             do = f"Leave {name} out"
-            raise UnsupportedError(why, wanted=wanted, got=repr(value), do=do)
+            raise UnsupportedError(why, wanted=wanted, got=shown(value), do=do)
 
 
 def _dtype_of(dtype: object, alias: object) -> torch.dtype | None:
@@ -98,7 +99,7 @@ def _dtype_of(dtype: object, alias: object) -> torch.dtype | None:
     found = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if not isinstance(found, torch.dtype):
         wanted = "'auto', 'bfloat16', torch.float32, ..."
-        raise RequestError("dtype is no type of numbers", wanted=wanted, got=repr(asked))
+        raise RequestError("dtype is no type of numbers", wanted=wanted, got=shown(asked))
     return found
 
 
@@ -122,7 +123,7 @@ def _device_of(device_map: object) -> str | torch.device:
     except (RuntimeError, TypeError) as error:
         wanted = "'auto', 'cpu', 'cuda', 'cuda:1', a torch.device or a number"
         raise RequestError(
-            "device_map is no device", wanted=wanted, got=repr(device_map)
+            "device_map is no device", wanted=wanted, got=shown(device_map)
         ) from error
 
 

@@ -34,7 +34,7 @@ from everystep.cache.legacy import read_legacy
 from everystep.cache.pasts import across_of, kv_of, past_of
 from everystep.config import Effective
 from everystep.config.fields import OLD_CACHES
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.nn.network import State, holds_states
 from everystep.types import Group, Prompt
 
@@ -332,7 +332,7 @@ def _kind(effective: Effective) -> str:
     if effective.source("cache_implementation") != "checkpoint":
         why, do = _ABSENT[kind]
         what = f"cache_implementation asks for a kind of cache that is not there: {why}"
-        raise UnsupportedError(what, got=repr(kind), do=do)
+        raise UnsupportedError(what, got=shown(kind), do=do)
     # The tokens are the same, and the caller did not ask.
     return "dynamic"
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from everystep.api.options import MODEL_INPUTS, OBJECTS, OF_RECTANGLES
 from everystep.api.prepare import Call
 from everystep.config import GenerationConfig
-from everystep.errors import UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.processors.pipeline import apply
 from everystep.stops.criteria import by_hand
 from everystep.types import Request, Rows, Scores, Sequence, TokenTable
@@ -44,7 +44,7 @@ def require_loop(value: Any) -> Loop | None:
         "custom_generate names code to be fetched and run, which this library never does",
         wanted="a function of (model, input_ids, logits_processor, stopping_criteria, "
         "generation_config, **inputs)",
-        got=repr(value),
+        got=shown(value),
         do="Import the function yourself and pass it; contrastive search is built in: set "
         "penalty_alpha and top_k",
     )
@@ -52,7 +52,12 @@ def require_loop(value: Any) -> Loop | None:
 
 def take_own(loop: Loop, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes out of `kwargs` what the loop names and no other loop has, and returns it."""
-    named = list(inspect.signature(loop).parameters)[2:]
+    try:
+        named = list(inspect.signature(loop).parameters)[2:]
+    except (TypeError, ValueError) as error:
+        what = "the arguments of custom_generate are not known"
+        do = "Pass a function of (model, input_ids, ...)"
+        raise RequestError(what, wanted="a function of Python", got=shown(loop), do=do) from error
     known = {*MODEL_INPUTS, *OBJECTS, *OF_RECTANGLES}
     return {name: kwargs.pop(name) for name in named if name in kwargs and name not in known}
 

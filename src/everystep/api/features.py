@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from everystep.api.arrays import as_numbers
-from everystep.errors import RequestError
+from everystep.config.kinds import is_integer
+from everystep.errors import RequestError, shown
 from everystep.models.encoders import Misfit, PromptEncoder
 from everystep.types import Injected, Prompt, Request
 
@@ -47,6 +48,10 @@ class PromptInput:
     misfits: Callable[[Tensor], Iterable[Misfit]] | None = None
 
     def __post_init__(self) -> None:
+        known = isinstance(self.shape, list | tuple)
+        if not known or not all(one is None or is_integer(one) for one in self.shape):
+            wanted = "a tuple of integers, and None for what differs"
+            raise RequestError("a prompt input has no shape", wanted=wanted, got=shown(self.shape))
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.positions is not None:
             object.__setattr__(self, "positions", tuple(map(int, self.positions)))

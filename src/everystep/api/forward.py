@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,15 +13,41 @@ from everystep.api.arrays import read_ids, read_mask, require_known
 from everystep.api.caches import require_cache, require_room
 from everystep.api.pictures import PictureRow, features_of, picture_names, read_pictures, vision_of
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
-from everystep.config.kinds import is_integer
-from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest
+from everystep.config.kinds import is_integer, require
+from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
 from everystep.nn.network import Heard, Placed, holds_states
 from everystep.outputs import CausalLMOutput, encoder_states
 from everystep.types import Injected, Prompt
+from everystep.types.given import require_tensor
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
+
+
+_FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any"]]] = {
+    "input_ids": ("a (batch, length) tensor of ids", (2,), "integers"),
+    "attention_mask": ("a (batch, length) tensor of 0 and 1", (2,), "any"),
+    "position_ids": ("a (batch, length) or (axes, batch, length) tensor", (1, 2, 3), "integers"),
+    "inputs_embeds": ("a (batch, length, hidden) tensor", (3,), "floats"),
+    "labels": ("a (batch, length) tensor of ids", (2,), "integers"),
+    "decoder_input_ids": ("a (batch, length) tensor of ids", (2,), "integers"),
+    "decoder_attention_mask": ("a (batch, length) tensor of 0 and 1", (2,), "any"),
+}
+
+
+def require_inputs(model: LanguageModel, *given: object) -> None:
+    """RequestError where a tensor of a forward, in the order above, is none or of another form."""
+    for (name, (wanted, dims, holds)), one in zip(_FORMS.items(), given, strict=True):
+        if one is None:
+            continue
+        found = require_tensor(one, name, wanted, dims=dims, holds=holds)
+        if name == "position_ids" and not found.numel():
+            raise RequestError("position_ids are empty", wanted=wanted, got=tuple(found.shape))
+        if name == "inputs_embeds" and found.shape[2] != model.width:
+            what, width = "inputs_embeds has another width than the model", found.shape[2]
+            wanted = f"{model.width} values per position"
+            raise RequestError(what, wanted=wanted, got=width)
 
 
 def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
@@ -30,14 +56,16 @@ def kept_positions(wanted: object, inputs: Tensor | None) -> slice | Tensor:
     length = inputs.shape[1] if inputs is not None and inputs.dim() > 1 else 0
     if is_integer(wanted) and wanted >= 0:  # type: ignore[operator]
         return slice(-wanted, None)  # type: ignore[operator]
-    if isinstance(wanted, Tensor) and wanted.dtype in (torch.int64, torch.int32):
+    if isinstance(wanted, Tensor):
+        form = "an integer, or a (n,) tensor of integers, at least one"
+        require_tensor(wanted, "logits_to_keep", form, dims=(1,), holds="integers")
         inside = (wanted >= -length) & (wanted < length)
-        if wanted.dim() == 1 and bool(inside.all()):
+        if len(wanted) and bool(inside.all()):
             return wanted
     raise RequestError(
         "logits_to_keep names no positions of the inputs",
         wanted=f"an integer of at least 0, or a 1-D tensor of integers below {length}",
-        got=repr(wanted),
+        got=shown(wanted),
         do="Leave it out for the logits of every position",
     )
 
@@ -51,6 +79,13 @@ def states_in_place(given: object, *read: Tensor | None) -> Tensor | None:
         what = "encoder_outputs and a prompt for the encoder were both given"
         raise RequestError(what, do="Leave what the encoder would read out")
     return encoder_states(given)
+
+
+def listener(layers: object, attentions: object) -> Heard | None:
+    """What hears of a forward, None where neither is asked for."""
+    for name, flag in (("output_hidden_states", layers), ("output_attentions", attentions)):
+        require(flag is None or isinstance(flag, bool), name, "True, False or None", flag)
+    return Heard() if layers or attentions else None
 
 
 def output_of(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from everystep.api.arrays import as_numbers
 from everystep.api.inputs import Inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import Options
@@ -17,7 +18,7 @@ from everystep.api.session import Session
 from everystep.api.steps import Sight
 from everystep.engine import Engine, Turns
 from everystep.engine.choices import StepRecord
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam
 from everystep.types import Event, Group, Request
@@ -112,11 +113,12 @@ def read_ids(model: LanguageModel, tokenizer: Any, ids: Sequence[int] | str) -> 
         if tokenizer is None:
             raise RequestError("text needs a tokenizer", do="Pass ids, or open with a tokenizer")
         ids = tokenizer.encode(ids, add_special_tokens=False)
-    found, size = torch.as_tensor(ids).reshape(-1), model.vocab_size
-    whole = not (found.is_floating_point() or found.dtype == torch.bool)
+    size = model.vocab_size
+    found = as_numbers("what is sent", ids, "a text or a list of ids", "Pass such").reshape(-1)
+    whole = found.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     if not len(found) or not whole or int(found.min()) < 0 or int(found.max()) >= size:
         wanted = f"integers from 0 to {size - 1}, at least one"
-        raise RequestError("these are no ids to send", wanted=wanted, got=repr(ids))
+        raise RequestError("these are no ids to send", wanted=wanted, got=shown(ids))
     return [int(one) for one in found.tolist()]
 
 

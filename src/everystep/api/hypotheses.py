@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, cast
 from everystep.api.hands import Rules, over
 from everystep.config.kinds import is_integer
 from everystep.engine import Known
-from everystep.errors import RequestError
+from everystep.engine.decided import results_of
+from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam
 from everystep.types import Finished, Group
@@ -27,7 +28,7 @@ def complete(group: Group) -> list[Finished]:
 def more_of(run: Run, n: int) -> list[Generated]:
     """What `Run.more` says."""
     if not is_integer(n) or n < 1:
-        raise RequestError("so many cannot be given", wanted="a number above 0", got=repr(n))
+        raise RequestError("so many cannot be given", wanted="a number above 0", got=shown(n))
     _require_search(run._group)
     for _ in run:
         pass
@@ -81,7 +82,7 @@ def _require_search(group: Group) -> None:
 
 
 def _ranked(group: Group) -> list[Finished]:
-    found = group.request.strategy.finish(group)
+    found = results_of(group)
     return [one for one in found if one.serial >= 0]
 
 

@@ -17,7 +17,8 @@ from everystep.api.model import LanguageModel
 from everystep.api.pictures import vision_of
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
-from everystep.errors import FormatError, MissingFileError, RequestError
+from everystep.config.kinds import one_of
+from everystep.errors import FormatError, MissingFileError, RequestError, shown
 from everystep.executors.choice import ExecutorName, holds_panels, slow_path
 from everystep.executors.process import loading
 from everystep.files.folder import open_folder
@@ -173,15 +174,15 @@ class _Choices:
             raise RequestError(
                 "dtype is no type of numbers",
                 wanted="torch.float32, torch.bfloat16, ...",
-                got=repr(self.dtype),
+                got=shown(self.dtype),
                 do="Pass the type of torch, or leave dtype out",
             )
         for name, (known, wrong) in _KNOWN.items():
             value = getattr(self, name)
-            if value not in known:
+            if not one_of(*known).accepts(value):
                 *most, last = map(repr, known)
                 wanted = f"{', '.join(most)} or {last}"
-                raise RequestError(wrong, wanted=wanted, got=repr(value), do=f"Leave {name} out")
+                raise RequestError(wrong, wanted=wanted, got=shown(value), do=f"Leave {name} out")
 
 
 @loading()

@@ -22,7 +22,8 @@ from everystep.api.session import (
     listed,
     paired,
 )
-from everystep.errors import RequestError
+from everystep.config.kinds import FLAG, one_of
+from everystep.errors import RequestError, shown
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.types import Event, FinishReason, Group
 
@@ -56,9 +57,9 @@ def generate(
     all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
     """
     model = paired(model, tokenizer)
-    if on_error not in ("raise", "return"):
+    if not one_of("raise", "return").accepts(on_error):
         raise RequestError(
-            "on_error is impossible", wanted="'raise' or 'return'", got=repr(on_error)
+            "on_error is impossible", wanted="'raise' or 'return'", got=shown(on_error)
         )
     if prompts is None:
         if options is not None or on_error == "return":
@@ -103,6 +104,7 @@ def stream(
     event; the others go on.
     """
     model = paired(model, tokenizer)
+    FLAG.checked(beam_events, "beam_events")
     many = list(listed(prompts)[0])
     if not many:
         raise RequestError("there is no prompt to stream", do="Pass at least one")
@@ -137,7 +139,7 @@ def chat(
         raise RequestError(
             "this is no conversation",
             wanted="a text, a message, or a list of messages {'role': ..., 'content': ...}",
-            got=repr(messages)[:80],
+            got=shown(messages)[:80],
             do="Pass one conversation; for several, or for ids, call es.generate",
         )
     if "max_length" not in options and not _limits(config):
@@ -268,7 +270,7 @@ class Stream:
 @contextmanager
 def progress_bar(progress: bool, many: Any, what: str) -> Iterator[Callable[[], None]]:
     """Something to call once for each of many: it moves a bar on standard error, if asked."""
-    if not progress:
+    if not FLAG.checked(progress, "progress"):
         yield lambda: None
         return
     from rich.console import Console

@@ -17,7 +17,9 @@ from everystep.api.features import PromptInput, own_inputs, require_distinct
 from everystep.api.forward import (
     cache_of_forward,
     kept_positions,
+    listener,
     output_of,
+    require_inputs,
     see_pictures,
     states_in_place,
 )
@@ -49,11 +51,8 @@ from everystep.models import (
     weight_bytes,
 )
 from everystep.models.load import usable_device
-from everystep.nn.network import Heard, Window
-from everystep.outputs import (
-    compute_transition_scores,
-    loss_of,
-)
+from everystep.nn.network import Window
+from everystep.outputs import compute_transition_scores, loss_of
 from everystep.types import InputSpec
 from everystep.types.protocols import Hook
 
@@ -316,12 +315,14 @@ class LanguageModel:
         and grids, as for `generate`. Differentiable after `requires_grad_`. Returns a
         `CausalLMOutput`, or with `return_dict=False` a tuple.
         """
+        own = input_ids, attention_mask, position_ids, inputs_embeds, labels
+        require_inputs(self, *own, decoder_input_ids, decoder_attention_mask)
         states = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
         inputs = inputs_embeds if input_ids is None else input_ids
         given = inputs if decoder_input_ids is None else decoder_input_ids
         kept = kept_positions(logits_to_keep, given)
         cache = cache_of_forward(self, given, past_key_values, use_cache)
-        heard = Heard() if output_hidden_states or output_attentions else None
+        heard = listener(output_hidden_states, output_attentions)
         read = input_ids, position_ids, inputs_embeds
         seen = see_pictures(self, *read, attention_mask, cache, pictures)
         logits = self._core.forward(

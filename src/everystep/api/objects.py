@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from everystep.errors import ModelClassError, RequestError
+from everystep.errors import ModelClassError, RequestError, shown
 from everystep.models import Model
 from everystep.types.protocols import Hook
 
@@ -19,7 +19,7 @@ def require(name: str, value: Any, *methods: str) -> Any:
     raise RequestError(
         f"{name} is of another kind",
         wanted=wanted,
-        got=repr(value),
+        got=shown(value),
         do=f"Pass such an object as {name}, or leave it out",
     )
 
@@ -46,7 +46,7 @@ def read_functions(name: str, value: Any) -> tuple[Any, ...]:
     raise RequestError(
         f"{name} is not a list of functions",
         wanted="a list of callables of (input_ids, scores)",
-        got=repr(strangers[0]),
+        got=shown(strangers[0]),
         do=f"Pass {name}=[...] with an object that can be called",
     )
 
@@ -55,7 +55,7 @@ def read_text(name: str, value: object) -> str | None:
     """The value, which is None or a text; RequestError if not."""
     if value is None or isinstance(value, str):
         return value
-    raise RequestError(f"{name} is of another kind", wanted="a text", got=repr(value))
+    raise RequestError(f"{name} is of another kind", wanted="a text", got=shown(value))
 
 
 def read_hooks(value: Any) -> tuple[Hook, ...]:
@@ -67,7 +67,7 @@ def read_hooks(value: Any) -> tuple[Hook, ...]:
         raise RequestError(
             "hooks is not a list of hooks",
             wanted="a list of objects of classes that derive from everystep.Hook",
-            got=repr(strangers[0]),
+            got=shown(strangers[0]),
             do="Pass hooks=[MyHook()]",
         )
     return tuple(listed)
@@ -80,7 +80,7 @@ def read_adapters(value: Any, known: Sequence[str]) -> Any:
         raise RequestError(
             "adapter_names has one that the model does not have",
             wanted=", ".join(known) or "none",
-            got=repr(strangers[0]),
+            got=shown(strangers[0]),
             do="Load it with model.load_adapter first",
         )
     return value

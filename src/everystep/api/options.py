@@ -25,7 +25,7 @@ from everystep.api.strategies import read_strategy, refuse_beside
 from everystep.config import FIELDS, META, Effective, merge_configs
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.engine import Contrast, Corpus
-from everystep.errors import RequestError, UnknownArgumentError, nearest
+from everystep.errors import RequestError, UnknownArgumentError, nearest, shown
 from everystep.processors.allowed import AllowedSequences
 from everystep.processors.grammars.mask import GrammarMask
 from everystep.processors.grammars.source import KINDS
@@ -163,12 +163,17 @@ class Options:
     def adapters(self, rows: int) -> tuple[tuple[tuple[str, float], ...], ...]:
         """(rows,) what each row asks for, as in a request; RequestError where that is unclear."""
         given = self.adapter_names
-        names = [given] * rows if given is None or isinstance(given, str) else list(given)
-        if len(names) != rows or not all(isinstance(one, str | None) for one in names):
+        names = [given] * rows if given is None or isinstance(given, str) else given
+        listed = isinstance(names, list | tuple)
+        if (
+            not listed
+            or len(names) != rows
+            or not all(isinstance(one, str | None) for one in names)
+        ):
             raise RequestError(
                 "adapter_names does not fit the call",
                 wanted=f"a name, or {rows} of them",
-                got=repr(given),
+                got=shown(given),
                 do="Pass one name per row of the prompt",
             )
         return tuple(((one, 1.0),) if one is not None else () for one in names)
@@ -294,7 +299,7 @@ def read_seeds(seed: Any, rows: int) -> tuple[int, ...]:
     raise RequestError(
         "seed does not fit the call",
         wanted=f"an integer, or {rows} of them",
-        got=repr(seed),
+        got=shown(seed),
         do="Pass one seed, or one per row of the prompt or prompt of the list",
     )
 
@@ -305,7 +310,7 @@ def require_count(name: str, value: object, vocabulary: int) -> None:
         raise RequestError(
             f"{name} is impossible",
             wanted=f"how many of the best tokens to keep, from 0 to {vocabulary}",
-            got=repr(value),
+            got=shown(value),
             do=f"Pass {name}=5, say",
         )
 

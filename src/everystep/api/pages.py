@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.pictures import PictureLike, read_picture
 from everystep.models.layout.embedders import PatchEncoder
 from everystep.models.layout.pages import LinesLike, pixels_of, read_page
@@ -59,7 +59,7 @@ def layout_prompt(
     """
     spec = layout_of(model)
     if not isinstance(question, str) or not question.strip():
-        raise RequestError("there is no question", wanted="a text", got=repr(question)[:80])
+        raise RequestError("there is no question", wanted="a text", got=shown(question)[:80])
     page, picture = read_page(lines, page_size), read_picture(image)
     boxes = page.boxes(picture.size)
     asked = f"\n{question}\n{_REASONING}" if reasoning else f"\n{question}"
@@ -126,7 +126,7 @@ def _plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     for text, row in zip(texts, found, strict=True):
         if not marks.isdisjoint(row):
             do = "Take it out of the text"
-            raise RequestError("a text holds a special token", got=repr(text)[:80], do=do)
+            raise RequestError("a text holds a special token", got=shown(text)[:80], do=do)
     return found
 
 

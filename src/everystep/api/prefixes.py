@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.core import ForeignModel
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.models import Model
 from everystep.types import InputSpec, Past, Prompt
 
@@ -61,7 +61,7 @@ def read_prefix(given: object) -> Prefix | None:
     if given is None or isinstance(given, Prefix):
         return given
     do = "Make it with everystep.prefill(model, tokenizer, prompt)"
-    raise RequestError("prefix is of another kind", wanted="a Prefix", got=repr(given), do=do)
+    raise RequestError("prefix is of another kind", wanted="a Prefix", got=shown(given), do=do)
 
 
 def after_prefix(model: LanguageModel, inputs: Inputs, options: Options) -> Inputs:
@@ -130,7 +130,7 @@ def _require_fitting(
         do = "Make it anew with this model, and after model.to() or a change of its weights"
         _refuse("is of another model", "the model that it was made with", "another", do)
     if any(own != prefix.adapters for own in options.adapters(inputs.batch)):
-        got = repr(options.adapter_names)
+        got = shown(options.adapter_names)
         do = "Make one for each adapter, with the same adapter_names"
         _refuse("was fed with other adapters", [name for name, _ in prefix.adapters], got, do)
     if inputs.lead or any(prompt.past is not None for prompt in inputs.prompts):

@@ -198,7 +198,7 @@ def _ids(
     """The ids of a text, of messages through the chat template, or of ids as they are."""
     if not isinstance(prompt, str) and not is_messages(prompt):
         whole = isinstance(prompt, Tensor | np.ndarray)
-        given = prompt if whole else list(prompt)
+        given = list(prompt) if not whole and isinstance(prompt, Iterable) else prompt
         ids = as_numbers("a prompt", given, "a text, messages or a list of ids", _ONE_ROW)
     elif tokenizer is None:
         raise RequestError(
@@ -209,7 +209,7 @@ def _ids(
         )
     elif isinstance(prompt, str):
         how = {} if prefix is None else {"add_special_tokens": False}
-        ids = torch.as_tensor(tokenizer.encode(prompt, **how))
+        ids = _returned(tokenizer.encode(prompt, **how))
     elif _cannot_chat(tokenizer):
         raise TokenizerError(
             "messages need a chat template",
@@ -224,7 +224,7 @@ def _ids(
             add_generation_prompt=starts_answer,
             return_dict=False,
         )
-        ids = rest_of(torch.as_tensor(rendered), prefix)
+        ids = rest_of(_returned(rendered), prefix)
     if ids.dim() != 1 or not len(ids):
         do = "Pass a text, messages, or a list with at least one id"
         raise RequestError(
@@ -235,6 +235,12 @@ def _ids(
         raise RequestError("ids are not integers", wanted="integers", got=ids.dtype, do=do)
     found: np.ndarray = ids.detach().cpu().numpy()
     return found
+
+
+def _returned(ids: Any) -> Tensor:
+    """What a tokenizer returned, which may be the caller's own."""
+    do = "Pass a tokenizer that returns ids"
+    return as_numbers("what the tokenizer returned", ids, "a list of ids", do)
 
 
 def _cannot_chat(tokenizer: TokenizerLike) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everystep.api.load import Progress, Source, load
 from everystep.api.model import LanguageModel
-from everystep.errors import FileError, RequestError
+from everystep.errors import FileError, RequestError, shown
 from everystep.files.atomic import atomic_file, atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG
 from everystep.files.gguf import read_gguf
@@ -77,9 +77,9 @@ def quantize(
 
 def _require_choices(target: Path, format: Any, importance: Any) -> None:
     known = get_args(WrittenFormat)
-    if format not in known:
+    if not isinstance(format, str) or format not in known:
         wanted = ", ".join(known)
-        raise RequestError("there is no such format", wanted=wanted, got=repr(format))
+        raise RequestError("there is no such format", wanted=wanted, got=shown(format))
     is_file = format in MIXES
     if is_file != (target.suffix == ".gguf"):
         raise RequestError(

@@ -11,7 +11,7 @@ from everystep.config import Effective
 from everystep.config.kinds import is_number
 from everystep.engine import Contrast, DoLa, Guidance
 from everystep.engine.dola import candidate_layers
-from everystep.errors import ModelClassError, RequestError, UnsupportedError
+from everystep.errors import ModelClassError, RequestError, UnsupportedError, shown
 from everystep.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
 )
@@ -71,7 +71,7 @@ def _number(name: str, value: Any) -> float:
     if value is None:
         return default
     if not is_number(value) or not fits(value):
-        raise RequestError(f"{name} is impossible", wanted=wanted, got=repr(value))
+        raise RequestError(f"{name} is impossible", wanted=wanted, got=shown(value))
     return float(value)
 
 
@@ -126,7 +126,7 @@ def _over_layers(
         raise RequestError(
             "amateur_model and dola_layers both contrast the logits",
             wanted="one of the two",
-            got=f"dola_layers={e.dola_layers!r}",
+            got=f"dola_layers={shown(e.dola_layers)}",
             do="Leave one of the two out",
         )
     if model.is_encoder_decoder:

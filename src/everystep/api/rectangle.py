@@ -29,6 +29,7 @@ from everystep.api.prepare import Call, completed, prepare
 from everystep.cache.containers import Cache
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
+from everystep.engine.decided import results_of
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import UnsupportedError
 from everystep.nn.modes import inference_mode, ordinary_mode
@@ -114,7 +115,7 @@ def _delivery(call: Call, streamer: Any) -> Delivery:
 
 
 def _run(model: LanguageModel, call: Call, delivery: Delivery | None, passed: Any) -> Any:
-    e, strategy = call.options.effective, call.strategy
+    e = call.options.effective
     cached = e.use_cache is not False
     collector = Collector(
         slots=call.inputs.batch * call.kept_rows,
@@ -144,7 +145,7 @@ def _run(model: LanguageModel, call: Call, delivery: Delivery | None, passed: An
     with ordinary_mode(), torch.no_grad():
         own = fill_cache(call.cache, call.inputs, groups)
         past = None if own is None else model.core.returned_cache(own, passed)
-        finished = [done for group in groups for done in strategy.finish(group)]
+        finished = [done for group in groups for done in results_of(group)]
         if not e.return_dict_in_generate:
             return _sequences(call, finished, model.device)
         out = _output(call, groups, finished, collector, model.device)

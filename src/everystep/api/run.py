@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,12 @@ from everystep.api.hypotheses import complete, more_of
 from everystep.api.model import LanguageModel
 from everystep.api.session import Generated, Session
 from everystep.api.steps import Explanation, Step, explained
+from everystep.config.kinds import is_integer
 from everystep.engine import Beginning
+from everystep.engine.decided import results_of
 from everystep.engine.logprobs import with_given
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
+from everystep.files.opening import as_path
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
@@ -76,7 +78,7 @@ class Run:
             if group.live and not over(group):
                 lead = group.live[0]
                 return tuple(table.data[lead.line, first : first + group.reported].tolist())
-            return tuple(strategy.finish(group)[index].tokens.tolist()) if group.done else ()
+            return tuple(results_of(group)[index].tokens.tolist()) if group.done else ()
         for one in group.live:
             if one.index == index or strategy.returns == 1:
                 end = one.visible - one.provisional
@@ -127,9 +129,9 @@ class Run:
         """
         with self._hands.lock:
             tokens = self._ids(index)
-            if not -len(tokens) <= position < len(tokens):
+            if not is_integer(position) or not -len(tokens) <= position < len(tokens):
                 wanted = f"0 to {len(tokens) - 1}"
-                raise RequestError("there is no such position", wanted=wanted, got=position)
+                raise RequestError("there is no such position", wanted=wanted, got=shown(position))
             position %= len(tokens)
             twin = self._hands.fork(self._group)
             name = twin.request.request_id
@@ -227,11 +229,11 @@ class Run:
         own = read_ids(self.model, self.tokenizer, ids)
         with self._hands.lock:
             tokens = self._whole("edit")
-            if not 0 <= position <= len(tokens) - len(own):
+            if not is_integer(position) or not 0 <= position <= len(tokens) - len(own):
                 raise RequestError(
                     "there are no such positions to edit",
                     wanted=f"positions 0 to {len(tokens) - 1}",
-                    got=f"{position} to {position + len(own) - 1}",
+                    got=f"{len(own)} from {shown(position)} on",
                     do="Use send for ids that are to follow",
                 )
             tokens[position : position + len(own)] = own
@@ -244,7 +246,7 @@ class Run:
             tokens = self._whole("rewind")
             if type(n) is not int or not 0 <= n <= len(tokens):
                 what = "so many ids cannot be taken back"
-                raise RequestError(what, wanted=f"0 to {len(tokens)}", got=repr(n))
+                raise RequestError(what, wanted=f"0 to {len(tokens)}", got=shown(n))
             kept = len(tokens) - n
             self._reopen(tokens[:kept], {one for one in self._given if one < kept})
 
@@ -314,7 +316,7 @@ class Run:
         from everystep.api.saved import write_run
 
         with self._hands.lock:
-            write_run(self, Path(path))
+            write_run(self, as_path(path))
 
     # --- the parts --------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from everystep.api.model import LanguageModel
 from everystep.api.run import Run
 from everystep.api.saved import prefix_digest, read_run, revived
 from everystep.api.session import PromptLike, Session, TokenizerLike, paired
-from everystep.errors import FormatError, RequestError
+from everystep.errors import FormatError, RequestError, shown
+from everystep.files.opening import as_path
 
 
 def open(
@@ -58,13 +58,13 @@ def resume(
     that is missing.
     """
     model = paired(model, tokenizer)
-    state, passed, absent = read_run(Path(path), model, tokenizer)
+    state, passed, absent = read_run(as_path(path), model, tokenizer)
     _check_again(absent, again)
     if "prefix" in again and prefix_digest(again["prefix"]) != state.get("prefix"):
         raise RequestError(
             "the saved run stood after another prefix",
             wanted="one that was made from the same prompt",
-            got=repr(again["prefix"]),
+            got=shown(again["prefix"]),
             do="Make it again with everystep.prefill as it was made for es.open",
         )
     try:

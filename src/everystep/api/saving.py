@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,11 @@ from torch import Tensor
 
 from everystep.adapters import Adapters, merged, require_adapter
 from everystep.config import GenerationConfig
-from everystep.errors import RequestError, UnsupportedError
+from everystep.config.kinds import is_number
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.atomic import atomic_files
 from everystep.files.folder import CONFIG, GENERATION_CONFIG
+from everystep.files.opening import as_path
 from everystep.files.safetensors_writer import Entry, is_of_weights, write_weights
 from everystep.models import Model, exported_config, named_weights, stored_weights
 from everystep.nn.quantized import QuantizedWeight
@@ -45,7 +46,7 @@ def save_model(
     wanted = _type_of(core, dtype)
     config = _json_of(exported_config(core, wanted))
     entries = [Entry(name, tuple(one.shape), wanted) for name, one in named_weights(core)]
-    with atomic_files(Path(folder), last=CONFIG, stale=is_of_weights) as new:
+    with atomic_files(as_path(folder), last=CONFIG, stale=is_of_weights) as new:
         # Taken again, since holding all of them would take the room of a second model.
         write_weights(new, entries, _converted(core, wanted), most_bytes)
         settings.to_json_file(new / GENERATION_CONFIG)
@@ -66,7 +67,11 @@ def with_merged(core: Model, known: Adapters, asked: Merged | None) -> Model:
                 do="Pass adapters=[...], which may be empty",
             )
         return core
-    pairs = [(one, 1.0) if isinstance(one, str) else one for one in asked]
+    given: list[Any] = list(asked) if isinstance(asked, list | tuple) else [asked]
+    pairs: list[Any] = [(one, 1.0) if isinstance(one, str) else one for one in given]
+    if not all(isinstance(one, tuple) and len(one) == 2 and is_number(one[1]) for one in pairs):
+        wanted = "a list of names, or of pairs (name, weight)"
+        raise RequestError("adapters are not named", wanted=wanted, got=shown(asked))
     for name, _ in pairs:
         require_adapter(known, name)
     return merged(core, [(known[name], float(weight)) for name, weight in pairs])
@@ -77,7 +82,7 @@ def _type_of(core: Model, asked: torch.dtype | None) -> torch.dtype:
     if asked is not None:
         if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
             what = "weights cannot be written in this type"
-            raise RequestError(what, wanted="torch.float32, torch.bfloat16, ...", got=repr(asked))
+            raise RequestError(what, wanted="torch.float32, torch.bfloat16, ...", got=shown(asked))
         return asked
     if any(isinstance(one, QuantizedWeight) for _, one in stored_weights(core)):
         raise UnsupportedError(
@@ -118,7 +123,7 @@ def _bytes_of(size: int | str) -> int:
         raise RequestError(
             "max_shard_size is no size",
             wanted=f"a number of bytes, or one with a unit of {', '.join(_UNITS)}",
-            got=repr(size),
+            got=shown(size),
             do="Pass '5GB', say",
         )
     return size

@@ -24,7 +24,7 @@ from everystep.config.kinds import is_integer
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import prompt_logprobs
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
 from everystep.stops.ends import MaxLength
@@ -154,12 +154,12 @@ def _sizes(model: LanguageModel, window: Any, stride: Any) -> tuple[int, int]:
         window = _WINDOW if most is None else most
     if not is_integer(window) or window < 2 or (most is not None and window > most):
         wanted = "2 ids or more" if most is None else f"2 to {most} ids, the model's context"
-        raise RequestError("window is impossible", wanted=wanted, got=repr(window)[:80])
+        raise RequestError("window is impossible", wanted=wanted, got=shown(window)[:80])
     if stride is None:
         stride = max(1, window * 3 // 4)
     if not is_integer(stride) or not 1 <= stride < window:
         wanted = f"1 to {window - 1} ids"
-        raise RequestError("stride is impossible", wanted=wanted, got=repr(stride)[:80])
+        raise RequestError("stride is impossible", wanted=wanted, got=shown(stride)[:80])
     return int(window), int(stride)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.processors.guidance import HammingDiversityLogitsProcessor
 from everystep.strategies import Beam, ConstrainedBeam, DiverseBeam
 from everystep.strategies.constraints import (
@@ -53,7 +53,7 @@ def _constraints(given: Any, words: Any) -> tuple[Constraint, ...]:
             raise RequestError(
                 "constraints holds something else",
                 wanted="objects of classes that derive from everystep.Constraint",
-                got=repr(one),
+                got=shown(one),
                 do="Pass PhrasalConstraint(ids), or set force_words_ids",
             )
     for word in words or ():

@@ -38,12 +38,14 @@ from everystep.api.wrapped import wrap
 from everystep.config import GenerationConfig
 from everystep.draws import seed_of
 from everystep.engine import Continuous, Engine, Reuse
+from everystep.engine.decided import results_of
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import (
     CapacityError,
     EverystepError,
     ModelClassError,
     RequestError,
+    shown,
 )
 from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
@@ -113,7 +115,7 @@ class Session:
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         if type(seed) is not int:
-            seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={seed!r}"))
+            seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={shown(seed)}"))
         self._seed = seed
         self._own: dict[str, Options] = {}  # of prompts that were submitted with options
         if options is None:
@@ -167,7 +169,7 @@ class Session:
     ) -> list[Options]:
         """What is asked for each prompt; an error names the prompt."""
         count = _count(prompts, "options each")
-        several = isinstance(options, Sized) and not isinstance(options, Mapping)
+        several = isinstance(options, Sequence) and not isinstance(options, str)
         if not several or len(options) != count:
             wanted = f"a list of {count}, one per prompt"
             got = len(options) if several else type(options).__name__
@@ -274,7 +276,7 @@ class Session:
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
             return [self._failed(error, done.tokens, group.request.prompt.length)]
-        return self.told(group, group.request.strategy.finish(group))
+        return self.told(group, results_of(group))
 
     def told(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
         """These hypotheses of a group."""

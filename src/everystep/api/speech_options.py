@@ -13,7 +13,7 @@ from torch import Tensor
 from everystep.api.speech_prefix import Said, SpeechTokens, read_tokens
 from everystep.api.speech_segments import Doubts
 from everystep.config import GenerationConfig
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.models import Model
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def read_speech(model: LanguageModel, given: Mapping[str, Any]) -> Speech:
     is not done."""
     for name, do in _ABSENT.items():
         if given.get(name) is not None:
-            raise UnsupportedError(f"{name} is not supported", got=repr(given[name]), do=do)
+            raise UnsupportedError(f"{name} is not supported", got=shown(given[name]), do=do)
     said = _said(model, given)
     tokens = read_tokens(said)
     network = cast(Model, model.core).network
@@ -248,7 +248,7 @@ def _check(given: Mapping[str, Any], said: Said, temperatures: Sequence[float | 
     condition = given.get("prompt_condition_type")
     if condition not in (None, "first-segment", "all-segments"):
         wanted = "'first-segment' or 'all-segments'"
-        raise RequestError("there is no such condition", wanted=wanted, got=repr(condition))
+        raise RequestError("there is no such condition", wanted=wanted, got=shown(condition))
     if condition == "all-segments" and not said("condition_on_prev_tokens"):
         do = "Set condition_on_prev_tokens=True"
         raise RequestError("prompts of all segments follow what was said before", do=do)

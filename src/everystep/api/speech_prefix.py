@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everystep.errors import FormatError, RequestError, UnsupportedError, nearest
+from everystep.errors import FormatError, RequestError, UnsupportedError, nearest, shown
 from everystep.text.languages import LANGUAGES
 
 TASKS = ("transcribe", "translate")
@@ -41,7 +41,7 @@ class SpeechTokens:
             raise RequestError(
                 "this model does not know the language",
                 wanted="an English name, a code, or one of generation_config.lang_to_id",
-                got=repr(name),
+                got=shown(name),
                 do=f"Perhaps you meant {close!r}" if close else None,
             )
         return self.languages[token]
@@ -54,7 +54,7 @@ def read_tokens(said: Said) -> SpeechTokens:
         raise FormatError(
             "the model says no id that a transcript begins with",
             wanted="decoder_start_token_id",
-            got=repr(start),
+            got=shown(start),
             do="Set decoder_start_token_id",
         )
     pairs = [tuple(one) for one in said("forced_decoder_ids") or ()]
@@ -110,7 +110,7 @@ def _task(
     if tokens.tasks is None:
         raise _outdated("task", "task_to_id")
     if task not in TASKS:
-        raise RequestError("there is no such task", wanted=" or ".join(TASKS), got=repr(task))
+        raise RequestError("there is no such task", wanted=" or ".join(TASKS), got=shown(task))
     return tokens.tasks[task]
 
 

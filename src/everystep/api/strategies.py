@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from everystep.api.searches import beams_of, require_groups
 from everystep.config import FIELDS, Effective
+from everystep.config.kinds import FLAG, SIZE, require
 from everystep.config.named import is_named, unknown_strategy, with_named
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.strategies import Contrastive, Greedy, Sample, strategy_named, strategy_names
-from everystep.types.protocols import Strategy
+from everystep.types.protocols import Reads, Strategy
 
 if TYPE_CHECKING:
     from everystep.api.options import Options
@@ -35,7 +36,7 @@ def read_strategy(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Strategy
     if options is not None and not _takes_options(strategy):
         raise RequestError(
             "strategy_options are for a strategy of another package, given by its name",
-            got=f"strategy={strategy!r}",
+            got=f"strategy={shown(strategy)}",
             do="Pass what the library's own strategies read as arguments of the call",
         )
     if strategy is None:
@@ -103,7 +104,7 @@ def _made(name: str, options: Any) -> Strategy:
     """The strategy of this name with these options."""
     require_known(name)
     if not isinstance(options, Mapping):
-        wanted, got = "a mapping of names to values", repr(options)
+        wanted, got = "a mapping of names to values", shown(options)
         raise RequestError("strategy_options is of another kind", wanted=wanted, got=got)
     kind = strategy_named(name)
     try:
@@ -118,18 +119,34 @@ def _made(name: str, options: Any) -> Strategy:
     return _required(made)
 
 
+def _require_members(value: Any) -> None:
+    """RequestError where what the strategy says of itself cannot be."""
+    for name in ("width", "returns", "rounds"):
+        SIZE.checked(getattr(value, name), f"{name} of the strategy")
+    require(isinstance(value.reads, Reads), "reads of the strategy", "Reads", value.reads)
+    most = f"at most its width, {value.width}"
+    require(value.returns <= value.width, "returns of the strategy", most, value.returns)
+    if value.rounds > 1:
+        require(hasattr(value, "turn"), "rounds of the strategy", "1, or a method turn", "neither")
+
+
 def _required(value: Any) -> Strategy:
     """The value; RequestError unless it is a strategy, which is frozen."""
     missing = [name for name in _MEMBERS if not hasattr(value, name)]
+    if "streams" not in missing:
+        FLAG.checked(value.streams, "streams of the strategy")
     if not missing and not value.streams and not hasattr(value, "rivals"):
         missing = ["rivals, as it does not stream"]
     if isinstance(value, type) or missing:
         raise RequestError(
             "this is no strategy",
             wanted=f"a name, or a value with {', '.join(_MEMBERS)}",
-            got=f"{value!r}, without {', '.join(missing)}" if missing else f"the class {value!r}",
+            got=f"{shown(value)}, without {', '.join(missing)}"
+            if missing
+            else f"the class {shown(value)}",
             do="Pass strategy=MyStrategy()",
         )
+    _require_members(value)
     try:
         hash(value)
     except TypeError as error:

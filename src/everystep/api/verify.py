@@ -16,7 +16,7 @@ from everystep.api.load import Source, load, load_model
 from everystep.api.model import LanguageModel
 from everystep.bridge.reference import Reference
 from everystep.config.kinds import is_integer
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.nn.modes import inference_mode
 from everystep.types import Prompt, Verb, Work
@@ -106,7 +106,7 @@ def verify(
     what `es.load` raises.
     """
     if not is_integer(tokens) or not 1 <= tokens <= 1024:
-        raise RequestError("tokens is impossible", wanted="1 to 1024", got=repr(tokens)[:80])
+        raise RequestError("tokens is impossible", wanted="1 to 1024", got=shown(tokens)[:80])
     local = resolve_source(path, offline=offline)
     model, tokenizer = load(local, **choices)
     if model.core.source is not None:

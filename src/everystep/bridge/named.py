@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everystep.bridge.foreign import Foreign
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.types import InputSpec, Prompt
 
 _OURS = frozenset(
@@ -176,7 +176,7 @@ def _read(name: str, value: Any) -> Any:
         raise RequestError(f"{name} is not a tensor", got=got) from error
     if not found.dim():
         what = f"{name} has no entries"
-        raise RequestError(what, wanted="one per position, or those of a prompt", got=repr(value))
+        raise RequestError(what, wanted="one per position, or those of a prompt", got=shown(value))
     return found
 
 

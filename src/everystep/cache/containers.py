@@ -15,6 +15,7 @@ from torch import Tensor
 
 from everystep.cache.choices import (
     layer_windows,
+    layers_of,
     read_quantization,
     refuse_quantized_windows,
 )
@@ -28,7 +29,7 @@ from everystep.cache.layers import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 
 Pair = tuple[Tensor, Tensor]
 
@@ -205,7 +206,7 @@ class Cache:
             raise RequestError(
                 "these are no rows of the cache",
                 wanted=f"a list of integers below {stored}" if stored >= 0 else "integers",
-                got=repr(indices),
+                got=shown(indices),
             )
         return rows if rows.dtype == torch.bool else rows.long()
 
@@ -224,7 +225,7 @@ class DynamicCache(Cache):
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
-        given = [tuple(one) for one in ddp_cache_data or ()]
+        given = layers_of(ddp_cache_data)
         windows = [_window(one) for one in given] if config is None else layer_windows(config)
         layers = [
             DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
@@ -258,7 +259,7 @@ class StaticCache(Cache):
             or max_cache_len < 1
         ):
             raise RequestError(
-                "max_cache_len is impossible", wanted="at least 1", got=repr(max_cache_len)
+                "max_cache_len is impossible", wanted="at least 1", got=shown(max_cache_len)
             )
         layers = [
             StaticLayer(max_cache_len)
@@ -387,7 +388,7 @@ def _halves(caches: tuple[Any, ...]) -> tuple[Cache, Cache]:
             wanted="two caches, or one sequence of tuples",
             got=[type(one).__name__ for one in caches],
         )
-    data = [tuple(one) for one in caches[0]]
+    data = layers_of(caches[0])
     wrong = [len(one) for one in data if len(one) not in (4, 6)]
     if wrong:
         raise RequestError(

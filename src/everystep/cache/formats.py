@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 
 CacheDtype = Literal["float32", "float16", "int8"]
 
@@ -107,7 +107,7 @@ class Quantization:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise RequestError(
-                    f"{name} is impossible", wanted=f"at least {least}", got=repr(value)
+                    f"{name} is impossible", wanted=f"at least {least}", got=shown(value)
                 )
 
     def packed(self, length: int) -> int:

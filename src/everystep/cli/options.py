@@ -19,7 +19,7 @@ import typer
 from everystep.cli.terminal import note
 from everystep.config import FIELDS, GenerationConfig
 from everystep.config.named import NAMED, is_named, with_named
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 
 Dtype = StrEnum("Dtype", "float64 float32 bfloat16 float16")
 Rounding = StrEnum("Rounding", "int8 int4")
@@ -102,7 +102,7 @@ def forced_words(texts: Sequence[str] | None, tokenizer: Any) -> dict[str, Any]:
         raise RequestError(
             "--force-words is empty",
             wanted="a text that has tokens",
-            got=repr([*texts]),
+            got=shown([*texts]),
             do="Leave the empty one out",
         )
     return {"force_words_ids": found}

@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 from warnings import warn
 
 from everystep.config.fields import CALL_ONLY, FIELDS, META, GenerationMode, generation_mode
+from everystep.config.kinds import NAMED
 from everystep.config.rules import EXTRA_OUTPUTS, judge, refuse_impossible
 from everystep.errors import (
     FormatError,
@@ -23,9 +24,11 @@ from everystep.errors import (
     UnknownArgumentError,
     UnsupportedError,
     nearest,
+    shown,
 )
 from everystep.files.atomic import write_atomic
 from everystep.files.hub import HubAccess
+from everystep.files.opening import as_path
 from everystep.files.sources import read_settings
 
 CONFIG_NAME = "generation_config.json"
@@ -161,7 +164,7 @@ class GenerationConfig:
     ) -> None:
         """The file holds `to_json_string()`, or is as it was if that fails."""
         text = self.to_json_string(use_diff, keys_to_pop=keys_to_pop)
-        write_atomic(Path(json_file_path), text.encode())
+        write_atomic(as_path(json_file_path), text.encode())
 
     def save_pretrained(
         self,
@@ -170,11 +173,9 @@ class GenerationConfig:
     ) -> None:
         """The folder, made if need be, holds the configuration; strictly validated before."""
         self.validate(strict=True)
-        folder = Path(save_directory)
+        folder = as_path(save_directory)
         if folder.exists() and not folder.is_dir():
-            raise RequestError(
-                "save_directory is a file", wanted="a folder", got=folder, do="Choose another place"
-            )
+            raise RequestError("save_directory is a file", wanted="another place", got=folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.to_json_file(folder / (config_file_name or CONFIG_NAME))
 
@@ -235,7 +236,7 @@ class GenerationConfig:
             ("proxies", proxies, "Set the environment variable HTTPS_PROXY"),
         ):
             if given:
-                raise UnsupportedError(f"{option} has no effect here", got=repr(given), do=do)
+                raise UnsupportedError(f"{option} has no effect here", got=shown(given), do=do)
         name = str(config_file_name or CONFIG_NAME)
         values, path = read_settings(
             pretrained_model_name,
@@ -273,6 +274,7 @@ class GenerationConfig:
 
         With `return_unused_kwargs` a pair of it and the overrides that no field has.
         """
+        NAMED.checked(config_dict, "the configuration")
         unused = {k: v for k, v in overrides.items() if return_unused_kwargs and k not in FIELDS}
         used = {k: v for k, v in overrides.items() if k not in unused}
         config = cls(**{**config_dict, **used})
@@ -372,12 +374,8 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
         return config
     if hasattr(config, "to_dict"):
         return config.to_dict()
-    raise RequestError(
-        "not a model's config",
-        wanted="a dict or an object with to_dict()",
-        got=type(config).__name__,
-        do="Pass model.config",
-    )
+    wanted, got = "a dict or an object with to_dict()", type(config).__name__
+    raise RequestError("not a model's config", wanted=wanted, got=got, do="Pass model.config")
 
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,6 +393,6 @@ def _refuse_object(value: Any) -> Iterable[Any]:
     raise RequestError(
         "a value cannot be written as JSON",
         wanted="numbers, texts, lists and dicts",
-        got=repr(value),
+        got=shown(value),
         do="Leave it out of what is saved and pass it in the call",
     )

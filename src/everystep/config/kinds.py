@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.files.strict_json import whole_number
 
 _LARGEST_OF_32_BITS = (2 - 2**-23) * 2.0**127
@@ -40,19 +40,16 @@ def require(holds: bool, name: str, wanted: str, got: object, do: str | None = N
     """RequestError unless it holds."""
     if not holds:
         do = do or f"Give {name} such a value"
-        raise RequestError(f"{name} is not valid", wanted=wanted, got=_shown(got), do=do)
-
-
-def _shown(value: object) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python prints no number of thousands of digits
-        return "a number of thousands of digits"
+        raise RequestError(f"{name} is not valid", wanted=wanted, got=shown(got), do=do)
 
 
 def plain(value: Any) -> Any:
-    """Tensors, arrays and their scalars as Python numbers and lists; anything else unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Tensors, arrays and their scalars as Python numbers and lists; anything else unchanged, also
+    a tensor that has no numbers to give."""
+    try:
+        return value.tolist()
+    except Exception:
+        return value
 
 
 def is_integer(value: Any) -> bool:
@@ -136,6 +133,10 @@ FRACTION_BELOW_1 = number("a number from 0 to below 1", lambda value: 0 <= value
 BETWEEN_0_AND_1 = number("a number between 0 and 1, both excluded", lambda value: 0 < value < 1)
 PENALTY = number("a number from -2 to 2", lambda value: -2 <= value <= 2)
 AT_LEAST_1 = number("a number of at least 1", lambda value: 1 <= value < math.inf)
+NAMED = Kind(
+    "a mapping of names to values",
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+)
 TEXT = Kind("a string", lambda value: isinstance(value, str))
 TEXTS = Kind(
     "a string or a list of strings, none of them empty",

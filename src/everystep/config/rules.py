@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from everystep.config.fields import FIELDS, OLD_CACHES
-from everystep.errors import RequestError, message
+from everystep.errors import RequestError, message, shown
 
 Values = Mapping[str, Any]
 Test = Callable[[Values], bool]
@@ -39,9 +39,9 @@ class ConfigRule:
 
     def text(self, values: Values) -> str:
         """What is wrong and what to do."""
-        got = f"{self.loses}={values[self.loses]!r}"
+        got = f"{self.loses}={shown(values[self.loses])}"
         if self.decides != self.loses:
-            got += f" with {self.decides}={values[self.decides]!r}"
+            got += f" with {self.decides}={shown(values[self.decides])}"
         return message(self.what, got=got, do=self.do)
 
 

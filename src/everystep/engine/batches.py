@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.engine.decided import chosen_by, picked_by
 from everystep.engine.feed import Feeds, columns_of
 from everystep.engine.layout import Layout, laid_out
 from everystep.engine.rejection import judged
@@ -117,7 +118,7 @@ class Scored:
         strategy = self.groups[0].request.strategy
         if strategy.rounds > 1:
             self._process(cast(InRounds, strategy), earlier)
-        return strategy.pick(self.batch, self.offered, earlier)
+        return picked_by(strategy, strategy.pick(self.batch, self.offered, earlier))
 
     def _process(self, strategy: InRounds, earlier: Picked) -> None:
         """The rows that choose in this round are processed now, when it is known what was chosen
@@ -136,7 +137,9 @@ class Scored:
 
     def select(self, picked: Picked) -> Children:
         """The children of the sequences."""
-        children = self.groups[0].request.strategy.select(self.batch, picked)
+        strategy = self.groups[0].request.strategy
+        chosen = strategy.select(self.batch, picked)
+        children = chosen_by(strategy, chosen, len(self.batch.sequences), self.offered.vocabulary)
         rows = children.parent.tolist()
         if self.layout.drafted:
             children, rows = _accepted(self, children)

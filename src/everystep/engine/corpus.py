@@ -15,7 +15,7 @@ import numpy as np
 
 from everystep.engine.feed import NO_IDS
 from everystep.engine.lookup import PromptLookup, before, read
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.types import Draft, TokenTable
 from everystep.types.protocols import Asked, Schedule
 
@@ -31,6 +31,10 @@ class Corpus:
     """
 
     def __init__(self, texts: Iterable[str | Sequence[int]], tokenizer: Any = None) -> None:
+        several = hasattr(texts, "__iter__") and getattr(texts, "ndim", 1) > 0
+        if not several or isinstance(texts, str | bytes):
+            wanted, do = "a list of texts or of lists of ids", "Put a single one in a list"
+            raise RequestError("these are no texts", wanted=wanted, got=shown(texts), do=do)
         lines = [np.append(_read(text, tokenizer), _END) for text in texts]
         self.ids = np.concatenate(lines) if lines else NO_IDS
         self._order = suffix_order(self.ids)
@@ -158,7 +162,10 @@ def _read(text: str | Sequence[int], tokenizer: Any) -> np.ndarray:
         if tokenizer is None:
             raise RequestError("texts of a corpus need a tokenizer", do="Pass it, or lists of ids")
         text = tokenizer.encode(text, add_special_tokens=False)
-    ids = np.asarray(text, dtype=None if len(text) else np.int64).reshape(-1)
+    try:
+        ids = np.asarray(text, dtype=None if len(text) else np.int64).reshape(-1)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        ids = np.array([-1])
     if ids.dtype.kind not in "iu" or (ids < 0).any():
-        raise RequestError("this is no text", wanted="a text or ids", got=repr(text)[:60])
+        raise RequestError("this is no text", wanted="a text or ids", got=shown(text)[:60])
     return ids.astype(np.int64)

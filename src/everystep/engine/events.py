@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
+from everystep.engine.decided import results_of
 from everystep.engine.logprobs import Likelihood, last_choices
 from everystep.strategies.base import DecidesLate
 from everystep.types import Event, FinishReason, Group, TokenTable
@@ -68,7 +69,7 @@ def last_events(after: Group) -> list[Event]:
     if request.strategy.streams:
         return []
     events: list[Event] = []
-    for index, done in enumerate(request.strategy.finish(after)):
+    for index, done in enumerate(results_of(after)):
         tokens = done.tokens.tolist()
         known = last_choices(done.memo, len(tokens))[shown:]
         events += token_events(request.request_id, index, tokens[shown:], shown, done.reason, known)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everystep.engine.alternatives import fed
 from everystep.engine.feed import Feeds, Grant, chunk_of, write_draft
-from everystep.errors import NOBODYS, RequestError, UnknownArgumentError, nearest
+from everystep.errors import NOBODYS, RequestError, UnknownArgumentError, nearest, shown
 from everystep.executors.base import Executor
 from everystep.types import (
     BeforeStep,
@@ -67,7 +67,7 @@ def require_known_gifts(request: Request, declared: Mapping[str, InputSpec]) -> 
                 raise UnknownArgumentError(
                     f"{type(hook).__name__}.{what} has an unknown name",
                     wanted=", ".join(allowed),
-                    got=repr(name),
+                    got=shown(name),
                     do=f"Perhaps you meant {near}" if near else f"Leave it out of {what}",
                 )
 
@@ -177,7 +177,7 @@ class Hooking:
         if name not in hook.gives:
             raise RequestError(
                 f"{type(hook).__name__}.before_step gives {name!r} and does not say so",
-                wanted=f"one of gives = {hook.gives!r}",
+                wanted=f"one of gives = {shown(hook.gives)}",
                 do="Name in gives what before_step may give",
             )
         if not isinstance(values, Tensor):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everystep.engine.feed import NO_IDS, Feeds
 from everystep.engine.hooks import HOOKED, Gifts, nonsense
-from everystep.errors import NOBODYS, RequestError
+from everystep.errors import NOBODYS, RequestError, shown
 from everystep.types import (
     AfterStep,
     Children,
@@ -199,9 +199,12 @@ def _equal(one: Gifts, other: Gifts) -> bool:
 
 def _forced(hook: Hook, force: Any, vocabulary: int) -> tuple[int, ...]:
     """The ids as plain numbers, if they are some of the vocabulary."""
-    given = np.asarray(force)
+    try:
+        given = np.asarray(force)
+    except (TypeError, ValueError, RuntimeError):
+        given = np.empty((0, 0))
     numbers = given.ndim == 1 and (given.dtype.kind in "iu" or not len(given))
     if not numbers or not bool(((given >= 0) & (given < vocabulary)).all()):
         wanted = f"a list of ids from 0 to {vocabulary - 1}"
-        raise nonsense(hook, "Next.force", wanted, repr(force))
+        raise nonsense(hook, "Next.force", wanted, shown(force))
     return tuple(int(token) for token in given)

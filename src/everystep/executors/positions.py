@@ -54,6 +54,9 @@ def position_ids(work: Work, axes: int = 1) -> np.ndarray:
 
 def require_positions(positions: Tensor) -> None:
     """RequestError where one of the integers is no position."""
+    if positions.is_complex():
+        what = "position_ids are no integers"
+        raise RequestError(what, wanted="integers", got=positions.dtype, do="Count from 0 on")
     wrong = positions[(positions < 0) | (positions > MOST_POSITION)]
     if wrong.numel():
         what, wanted = "position_ids holds a number that is no position", f"0 to {MOST_POSITION}"

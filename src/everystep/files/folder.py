@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from everystep.errors import FormatError
-from everystep.files.opening import impostor, is_there, open_regular
+from everystep.files.opening import as_path, impostor, is_there, open_regular
 from everystep.files.safetensors import Weights, missing_in, open_weights
 from everystep.files.strict_json import MAX_SETTINGS_BYTES, field, read_json
 
@@ -49,7 +49,7 @@ def open_folder(path: str | PathLike[str]) -> ModelFolder:
     Raises MissingFileError (no folder, no config.json), FileError (not a regular file) and
     FormatError (not strict JSON, too large, too deep, or a field of the wrong kind).
     """
-    path = Path(path)
+    path = as_path(path)
     config = read_json(path / CONFIG)
     if config is None:
         raise missing_in(path, "is not a model folder", CONFIG)

@@ -21,7 +21,7 @@ from everystep.errors import FormatError, UnsupportedError, nearest
 from everystep.files.gguf_blocks import SUPPORTED, decode_blocks
 from everystep.files.gguf_header import GgufTensor, read_header
 from everystep.files.gguf_parts import part_names
-from everystep.files.opening import open_regular, size_of
+from everystep.files.opening import as_path, open_regular, size_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_gguf(path: str | PathLike[str]) -> GgufFile:
     the first. Raises MissingFileError (the file, or a part), FileError (not a regular file),
     FormatError, and UnsupportedError (a version).
     """
-    path = Path(path)
+    path = as_path(path)
     opened = _opened(path)
     count = opened.metadata.get("split.count", 0)
     if not isinstance(count, int) or count <= 1:

@@ -12,22 +12,38 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from everystep.errors import FileError, FormatError, MissingFileError, RequestError
+from everystep.errors import FileError, FormatError, MissingFileError, RequestError, shown
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_LONGEST_NAME = 255  # bytes, on every usual file system
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """The path itself; RequestError where it cannot be one."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not _is_possible(text):
+        wanted, do = "a path, as text or pathlib.Path", "Give the path of a file or folder"
+        raise RequestError("this is no path", wanted=wanted, got=shown(path), do=do)
+    return Path(text)
+
+
+def _is_possible(text: str) -> bool:
+    """Whether the system can be asked for a file of this name."""
+    try:
+        names = os.fsencode(text).split(os.fsencode(os.sep))
+    except UnicodeEncodeError:
+        return False
+    return bool(text) and "\0" not in text and max(map(len, names)) <= _LONGEST_NAME
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """The path with the home folder in the place of ~; RequestError where there is none, and for
     what is no path."""
     try:
-        return Path(path).expanduser()
-    except TypeError as error:
-        what, got = "this is no path", type(path).__name__
-        raise RequestError(what, wanted="a string or a path", got=got) from error
+        return (Path(path) if isinstance(path, str) else as_path(path)).expanduser()
     except RuntimeError as error:
         do = "Write the path without ~"
-        raise RequestError("there is no such home folder", got=repr(path), do=do) from error
+        raise RequestError("there is no such home folder", got=shown(path), do=do) from error
 
 
 def open_regular(path: Path) -> BinaryIO:

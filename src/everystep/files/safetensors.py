@@ -19,8 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from everystep.errors import FileError, FormatError, MissingFileError, UnsupportedError, nearest
-from everystep.files.opening import impostor, is_there, open_regular, read_bounded, size_of
+from everystep.errors import (
+    FileError,
+    FormatError,
+    MissingFileError,
+    UnsupportedError,
+    nearest,
+    shown,
+)
+from everystep.files.opening import as_path, impostor, is_there, open_regular, read_bounded, size_of
 from everystep.files.strict_json import field, parse_object
 
 MAX_HEADER_BYTES = 64 << 20
@@ -106,7 +113,7 @@ def open_weights(folder: str | PathLike[str], stem: str = "model") -> Weights:
     FormatError (also for pickled weights, with how to convert them) and UnsupportedError (a type of
     numbers that is not known).
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     single = folder / f"{stem}.safetensors"
     index = folder / f"{stem}.safetensors.index.json"
     if is_there(single):
@@ -121,7 +128,7 @@ def read_file(file: Path) -> tuple[Weights, dict[str, str]]:
     found = Weights(_read_header(file))
     metadata = parse_object(_header_bytes(file), str(file)).get("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise FormatError(f"{file}: the metadata are not an object", got=repr(metadata)[:80])
+        raise FormatError(f"{file}: the metadata are not an object", got=shown(metadata)[:80])
     return found, {name: str(value) for name, value in metadata.items()}
 
 
@@ -176,7 +183,7 @@ def _read_index(index: Path) -> dict[str, str]:
             raise FormatError(
                 f"{index}: {name!r} is said to be in an impossible file",
                 wanted="the name of a .safetensors file in the same folder",
-                got=repr(shard)[:120],
+                got=shown(shard)[:120],
             )
     return weight_map
 
@@ -227,7 +234,7 @@ def _stored_tensor(file: Path, data: int, name: str, entry: object) -> StoredTen
             f"{where} is no tensor's name", wanted=f"1 to {MAX_NAME_LENGTH} characters"
         )
     if not isinstance(entry, dict):
-        raise FormatError(f"{where} is not described by an object", got=repr(entry)[:80])
+        raise FormatError(f"{where} is not described by an object", got=shown(entry)[:80])
     code = field(entry, "dtype", str, where)
     shape = field(entry, "shape", list, where)
     offsets = field(entry, "data_offsets", list, where)

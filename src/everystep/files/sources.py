@@ -146,7 +146,7 @@ def read_settings(
     """
     folder = expanded(source)
     path = folder / name
-    hub_id = None if folder.exists() else parse_hub_id(os.fspath(source))
+    hub_id = None if _exists(folder, os.fspath(source)) else parse_hub_id(os.fspath(source))
     if hub_id is not None and isinstance(source, str):
         offline = offline or SourceSettings.from_environment().offline
         path = fetch_file(hub_id, name, access, offline=offline)

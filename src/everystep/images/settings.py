@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.errors import FormatError, UnsupportedError
+from everystep.errors import FormatError, UnsupportedError, shown
 from everystep.files.strict_json import read_json
 from everystep.images.reading import resized
 from everystep.images.sizes import image_size, video_size
@@ -109,7 +109,7 @@ def read_picture_settings(folder: Path) -> tuple[PictureSettings, PictureSetting
 
 def _read(values: object, name: str, *, least: int, most: int) -> PictureSettings:
     if not isinstance(values, Mapping):
-        raise FormatError(f"{name} holds no settings", wanted="an object", got=repr(values)[:80])
+        raise FormatError(f"{name} holds no settings", wanted="an object", got=shown(values)[:80])
     size = values.get("size") or {}
     if not isinstance(size, Mapping):
         raise _impossible(name, "size", "an object", size)
@@ -173,4 +173,4 @@ def _three(
 
 
 def _impossible(name: str, key: str, wanted: object, got: object) -> FormatError:
-    return FormatError(f"{name}: {key} is impossible", wanted=wanted, got=repr(got)[:100])
+    return FormatError(f"{name}: {key} is impossible", wanted=wanted, got=shown(got)[:100])

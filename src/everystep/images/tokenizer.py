@@ -11,15 +11,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 import torch
 
-from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.files.atomic import write_atomic
+from everystep.files.opening import as_path
 from everystep.images.reading import read_image
 from everystep.images.settings import IMAGES, VIDEOS, PictureSettings, read_picture_settings
 from everystep.images.sizes import sampled_frames, times_of
@@ -97,15 +97,15 @@ class PictureTokenizer(Tokenizer):
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], *, times: bool = True) -> PictureTokenizer:
         """The tokenizer of a folder that says how pictures are prepared; FileError otherwise."""
-        found = read_picture_settings(Path(folder))
+        found = read_picture_settings(as_path(folder))
         if found is None:
             raise FormatError(f"{folder} does not say how images are prepared")
-        return cls(*read_folder(Path(folder)), *found, times)
+        return cls(*read_folder(as_path(folder)), *found, times)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> tuple[str, ...]:
         """Writes the files of the Hugging Face layout, how pictures are prepared among them, and
         returns their paths."""
-        paths = [Path(folder) / name for name in (IMAGES, VIDEOS)]
+        paths = [as_path(folder) / name for name in (IMAGES, VIDEOS)]
         for path, own in zip(paths, (self.images, self.videos), strict=True):
             write_atomic(path, json.dumps(own.to_dict(), indent=2).encode())
         return (*super().save_pretrained(folder), *map(str, paths))
@@ -216,7 +216,7 @@ def _rates(given: Any, count: int) -> list[float]:
     fits = len(rates) == count and all(type(one) in (int, float) and one > 0 for one in rates)
     if not fits:
         wanted = f"a positive number, or {count} of them"
-        raise RequestError("video_fps does not fit the videos", wanted=wanted, got=repr(given))
+        raise RequestError("video_fps does not fit the videos", wanted=wanted, got=shown(given))
     return [float(one) for one in rates]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 
 _MOST_PARTS = 10_000
 _MOST = 1 << 40
@@ -109,7 +109,7 @@ class Fields:
         if value not in known:
             wanted = ", ".join(sorted(known))
             raise UnsupportedError(
-                f"{self.where}: {key} is not supported", wanted=wanted, got=repr(value)
+                f"{self.where}: {key} is not supported", wanted=wanted, got=shown(value)
             )
         return value
 
@@ -128,7 +128,7 @@ class Fields:
 
     def wrong(self, key: str, wanted: object, got: object) -> FormatError:
         """The error for a value that cannot be."""
-        return FormatError(f"{self.where}: {key} is impossible", wanted=wanted, got=repr(got)[:200])
+        return FormatError(f"{self.where}: {key} is impossible", wanted=wanted, got=shown(got))
 
     def _present(self, key: str, default: Any, wanted: str) -> Any:
         value = self.values.get(key)

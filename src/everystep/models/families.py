@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
-from everystep.errors import UnsupportedError
+from everystep.errors import UnsupportedError, shown
 from everystep.models.encoders import EncoderPlan
 from everystep.models.loader import WeightLoader
 from everystep.models.parameters import Parameter, ParameterPart
@@ -114,7 +114,7 @@ def find_family(model_type: object) -> Family:
         raise UnsupportedError(
             "this kind of model has no implementation here",
             wanted=f"model_type of {', '.join(MODULES)}",
-            got=repr(model_type),
+            got=shown(model_type),
             do=f"Perhaps you meant {meant!r}" if meant else _ELSEWHERE,
         )
     module = import_module(f"everystep.models.{MODULES[model_type]}")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.files.gguf import GgufFile
 from everystep.files.strict_json import whole_number
 from everystep.models.config import Fields
@@ -142,7 +142,7 @@ def _known(file: GgufFile, architecture: str) -> Architecture:
         raise UnsupportedError(
             "this GGUF architecture has no implementation here",
             wanted=" or ".join(ARCHITECTURES),
-            got=repr(architecture),
+            got=shown(architecture),
             do=do,
         )
     for key, read_by in REFUSED.items():
@@ -186,7 +186,7 @@ def _scaling(file: GgufFile, read: Fields, own: str, context: int) -> dict[str, 
         raise UnsupportedError(
             "this RoPE scaling of a GGUF file has no implementation here",
             wanted="none, linear or yarn",
-            got=repr(kind),
+            got=shown(kind),
         )
     found = {"rope_type": kind, "factor": _decimal(read, f"{own}rope.scaling.factor")}
     if kind == "yarn":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.memory import require_memory
 from everystep.models.config import Fields, ModelConfig
 from everystep.models.families import Family, find_family
@@ -302,7 +302,7 @@ def _dtype(config: Mapping[str, Any], given: torch.dtype | None) -> torch.dtype:
     found = _DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
         raise FormatError(
-            "config.json: dtype is unknown", wanted=", ".join(_DTYPES), got=repr(name)
+            "config.json: dtype is unknown", wanted=", ".join(_DTYPES), got=shown(name)
         )
     return found
 
@@ -331,11 +331,11 @@ def usable_device(device: str | int | torch.device) -> torch.device:
     machine does not have it."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise RequestError(
             "device is no device",
             wanted="'cpu', 'cuda', 'cuda:1' or a torch.device",
-            got=repr(device),
+            got=shown(device),
             do="Pass device='cpu', say",
         ) from error
     if found.type == "meta":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, RequestError, UnsupportedError
+from everystep.errors import FormatError, RequestError, UnsupportedError, shown
 from everystep.files.safetensors import Weights
 from everystep.models.load import InPanels, build_model, stored_weights
 from everystep.models.model import Model
@@ -51,7 +51,7 @@ def folder_format(config: Mapping[str, Any]) -> Rounding | None:
     raise FormatError(
         f"config.json: format in {CONFIG_KEY}",
         wanted=" or ".join(_FORMATS),
-        got=repr(given.get("format")),
+        got=shown(given.get("format")),
     )
 
 
@@ -76,7 +76,7 @@ def build_quantised_model(
         raise RequestError(
             "weights that were rounded before are not rounded again",
             wanted=f"'auto', {format!r} or None for quantize",
-            got=repr(quantize),
+            got=shown(quantize),
             do="Quantise the model that they were made from",
         )
     keeps = quantize == format or (quantize == "auto" and dtype is None)

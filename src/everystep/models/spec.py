@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from everystep.errors import InvariantError
+from everystep.errors import InvariantError, shown
 from everystep.models.vision.spec import VisionSpec
 from everystep.nn.norm import NormKind
 from everystep.nn.rotary import Rope
@@ -125,4 +125,4 @@ class DecoderSpec:
     def __post_init__(self) -> None:
         if self.pre_norms == "shared" and not self.parallel:
             what = "attention and MLP share a norm only where they are parallel"
-            raise InvariantError(what, got=repr(self))
+            raise InvariantError(what, got=shown(self))

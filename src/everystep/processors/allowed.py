@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.config.kinds import plain
 from everystep.draws import on_host
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.processors.bias import only_allowed
 from everystep.processors.stacking import Numbers
@@ -41,6 +42,9 @@ class AllowedSequences:
     """
 
     def __init__(self, sequences: Iterable[Any], tokenizer: Any = None) -> None:
+        if not isinstance(sequences, Iterable) or getattr(sequences, "ndim", 1) == 0:
+            wanted = "a list of texts or of lists of ids"
+            raise RequestError("there are no sequences", wanted=wanted, got=shown(sequences))
         flat, lengths = _flat(_as_ids([*sequences], tokenizer))
         self._size = int(flat.max()) + 1
         self.longest = int(lengths.max())
@@ -199,14 +203,14 @@ def _as_ids(sequences: list[Any], tokenizer: Any) -> list[Any]:
         )  # fmt: skip
     texts = [one for one in sequences if isinstance(one, str)]
     if not texts:
-        return [one.tolist() if hasattr(one, "tolist") else one for one in sequences]
+        return [plain(one) for one in sequences]
     if tokenizer is None or len(texts) < len(sequences):
         raise RequestError(
             "allowed_sequences holds texts, which need a tokenizer"
             if tokenizer is None
             else "allowed_sequences mixes texts and ids",
             wanted="lists of ids, or texts and a tokenizer",
-            got=repr(texts[0]),
+            got=shown(texts[0]),
             do="Pass tokenizer=tokenizer" if tokenizer is None else "Pass one kind alone",
         )
     if callable(tokenizer):
@@ -231,6 +235,6 @@ def _flat(sequences: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     raise RequestError(
         "allowed_sequences holds something that is no sequence of ids",
         wanted="lists of at least one id each, or texts",
-        got=repr(wrong),
+        got=shown(wrong),
         do="Pass lists of ids, as tokenizer(text, add_special_tokens=False).input_ids gives them",
     )

@@ -24,6 +24,7 @@ from everystep.processors.best import is_wide, without
 from everystep.processors.edits import Edit
 from everystep.processors.stacking import Numbers, Parameter, admit, require_rows
 from everystep.types import Prompt, Rows, Scores, Sequence, TokenTable, nobodys
+from everystep.types.given import require_tensor
 
 
 class LogitsProcessor:
@@ -63,6 +64,10 @@ class LogitsProcessor:
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         """(R, V) scores of prefixes, (R, T) ids or `Rows` -> (R, V) scores; nothing is changed."""
         if not isinstance(input_ids, Rows):
+            form = "(rows, vocabulary) floats"
+            require_tensor(scores, "scores", form, dims=(2,), holds="floats")
+            if not scores.shape[1]:
+                raise RequestError("scores are empty", wanted=form, got=tuple(scores.shape))
             input_ids = self._checked_ids(input_ids, scores)
             require_rows(self, len(input_ids))
             input_ids = bare_rows(input_ids)
@@ -72,14 +77,14 @@ class LogitsProcessor:
         """(R, T) the ids; none for R rows of scores where none are needed."""
         if ids is None and not self.reads_ids:
             return torch.empty(scores.shape[0], 0, dtype=torch.int64)
-        if isinstance(ids, Tensor) and ids.dim() == 2:
-            return ids
-        raise RequestError(
-            f"{type(self).__name__} is called without ids" if ids is None else "this is no ids",
-            wanted="a (rows, length) tensor of ids as input_ids",
-            got="None" if ids is None else getattr(ids, "shape", type(ids).__name__),
-            do="Pass the ids that stand before the scores",
-        )
+        wanted = "a (rows, length) tensor of ids"
+        if ids is None:
+            what, do = (
+                f"{type(self).__name__} is called without ids",
+                "Pass those before the scores",
+            )
+            raise RequestError(what, wanted=wanted, got="None", do=do)
+        return require_tensor(ids, "input_ids", wanted, dims=(2,), holds="integers")
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         """(R, V) -> (R, V): the given scores as they are, or new ones."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, is_number, require
+from everystep.config.kinds import BIASES, COUNT, ONE_OR_MORE_IDS, WORDS, Kind, is_number, require
 from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit, places
@@ -153,6 +153,10 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     prefix_allowed_tokens_fn: Callable[[int, Tensor], Sequence[int]]
     num_beams: int
     first: int = field(default=0, kw_only=True)
+
+    checked = (
+        Parameter("prefix_allowed_tokens_fn", Kind("a function of (batch_id, ids)", callable)),
+    )
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
         mask = torch.full_like(scores, -math.inf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         use_cache: bool = True,
     ) -> None:
         self.guidance_scale = NUMBER.checked(guidance_scale, "guidance_scale")
+        require(callable(model), "model", "a model, which can be called", model)
         self.model = model
         self.use_cache = use_cache
         self._ids = unconditional_ids
@@ -84,7 +85,9 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
             past_key_values=self._past,
         )
         self._past = getattr(output, "past_key_values", None)
-        return output.logits
+        logits = getattr(output, "logits", None)
+        require(isinstance(logits, Tensor), "model", "one that returns logits", output)
+        return cast(Tensor, logits)
 
 
 @dataclass(frozen=True)

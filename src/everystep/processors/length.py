@@ -77,7 +77,10 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
     eos_token_id: Any
     device: InitVar[str] = "cpu"
 
-    checked = (Parameter("eos_token_id", ONE_OR_MORE_IDS, "forced_eos_token_id"),)
+    checked = (
+        Parameter("max_length", COUNT),
+        Parameter("eos_token_id", ONE_OR_MORE_IDS, "forced_eos_token_id"),
+    )
 
     def edit(self, rows: Rows, scores: Tensor) -> Edit | None:
         return forced_in(scores, rows.lengths == self.max_length - 1, self.eos_token_id)

@@ -16,7 +16,7 @@ from torch import Tensor
 from everystep.config import kinds
 from everystep.config.fields import FIELDS
 from everystep.config.nested import SynthIDTextWatermarkingConfig, WatermarkingConfig
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.processors import bias, length, repetition, warpers
 from everystep.processors.allowed import AllowedSequences, AllowedSequencesLogitsProcessor
 from everystep.processors.base import UserProcessor, reads_rows
@@ -118,7 +118,7 @@ def _breaker(given: str | int, facts: Facts) -> int:
         raise RequestError(
             "dry_sequence_breakers holds a text, which needs a tokenizer",
             wanted="tokenizer=..., or token ids",
-            got=repr(given),
+            got=shown(given),
             do="Pass tokenizer=tokenizer to generate",
         )
     return int(facts.encode("a" + given)[-1])

@@ -26,6 +26,8 @@ from everystep.config.kinds import (
     POSITIVE,
     SIZE,
     Kind,
+    is_integer,
+    is_list,
 )
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.processors.edits import Edit, Stretch, alike, banned, revised, stretches
@@ -46,7 +48,11 @@ def _owners(rows: int, prompts: int) -> np.ndarray:
     return np.arange(rows) // max(rows // prompts, 1)
 
 
-_PROMPTS = Parameter("encoder_input_ids", Kind("ids", lambda value: True, _prompts))
+def _are_prompts(value: Any) -> bool:
+    return is_list(value, is_integer) or is_list(value, lambda row: is_list(row, is_integer))
+
+
+_PROMPTS = Parameter("encoder_input_ids", Kind("a list of ids, or several", _are_prompts, _prompts))
 
 
 @dataclass(frozen=True)

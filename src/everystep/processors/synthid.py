@@ -49,7 +49,8 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
     _layers: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        keys = tuple(plain(self.keys)) if hasattr(self.keys, "__iter__") else self.keys
+        keys = plain(self.keys)
+        keys = tuple(keys) if isinstance(keys, list | tuple | range) else keys
         object.__setattr__(self, "keys", keys)
         values = {one.name: getattr(self, one.name) for one in fields(Config)}
         Config.from_dict(values)

@@ -58,7 +58,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
     reads_ids = False
 
     def process(self, rows: Rows, scores: Tensor) -> Tensor:
-        return self._divide(scores, torch.empty_like(scores))
+        return self._divide(scores, None if scores.requires_grad else torch.empty_like(scores))
 
     def few(self, rows: Rows, scores: Scores, temperature: Numbers = 1.0) -> Scores | None:
         return None if scores.tokens is None else scores.changed(self._cooled)
@@ -71,7 +71,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
     def overwrite(self, rows: Rows, scores: Tensor) -> Tensor:
         return self._divide(scores, scores)
 
-    def _divide(self, scores: Tensor, out: Tensor) -> Tensor:
+    def _divide(self, scores: Tensor, out: Tensor | None) -> Tensor:
         divisor = column(self.temperature, scores)
         if isinstance(divisor, Tensor) and scores.is_cuda:
             # There torch divides by a number by multiplying with its reciprocal.

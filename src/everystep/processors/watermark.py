@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everystep.config.kinds import BETWEEN_0_AND_1, NUMBER, SIZE, integer, one_of
 from everystep.config.nested import WatermarkingConfig
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.processors.base import LogitsProcessor
 from everystep.processors.edits import Edit, places
 from everystep.processors.stacking import Parameter
@@ -232,7 +232,11 @@ class WatermarkDetector:
         max_cache_size: int = 128,
     ) -> None:
         given = watermarking_config
-        values = given if isinstance(given, dict) else given.to_dict()
+        values = given.to_dict() if isinstance(given, WatermarkingConfig) else given
+        known = WatermarkingConfig().to_dict()
+        if not isinstance(values, dict) or not all(name in known for name in values):
+            wanted = f"a WatermarkingConfig, or a mapping of {', '.join(known)}"
+            raise RequestError("this is no watermark", wanted=wanted, got=shown(given))
         encodes = getattr(model_config, "is_encoder_decoder", False)
         start = "decoder_start_token_id" if encodes else "bos_token_id"
         self.bos_token_id = getattr(model_config, start, None)

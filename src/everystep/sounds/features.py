@@ -12,14 +12,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import FormatError, MissingFileError, RequestError, UnsupportedError
+from everystep.errors import FormatError, MissingFileError, RequestError, UnsupportedError, shown
+from everystep.files.opening import as_path
 
 PREPROCESSOR = "preprocessor_config.json"
 _TOP = 8000.0  # hertz of the highest mel
@@ -49,7 +49,7 @@ class WhisperFeatureExtractor:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 wanted = "a whole number of at least 1"
-                raise RequestError(f"{name} is impossible", wanted=wanted, got=repr(value))
+                raise RequestError(f"{name} is impossible", wanted=wanted, got=shown(value))
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> WhisperFeatureExtractor:
@@ -58,7 +58,7 @@ class WhisperFeatureExtractor:
         MissingFileError where there is none, FormatError for what cannot be, UnsupportedError for
         noise that would be added to every sound.
         """
-        path = Path(folder) / PREPROCESSOR
+        path = as_path(folder) / PREPROCESSOR
         if not path.is_file():
             raise MissingFileError(f"{path} is not there", do="Make one: WhisperFeatureExtractor()")
         try:
@@ -168,11 +168,15 @@ def mel_filters(frequencies: int, mels: int, rate: int) -> np.ndarray:
 
 def _listed(given: Any) -> list[np.ndarray]:
     """Several sounds (n,), whatever they were given as; RequestError for what are none."""
-    several = isinstance(given, list | tuple) and len(given) and np.ndim(given[0]) > 0
-    each: Sequence[Any] = given if several else [given]
-    if not several and np.ndim(given) == 2:
-        each = list(given)
-    found = [np.asarray(one, dtype=np.float32) for one in each]
+    try:
+        several = isinstance(given, list | tuple) and len(given) and np.ndim(given[0]) > 0
+        each: Sequence[Any] = given if several else [given]
+        if not several and np.ndim(given) == 2:
+            each = list(given)
+        found = [np.asarray(one, dtype=np.float32) for one in each]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        wanted = "finite samples (n,), or a list of such"
+        raise RequestError("these are no sounds", wanted=wanted, got=shown(given)) from error
     for one in found:
         if one.ndim != 1 or not len(one) or not np.isfinite(one).all():
             raise RequestError(

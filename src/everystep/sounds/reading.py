@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from everystep.errors import FormatError, MissingFileError, RequestError, UnsupportedError
+from everystep.files.opening import as_path
 
 
 def read_sound(path: str | os.PathLike[str], sampling_rate: int = 16000) -> np.ndarray:
@@ -19,7 +20,7 @@ def read_sound(path: str | os.PathLike[str], sampling_rate: int = 16000) -> np.n
     RequestError where the file has another sampling rate, FormatError where it is damaged,
     UnsupportedError for kinds that need the extra `audio`, where that is not installed.
     """
-    file = Path(path)
+    file = as_path(path)
     if not file.is_file():
         raise MissingFileError(f"{file} is not there")
     with file.open("rb") as opened:

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError, UnsupportedError
+from everystep.config.kinds import COUNT, NUMBER, ONE_OR_MORE_IDS, plain, require
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
 from everystep.types.candidates import Candidates
+from everystep.types.given import require_tensor
 from everystep.types.protocols import Stop
 
 
@@ -45,14 +47,14 @@ class MaxLengthCriteria(StoppingCriteria):
     """
 
     def __init__(self, max_length: int, max_position_embeddings: int | None = None) -> None:
-        self.max_length = max_length
+        self.max_length = COUNT.checked(max_length, "max_length")
         self.max_position_embeddings = max_position_embeddings
 
     def stop(self) -> Stop:
         return MaxLength(self.max_length)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        length, context = input_ids.shape[1], self.max_position_embeddings
+        length, context = _ids(input_ids).shape[1], self.max_position_embeddings
         if context is not None and context < length < self.max_length:
             warnings.warn(
                 f"{length} ids are more than the {context} that the model was made for. Lower "
@@ -69,7 +71,7 @@ class MaxTimeCriteria(StoppingCriteria):
     """
 
     def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
-        self.max_time = max_time
+        self.max_time = NUMBER.checked(max_time, "max_time")
         self.initial_timestamp = MaxTime.now() if initial_timestamp is None else initial_timestamp
 
     def stop(self) -> Stop:
@@ -86,8 +88,8 @@ class EosTokenCriteria(StoppingCriteria):
     """
 
     def __init__(self, eos_token_id: int | list[int] | Tensor) -> None:
-        ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-        self.eos_token_id = torch.as_tensor(ids)
+        ids = ONE_OR_MORE_IDS.checked(plain(eos_token_id), "eos_token_id")
+        self.eos_token_id = torch.tensor(ids, dtype=torch.int64)
 
     def stop(self) -> Stop:
         return EosToken(tuple(self.eos_token_id.reshape(-1).tolist()))
@@ -95,7 +97,7 @@ class EosTokenCriteria(StoppingCriteria):
     def __call__(
         self, input_ids: Tensor, scores: Any, new_token_length: int = 1, **kwargs: Any
     ) -> Tensor:
-        newest = input_ids[:, -new_token_length:]
+        newest = _ids(input_ids)[:, -new_token_length:]
         return torch.isin(newest, self.eos_token_id.to(input_ids.device)).any(dim=1)
 
 
@@ -108,7 +110,10 @@ class StopStringCriteria(StoppingCriteria):
     """
 
     def __init__(self, tokenizer: Any, stop_strings: str | Sequence[str]) -> None:
-        given = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        given = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
+        listed = isinstance(given, list | tuple) and all(isinstance(one, str) for one in given)
+        require(listed, "stop_strings", "a string or a list of strings", stop_strings)
+        given = tuple(given)
         self.stop_strings = given
         self._stop = StopStrings(given, Spelling.of(tokenizer))
 
@@ -126,7 +131,8 @@ class ConfidenceCriteria(StoppingCriteria):
     """
 
     def __init__(self, assistant_confidence_threshold: float) -> None:
-        self.assistant_confidence_threshold = assistant_confidence_threshold
+        given = NUMBER.checked(assistant_confidence_threshold, "assistant_confidence_threshold")
+        self.assistant_confidence_threshold = given
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
         if scores is None:
@@ -230,17 +236,23 @@ def _checked(criteria: Any) -> Iterable[Any]:
     raise RequestError(
         "stopping_criteria is not a list of criteria",
         wanted="a list or StoppingCriteriaList of functions of (input_ids, scores)",
-        got=repr(criteria),
+        got=shown(criteria),
         do="Put the criterion in a list",
     )
 
 
+def _ids(given: object) -> Tensor:
+    """(R, T) the ids of a call by hand."""
+    wanted = "a (rows, length) tensor of ids"
+    return require_tensor(given, "input_ids", wanted, dims=(2,), holds="integers")
+
+
 def _all_or_none(ends: bool, input_ids: Tensor) -> Tensor:
     """(R,) the same for all rows."""
-    return torch.full(input_ids.shape[:1], ends, dtype=torch.bool, device=input_ids.device)
+    return torch.full(_ids(input_ids).shape[:1], ends, dtype=torch.bool, device=input_ids.device)
 
 
 def _ask(stop: Stop, input_ids: Tensor) -> Tensor:
     """(R,) bool on the device of the ids: which rows end."""
-    ends = stop(Candidates.of_rows(input_ids.cpu().numpy()))
+    ends = stop(Candidates.of_rows(_ids(input_ids).cpu().numpy()))
     return torch.from_numpy(np.array(ends)).to(input_ids.device)

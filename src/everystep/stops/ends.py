@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.types import FinishReason
 from everystep.types.candidates import Candidates
 
@@ -108,12 +108,15 @@ class UserStop:
 
     def _ask(self, ids: np.ndarray, scores: tuple[Tensor, ...] | None) -> np.ndarray:
         answer = self.call(torch.from_numpy(ids), scores)
-        ends = answer.cpu().numpy() if isinstance(answer, Tensor) else np.asarray(answer)
+        try:
+            ends = answer.cpu().numpy() if isinstance(answer, Tensor) else np.asarray(answer)
+        except (TypeError, ValueError, RuntimeError):
+            ends = np.empty(0)
         if ends.shape not in ((), (len(ids),), (len(ids), 1)) or ends.dtype != np.bool_:
             raise RequestError(
-                f"stopping criterion {self.call!r} returned something else",
+                f"stopping criterion {shown(self.call)} returned something else",
                 wanted=f"{len(ids)} bools or one",
-                got=repr(answer),
+                got=shown(answer),
                 do="Let it return a bool tensor with one value per row",
             )
         return np.broadcast_to(ends.reshape(-1), (len(ids),))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 from everystep.text.native import checked_text
 from everystep.types import FinishReason
 from everystep.types.candidates import Candidates
@@ -42,7 +42,7 @@ class StopStrings:
             raise RequestError(
                 "stop_strings is not valid",
                 wanted="strings that are not empty",
-                got=repr(self.strings),
+                got=shown(self.strings),
                 do="Leave empty strings out",
             )
         spelled = tuple(

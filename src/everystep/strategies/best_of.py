@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
+from everystep.errors import RequestError, shown
 from everystep.strategies.base import Batch, Reads, strategy
 from everystep.strategies.single import Picked, continue_each
 from everystep.types import Children, Finished, FinishReason, Group, Scores, Sequence
@@ -61,7 +62,7 @@ class BestOf:
             sequence = batch.sequences[s]
             if reason is not None and sequence.finish is None and reason.kind != "error":
                 ids = _own(batch, sequence)
-                memo[s] = {VERDICT: self.judge(np.append(ids, children.tokens[s, 0]))}
+                memo[s] = {VERDICT: self._judged(np.append(ids, children.tokens[s, 0]))}
         finish = list(children.finish)
         if self.by == "majority":
             for g, group in enumerate(batch.groups):
@@ -89,6 +90,21 @@ class BestOf:
             rated.sort(key=lambda one: (-one.score, one.index))
         rated.sort(key=lambda one: one.reason.kind in ("cancelled", "error"))
         return rated[: self.returns]
+
+    def _judged(self, ids: np.ndarray) -> Any:
+        """What the judge says of a sample: a number where it is one that scores."""
+        found: Any = self.judge(ids)  # type: ignore[misc]
+        if self.by != "score":
+            return found
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise RequestError(
+                "scorer returned something else",
+                wanted="a number for each sample, higher for a better one",
+                got=shown(found),
+                do="Let it return a float",
+            ) from error
 
     def _rating(self, done: Finished) -> float:
         if self.by == "score":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from everystep.errors import RequestError, shown
 from everystep.strategies.constraints import Constraint
 
 
@@ -11,7 +12,11 @@ class ConstraintListState:
     """How far a text is with several constraints, of which one is worked on at a time."""
 
     def __init__(self, constraints: Iterable[Constraint]) -> None:
-        self.constraints = [*constraints]
+        listed = [*constraints] if isinstance(constraints, list | tuple) else []
+        if not listed or not all(isinstance(one, Constraint) for one in listed):
+            wanted = "a list of at least one Constraint"
+            raise RequestError("these are no constraints", wanted=wanted, got=shown(constraints))
+        self.constraints = listed
         self.max_seqlen = max(one.seqlen for one in self.constraints)
         self.n_constraints = len(self.constraints)
         self.init_state()

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from everystep.config.kinds import is_integer, is_list
-from everystep.errors import RequestError
+from everystep.errors import RequestError, shown
 
 _MOST_STEPS = 10_000
 
@@ -20,7 +20,7 @@ def _require_ids(value: Any, name: str) -> None:
         raise RequestError(
             f"{name} holds no word",
             wanted="a non-empty list of token ids",
-            got=repr(value),
+            got=shown(value),
             do="Pass the ids of a word, without special tokens",
         )
 
@@ -91,7 +91,7 @@ class DisjunctiveConstraint(Constraint):
 
     def __init__(self, nested_token_ids: list[list[int]]) -> None:
         if not isinstance(nested_token_ids, list | tuple) or not nested_token_ids:
-            got = repr(nested_token_ids)
+            got = shown(nested_token_ids)
             what = "DisjunctiveConstraint needs words"
             raise RequestError(what, wanted="a non-empty list of lists of ids", got=got)
         for word in nested_token_ids:
@@ -179,7 +179,7 @@ def _trie(words: list[list[int]]) -> dict[int, Any]:
         raise RequestError(
             "one word of a DisjunctiveConstraint begins another",
             wanted="words of which none is the beginning of another",
-            got=repr(words),
+            got=shown(words),
             do="Leave the longer one out: where it occurs, the shorter one does",
         )
     return root

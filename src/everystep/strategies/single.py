@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everystep.draws import on_host
+from everystep.errors import RequestError, shown
 from everystep.strategies.base import Batch, Reads, strategy, undrawable
 from everystep.types import Children, Finished, Group, Scores
 
@@ -22,6 +23,10 @@ def continue_each(batch: Batch, tokens: np.ndarray) -> Children:
     A sequence that has already ended, and lingers, goes on with the pad token. One that has no
     token, -1, ends with an error.
     """
+    fits = isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu"
+    if not fits or tokens.shape != (len(batch),):
+        what, wanted = "a strategy chose no tokens", f"({len(batch)},) integers, one per sequence"
+        raise RequestError(what, wanted=wanted, got=shown(tokens))
     ended, parents = [s.finish for s in batch.sequences], np.arange(len(batch))
     counts = np.ones(len(batch), dtype=np.int64)
     if any(ended):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.text import Detokenizer, Tokenizer
 
 # Unicode blocks of unified and compatibility ideographs, first and last code point.
@@ -65,6 +65,9 @@ class TextStreamer(BaseStreamer):
     """
 
     def __init__(self, tokenizer: Any, skip_prompt: bool = False, **decode_kwargs: Any) -> None:
+        if not callable(getattr(tokenizer, "decode", None)):
+            what, do = "a streamer of text needs a tokenizer", "Pass the one of the model"
+            raise RequestError(what, wanted="a method decode", got=shown(tokenizer), do=do)
         self.tokenizer = tokenizer
         self.skip_prompt = skip_prompt
         self.decode_kwargs = decode_kwargs

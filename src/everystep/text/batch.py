@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.memory import require_memory
 
 Side = Literal["left", "right"]
@@ -54,6 +54,10 @@ class BatchEncoding(UserDict[str, Any]):
                 got=type(encoding).__name__,
                 do="Leave it out, and call the tokenizer with return_offsets_mapping=True",
             )
+        given: object = data
+        if given is not None and not isinstance(given, Mapping):
+            wanted = "a mapping of names to columns"
+            raise RequestError("this is no encoding", wanted=wanted, got=shown(given))
         super().__init__(data)
         self.n_sequences = n_sequences
         if tensor_type is not None:
@@ -73,6 +77,11 @@ class BatchEncoding(UserDict[str, Any]):
 
     def to(self, device: str | torch.device | int, *, non_blocking: bool = False) -> BatchEncoding:
         """Moves every tensor to `device` and returns the encoding itself."""
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            wanted = "'cpu', 'cuda', 'cuda:1' or a torch.device"
+            raise RequestError("device is no device", wanted=wanted, got=shown(device)) from error
         for name, value in self.data.items():
             if isinstance(value, torch.Tensor):
                 self.data[name] = value.to(device, non_blocking=non_blocking)
@@ -90,7 +99,7 @@ class Padding:
 
     def __call__(self, columns: Columns) -> Columns:
         """The same columns with every row padded."""
-        length = max(self.length or 0, *map(len, columns["input_ids"]))
+        length = max([self.length or 0, *map(len, columns["input_ids"])])
         length += -length % self.multiple
         # A list has 8 bytes per entry.
         needed = 8 * length * len(columns) * len(columns["input_ids"])
@@ -158,8 +167,8 @@ def _shorten_longest(excess: int, first: int, second: int) -> tuple[int, int]:
 
 
 def _require_kind(argument: str, kind: str) -> None:
-    if kind not in ("pt", "np"):
-        raise RequestError(f"{argument} is unknown", wanted="'pt' or 'np'", got=kind)
+    if not isinstance(kind, str) or kind not in ("pt", "np"):
+        raise RequestError(f"{argument} is unknown", wanted="'pt' or 'np'", got=shown(kind))
 
 
 def _as_tensor(name: str, value: Any, kind: str) -> Any:
@@ -172,7 +181,7 @@ def _as_tensor(name: str, value: Any, kind: str) -> Any:
         if kind == "np":
             return np.array(value, dtype=np.int64 if empty else None)
         return torch.tensor(value, dtype=torch.int64 if empty else None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise RequestError(
             f"{name} does not fit into one tensor",
             wanted="rows of equal lengths",

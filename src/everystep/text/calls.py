@@ -7,6 +7,7 @@ What a text or a chat argument may be, what `padding`, `truncation` and `max_len
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from everystep.errors import (
     UnknownArgumentError,
     UnsupportedError,
     nearest,
+    shown,
 )
 from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
@@ -87,6 +89,8 @@ def as_texts(text: TextInput, pair: str | Sequence[str] | None) -> tuple[list[Te
     if isinstance(text, str) or not isinstance(text, Iterable):
         first = checked_text(text)
         return [first if pair is None else (first, checked_text(pair, "text_pair"))], True
+    if hasattr(text, "dtype"):
+        raise TokenizerError("text is not text", wanted="a str", got=type(text).__name__)
     items: list[Any] = list(text)
     if pair is not None:
         if isinstance(pair, str) or len(pair) != len(items):
@@ -141,6 +145,21 @@ def truncation_of(
     return Truncation(_length("truncation", max_length, limit), side, strategy)  # type: ignore[arg-type]
 
 
+def columns_to_pad(rows: Any) -> dict[str, list[list[Any]]]:
+    """Columns of rows, as a call returns them or as a list of encoded texts."""
+    several = isinstance(rows, list | tuple) and all(isinstance(one, Mapping) for one in rows)
+    if several and rows and "input_ids" in rows[0]:
+        missing = [name for name in rows[0] if not all(name in row for row in rows)]
+        rows = {name: [row[name] for row in rows] for name in rows[0] if name not in missing}
+    if not isinstance(rows, Mapping) or "input_ids" not in rows:
+        what, wanted = "there is nothing to pad", "rows with input_ids, as a call returns them"
+        raise RequestError(what, wanted=wanted, got=shown(rows))
+    return {
+        str(name): [listed(row, f"a row of {name}") for row in listed(column, f"the column {name}")]
+        for name, column in rows.items()
+    }
+
+
 def padding_of(
     padding: bool | str,
     max_length: int | None,
@@ -162,8 +181,8 @@ def padding_of(
             "Padding needs a pad token, and the tokenizer has none",
             do="Choose one, e.g. tokenizer.pad_token = tokenizer.eos_token",
         )
-    if multiple is not None and multiple < 1:
-        raise RequestError("pad_to_multiple_of is wrong", wanted="1 or more", got=multiple)
+    if multiple is not None and (type(multiple) is not int or multiple < 1):
+        raise RequestError("pad_to_multiple_of is wrong", wanted="1 or more", got=shown(multiple))
     length = _length("padding", max_length, limit) if strategy == "max_length" else None
     return Padding(pad_id, side, length, multiple or 1)
 
@@ -173,7 +192,7 @@ def _choice(name: str, value: object, choices: Mapping[Any, str | None]) -> str 
         return choices[value]
     strategies = dict.fromkeys(filter(None, choices.values()))
     raise RequestError(
-        f"{name} is unknown", wanted=", ".join(["True", "False", *strategies]), got=repr(value)
+        f"{name} is unknown", wanted=", ".join(["True", "False", *strategies]), got=shown(value)
     )
 
 
@@ -212,17 +231,41 @@ def columns_of(
 
 def checked_id(id: Any) -> int:
     """The id itself, if it can be one; TokenizerError otherwise."""
-    if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= int(id) < 2**32:
-        raise TokenizerError("This is not a token id", wanted="0 or more", got=repr(id))
-    return int(id)
+    try:
+        found = -1 if isinstance(id, bool) else operator.index(id)
+    except (TypeError, ValueError, RuntimeError):
+        found = -1
+    if not 0 <= found < 2**32:
+        raise TokenizerError("This is not a token id", wanted="0 or more", got=shown(id))
+    return found
+
+
+def listed(given: Any, what: str) -> list[Any]:
+    """The values as a list; TokenizerError where there are none to be had."""
+    found = _plain(given)
+    if isinstance(found, str | bytes) or not isinstance(found, Iterable) or hasattr(found, "dtype"):
+        raise TokenizerError(f"this is not {what}", wanted="a list", got=shown(given))
+    return list(found)
+
+
+def _plain(given: Any) -> Any:
+    """Tensors and arrays as lists; anything else, also a tensor without numbers, as it is."""
+    try:
+        return given.tolist()
+    except Exception:
+        return given
+
+
+def _row(given: Any) -> Any:
+    return given if isinstance(given, str) else listed(given, "a row of ids")
 
 
 def id_rows(token_ids: Any) -> tuple[list[list[int]], bool]:
     """Ids in any of the shapes that decoding takes, as rows, and whether it was a single one."""
-    ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    ids = _plain(token_ids)
     if not isinstance(ids, Iterable):
         return [[checked_id(ids)]], True
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in ids]
+    rows = [_plain(row) for row in ids]
     if any(isinstance(row, Iterable) for row in rows):
-        return [[checked_id(id) for id in row] for row in rows], False
+        return [[checked_id(id) for id in _row(row)] for row in rows], False
     return [[checked_id(id) for id in rows]], True

@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import FileError, FormatError, MissingFileError
+from everystep.errors import FileError, FormatError, MissingFileError, shown
 from everystep.files.atomic import write_atomic
 from everystep.files.folder import TOKENIZER, find_tokenizer, find_vocabulary
 from everystep.files.opening import is_there, read_bounded
@@ -87,7 +87,7 @@ def _whole(limit: object) -> int:
     if isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0:
         return int(min(limit, NO_LIMIT))
     what, wanted = "tokenizer_config.json: model_max_length is impossible", "a number above 0"
-    raise FormatError(what, wanted=wanted, got=repr(limit)[:200])
+    raise FormatError(what, wanted=wanted, got=shown(limit)[:200])
 
 
 def write_folder(
@@ -99,6 +99,8 @@ def write_folder(
     them what other programs read. Templates that lie in `folder` and are not written go: they would
     be read in place of these.
     """
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder} is a file", wanted="a folder", do="Choose another place")
     files = _copied(origin, backend, settings) or _made(backend, settings)
     for path, data in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +247,7 @@ def _add_listed_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any])
         raise FormatError(
             "tokenizer_config.json: added_tokens_decoder is wrong",
             wanted="ids as its keys",
-            got=repr(next(id for id, number in numbers.items() if number is None)),
+            got=shown(next(id for id, number in numbers.items() if number is None)),
         )
     for id, token in sorted(listed.items(), key=lambda item: numbers[item[0]] or 0):
         if numbers[id] not in known:
@@ -283,7 +285,7 @@ def _added_token(token: Any) -> tokenizers.AddedToken:
     if isinstance(token, str):
         token = {"content": token, "special": True, "normalized": False}
     if not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
-        raise FormatError("An added token is wrong", wanted="content", got=repr(token))
+        raise FormatError("An added token is wrong", wanted="content", got=shown(token))
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     content = checked_text(token["content"], "an added token")
     return tokenizers.AddedToken(

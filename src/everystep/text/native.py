@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import tokenizers
+
 from everystep.errors import EverystepError, TokenizerError, message
 
 PASSED_ON = (
@@ -33,6 +35,15 @@ def native_call(what: str, *, error: type[EverystepError] = TokenizerError) -> I
         # A panic is a BaseException of pyo3; the requests to stop have been let through above.
         cause = f"{type(failure).__name__}: {failure}"
         raise error(message(what, got=cause[:500])) from failure
+
+
+def id_of(backend: tokenizers.Tokenizer, token: str) -> int | None:
+    """The id of a token; None where there is none, and for text that UTF-8 cannot express."""
+    try:
+        found: int | None = backend.token_to_id(token)
+    except UnicodeEncodeError:
+        return None
+    return found
 
 
 def checked_text(text: object, name: str = "text") -> str:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everystep.errors import FormatError, RequestError, TokenizerError
+from everystep.errors import FormatError, RequestError, TokenizerError, shown
 from everystep.text.batch import Side
-from everystep.text.native import checked_text
+from everystep.text.native import checked_text, id_of
 
 # The reference's "no limit is known".
 NO_LIMIT = int(1e30)
@@ -51,10 +51,10 @@ class NamedToken:
     def __set__(self, tokenizer: Any, value: object) -> None:
         token = tokenizer.token_of(value) if self._is_id and value is not None else value
         if value is not None and (
-            not isinstance(token, str) or tokenizer.backend.token_to_id(token) is None
+            not isinstance(token, str) or id_of(tokenizer.backend, token) is None
         ):
             raise TokenizerError(
-                f"{self._name} must be in the vocabulary", wanted="a token", got=value
+                f"{self._name} must be in the vocabulary", wanted="a token", got=shown(value)
             )
         tokenizer.special = named_tokens(tokenizer.special, {self._name: token})
 
@@ -75,11 +75,15 @@ class Settings:
     name_or_path: str = ""
 
 
+SIDES: tuple[Side, Side] = ("left", "right")
+
+
 def checked_side(value: Any, name: str) -> Side:
     """The side itself; RequestError if it is neither "left" nor "right"."""
-    if value not in ("left", "right"):
-        raise RequestError(f"{name} is unknown", wanted="'left' or 'right'", got=repr(value))
-    return value
+    for side in SIDES:
+        if isinstance(value, str) and value == side:
+            return side
+    raise RequestError(f"{name} is unknown", wanted="'left' or 'right'", got=shown(value))
 
 
 def token_text(value: object, name: str) -> str | None:
@@ -89,7 +93,7 @@ def token_text(value: object, name: str) -> str | None:
     if value is None or isinstance(value, str):
         return checked_text(value, name) if value else None
     raise TokenizerError(
-        f"{name} is not a token", wanted="text or an object with content", got=repr(value)
+        f"{name} is not a token", wanted="text or an object with content", got=shown(value)
     )
 
 
@@ -98,5 +102,5 @@ def config_flag(config: Mapping[str, object], key: str, default: bool) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         what = f"tokenizer_config.json: {key} is wrong"
-        raise FormatError(what, wanted="true or false", got=repr(value)[:200])
+        raise FormatError(what, wanted="true or false", got=shown(value))
     return default if value is None else value

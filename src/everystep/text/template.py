@@ -23,6 +23,7 @@ from everystep.errors import (
     UnknownArgumentError,
     UnsupportedError,
     nearest,
+    shown,
 )
 from everystep.text.cage import CagedProgram
 from everystep.text.known_templates import KNOWN_TEMPLATES
@@ -87,10 +88,11 @@ class ChatTemplate:
         `continue_final_message` ends the text within the last message, in its `content` or the
         field named. `variables` are further names that the template may use.
         """
+        _refuse_others(tools, continue_final_message)
         for tool in tools or ():
             if not isinstance(tool, Mapping):
                 raise RequestError(
-                    "A tool is given by its JSON schema", wanted="a dict", got=repr(tool)[:200]
+                    "A tool is given by its JSON schema", wanted="a dict", got=shown(tool)[:200]
                 )
         chat = [_message(each) for each in messages]
         field = "content" if continue_final_message is True else continue_final_message
@@ -115,6 +117,14 @@ class ChatTemplate:
         if answer.what is not None:
             raise _failure(answer)
         return answer.text, answer.generations
+
+
+def _refuse_others(tools: object, continue_final_message: object) -> None:
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise RequestError("tools are no list", wanted="a list of dicts", got=shown(tools))
+    if not isinstance(continue_final_message, bool | str):
+        wanted, got = "True, False or the name of a field", shown(continue_final_message)
+        raise RequestError("continue_final_message is unknown", wanted=wanted, got=got)
 
 
 @functools.lru_cache(maxsize=16)
@@ -182,7 +192,7 @@ def _message(given: Any) -> dict[str, Any]:
     value = plain(given)
     if not isinstance(value, dict):
         raise RequestError(
-            "A message is not an object", wanted="role and content", got=repr(given)[:200]
+            "A message is not an object", wanted="role and content", got=shown(given)[:200]
         )
     found = {key: item for key, item in value.items() if item is not None}
     reasoning = next((found[name] for name in REASONING_FIELDS if name in found), None)
@@ -242,13 +252,16 @@ def _without_marks(text: str, generations: int) -> RenderedChat:
 
 
 def chosen_template(
-    own: str | Mapping[str, str] | None, asked: str | None, tools: object
+    own: str | Mapping[str, str] | None, asked: object, tools: object
 ) -> ChatTemplate:
     """The template to use: the one asked for by name or as source, else the tokenizer's own.
 
     Of several named ones, `tool_use` serves requests with tools and `default` the others.
     """
     named = {"default": own} if isinstance(own, str) else dict(own or {})
+    if asked is not None and not isinstance(asked, str):
+        wanted = "a template as text, or the name of one"
+        raise TokenizerError("chat_template is none", wanted=wanted, got=shown(asked))
     if asked is not None:
         return ChatTemplate(named.get(asked, asked))
     name = "tool_use" if tools is not None and "tool_use" in named else "default"

@@ -16,7 +16,8 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import RequestError, UnsupportedError
+from everystep.errors import UnsupportedError
+from everystep.files.opening import as_path
 from everystep.text.batch import BatchEncoding, Padding, Truncation, shaped
 from everystep.text.calls import (
     TextInput,
@@ -25,7 +26,9 @@ from everystep.text.calls import (
     as_texts,
     checked_id,
     columns_of,
+    columns_to_pad,
     id_rows,
+    listed,
     padding_of,
     refuse_unknown,
     truncation_of,
@@ -33,7 +36,7 @@ from everystep.text.calls import (
 from everystep.text.folder import read_folder, write_folder
 from everystep.text.gguf import read_gguf
 from everystep.text.literal import Literals, Shown, columns_of_chats, rendered_chats, without_marks
-from everystep.text.native import native_call
+from everystep.text.native import checked_text, id_of, native_call
 from everystep.text.pieces import Decoding
 from everystep.text.settings import NamedToken, Settings, checked_side
 from everystep.text.template import chosen_template, refuse_open_end, refuse_unread
@@ -84,7 +87,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
         """The tokenizer of a folder of the Hugging Face layout; FileError if it is broken."""
-        found = cls(*read_folder(Path(folder)))
+        found = cls(*read_folder(as_path(folder)))
         found._origin = Path(folder)
         return found
 
@@ -110,7 +113,7 @@ class Tokenizer:
             self.chat_template,
             self.name_or_path,
         )
-        return tuple(map(str, write_folder(Path(folder), self.backend, settings, self._origin)))
+        return tuple(map(str, write_folder(as_path(folder), self.backend, settings, self._origin)))
 
     # Text to ids
 
@@ -173,12 +176,7 @@ class Tokenizer:
         return_tensors: str | None = None,
     ) -> BatchEncoding:
         """The rows of an encoded batch (or a list of encoded texts) made equally long."""
-        if not isinstance(rows, Mapping):
-            rows = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-        if "input_ids" not in rows:
-            what, wanted = "there is nothing to pad", "rows with input_ids, as a call returns them"
-            raise RequestError(what, wanted=wanted, got=", ".join(rows) or "nothing")
-        columns = {name: [list(row) for row in column] for name, column in rows.items()}
+        columns = columns_to_pad(rows)
         columns.setdefault("attention_mask", [[1] * len(row) for row in columns["input_ids"]])
         pad = self._padding(padding, max_length, padding_side, pad_to_multiple_of)
         return shaped(pad(columns) if pad else columns, False, return_tensors)
@@ -285,28 +283,30 @@ class Tokenizer:
         clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
         """The texts of several sequences of ids."""
-        return [
-            self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in sequences
-        ]
+        rows = listed(sequences, "a list of rows of ids")
+        return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in rows]
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
         """The token of an id, or the tokens of several; None where there is none."""
         if isinstance(ids, int):
             return self.token_of(ids)
         skipped = self.skipped_ids if skip_special_tokens else frozenset()
-        return [self.token_of(int(id)) for id in ids if int(id) not in skipped]
+        found = [checked_id(id) for id in listed(ids, "a list of ids")]
+        return [self.token_of(id) for id in found if id not in skipped]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """The id of a token, or the ids of several; the unknown token's where there is none."""
         if isinstance(tokens, str):
-            id = self.backend.token_to_id(tokens)
+            id = id_of(self.backend, tokens)
             return self.unk_token_id if id is None else id
-        return [self.convert_tokens_to_ids(token) for token in tokens]
+        found = [checked_text(one, "a token") for one in listed(tokens, "a list of tokens")]
+        return [self.convert_tokens_to_ids(one) for one in found]
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
         """The text of tokens that are spelled as in the vocabulary."""
         decoder = self.backend.decoder
-        return " ".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
+        found = [checked_text(one, "a token") for one in listed(tokens, "a list of tokens")]
+        return " ".join(found) if decoder is None else str(decoder.decode(found))
 
     # The vocabulary
 
@@ -392,7 +392,7 @@ class Tokenizer:
         self, padding: bool | str, max_length: int | None, side: str | None, multiple: int | None
     ) -> Padding | None:
         limit, pad_id = self.model_max_length, self.pad_token_id
-        side = checked_side(side or self.padding_side, "padding_side")
+        side = checked_side(self.padding_side if side is None else side, "padding_side")
         return padding_of(padding, max_length, limit, side, multiple, pad_id)
 
     def __repr__(self) -> str:

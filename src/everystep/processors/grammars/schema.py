@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from everystep.config.kinds import is_integer, is_number
-from everystep.errors import RequestError, UnsupportedError, nearest
+from everystep.errors import RequestError, UnsupportedError, nearest, shown
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _FORMATS = (
@@ -169,7 +169,7 @@ def _check(place: str, name: str, value: Any) -> None:
     accepts, wanted = PROMISED[name]
     if not accepts(value):
         what = f"schema has an impossible {name!r} at {place}"
-        raise RequestError(what, wanted=wanted, got=repr(value)[:80])
+        raise RequestError(what, wanted=wanted, got=shown(value)[:80])
 
 
 def _check_count(place: str, schema: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from everystep.errors import FormatError, RequestError
+from everystep.errors import FormatError, RequestError, shown
 from everystep.files.strict_json import parse_object
 from everystep.processors.grammars.schema import check_schema
 
@@ -50,7 +50,7 @@ def read_source(kind: Kind, value: Any) -> GrammarSource:
         text = value
     else:
         what = "a regular expression" if kind == "regex" else "a grammar in the syntax of Lark"
-        got = repr(value) if isinstance(value, str) else type(value).__name__
+        got = shown(value) if isinstance(value, str) else type(value).__name__
         raise RequestError(f"{kind} is no text", wanted=what, got=got)
     _require_short(kind, text)
     rules = len(_RULE.findall(text)) if kind == "grammar" else 0
@@ -102,6 +102,6 @@ def _choices_text(value: Any) -> str:
         raise RequestError(
             "choices is not a list of texts",
             wanted="a list of texts, none of them empty",
-            got=repr(value)[:80],
+            got=shown(value)[:80],
         )
     return json.dumps(list(dict.fromkeys(listed)), ensure_ascii=False)

@@ -105,6 +105,12 @@ CALLS: dict[str, Place] = {
         f"es.load({name}=)": lambda v, name=name: es.load("model", **{name: v, "offline": True})
         for name in ("dtype", "quantize", "cache_dtype", "device", "executor", "progress")
     },
+    "es.quantize": lambda v: None if v is None else es.quantize(v, "a.gguf", "q8_0", offline=True),
+    "es.quantize to": lambda v: es.quantize("model", v, offline=True),
+    "es.quantize(format=)": lambda v: es.quantize("model", "to", v, offline=True),
+    "es.quantize(importance=)": lambda v: es.quantize(
+        "model", "a.gguf", "q8_0", importance=v, offline=True
+    ),
     "es.open": lambda v: es.open(MODEL, TOKENIZER, v, max_new_tokens=2).result(),
     "es.open(seed=)": lambda v: es.open(MODEL, TOKENIZER, "a", seed=v, max_new_tokens=2).result(),
     "es.resume": lambda v: es.resume(v, MODEL, TOKENIZER),

@@ -18,7 +18,7 @@ from everystep.files.folder import CONFIG, GENERATION_CONFIG
 from everystep.files.gguf import read_gguf
 from everystep.files.gguf_encoders import encode_rows
 from everystep.files.gguf_writer import GgufEntry, write_gguf
-from everystep.files.opening import expanded, is_there
+from everystep.files.opening import as_path, expanded, is_there
 from everystep.files.safetensors_writer import Entry, write_weights
 from everystep.models import Model
 from everystep.models.gguf_export import gguf_metadata, gguf_tensors, require_same_model
@@ -55,7 +55,7 @@ def quantize(
     UnsupportedError for what GGUF cannot say of a model, and what `load` raises; nothing is left
     behind then.
     """
-    target = expanded(target)
+    target = expanded(as_path(target))
     _require_choices(target, format, importance)
     if format == "int8" or format == "int4":
         model, tokenizer = load(source, quantize=format, offline=offline, progress=progress)

@@ -2,7 +2,7 @@
 
     scripts/bench plot
 
-Writes PNG and SVG files to bench/results/, and prints the tables for the README.
+Writes PNG and SVG files to bench/results/, and prints the tables for docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results of `peers` and `decode` as Markdown, as the README shows them.
+"""Results of `peers` and `decode` as Markdown, as docs/benchmarks.md shows them.
 
 Knows the form of the results and nothing of how they came about.
 """
@@ -23,7 +23,7 @@ def newest_peers() -> dict[str, Row]:
 
 
 def shown() -> Iterator[str]:
-    """The tables of the README, of the newest results."""
+    """The tables of docs/benchmarks.md, of the newest results."""
     peers, decode = newest_peers(), latest("decode")
     if peers:
         yield from (table(peers) for table in (speed_table, start_table, busy_table))

@@ -12,8 +12,8 @@ import torch
 
 from everystep.errors import InvariantError
 from everystep.files.gguf import read_gguf
-from everystep.files.gguf_encoders import encode_rows
 from everystep.files.gguf_writer import BLOCKS, GgufEntry, write_gguf
+from everystep.models.gguf_encoders import encode_rows
 
 METADATA: dict[str, object] = {
     "general.architecture": "llama",

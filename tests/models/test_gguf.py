@@ -43,6 +43,20 @@ LAYERS = {
     "phi3": {**LAYER, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "starcoder2": {**LAYER, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 2.1, 2.5, 3.0],
+    "attention_factor": 1.25,
+}
 PERMUTED = ("llama", "mistral", "smollm3")
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -182,16 +196,10 @@ def test_the_largest_gemmas_scale_by_the_mean_size_of_a_head(tmp_path: Path) -> 
 def test_a_stretched_phi3_has_factors_for_short_rows_and_long_ones(
     tmp_path: Path, length: int
 ) -> None:
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 2.1, 2.5, 3.0],
-        "attention_factor": 1.25,
-    }
     trained = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
-    reference = reference_decoder("phi3", torch.float32, rope_parameters=rope, **trained)
+    reference = reference_decoder("phi3", torch.float32, rope_parameters=LONG, **trained)
     factors = {
-        f"rope_factors_{one}.weight": ("F32", torch.tensor(rope[f"{one}_factor"]))
+        f"rope_factors_{one}.weight": ("F32", torch.tensor(LONG[f"{one}_factor"]))
         for one in ("short", "long")
     }
     keys = metadata(
@@ -205,15 +213,7 @@ def test_a_stretched_phi3_has_factors_for_short_rows_and_long_ones(
 
 
 def test_llama3_comes_as_one_divisor_per_frequency(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 10000.0,
-    }
-    reference = reference_decoder("llama", torch.float32, rope_parameters=rope)
+    reference = reference_decoder("llama", torch.float32, rope_parameters=LLAMA3)
     plain = reference_decoder("llama", torch.float32)
     stretched, unstretched = (m.model.rotary_emb.inv_freq for m in (reference, plain))
     tensors = converted(reference, "llama") | {

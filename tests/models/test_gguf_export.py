@@ -14,27 +14,18 @@ from everystep.files.gguf_writer import BLOCKS, GgufEntry
 from everystep.files.gguf_writer import write_gguf as write
 from everystep.models import Model, build_model
 from everystep.models.gguf import build_gguf_model
-from everystep.models.gguf_export import gguf_metadata, gguf_tensors, require_same_model
+from everystep.models.gguf_export import (
+    gguf_metadata,
+    gguf_shapes,
+    gguf_tensors,
+    require_same_model,
+)
 from everystep.models.gguf_mixes import block_of
 from everystep.models.importance import column_squares
 from everystep.models.loader import HeldWeights
-from tests.models.test_gguf import FAMILIES, converted, metadata
+from tests.models.test_gguf import FAMILIES, LLAMA3, LONG, converted, metadata
 from tests.models.tiny import farthest, ids, reference_decoder, with_norms
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 10000.0,
-}
-LONG = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [2.0, 2.1, 2.5, 3.0],
-    "attention_factor": 1.25,
-}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -76,6 +67,8 @@ def written(model: Model, path: Path) -> Path:
 def test_it_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     kind, config = CASES[name]
     model = built(with_norms(reference_decoder(kind, torch.float32, **config)))
+    shapes = [(name, tuple(one.shape)) for _, name, one in gguf_tensors(model)]
+    assert list(gguf_shapes(model)) == shapes
     file = read_gguf(written(model, tmp_path / "x.gguf"))
     require_same_model(model, file)
     again = build_gguf_model(file)

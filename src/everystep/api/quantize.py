@@ -16,12 +16,17 @@ from everystep.errors import FileError, RequestError, shown
 from everystep.files.atomic import atomic_file, atomic_folder, write_atomic
 from everystep.files.folder import CONFIG, GENERATION_CONFIG
 from everystep.files.gguf import read_gguf
-from everystep.files.gguf_encoders import encode_rows
 from everystep.files.gguf_writer import GgufEntry, write_gguf
 from everystep.files.opening import as_path, expanded, is_there
 from everystep.files.safetensors_writer import Entry, write_weights
 from everystep.models import Model
-from everystep.models.gguf_export import gguf_metadata, gguf_tensors, require_same_model
+from everystep.models.gguf_encoders import encode_rows
+from everystep.models.gguf_export import (
+    gguf_metadata,
+    gguf_shapes,
+    gguf_tensors,
+    require_same_model,
+)
 from everystep.models.gguf_mixes import MIXES, GgufFormat, block_of
 from everystep.models.importance import column_squares
 from everystep.models.quantised_folder import quantised_contents
@@ -130,10 +135,10 @@ def _write_file(
     target: Path,
 ) -> None:
     layers, tied = len(core.spec.layers), core.spec.tied
-    entries = []
-    for _, name, values in gguf_tensors(core):
-        shape = tuple(values.shape)
-        entries.append(GgufEntry(name, shape, block_of(format, name, shape, layers, tied=tied)))
+    entries = [
+        GgufEntry(name, shape, block_of(format, name, shape, layers, tied=tied))
+        for name, shape in gguf_shapes(core)
+    ]
 
     def stored() -> Iterator[Tensor]:
         for entry, (name, _, values) in zip(entries, gguf_tensors(core), strict=True):

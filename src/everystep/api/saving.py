@@ -19,7 +19,7 @@ from everystep.files.atomic import atomic_files
 from everystep.files.folder import CONFIG, GENERATION_CONFIG
 from everystep.files.opening import as_path
 from everystep.files.safetensors_writer import Entry, is_of_weights, write_weights
-from everystep.models import Model, exported_config, named_weights, stored_weights
+from everystep.models import Model, exported_config, named_shapes, named_weights, stored_weights
 from everystep.nn.quantized import QuantizedWeight
 
 Merged = Sequence[str | tuple[str, float]]
@@ -45,9 +45,8 @@ def save_model(
     most_bytes = _bytes_of(max_shard_size)
     wanted = _type_of(core, dtype)
     config = _json_of(exported_config(core, wanted))
-    entries = [Entry(name, tuple(one.shape), wanted) for name, one in named_weights(core)]
+    entries = [Entry(name, shape, wanted) for name, shape in named_shapes(core)]
     with atomic_files(as_path(folder), last=CONFIG, stale=is_of_weights) as new:
-        # Taken again, since holding all of them would take the room of a second model.
         write_weights(new, entries, _converted(core, wanted), most_bytes)
         settings.to_json_file(new / GENERATION_CONFIG)
         (new / CONFIG).write_text(config, encoding="utf-8")

@@ -18,7 +18,7 @@ from everystep.files.gguf import GgufFile
 from everystep.models.families import find_family
 from everystep.models.gguf import FREQUENCIES, GLOBAL, LONG, PERMUTED, SHORT, gguf_config
 from everystep.models.gguf_architectures import ARCHITECTURES, Architecture
-from everystep.models.load import complete_config, named_weights
+from everystep.models.load import complete_config, named_shapes, named_weights
 from everystep.models.model import Model
 from everystep.models.spec import DecoderSpec
 from everystep.nn.rotary import Interpolated, Llama3, LongRope, Rope, Yarn, inverse_frequencies
@@ -84,6 +84,15 @@ def gguf_tensors(model: Model) -> Iterator[tuple[str, str, Tensor]]:
         for role, count in heads.items():
             values = _pairs(values, count) if role in name else values
         yield name, _file_name(name, known.layer), values
+
+
+def gguf_shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What the file calls every tensor, and its shape, in the order of `gguf_tensors`."""
+    _, known = architecture_of(model)
+    for name, factors in _rope_tensors(model.spec):
+        yield name, tuple(factors.shape)
+    for name, shape in named_shapes(model):
+        yield _file_name(name, known.layer), shape
 
 
 def require_same_model(model: Model, file: GgufFile) -> None:

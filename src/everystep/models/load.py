@@ -147,6 +147,17 @@ def named_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
             yield stack.name, stacks.pop(stack.name)
 
 
+def named_shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of what `named_weights` yields, in its order; nothing is unpacked."""
+    for part, held in _places(model):
+        shape = (part.stop - part.start, *held.shape[1:])
+        shape = shape[::-1] if part.transposed else shape
+        if (stack := part.stack) is None or not stack.written:
+            yield part.name, shape
+        elif stack.index == stack.count - 1 and stack.stop == stack.rows:
+            yield stack.name, (stack.count, shape[1], stack.rows)
+
+
 def exported_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a folder that holds the model's weights in this type."""
     values = {**model.config, "dtype": str(dtype).removeprefix("torch.")}

@@ -50,7 +50,7 @@ def eight_bits(values: Tensor, scales: Tensor | None = None) -> QuantizedWeight:
     """
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     stored = storable(blocks.abs().amax(2) / 127 if scales is None else scales)
-    codes = _nearest(blocks, stored.float()[..., None], -127, 127).to(torch.int8)
+    codes = nearest(blocks, stored.float()[..., None], -127, 127).to(torch.int8)
     return QuantizedWeight("q8_0", codes.flatten(1), stored)
 
 
@@ -72,7 +72,7 @@ def storable(values: Tensor) -> Tensor:
 
 def _int8(values: Tensor) -> QuantizedWeight:
     scales = values.float().abs().amax(1) / 127
-    codes = _nearest(values.float(), scales[:, None], -127, 127).to(torch.int8)
+    codes = nearest(values.float(), scales[:, None], -127, 127).to(torch.int8)
     return QuantizedWeight("int8", codes, scales)
 
 
@@ -84,7 +84,7 @@ def _symmetric(values: Tensor) -> QuantizedWeight:
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     far = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales = storable(far / -8)
-    codes = _nearest(blocks, scales.float(), -8, 7) + 8
+    codes = nearest(blocks, scales.float(), -8, 7) + 8
     return QuantizedWeight("int4", _packed(codes), scales.squeeze(2))
 
 
@@ -93,11 +93,11 @@ def _lifted(values: Tensor) -> QuantizedWeight:
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     mins = storable(blocks.amin(2, keepdim=True))
     scales = storable((blocks.amax(2, keepdim=True) - mins) / 15)
-    codes = _nearest(blocks - mins.float(), scales.float(), 0, 15)
+    codes = nearest(blocks - mins.float(), scales.float(), 0, 15)
     return QuantizedWeight("int4", _packed(codes), scales.squeeze(2), mins.squeeze(2))
 
 
-def _nearest(values: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
+def nearest(values: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
     """The codes whose multiples of the scales are nearest; 0 where the scale is."""
     return (values / torch.where(scales == 0, 1, scales)).round_().clamp_(least, most)
 

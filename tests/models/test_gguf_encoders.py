@@ -10,8 +10,8 @@ from torch import Tensor
 
 from everystep.errors import UnsupportedError
 from everystep.files.gguf_blocks import decode_blocks
-from everystep.files.gguf_encoders import ENCODERS, encode_rows, importance_of
 from everystep.files.gguf_writer import BLOCKS
+from everystep.models.gguf_encoders import ENCODERS, encode_rows, importance_of
 from tests.files.gguf_writer import encode
 
 # Root mean square error beside that of the values, for normal ones: half a step of the codes,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from everystep.errors import UnsupportedError
 from everystep.files.gguf_blocks import BlockType
+from everystep.nn.rounding import nearest, storable
 
 # How far from the range of the values, in steps of a code, the tried scales reach.
 _SHORTER = tuple(step / 10 for step in range(-12, 13))
@@ -40,7 +40,7 @@ def encode_rows(kind: BlockType, values: Tensor, columns: Tensor | None = None) 
     made = []
     for rows in values.split(max(1, _CHUNK_VALUES // values.shape[1])):  # type: ignore[no-untyped-call]
         plain = rows.float()
-        _halves(plain.abs().amax(1) / 128)  # a search among numbers that are none finds zeros
+        storable(plain.abs().amax(1) / 128)  # a search among numbers that are none finds zeros
         weights = importance_of(plain, columns)
         blocks = encode(plain.view(-1, kind.elements), weights.view(-1, kind.elements))
         made.append(blocks.view(len(rows), -1))
@@ -49,15 +49,15 @@ def encode_rows(kind: BlockType, values: Tensor, columns: Tensor | None = None) 
 
 def encode_q8_0(values: Tensor, weights: Tensor) -> Tensor:
     """A scale, 32 int8: 8 bits leave nothing to choose."""
-    scales = _halves(values.abs().amax(1, keepdim=True) / 127)
-    codes = _nearest(values, scales.float(), -127, 127).to(torch.int8)
+    scales = storable(values.abs().amax(1, keepdim=True) / 127)
+    codes = nearest(values, scales.float(), -127, 127).to(torch.int8)
     return torch.cat([_bytes(scales), codes.view(torch.uint8)], 1)
 
 
 def encode_q5_0(values: Tensor, weights: Tensor) -> Tensor:
     """A scale, the fifth bits of 32 numbers, their other four: 0..31 for -16..15."""
-    scales = _halves(_symmetric(values, weights, 16)[:, None])
-    codes = (_nearest(values, scales.float(), -16, 15) + 16).to(torch.uint8)
+    scales = storable(_symmetric(values, weights, 16)[:, None])
+    codes = (nearest(values, scales.float(), -16, 15) + 16).to(torch.uint8)
     fifth = (codes >> 4).unflatten(1, (4, 8))  # type: ignore[no-untyped-call]
     bits = (fifth << torch.arange(8, dtype=torch.uint8)).sum(2, dtype=torch.uint8)
     return torch.cat([_bytes(scales), bits, _joined_nibbles(codes & 15, 16)], 1)
@@ -82,11 +82,11 @@ def encode_q6_k(values: Tensor, weights: Tensor) -> Tensor:
     parts, important = _parts(values, 16), _parts(weights, 16)
     scales = _symmetric(parts, important, 32)
     far = scales.gather(1, scales.abs().argmax(1, keepdim=True))
-    scale = _halves(far / -128)
-    ideal = _nearest(scales, scale.float(), -128, 127)
+    scale = storable(far / -128)
+    ideal = nearest(scales, scale.float(), -128, 127)
 
     def codes_at(small: Tensor) -> Tensor:
-        return _nearest(parts, (scale.float() * small)[..., None], -32, 31)
+        return nearest(parts, (scale.float() * small)[..., None], -32, 31)
 
     def error_at(small: Tensor) -> Tensor:
         fitted = (scale.float() * small)[..., None] * codes_at(small)
@@ -122,12 +122,12 @@ def _symmetric(values: Tensor, weights: Tensor, most: int) -> Tensor:
     far = values.gather(-1, values.abs().argmax(-1, keepdim=True))
 
     def fitted(shorter: float) -> Tensor:
-        codes = _nearest(values, far / -(most + shorter), -most, most - 1)
+        codes = nearest(values, far / -(most + shorter), -most, most - 1)
         products = (weights * codes * codes).sum(-1)
         return torch.where(products > 0, (weights * codes * values).sum(-1) / products, 0.0)
 
     def error(scales: Tensor) -> Tensor:
-        codes = _nearest(values, scales[..., None], -most, most - 1)
+        codes = nearest(values, scales[..., None], -most, most - 1)
         return (weights * (values - scales[..., None] * codes).square()).sum(-1)
 
     return _best(map(fitted, _SHORTER), error)
@@ -137,13 +137,13 @@ def _lifted(values: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]
     """The first 16 bytes of a block of 256 with minimums, and its codes 0..most, (n, 256)."""
     parts, important = _parts(values, 32), _parts(weights, 32)
     pairs = _affine(parts, important, most)
-    shared = [_halves(one.amax(1, keepdim=True) / 63) for one in pairs]
+    shared = [storable(one.amax(1, keepdim=True) / 63) for one in pairs]
     scale, lift = (one.float() for one in shared)
-    ideal = [_nearest(one, by, 0, 63) for one, by in zip(pairs, (scale, lift), strict=True)]
+    ideal = [nearest(one, by, 0, 63) for one, by in zip(pairs, (scale, lift), strict=True)]
 
     def codes_at(small: Tensor) -> Tensor:
         lifted = parts + (lift * small[1])[..., None]
-        return _nearest(lifted, (scale * small[0])[..., None], 0, most)
+        return nearest(lifted, (scale * small[0])[..., None], 0, most)
 
     def error_at(small: Tensor) -> Tensor:
         fitted = (scale * small[0])[..., None] * codes_at(small) - (lift * small[1])[..., None]
@@ -175,7 +175,7 @@ def _affine(values: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]
     def fitted(shorter: float) -> Tensor:
         """The scale and minimum that fit the codes of a slightly longer or shorter range."""
         scales = (high - low) / (most + shorter)
-        codes = _nearest(values - low[..., None], scales[..., None], 0, most)
+        codes = nearest(values - low[..., None], scales[..., None], 0, most)
         weighted = weights * codes
         first, second = weighted.sum(-1), (weighted * codes).sum(-1)
         product = (weighted * values).sum(-1)
@@ -193,7 +193,7 @@ def _affine(values: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]
 
     def error(pair: Tensor) -> Tensor:
         scales, mins = pair[0][..., None], pair[1][..., None]
-        codes = _nearest(values + mins, scales, 0, most)
+        codes = nearest(values + mins, scales, 0, most)
         return (weights * (values - scales * codes + mins).square()).sum(-1)
 
     scales, mins = _best(map(fitted, _SHORTER), error).unbind()
@@ -209,24 +209,6 @@ def _best(tried: Iterable[Tensor], error: Callable[[Tensor], Tensor]) -> Tensor:
         better = wrong < least
         found, least = torch.where(better, one, found), torch.where(better, wrong, least)
     return found
-
-
-def _nearest(values: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
-    """The codes whose multiples of the scales are nearest; 0 where the scale is."""
-    return (values / torch.where(scales == 0, 1, scales)).round_().clamp_(least, most)
-
-
-def _halves(values: Tensor) -> Tensor:
-    """Scales as float16; UnsupportedError for what it cannot hold."""
-    stored = values.half()
-    if not bool(stored.isfinite().all()):
-        raise UnsupportedError(
-            "a weight is too large for a float16 scale, or no number",
-            wanted=f"scales up to {torch.finfo(torch.float16).max:.0f}",
-            got=float(values.abs().amax()),
-            do="Look for weights that are not finite, or quantise to int8",
-        )
-    return stored
 
 
 def _parts(values: Tensor, size: int) -> Tensor:

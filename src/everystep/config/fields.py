@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from everystep.config import kinds
-from everystep.config.kinds import COUNT, FLAG, NUMBER, POSITIVE, SIZE, TOKENS, Kind, one_of
+from everystep.config.kinds import COUNT, FLAG, NUMBER, POSITIVE, SIZE, TOKENS, Kind, one_of, plain
 from everystep.config.nested import (
     CompileConfig,
     SynthIDTextWatermarkingConfig,
@@ -22,7 +22,6 @@ from everystep.config.nested import (
     is_nested,
     watermark,
 )
-from everystep.types.given import plain
 
 CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")
 # Spellings of "static" that older checkpoints and scripts use.

@@ -14,7 +14,6 @@ from typing import Any
 
 from everystep.errors import RequestError, shown
 from everystep.files.strict_json import whole_number
-from everystep.types.given import plain
 
 _LARGEST_OF_32_BITS = (2 - 2**-23) * 2.0**127
 
@@ -42,6 +41,15 @@ def require(holds: bool, name: str, wanted: str, got: object, do: str | None = N
     if not holds:
         do = do or f"Give {name} such a value"
         raise RequestError(f"{name} is not valid", wanted=wanted, got=shown(got), do=do)
+
+
+def plain(value: Any) -> Any:
+    """Tensors, arrays and their scalars as Python numbers and lists; anything else unchanged, also
+    a tensor that has no numbers to give."""
+    try:
+        return value.tolist()
+    except Exception:
+        return value
 
 
 def is_integer(value: Any) -> bool:

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.config.kinds import plain
 from everystep.draws import on_host
 from everystep.errors import RequestError, shown
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.processors.bias import only_allowed
 from everystep.processors.stacking import Numbers
 from everystep.types import Rows, Scores
-from everystep.types.given import plain
 
 _MOST = 1024  # tokens of one row; longer lists are worth no more than whole rows
 _NONE = np.iinfo(np.int64).max

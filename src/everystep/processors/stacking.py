@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import SIZE, Kind, require
+from everystep.config.kinds import SIZE, Kind, plain, require
 from everystep.errors import RequestError
-from everystep.types.given import plain
 
 Numbers = float | tuple[float, ...]
 Counts = int | tuple[int, ...]

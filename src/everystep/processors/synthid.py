@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.config.kinds import plain
 from everystep.config.nested import SynthIDTextWatermarkingConfig as Config
 from everystep.errors import RequestError
 from everystep.processors.base import LogitsProcessor, remembers
 from everystep.types import Rows
-from everystep.types.given import plain
 
 _MULTIPLIER = 6364136223846793005
 _BLOCK = 2**18  # scores that are marked at once, so that they stay in the processor's cache

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.config.kinds import COUNT, NUMBER, ONE_OR_MORE_IDS, require
+from everystep.config.kinds import COUNT, NUMBER, ONE_OR_MORE_IDS, plain, require
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.stops.ends import EosToken, MaxLength, MaxTime, UserStop
 from everystep.stops.strings import StopStrings
 from everystep.text import Spelling
 from everystep.types.candidates import Candidates
-from everystep.types.given import plain, require_tensor
+from everystep.types.given import require_tensor
 from everystep.types.protocols import Stop
 
 

@@ -24,7 +24,6 @@ from everystep.errors import (
 from everystep.text.batch import Columns, Padding, Side, Truncation
 from everystep.text.native import checked_text
 from everystep.text.settings import NO_LIMIT
-from everystep.types.given import plain
 
 TextInput = str | Sequence[str] | Sequence[tuple[str, str]]
 TextItem = str | tuple[str, str]
@@ -243,10 +242,18 @@ def checked_id(id: Any) -> int:
 
 def listed(given: Any, what: str) -> list[Any]:
     """The values as a list; TokenizerError where there are none to be had."""
-    found = plain(given)
+    found = _plain(given)
     if isinstance(found, str | bytes) or not isinstance(found, Iterable) or hasattr(found, "dtype"):
         raise TokenizerError(f"this is not {what}", wanted="a list", got=shown(given))
     return list(found)
+
+
+def _plain(given: Any) -> Any:
+    """Tensors and arrays as lists; anything else, also a tensor without numbers, as it is."""
+    try:
+        return given.tolist()
+    except Exception:
+        return given
 
 
 def _row(given: Any) -> Any:
@@ -255,10 +262,10 @@ def _row(given: Any) -> Any:
 
 def id_rows(token_ids: Any) -> tuple[list[list[int]], bool]:
     """Ids in any of the shapes that decoding takes, as rows, and whether it was a single one."""
-    ids = plain(token_ids)
+    ids = _plain(token_ids)
     if not isinstance(ids, Iterable):
         return [[checked_id(ids)]], True
-    rows = [plain(row) for row in ids]
+    rows = [_plain(row) for row in ids]
     if any(isinstance(row, Iterable) for row in rows):
         return [[checked_id(id) for id in _row(row)] for row in rows], False
     return [[checked_id(id) for id in rows]], True

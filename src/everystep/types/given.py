@@ -1,8 +1,8 @@
-"""Tensors as callers pass them: as plain numbers, or judged before anything is computed."""
+"""Tensors as callers pass them, judged before anything is computed with them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,15 +10,6 @@ from torch import Tensor
 from everystep.errors import RequestError
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def plain(value: Any) -> Any:
-    """Tensors, arrays and their scalars as Python numbers and lists; anything else unchanged, also
-    a tensor that has no numbers to give."""
-    try:
-        return value.tolist()
-    except Exception:
-        return value
 
 
 def require_tensor(

@@ -32,6 +32,7 @@ SOURCES = (
     "step_mlp.cpp",
     "step_recurrence.cpp",
     "step_weights.cpp",
+    "tiles.cpp",
     "pages.cpp",
     "crew.cpp",
     "guess.cpp",

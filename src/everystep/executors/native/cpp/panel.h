@@ -29,7 +29,7 @@ struct Panel {
     // The outputs of M rows from `row` on.
     template <int M>
     void products(const Inputs& in, int64_t row, simd::Floats (&out)[M]) const {
-        tile<M>(matrix, number, in, row, out);
+        tile(M, matrix, number, in, row, out);
         if (!biased) return;
         for (simd::Floats& x : out) x = simd::add(x, bias);
     }

@@ -8,7 +8,7 @@
 namespace everystep::simd {
 
 // How many sums the registers hold beside what is added to them.
-constexpr int kSums = 24;
+constexpr int kSums = 6;
 
 typedef float Floats16 __attribute__((vector_size(64)));
 typedef int32_t Ints16 __attribute__((vector_size(64)));

@@ -1,0 +1,264 @@
+// The kernels of every format of weights: 16 outputs of a few rows, and a row of an embedding table.
+//
+// They take most of the time of compiling, so they are compiled here and nowhere else.
+#include <algorithm>
+
+#include "linear.h"
+#include "products.h"
+
+namespace everystep {
+
+// How a quantised format is read. `kOffset`: what was added to every code, taken back by the offsets
+// of the inputs. `kRowScales`: one scale per row instead of one per block.
+struct Int8 {
+    static constexpr bool kMins = false, kRowScales = true;
+    static constexpr int kBits = 8, kOffset = kByteOffset;
+};
+struct Q8 {
+    static constexpr bool kMins = false, kRowScales = false;
+    static constexpr int kBits = 8, kOffset = kByteOffset;
+};
+struct Q4 {
+    static constexpr bool kMins = false, kRowScales = false;
+    static constexpr int kBits = 4, kOffset = 8;
+};
+struct Q4Min {
+    static constexpr bool kMins = true, kRowScales = false;
+    static constexpr int kBits = 4, kOffset = 0;
+};
+struct Q5 {
+    static constexpr bool kMins = false, kRowScales = false;
+    static constexpr int kBits = 5, kOffset = 16;
+};
+
+// How a format with super-blocks is read. Without minimums codes have 32 added to them, and a block has
+// two parts with a scale each.
+struct Q4K {
+    static constexpr bool kMins = true;
+    static constexpr int kBits = 4;
+};
+struct Q5K {
+    static constexpr bool kMins = true;
+    static constexpr int kBits = 5;
+};
+struct Q6K {
+    static constexpr bool kMins = false;
+    static constexpr int kBits = 6;
+};
+
+// What the products of a block begin with.
+template <int kOffset>
+inline simd::Ints first_sum(const int32_t* offset) {
+    if constexpr (kOffset == 0) return simd::splat(int32_t{0});
+    static_assert(kOffset == 0 || kOffset == 8 || kOffset == 16 || kOffset == 128);
+    return simd::shifted_right<kOffset == 8 ? 4 : kOffset == 16 ? 3 : 0>(simd::splat(*offset));
+}
+
+template <class Kind, int M>
+__attribute__((noinline)) void tile_of_codes(const uint8_t* panel, const float* row_scales,
+                                             const Inputs& in, int64_t row, simd::Floats* out) {
+    using namespace simd;
+    const int64_t blocks = in.blocks, bytes = block_bytes(Kind::kBits);
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + blocks * bytes);
+    const uint16_t* mins = scales + blocks * kPanel;
+    Floats acc[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    // Few rows wait for memory: while the first of them read a panel, the next one is fetched.
+    const bool ahead = row == 0;
+    constexpr int64_t kBlockBytes =
+        block_bytes(Kind::kBits) + (Kind::kRowScales ? 0 : 32) + (Kind::kMins ? 32 : 0);
+    const uint8_t* next = panel + (blocks * kBlockBytes + 63) / 64 * 64;
+    for (int64_t b = 0, at = in.at(row, 0); b < blocks; ++b, at += in.together) {
+        if (ahead)
+            for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(next + b * kBlockBytes + i);
+        Ints dots[M];
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) dots[m] = first_sum<Kind::kOffset>(in.offsets + at + m);
+        block_products<Kind::kBits, M>(panel + b * bytes, in.codes + at * kBlock, dots);
+        const Floats w_scale = Kind::kRowScales ? load(row_scales) : load_halves(scales + b * kPanel);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            const Floats scale = mul(w_scale, splat(in.scales[at + m]));
+            acc[m] = fma(to_floats(dots[m]), scale, acc[m]);
+        }
+        if (Kind::kMins) {
+            const Floats least = load_halves(mins + b * kPanel);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) acc[m] = fma(least, splat(in.sums[at + m]), acc[m]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) out[m] = acc[m];
+}
+
+// The same for super-blocks. The products of a part with its scale are integers below 2^24, so that a
+// block's are exact in float as well.
+template <class Kind, int M>
+__attribute__((noinline)) void tile_of_super_blocks(const uint8_t* panel, const Inputs& in, int64_t row,
+                                                    simd::Floats* out) {
+    using namespace simd;
+    constexpr int64_t kCodes = block_bytes(Kind::kBits), kParts = Kind::kMins ? 1 : 2;
+    const int64_t blocks = in.blocks;
+    const int8_t* parts = reinterpret_cast<const int8_t*>(panel + blocks * kCodes);
+    const int8_t* least = parts + blocks * kPanel;
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(parts + 2 * blocks * kPanel);
+    const uint16_t* mins = scales + blocks / kSuperBlock * kPanel;
+    Floats acc[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    const bool ahead = row == 0;
+    constexpr int64_t kBlockBytes = kCodes + (Kind::kMins ? 40 : 36);
+    const uint8_t* next = panel + (blocks * kBlockBytes + 63) / 64 * 64;
+    for (int64_t b = 0, at = in.at(row, 0); b < blocks; ++b, at += in.together) {
+        if (ahead)
+            for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(next + b * kBlockBytes + i);
+        Ints dots[M];
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) dots[m] = splat(int32_t{0});
+        scaled_products<Kind, M>(panel + b * kCodes, parts + b * kParts * kPanel, in.codes + at * kBlock,
+                                 in.offsets + at, in.firsts + at, dots);
+        const int64_t super = b / kSuperBlock * kPanel;
+        const Floats by = load_halves(scales + super);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m)
+            acc[m] = fma(to_floats(dots[m]), mul(by, splat(in.scales[at + m])), acc[m]);
+        if (Kind::kMins) {
+            const Floats below = mul(load_halves(mins + super), load_codes(least + b * kPanel));
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) acc[m] = fma(below, splat(-in.sums[at + m]), acc[m]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) out[m] = acc[m];
+}
+
+// A column of a panel of floats, exactly.
+template <Format kFormat>
+inline simd::Floats read_column(const uint8_t* panel, int64_t column) {
+    const uint8_t* at = panel + column * kPanel * float_bytes(kFormat);
+    if constexpr (kFormat == Format::kFloat) return simd::load(reinterpret_cast<const float*>(at));
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(at);
+    return kFormat == Format::kHalf ? simd::load_halves(halves) : simd::load_brains(halves);
+}
+
+template <Format kFormat, int M>
+__attribute__((noinline)) void tile_of_floats(const uint8_t* panel, const Inputs& in, int64_t row, simd::Floats* out) {
+    using namespace simd;
+    const float* x = in.values + row * in.columns;
+    Floats acc[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
+    constexpr int64_t kAhead = 2048, kColumn = kPanel * float_bytes(kFormat);
+    for (int64_t k = 0; k < in.columns; ++k) {
+        if (row == 0) __builtin_prefetch(panel + k * kColumn + kAhead);
+        const Floats column = read_column<kFormat>(panel, k);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) acc[m] = fma(column, splat(x[m * in.columns + k]), acc[m]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) out[m] = acc[m];
+}
+
+template <int M>
+void tile_of_rows(const Matrix& w, int64_t panel, const Inputs& in, int64_t row, simd::Floats* out) {
+    const Format format = static_cast<Format>(w.format);
+    const uint8_t* data = w.data + panel * panel_bytes(format, w.columns);
+    const float* row_scales = w.row_scales ? w.row_scales + panel * kPanel : nullptr;
+    switch (format) {
+        case Format::kFloat: return tile_of_floats<Format::kFloat, M>(data, in, row, out);
+        case Format::kHalf: return tile_of_floats<Format::kHalf, M>(data, in, row, out);
+        case Format::kBrain: return tile_of_floats<Format::kBrain, M>(data, in, row, out);
+        case Format::kInt8: return tile_of_codes<Int8, M>(data, row_scales, in, row, out);
+        case Format::kQ8: return tile_of_codes<Q8, M>(data, row_scales, in, row, out);
+        case Format::kQ4: return tile_of_codes<Q4, M>(data, row_scales, in, row, out);
+        case Format::kQ4Min: return tile_of_codes<Q4Min, M>(data, row_scales, in, row, out);
+        case Format::kQ5: return tile_of_codes<Q5, M>(data, row_scales, in, row, out);
+        case Format::kQ4K: return tile_of_super_blocks<Q4K, M>(data, in, row, out);
+        case Format::kQ5K: return tile_of_super_blocks<Q5K, M>(data, in, row, out);
+        case Format::kQ6K: return tile_of_super_blocks<Q6K, M>(data, in, row, out);
+    }
+}
+
+void tile(int count, const Matrix& w, int64_t panel, const Inputs& in, int64_t row, simd::Floats* out) {
+    switch (count) {
+        case 1: return tile_of_rows<1>(w, panel, in, row, out);
+        case 2: return tile_of_rows<2>(w, panel, in, row, out);
+        case 4: return tile_of_rows<4>(w, panel, in, row, out);
+        case kTogether: return tile_of_rows<kTogether>(w, panel, in, row, out);
+    }
+    if constexpr (kTogether > 8) return tile_of_rows<8>(w, panel, in, row, out);
+}
+
+// The values of one lane of a panel of floats.
+template <Format kFormat>
+inline void read_lane(const uint8_t* panel, int64_t lane, int64_t columns, float* out) {
+    float values[kPanel];
+    for (int64_t k = 0; k < columns; ++k) {
+        simd::store(values, read_column<kFormat>(panel, k));
+        out[k] = values[lane];
+    }
+}
+
+// The values of one lane of a panel with super-blocks.
+template <class Kind>
+inline void read_super_lane(const uint8_t* panel, int64_t lane, int64_t columns, float* out) {
+    constexpr int64_t kCodes = block_bytes(Kind::kBits), kParts = Kind::kMins ? 1 : 2;
+    const int64_t blocks = columns / kBlock;
+    const int8_t* parts = reinterpret_cast<const int8_t*>(panel + blocks * kCodes);
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(parts + 2 * blocks * kPanel);
+    const auto wide = [&](int64_t run) {
+        float halves[kPanel];
+        simd::store(halves, simd::load_halves(scales + run * kPanel));
+        return halves[lane];
+    };
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t super = block / kSuperBlock;
+        const float by = wide(super);
+        float below = 0;
+        if (Kind::kMins)
+            below = wide(blocks / kSuperBlock + super) * float(parts[(blocks + block) * kPanel + lane]);
+        for (int64_t k = 0; k < kBlock; ++k) {
+            const int64_t g = k / 4;
+            const uint8_t* codes = panel + block * kCodes + 4 * lane + k % 4;
+            int code = g < 4 ? codes[64 * g] & 15 : codes[64 * (g - 4)] >> 4;
+            if (Kind::kBits == 5) code |= (codes[256] >> g & 1) << 4;
+            if (Kind::kBits == 6) code |= (codes[256 + 64 * (g / 4)] >> 2 * (g % 4) & 3) << 4;
+            const float part = parts[(block * kParts + k * kParts / kBlock) * kPanel + lane];
+            out[block * kBlock + k] = by * part * float(Kind::kMins ? code : code - 32) - below;
+        }
+    }
+}
+
+void read_row(const Matrix& w, int64_t row, float* out) {
+    const Format format = static_cast<Format>(w.format);
+    const int64_t lane = row % kPanel, blocks = blocks_of(w.columns), bytes = code_bytes(format);
+    const uint8_t* panel = w.data + row / kPanel * panel_bytes(format, w.columns);
+    if (format == Format::kFloat) return read_lane<Format::kFloat>(panel, lane, w.columns, out);
+    if (format == Format::kHalf) return read_lane<Format::kHalf>(panel, lane, w.columns, out);
+    if (format == Format::kBrain) return read_lane<Format::kBrain>(panel, lane, w.columns, out);
+    if (format == Format::kQ4K) return read_super_lane<Q4K>(panel, lane, w.columns, out);
+    if (format == Format::kQ5K) return read_super_lane<Q5K>(panel, lane, w.columns, out);
+    if (format == Format::kQ6K) return read_super_lane<Q6K>(panel, lane, w.columns, out);
+    const auto half_of_lane = [&](int64_t run) {
+        float wide[simd::kLanes];
+        const uint8_t* halves = panel + blocks * bytes + run * kPanel * 2;
+        simd::store(wide, simd::load_halves(reinterpret_cast<const uint16_t*>(halves)));
+        return wide[lane];
+    };
+    for (int64_t block = 0; block < blocks; ++block) {
+        const uint8_t* codes = panel + block * bytes + lane * 4;
+        const float scale = format == Format::kInt8 ? w.row_scales[row] : half_of_lane(block);
+        const float least = format == Format::kQ4Min ? half_of_lane(blocks + block) : 0.0f;
+        const int offset = bytes == 512 ? 128 : bytes == 320 ? 16 : format == Format::kQ4 ? 8 : 0;
+        for (int64_t k = 0; k < kBlock && block * kBlock + k < w.columns; ++k) {
+            const int64_t column = bytes == 512 ? k : k % 16;
+            int code = codes[column / 4 * 64 + column % 4];
+            if (bytes < 512) code = k < 16 ? code & 15 : code >> 4;
+            if (bytes == 320) code |= (codes[256 + k % 4] >> k / 4 & 1) << 4;
+            out[block * kBlock + k] = float(code - offset) * scale + least;
+        }
+    }
+}
+
+}  // namespace everystep

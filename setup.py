@@ -1,19 +1,23 @@
 """Compiles the native kernels while the package is built; everything else is in pyproject.toml.
 
-Without a compiler the package is built all the same, and runs on torch operators.
+Without a compiler the package is built all the same, and runs on torch operators. With
+EVERYSTEP_KERNELS=none nothing is compiled: the wheel is for every platform, and
+`python -m everystep.executors.native.build` compiles the kernels where it is installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+KERNELS = os.environ.get("EVERYSTEP_KERNELS", "") != "none"
 NATIVE = Path(__file__).parent / "src" / "everystep" / "executors" / "native"
 
 
@@ -33,21 +37,32 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         native = compilation()
         names = native.fitting_sets() if self.editable_mode else native.instruction_sets()
-        for problem in native.build(names):
+        for problem in native.build(names) if KERNELS else []:
             print(f"everystep: the native executor is left out: {problem}", file=sys.stderr)
         super().run()
 
+    def find_data_files(self, package: str, source: str) -> list[str]:
+        """The files to pack; libraries that lie in the folder are left out if none are wanted."""
+        files: list[str] = super().find_data_files(package, source)
+        return [file for file in files if KERNELS or not file.endswith(".so")]
 
-class WheelWithKernels(bdist_wheel):
-    """A wheel for this platform and every Python, where it holds compiled libraries."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not any(NATIVE.glob("*.so")) and compilation().compiler() is None
+class WheelForEveryPython(bdist_wheel):
+    """A wheel whose compiled libraries, if it has some, do not depend on the version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
         return "py3", "none", platform
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels})
+class WithKernels(Distribution):
+    """What is installed belongs to this platform if it holds compiled libraries."""
+
+    def has_ext_modules(self) -> bool:
+        return KERNELS and (any(NATIVE.glob("*.so")) or compilation().compiler() is not None)
+
+
+setup(
+    distclass=WithKernels,
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForEveryPython},
+)

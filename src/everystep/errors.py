@@ -40,6 +40,20 @@ class UnsupportedError(RequestError, NotImplementedError):
     """A known request that this model, cache or executor cannot fulfil."""
 
 
+class MissingExtraError(UnsupportedError):
+    """A library that an extra of this package brings is not installed."""
+
+    @classmethod
+    def of(cls, what: str, library: str, extra: str, *, do: str | None = None) -> MissingExtraError:
+        """The error for `what` needs the library; `do`: what helps instead of installing it."""
+        install = f"Install it: pip install 'everystep[{extra}]'"
+        return cls(
+            f"{what} needs {library}, which is not installed",
+            wanted=f"the extra '{extra}'",
+            do=f"{install}, or {do}" if do else install,
+        )
+
+
 class AbsentNameError(EverystepError, ImportError):
     """An import of a name of the reference that this library does not have."""
 

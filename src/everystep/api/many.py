@@ -23,7 +23,7 @@ from everystep.api.session import (
     paired,
 )
 from everystep.config.kinds import FLAG, one_of
-from everystep.errors import RequestError, shown
+from everystep.errors import MissingExtraError, RequestError, shown
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.types import Event, FinishReason, Group
 
@@ -273,9 +273,12 @@ def progress_bar(progress: bool, many: Any, what: str) -> Iterator[Callable[[], 
     if not FLAG.checked(progress, "progress"):
         yield lambda: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+    except ModuleNotFoundError as error:
+        raise MissingExtraError.of("progress=True", "rich", "cli") from error
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining())
     with Progress(*columns, console=Console(stderr=True)) as shown:

@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everystep.errors import FormatError, UnsupportedError
+from everystep.errors import FormatError, MissingExtraError
 
 
 class Reference:
     """A checkpoint as transformers reads it, in float32 on the CPU.
 
-    UnsupportedError without transformers, FormatError where it cannot read the checkpoint.
+    MissingExtraError without transformers, FormatError where it cannot read the checkpoint.
     """
 
     def __init__(self, path: Path, *, pair: bool) -> None:
         try:
             library: Any = importlib.import_module("transformers")
         except ImportError as error:
-            do = "pip install 'everystep[transformers]'"
-            raise UnsupportedError("a comparison needs transformers", do=do) from error
+            raise MissingExtraError.of("a comparison", "transformers", "transformers") from error
         self.version = str(library.__version__)
         shown = library.utils.logging.is_progress_bar_enabled()
         library.utils.logging.disable_progress_bar()

@@ -7,6 +7,26 @@ torch is imported only by commands that run a model, so `--help` and `--version`
 
 from __future__ import annotations
 
-from everystep.cli.app import main
+import sys
+from collections.abc import Sequence
+
+from everystep.errors import MissingExtraError
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line, the program's own without `arguments`, and returns its exit code.
+
+    Codes: see `everystep.cli.app.main`. Without the extra `cli` it is 1, with a line that says so.
+    """
+    try:
+        from everystep.cli.app import main as run
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in ("typer", "rich"):
+            raise
+        missing = MissingExtraError.of("the command line", library, "cli")
+        sys.stderr.write(f"everystep: {missing}\n")
+        return 1
+    return run(arguments)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from everystep.errors import DownloadError, EverystepError, MissingFileError
+from everystep.errors import DownloadError, EverystepError, MissingExtraError, MissingFileError
 from everystep.files.gguf_parts import part_names
 
 ALLOWED = (
@@ -76,9 +77,7 @@ def fetch_from_hub(hub_id: HubId, access: HubAccess, *, offline: bool) -> Path:
 
     Raises MissingFileError offline when it was never fetched, DownloadError when fetching fails.
     """
-    # The client takes a second to import and is needed only where a hub model is named.
-    from huggingface_hub import snapshot_download
-
+    snapshot_download = _client().snapshot_download
     if hub_id.file is not None:
         if (names := _parts(hub_id.file)) is None:
             return fetch_file(hub_id, hub_id.file, access, offline=offline)
@@ -108,9 +107,16 @@ def _parts(file: str) -> list[str] | None:
 
 def fetch_file(hub_id: HubId, name: str, access: HubAccess, *, offline: bool) -> Path:
     """Returns the local path of one file of a repository, with the errors of `fetch_from_hub`."""
-    from huggingface_hub import hf_hub_download
+    return _fetched(_client().hf_hub_download, hub_id, access, offline, name)
 
-    return _fetched(hf_hub_download, hub_id, access, offline, name)
+
+def _client() -> Any:
+    """The hub's own client, which takes a second to import; MissingExtraError without it."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingExtraError.of("a model of the hub", "huggingface-hub", "hub") from error
+    return huggingface_hub
 
 
 def _fetched(

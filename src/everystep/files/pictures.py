@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from everystep.errors import EverystepError, FormatError, RequestError, UnsupportedError
+from everystep.errors import EverystepError, FormatError, MissingExtraError, RequestError
 from everystep.files.opening import open_regular, size_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read_picture(source: PictureLike) -> Image:
     """The picture in a file, or one of Pillow's, in RGB with 8 bits per channel.
 
     FormatError for what is no picture, is broken, holds several, or has more than MOST_PIXELS by
-    its header, before any is decoded. UnsupportedError without Pillow.
+    its header, before any is decoded. MissingExtraError without Pillow.
     """
     pillow = require_pillow()
     if isinstance(source, pillow.Image):
@@ -70,14 +70,11 @@ def _opened(pillow: Any, file: Any, name: str, size: int) -> Image:
 
 
 def require_pillow() -> Any:
-    """The `PIL.Image` module; UnsupportedError where Pillow is not installed."""
+    """The `PIL.Image` module; MissingExtraError where Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
-        raise UnsupportedError(
-            "pictures are read by Pillow, which is not installed",
-            do="Install it: pip install 'everystep[vision]'",
-        ) from error
+        raise MissingExtraError.of("a picture", "Pillow", "vision") from error
     return Image
 
 

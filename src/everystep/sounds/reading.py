@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from everystep.errors import FormatError, MissingFileError, RequestError, UnsupportedError
+from everystep.errors import FormatError, MissingExtraError, MissingFileError, RequestError
 from everystep.files.opening import as_path
 
 
@@ -18,7 +18,7 @@ def read_sound(path: str | os.PathLike[str], sampling_rate: int = 16000) -> np.n
     """(n,) float32 samples from -1 to 1, the mean of the channels.
 
     RequestError where the file has another sampling rate, FormatError where it is damaged,
-    UnsupportedError for kinds that need the extra `audio`, where that is not installed.
+    MissingExtraError for kinds that need the extra `audio`, where that is not installed.
     """
     file = as_path(path)
     if not file.is_file():
@@ -73,12 +73,9 @@ def _soundfile(file: Path) -> tuple[np.ndarray, int]:
     try:
         library: Any = importlib.import_module("soundfile")
     except ImportError as error:
-        raise UnsupportedError(
-            f"{file} is no WAV file, and other kinds need the library soundfile",
-            wanted="the extra 'audio'",
-            got="none installed",
-            do="Install it: pip install 'everystep[audio]', or convert the file to WAV",
-        ) from error
+        what = f"{file} is no WAV file and"
+        do = "convert the file to WAV"
+        raise MissingExtraError.of(what, "soundfile", "audio", do=do) from error
     try:
         samples, rate = library.read(str(file), dtype="float32", always_2d=True)
     except library.LibsndfileError as error:

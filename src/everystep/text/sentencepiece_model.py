@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everystep.errors import FormatError, UnsupportedError
+from everystep.errors import FormatError, MissingExtraError, UnsupportedError
 from everystep.files.opening import impostor, read_bounded
 from everystep.text.merges import check_lengths
 from everystep.text.native import native_call
@@ -88,15 +88,12 @@ def _parsed(path: Path) -> Any:
 
 
 def _format() -> Any:
-    """The declaration of the format; UnsupportedError where it is not installed."""
+    """The declaration of the format; MissingExtraError where it is not installed."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise UnsupportedError(
-            "A folder without tokenizer.json needs the libraries sentencepiece and protobuf, "
-            "which are not installed",
-            do="Install them: pip install 'everystep[sentencepiece]'",
-        ) from error
+        what = "a folder without tokenizer.json"
+        raise MissingExtraError.of(what, "sentencepiece with protobuf", "sentencepiece") from error
     return sentencepiece_model_pb2
 
 

@@ -8,21 +8,17 @@ from typing import Any
 
 import tokenizers
 
-from everystep.errors import UnsupportedError
+from everystep.errors import MissingExtraError, UnsupportedError
 from everystep.text import Spelling
 
 
 def library() -> Any:
-    """The library that parses; UnsupportedError where it is not installed."""
+    """The library that parses; MissingExtraError where it is not installed."""
     try:
         import llguidance
     except ImportError as error:
-        raise UnsupportedError(
-            "schema, regex, grammar and choices need the library llguidance",
-            wanted="the extra 'grammar'",
-            got="none installed",
-            do="Install it: pip install 'everystep[grammar]'",
-        ) from error
+        what = "a call with schema, regex, grammar or choices"
+        raise MissingExtraError.of(what, "llguidance", "grammar") from error
     return llguidance
 
 

@@ -11,12 +11,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "portable.h"
 
 namespace everystep {
 
@@ -141,7 +142,7 @@ class Crew {
     std::function<void(Member&)> started_;
     bool closing_ = false;
     std::mutex sleeping_;
-    std::condition_variable wake_;
+    Condition wake_;
     std::vector<std::thread> threads_;
 };
 
@@ -171,7 +172,7 @@ class Cores {
 
     const int count_ = std::max(1, int(std::thread::hardware_concurrency()));
     mutable std::mutex lock_;
-    std::condition_variable change_;
+    Condition change_;
     int free_ = count_;
     uint64_t came_ = 0, admitted_ = 0;
 };

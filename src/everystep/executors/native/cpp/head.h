@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "portable.h"
 #include "rows.h"
 
 namespace everystep {

@@ -4,9 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <iterator>
-#include <mutex>
 #include <new>
 
 namespace everystep {
@@ -22,8 +22,8 @@ class Kept {
 
     // One of so many bytes, or null.
     void* take(size_t bytes) {
-        const std::unique_lock lock(mutex_, std::try_to_lock);
-        if (!lock) return nullptr;  // A process that was forked may find it locked for ever.
+        const Alone alone(taken_);
+        if (!alone) return nullptr;
         for (auto it = held_.rbegin(); it != held_.rend(); ++it) {
             if (it->first != bytes) continue;
             void* found = it->second;
@@ -35,16 +35,32 @@ class Kept {
     }
     // Whether there is room for it.
     bool give(size_t bytes, void* memory) noexcept {
-        const std::unique_lock lock(mutex_, std::try_to_lock);
-        if (!lock || bytes_ + bytes > kMost || held_.size() == held_.capacity()) return false;
+        const Alone alone(taken_);
+        if (!alone || bytes_ + bytes > kMost || held_.size() == held_.capacity()) return false;
         held_.emplace_back(bytes, memory);
         bytes_ += bytes;
         return true;
     }
 
   private:
+    // Holds the flag, unless another thread does: nobody waits, for a process that was forked may find
+    // it held for ever.
+    class Alone {
+      public:
+        explicit Alone(std::atomic_flag& flag)
+            : flag_(flag), held_(!flag.test_and_set(std::memory_order_acquire)) {}
+        ~Alone() {
+            if (held_) flag_.clear(std::memory_order_release);
+        }
+        explicit operator bool() const { return held_; }
+
+      private:
+        std::atomic_flag& flag_;
+        const bool held_;
+    };
+
     static constexpr size_t kMost = size_t(128) << 20, kSlabs = 16;
-    std::mutex mutex_;
+    std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
     std::vector<std::pair<size_t, void*>> held_;
     size_t bytes_ = 0;
 };

@@ -1,0 +1,101 @@
+"""What happens without the libraries of an extra, and what the extras are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import everystep as es
+from everystep.bridge.reference import Reference
+from everystep.errors import MissingExtraError
+from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
+from everystep.files.pictures import require_pillow
+from everystep.processors.grammars.vocabulary import library
+from everystep.text.sentencepiece_model import read_pieces as read_piece_file
+from tests.reading import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+FOR_DEVELOPERS = {"test", "packages", "dev", "bench", "docs"}
+
+
+def read_music(folder: Path) -> None:
+    (folder / "a.mp3").write_bytes(b"no WAV")
+    es.read_sound(folder / "a.mp3")
+
+
+def read_pieces(folder: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    read_piece_file(folder / "tokenizer.model")
+
+
+def show_progress(folder: Path) -> None:
+    from everystep.api.many import progress_bar
+
+    with progress_bar(True, [], "prompts"):
+        pass
+
+
+NEEDS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "rich": ("cli", "progress=True", show_progress),
+    "huggingface_hub": (
+        "hub",
+        "a model of the hub",
+        lambda _: fetch_file(HubId("a/b"), "c", DEFAULT_ACCESS, offline=True),
+    ),
+    "transformers": ("transformers", "a comparison", lambda path: Reference(path, pair=False)),
+    "llguidance": ("grammar", "a call with schema", lambda _: library()),
+    "PIL": ("vision", "a picture", lambda _: require_pillow()),
+    "sentencepiece": ("sentencepiece", "a folder without tokenizer.json", read_pieces),
+    "soundfile": ("audio", "a.mp3", read_music),
+}
+
+
+@pytest.mark.parametrize("module", NEEDS)
+def test_an_error_names_the_extra(
+    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    extra, what, ask = NEEDS[module]
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError) as caught:
+        ask(tmp_path)
+    assert what in str(caught.value)
+    assert f"pip install 'everystep[{extra}]'" in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_command_line_names_its_extra(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from everystep.cli import main; "
+        "sys.exit(main(['--version']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stdout == ""
+    for part in ("the command line needs", missing, "pip install 'everystep[cli]'"):
+        assert part in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_every_extra_of_an_error_exists_and_is_tested() -> None:
+    named = {
+        extra
+        for path in (ROOT / "src").rglob("*.py")
+        for extra in re.findall(r"everystep\[(\w+)\]", path.read_text())
+    }
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text()
+        named |= set(re.findall(r'MissingExtraError\.of\([^)]*?"(\w+)"(?:, do=\w+)?\)', text))
+    assert named == {extra for extra, _, _ in NEEDS.values()}
+
+
+def test_all_is_every_extra_of_a_user() -> None:
+    (every,) = EXTRAS["all"]
+    listed = set(re.fullmatch(r"everystep\[(.*)\]", every)[1].split(","))
+    assert listed == set(EXTRAS) - FOR_DEVELOPERS - {"all"}
+    assert listed == {extra for extra, _, _ in NEEDS.values()}

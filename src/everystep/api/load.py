@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from everystep.api.chats import chat_defaults_of
 from everystep.api.model import LanguageModel
 from everystep.api.pictures import vision_of
 from everystep.cache.formats import CacheDtype
@@ -73,6 +74,7 @@ def load(
         file = read_gguf(local)
         model = _from_gguf(file, local.stem, choices)
         tokenizer = Tokenizer.from_gguf(file.metadata)
+    model.chat_defaults = chat_defaults_of(path)
     _warn_of_slow_path(model, choices)
     return model, tokenizer
 
@@ -111,6 +113,7 @@ def load_model(
         model = _from_folder(local, choices)
     else:
         model = _from_gguf(read_gguf(local), local.stem, choices)
+    model.chat_defaults = chat_defaults_of(path)
     _warn_of_slow_path(model, choices)
     return model
 

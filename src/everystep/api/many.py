@@ -123,7 +123,10 @@ def chat(
     """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more.
 
     `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
-    through the chat template.
+    through the chat template. Where neither the options nor the model's generation config say how
+    tokens are chosen, they are drawn at temperature 0.7 from the best of mass 0.9; the default
+    model answers greedily, and its conversations begin with a system message
+    (`model.chat_defaults`).
     """
     model = paired(model, tokenizer)
     config = options.get("generation_config")
@@ -142,14 +145,9 @@ def chat(
             got=shown(messages)[:80],
             do="Pass one conversation; for several, or for ids, call es.generate",
         )
-    if "max_length" not in options and not _limits(config):
-        options.setdefault("max_new_tokens", 512)
-    return str(generate(model, tokenizer, turns, seed=seed, **options))
-
-
-def _limits(config: Any) -> bool:
-    """Whether a configuration that was passed says how long an answer may be."""
-    return any(getattr(config, name, None) is not None for name in ("max_length", "max_new_tokens"))
+    options = model.chat_defaults.completed(options, model.generation_config)
+    said = model.chat_defaults.begun(turns)
+    return str(generate(model, tokenizer, said, seed=seed, **options))
 
 
 class Stream:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from everystep.adapters import Adapters, moved_adapters, with_adapter, without_adapter
 from everystep.api.absent import refuse_argument
+from everystep.api.chats import ChatDefaults
 from everystep.api.custom import require_loop
 from everystep.api.features import PromptInput, own_inputs, require_distinct
 from everystep.api.forward import (
@@ -62,7 +63,10 @@ class LanguageModel:
 
     Generating changes nothing in it: every call has its own engine and its own cache rows, so
     calls from several threads do not disturb each other, and an interrupted call leaves no row.
+    `chat_defaults`: what holds in `es.chat` where neither the call nor the model says anything.
     """
+
+    chat_defaults = ChatDefaults()
 
     def __init__(
         self,

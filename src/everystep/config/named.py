@@ -14,7 +14,7 @@ from typing import Any
 from everystep.config.fields import FIELDS
 from everystep.errors import RequestError, UnknownArgumentError, nearest
 
-_SEARCHES = {
+SEARCHES = {
     "num_beams": 1,
     "num_beam_groups": None,
     "constraints": None,
@@ -38,7 +38,7 @@ class NamedStrategy:
     @property
     def fixed(self) -> dict[str, Any]:
         """Every keyword that a call cannot set otherwise."""
-        plain = {name: value for name, value in _SEARCHES.items() if name not in self.usual}
+        plain = {name: value for name, value in SEARCHES.items() if name not in self.usual}
         return {**plain, **self.sets}
 
 

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 import everystep as es
-from everystep.cli.terminal import is_terminal, note
+from everystep.cli.terminal import harmless, is_terminal, note
 from everystep.files.sources import resolve_source
 
 
@@ -30,7 +30,7 @@ class Watched:
     """A context whose value is a progress callback: (bytes done, bytes in all, what)."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = harmless(name)
         self._stage = ""
         self._shown: Progress | None = None  # a spinner, then a bar; None without a terminal
         self._bar: TaskID | None = None

@@ -117,6 +117,9 @@ WRONG = {
     "a model that is not here": Wrong(
         ["models", "remove", "smollm2-135m-instruct"], 1, ("is not in",)
     ),
+    "JSON of a removal": Wrong(["models", "--json", "remove", "a"], 2, ("--json", "remove")),
+    "completion for no shell": Wrong(["completion"], 2, ("bash, zsh, fish",)),
+    "completion for another shell": Wrong(["completion", "tcsh"], 2, ("tcsh",)),
     "an unknown command of models": Wrong(["models", "rename"], 2, ("rename",)),
 }
 

@@ -10,6 +10,7 @@ import typer
 
 from everystep._version import __version__
 from everystep.cli.chat import chat
+from everystep.cli.completion import completion
 from everystep.cli.failures import exit_code_of
 from everystep.cli.generate import generate
 from everystep.cli.info import info
@@ -21,7 +22,7 @@ from everystep.cli.verify import verify
 
 app = typer.Typer(
     name="everystep",
-    add_completion=False,
+    add_completion=False,  # it would write into files of the user's; see `completion`
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command()(generate)
@@ -32,6 +33,7 @@ app.command()(info)
 app.command()(quantize)
 app.command()(perplexity)
 app.command()(verify)
+app.add_typer(completion, name="completion")
 
 
 def _show_version(wanted: bool) -> None:

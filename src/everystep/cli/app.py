@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from everystep._version import __version__
+from everystep.cli.bench import bench
 from everystep.cli.chat import chat
 from everystep.cli.completion import completion
+from everystep.cli.doctor import doctor
 from everystep.cli.failures import exit_code_of
 from everystep.cli.generate import generate
 from everystep.cli.info import info
@@ -30,6 +32,8 @@ app.command()(chat)
 app.command()(pull)
 app.add_typer(models, name="models")
 app.command()(info)
+app.command()(doctor)
+app.command()(bench)
 app.command()(quantize)
 app.command()(perplexity)
 app.command()(verify)

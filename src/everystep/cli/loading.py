@@ -7,6 +7,8 @@ error gets one line per stage of a fetch, and nothing when there is nothing to f
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,13 @@ class Watched:
     def __exit__(self, *_: object) -> None:
         if self._shown is not None:
             self._shown.stop()
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on a terminal while something takes its time."""
+    with Console(stderr=True).status(what) if is_terminal(sys.stderr) else nullcontext():
+        yield
 
 
 def fetch(source: str, offline: bool) -> Path:

@@ -161,3 +161,10 @@ def cached_repositories() -> list[str]:
     folders = Path(HF_HUB_CACHE).glob("models--*--*")
     names = (folder.name.removeprefix("models--").replace("--", "/") for folder in folders)
     return sorted(name for name in names if parse_hub_id(name) is not None)
+
+
+def has_token() -> bool:
+    """Whether the hub's own client would send a token for gated models."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None

@@ -6,15 +6,19 @@ problem.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everystep.cli import options as o
 from everystep.cli.loading import fetch, working
 from everystep.cli.models import AsJson
-from everystep.cli.terminal import write_report, write_table
+from everystep.cli.terminal import is_terminal, write_item, write_report, write_table
+
+if TYPE_CHECKING:
+    from everystep.cli.machine_findings import Finding
 
 
 def doctor(
@@ -42,7 +46,18 @@ def doctor(
     if as_json:
         write_report([asdict(one) for one in found])
     else:
-        rows = [(one.verdict, one.what, one.found, one.do) for one in found]
-        write_table(("", "what", "here", "what to do"), rows)
+        _show(found)
     if any(one.verdict == "problem" for one in found):
         raise typer.Exit(1)
+
+
+def _show(found: list[Finding]) -> None:
+    """A line per finding, for a person with what is to be done under it."""
+    if not is_terminal(sys.stdout):
+        rows = [(one.verdict, one.what, one.found, one.do) for one in found]
+        write_table(("verdict", "what", "here", "what to do"), rows)
+        return
+    for one in found:
+        write_item(f"{one.verdict:9}", f"{one.what}: {one.found}")
+        if one.do:
+            write_item(" " * 9, one.do)

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -97,6 +98,20 @@ def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(harmless(cell)) for cell in row))
     Console().print(table)
+
+
+def write_item(heading: str, text: str) -> None:
+    """Lines on standard output, broken between words, that stand beside a heading."""
+    indent = " " * cell_len(heading)
+    lines = textwrap.wrap(
+        harmless(text),
+        max(_columns(), len(indent) + 20),
+        initial_indent=heading,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    write_line("\n".join(lines))
 
 
 def note(text: str) -> None:

@@ -16,6 +16,8 @@ from tests.cli.fakes import Stage
 from tests.cli.running import Caller
 from tests.cli.test_chat import contents
 
+TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
 # --- taking back, answering again -----------------------------------------------------------------
 
 
@@ -37,6 +39,14 @@ def test_without_a_question_there_is_nothing_to_take_back(
 ) -> None:
     outcome = call("chat", given=f"/{command}\n".encode())
     assert outcome.code == 2 and "nothing was asked yet" in outcome.err
+
+
+def test_a_retry_that_fails_keeps_the_answer_there_was(stage: Stage) -> None:
+    talk = Conversation(*stage.load("m", progress=None), {"max_new_tokens": 9}, None, None, [*TURN])
+    stage.stream_failure = FormatError("broken.")
+    with pytest.raises(FormatError):
+        obey(talk, "/retry", None)
+    assert talk.turns == TURN
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -113,9 +123,6 @@ def test_load_goes_on_with_what_save_wrote(stage: Stage, call: Caller, tmp_path:
     assert outcome.code == 0 and "loaded 3 messages" in outcome.err
     assert contents(stage)[-1] == ["s", "a", "a", "b"]
     assert len(json.loads(file.read_text())) == 5
-
-
-TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize(

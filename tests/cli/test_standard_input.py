@@ -16,7 +16,7 @@ import pytest
 
 from everystep.cli import main, reading
 from tests.cli.fakes import Stage
-from tests.cli.running import Caller, on_terminal, program, run
+from tests.cli.running import Caller, program, run
 from tests.reading import ROOT
 
 
@@ -41,7 +41,7 @@ def test_it_follows_a_file_and_a_message_too(stage: Stage, call: Caller, tmp_pat
     assert text == message["content"] == "Sum up:\n\ndata"
 
 
-@pytest.mark.parametrize("source", ["<data.txt", "<<< data", "< <(sleep 0.3; echo data)"])
+@pytest.mark.parametrize("source", ["<data.txt", "< <(sleep 0.3; echo data)"])
 def test_files_and_slow_pipes_are_read(tmp_path: Path, source: str) -> None:
     (tmp_path / "data.txt").write_text("data\n")
     line = f"{shlex.join(program('generate', 'Sum up:'))} {source}"
@@ -57,11 +57,6 @@ def test_what_says_nothing_changes_nothing(source: str) -> None:
     line = f"{shlex.join(program('generate', 'Why?'))} {source}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Why?\n", "")
-
-
-def test_a_terminal_is_not_read() -> None:
-    with on_terminal(program("generate", "Why?")) as terminal:
-        assert terminal.end() == 0
 
 
 def test_a_pipe_that_nobody_writes_to_is_left_out(

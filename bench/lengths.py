@@ -21,10 +21,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from parts.clock import bandwidth
 from parts.models import Models
 from parts.processes import EngineProcess
 from parts.report import options, write
+
+from everystep.memory import memory_speed
 
 LENGTHS = (8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 513)
 LONG = (768, 1024, 1025, 1536, 2048, 2049, 3072, 4000)
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    path, speed = Models.default().gguf(args.format), bandwidth()
+    path, speed = Models.default().gguf(args.format), memory_speed()
     process = EngineProcess(sys.executable, "everystep_engine.py", path, args.threads)
     try:
         shape = Shape.of(process.about, process.about["config"])

@@ -16,7 +16,7 @@ from tests.reading import PACKAGE, parsed, sources
 # The face, __init__.py itself, lies between the api it shows and the programs that use it.
 FACE = "__init__"
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("_version", "types", "errors", "memory"),
+    ("_version", "types", "errors", "memory", "processor"),
     ("config", "nn", "draws", "text", "images", "sounds", "files", "outputs"),
     ("cache", "processors", "stops"),
     ("models", "adapters", "executors"),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-import torch
+from everystep.memory import memory_speed
 
 T = TypeVar("T")
 Calls = Iterable[Callable[[], object]]
@@ -39,20 +39,13 @@ def alternated(count: int, first: Callable[[], T], second: Callable[[], T]) -> l
     return pairs
 
 
-def bandwidth() -> float:
-    """Bytes per second of a sum over 1 GiB, on the threads that torch has."""
-    values = torch.ones(1 << 28)
-    (median,) = medians([values.sum] * 8, warm_up=3)
-    return values.nbytes / median
-
-
 class MemorySpeed:
     """The memory's speed beside what stands in the block: the mean of a measurement before and one
     after, because memory that is shared with other machines swings within minutes."""
 
     def __enter__(self) -> MemorySpeed:
-        self._before = bandwidth()
+        self._before = memory_speed()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bytes_per_s = (self._before + bandwidth()) / 2
+        self.bytes_per_s = (self._before + memory_speed()) / 2

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from everystep.processor import processor_name
+
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -41,7 +43,7 @@ def write(
     installed = {package: version(package) for package in ("everystep", "torch", *packages)}
     result = {
         "date": datetime.date.today().isoformat(),
-        "machine": {"processor": processor(), "cores": os.cpu_count()},
+        "machine": {"processor": processor_name(), "cores": os.cpu_count()},
         "versions": {**installed, "python": platform.python_version(), **(versions or {})},
         "settings": {key: _plain(value) for key, value in vars(args).items() if key != "out"},
         **content,
@@ -57,16 +59,6 @@ def latest(name: str) -> dict[str, Any] | None:
     """The newest result that is called `name`, if there is one."""
     found = sorted(RESULTS.glob(f"????-??-??-{name}.json"))
     return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
-
-
-def processor() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _plain(value: object) -> object:

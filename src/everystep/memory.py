@@ -1,4 +1,4 @@
-"""How much memory there is, and an error in its place where something needs more.
+"""How much memory there is, how fast it is, and an error where something needs more.
 
 Needs are the least that something takes for certain: what is refused could never have run.
 """
@@ -6,6 +6,8 @@ Needs are the least that something takes for certain: what is refused could neve
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +39,17 @@ def memory_left(device: torch.device | None = None) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     found = [one for one in (_of_system(), _of_group()) if one is not None]
     return min(found, default=None)
+
+
+def memory_speed(size: int = 1 << 30) -> float:
+    """Bytes per second of a sum over so many bytes, on the threads that torch has."""
+    values = torch.ones(size // 4)
+    taken = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        values.sum()
+        taken.append(time.perf_counter() - begin)
+    return values.nbytes / statistics.median(taken[3:])
 
 
 def _of_system() -> int | None:

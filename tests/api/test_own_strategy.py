@@ -237,7 +237,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_the_command_line_finds_an_installed_one(call: Caller, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
-    said = ["generate", "abcabc", "--raw", "-m", str(folder), "--seed", "3", "-n", "6", "--json"]
+    said = ["generate", "abcabc", "-m", str(folder), "--seed", "3", "-n", "6", "--json"]
     outcome = call(*said, "--strategy", NAME, "--strategy-option", "sure=0.05")
     assert (outcome.code, outcome.err) == (0, "")
     (found,) = json.loads(outcome.out)["results"]

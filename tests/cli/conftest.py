@@ -20,24 +20,22 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return stage
 
 
+@pytest.fixture(autouse=True)
+def _private_cache(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only tests marked `model` reach the machine's own cache folder: `models remove` means it."""
+    if request.node.get_closest_marker("model") is None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path) -> Path:
     """An empty cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "everystep"
 
 
 @pytest.fixture
-def call(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Caller:
-    """Runs a command line in this process.
-
-    Only tests marked `model` reach the machine's own cache folder: `models remove` means it.
-    """
-    if request.node.get_closest_marker("model") is None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Caller:
+    """Runs a command line in this process."""
     return Caller(monkeypatch, capsys)

@@ -9,6 +9,7 @@ import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -117,17 +118,19 @@ class Terminal:
 
 
 @contextmanager
-def on_terminal(command: list[str], cwd: Path = ROOT) -> Iterator[Terminal]:
-    """A program whose input and outputs are a terminal of 80 columns, which is its own."""
+def on_terminal(
+    command: list[str], cwd: Path = ROOT, columns: int = 80, **environment: str
+) -> Iterator[Terminal]:
+    """A program whose input and outputs are a terminal of its own."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, b"\x18\x00\x50\x00\x00\x00\x00\x00")
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
     process = subprocess.Popen(
         command,
         stdin=slave,
         stdout=slave,
         stderr=slave,
         cwd=cwd,
-        env=surroundings(TERM="xterm", PYTHONPATH=str(ROOT)),
+        env=surroundings(TERM="xterm", PYTHONPATH=f"{ROOT}/src:{ROOT}", **environment),
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )

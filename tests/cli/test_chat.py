@@ -7,6 +7,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from everystep.cli.slash import COMMANDS
 from tests.cli.fakes import Stage
 from tests.cli.running import Caller, Terminal, on_terminal, program, run
 
@@ -72,7 +75,7 @@ def test_two_slashes_are_a_message_with_one(stage: Stage, call: Caller) -> None:
 
 def test_help_names_every_command(stage: Stage, call: Caller) -> None:
     told = call("chat", given=b"/help\n").err
-    assert all(f"/{name}" in told for name in ("clear", "save", "system", "help", "exit"))
+    assert all(f"everystep: /{name} " in told for name in COMMANDS)
 
 
 def test_save_writes_the_messages(stage: Stage, call: Caller, tmp_path: Path) -> None:
@@ -123,6 +126,39 @@ def test_a_conversation_longer_than_the_context_is_refused(stage: Stage, call: C
     assert outcome.code == 1
     assert "longer than the model's context" in outcome.err and "/clear" in outcome.err
     assert stage.streams == []
+
+
+# --- one message ----------------------------------------------------------------------------------
+
+
+def test_a_message_is_answered_and_the_chat_ends(stage: Stage, call: Caller) -> None:
+    assert call("chat", "/why not", "--system", "s") == (0, "/why not\n", "")
+    assert contents(stage) == [["s", "/why not"]]
+
+
+def test_a_message_that_is_too_long_is_a_failure(stage: Stage, call: Caller) -> None:
+    stage.context = 2
+    outcome = call("chat", "a b c")
+    assert outcome.code == 1 and "longer than the model's context" in outcome.err
+
+
+# --- messages of several lines --------------------------------------------------------------------
+
+
+def test_a_backslash_goes_on_in_the_next_line(stage: Stage, call: Caller) -> None:
+    call("chat", given=b"one\\\ntwo\\\nthree\nfour\n")
+    assert [prompt[-1]["content"] for prompt, _ in stage.streams] == ["one\ntwo\nthree", "four"]
+
+
+def test_between_quotation_marks_all_is_one_message(stage: Stage, call: Caller) -> None:
+    call("chat", given=b'"""\n/exit\n\nand\\\n"""\nb\n')
+    assert [prompt[-1]["content"] for prompt, _ in stage.streams] == ["/exit\n\nand\\", "b"]
+
+
+@pytest.mark.parametrize("given", [b"one\\\n", b'"""\none\n'])
+def test_what_has_no_end_is_said_all_the_same(stage: Stage, call: Caller, given: bytes) -> None:
+    call("chat", given=given)
+    assert contents(stage)[0][0].strip() == "one"
 
 
 # --- on a terminal --------------------------------------------------------------------------------

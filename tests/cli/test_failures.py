@@ -146,3 +146,15 @@ def test_a_path_is_shown_as_it_is() -> None:
     with on_terminal(everystep("pull", "./[/x]/[bold]a")) as terminal:
         assert terminal.end() == 1
     assert "[/x]/[bold]a" in terminal.shown and "Unexpected" not in terminal.shown
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_name_cannot_command_the_terminal(debug: str) -> None:
+    name = "./a\x1b[31m\u202eb\x9b2J\x07"
+    for command in (["pull", name], ["generate", "--file", name]):
+        with on_terminal(program(*command), EVERYSTEP_DEBUG=debug) as terminal:
+            assert terminal.end() == 1
+        assert {*"\u202e\x9b\x07"}.isdisjoint(terminal.shown) and "\x1b[31m" not in terminal.shown
+    with on_terminal(program("generate", "an answer", "-m", name)) as terminal:
+        assert terminal.end() == 0  # the name was shown while it was loaded
+    assert {*"\u202e\x9b\x07"}.isdisjoint(terminal.shown) and "\x1b[31m" not in terminal.shown

@@ -43,26 +43,6 @@ def test_the_fakes_have_the_fields_of_the_real_ones() -> None:
 # --- the prompt -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["Sum it up"], ["--file", "README.md"]])
-def test_a_prompt_beside_text_in_a_pipe_is_refused(arguments: list[str]) -> None:
-    outcome = run(program("generate", *arguments), b"a long text")
-    assert outcome.code == 2 and outcome.out == ""
-    assert "through a pipe were both given" in outcome.err and "</dev/null" in outcome.err
-
-
-def test_a_dash_reads_the_pipe() -> None:
-    assert run(program("generate", "-"), b"a long text").out == "a long text\n"
-
-
-def test_an_empty_or_open_pipe_is_no_text() -> None:
-    assert run(program("generate", "Why?")).out == "Why?\n"
-    with subprocess.Popen(
-        program("generate", "Why?"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.read() == b"Why?\n"  # while its standard input is still open
-
-
 @pytest.mark.parametrize(
     ("sampled", "arguments", "said"),
     [
@@ -85,52 +65,57 @@ def test_a_seed_without_draws_is_said_to_have_no_use(
     command: str,
 ) -> None:
     stage.do_sample = sampled
-    outcome = call(command, *(["hi"] if command == "generate" else []), *arguments, given=b"hi\n")
+    outcome = call(command, *arguments, given=b"hi\n")
     assert outcome.code == 0 and outcome.out == "hi\n"
     assert ("--seed changes nothing" in outcome.err) is said
 
 
-def test_an_argument_is_a_users_message(stage: Stage, call: Caller) -> None:
-    call("generate", "Why?")
-    assert asked(stage) == [{"role": "user", "content": "Why?"}]
-
-
-def test_a_system_message_stands_first(stage: Stage, call: Caller) -> None:
-    call("generate", "Why?", "--system", "Be brief.")
-    assert asked(stage)[0] == {"role": "system", "content": "Be brief."}
-
-
-def test_raw_hands_the_text_on(stage: Stage, call: Caller) -> None:
-    call("generate", "Once upon", "--raw")
-    assert asked(stage) == "Once upon"
-
-
-def test_without_a_template_the_text_is_handed_on(stage: Stage, call: Caller) -> None:
-    stage.chat_template = None
+def test_an_argument_is_the_text_itself(stage: Stage, call: Caller) -> None:
     call("generate", "Once upon")
     assert asked(stage) == "Once upon"
 
 
+def test_with_chat_an_argument_is_a_users_message(stage: Stage, call: Caller) -> None:
+    call("generate", "Why?", "--chat")
+    assert asked(stage) == [{"role": "user", "content": "Why?"}]
+
+
+def test_a_system_message_stands_first_in_a_chat(stage: Stage, call: Caller) -> None:
+    call("generate", "Why?", "--system", "Be brief.")
+    system, user = asked(stage)
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user == {"role": "user", "content": "Why?"}
+
+
+def test_without_a_template_the_text_is_handed_on(stage: Stage, call: Caller) -> None:
+    stage.chat_template = None
+    outcome = call("generate", "Once upon")
+    assert asked(stage) == "Once upon" and outcome.err == ""
+
+
+def test_a_model_with_nothing_to_add_is_explained(stage: Stage, call: Caller) -> None:
+    stage.answer = "\n"
+    assert "--chat sends it as a message" in call("generate", "Why is the sky blue?").err
+    assert call("generate", "Why?", "--chat").err == ""
+    stage.chat_template = None
+    assert call("generate", "Why?").err == ""
+
+
 def test_a_file_is_read(stage: Stage, call: Caller, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_bytes("größer\nals\n".encode())
-    call("generate", "--file", str(tmp_path / "prompt.txt"), "--raw")
+    call("generate", "--file", str(tmp_path / "prompt.txt"))
     assert asked(stage) == "größer\nals"
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"]])
 def test_standard_input_is_read(stage: Stage, call: Caller, arguments: list[str]) -> None:
-    call("generate", *arguments, "--raw", given=b"from a pipe\n")
+    call("generate", *arguments, given=b"from a pipe\n")
     assert asked(stage) == "from a pipe"
-
-
-def test_an_argument_leaves_standard_input_alone(stage: Stage, call: Caller) -> None:
-    call("generate", "from the line", "--raw", given=b"from a pipe")
-    assert asked(stage) == "from the line"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", ""])
 def test_only_the_final_line_break_is_dropped(stage: Stage, call: Caller, end: str) -> None:
-    call("generate", "--raw", given=f" two\n\nlines \n{end}".encode() if end else b" two\n\nlines ")
+    call("generate", given=f" two\n\nlines \n{end}".encode() if end else b" two\n\nlines ")
     assert asked(stage) == (" two\n\nlines \n" if end else " two\n\nlines ")
 
 
@@ -233,6 +218,13 @@ def test_what_a_model_refuses_is_told_in_options(
     monkeypatch.chdir(tmp_path)
     outcome = call("generate", "a", "-m", "./M", *line.replace(" M ", " ./M ").split())
     assert outcome.code == 2 and text in outcome.err and outcome.out == ""
+
+
+@pytest.mark.parametrize("sampled", [None, False, True])
+def test_a_temperature_of_0_is_greedy(stage: Stage, call: Caller, sampled: bool | None) -> None:
+    stage.do_sample = sampled  # what the model's own settings say changes nothing
+    assert call("generate", "a", "--temperature", "0").code == 0
+    assert (options(stage)["temperature"], options(stage)["do_sample"]) == (0.0, False)
 
 
 @pytest.mark.parametrize(("option", "value"), [("--do-sample", True), ("--no-do-sample", False)])

@@ -7,13 +7,22 @@ import subprocess
 import sys
 
 import pytest
+import typer
+from rich.cells import cell_len
 
 from everystep import __version__
+from everystep.cli.app import app
+from everystep.cli.completion import SCRIPTS
 from everystep.config.named import NAMED
 from tests.cli.running import Caller, everystep, run
 from tests.reading import ROOT
 
-COMMANDS = ("generate", "chat", "pull", "models", "info")
+TREE = typer.main.get_command(app)
+COMMANDS = (
+    *("generate", "chat", "pull", "models", "info", "doctor", "bench", "quantize"),
+    *("perplexity", "verify", "completion"),
+)
+GROUPED = ("models list", "models remove", *(f"completion {shell}" for shell in SCRIPTS))
 
 
 def test_the_version_is_shown(call: Caller) -> None:
@@ -31,11 +40,42 @@ def test_help_names_every_command(call: Caller, line: list[str]) -> None:
     assert [name for name in COMMANDS if name not in outcome.out] == []
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(call: Caller, name: str) -> None:
-    outcome = call(name, "--help")
+def test_no_command_is_missing_here() -> None:
+    groups = {**TREE.commands}  # type: ignore[attr-defined]
+    inner = [
+        f"{group} {name}"
+        for group, command in groups.items()
+        for name, one in getattr(command, "commands", {}).items()
+        if not one.hidden
+    ]
+    assert (sorted(groups), sorted(inner)) == (sorted(COMMANDS), sorted(GROUPED))
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *GROUPED])
+@pytest.mark.parametrize("columns", ["40", "100"])
+def test_every_command_has_help(
+    call: Caller, name: str, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    outcome = call(*name.split(), "--help")
     assert (outcome.code, outcome.err) == (0, "")
-    assert f"everystep {name}" in outcome.out
+    words = " ".join(outcome.out.replace("│", " ").split())
+    assert f"everystep {name}" in words
+    # What a command does is one sentence at least, and no line is longer than the terminal.
+    assert re.search(r"[A-Z][^.]+\.", words)
+    assert max(map(cell_len, outcome.out.splitlines())) <= int(columns)
+
+
+def test_every_option_says_what_it_does() -> None:
+    commands = [*TREE.commands.values()]  # type: ignore[attr-defined]
+    commands += [one for group in commands for one in getattr(group, "commands", {}).values()]
+    silent = [
+        f"{command.name} {parameter.name}"
+        for command in commands
+        for parameter in command.params
+        if not parameter.help
+    ]
+    assert silent == []
 
 
 def test_help_and_guide_name_every_strategy(call: Caller) -> None:
@@ -49,7 +89,13 @@ def test_help_and_guide_name_every_strategy(call: Caller) -> None:
 HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "jinja2"}
 
 
-@pytest.mark.parametrize("line", [["--version"], ["--help"], ["generate", "--help"], ["models"]])
+LIGHT = [
+    *(["--version"], ["--help"], ["models"], ["models", "--json"], ["completion", "bash"]),
+    *([name, "--help"] for name in ("generate", "chat", "info", "doctor", "bench")),
+]
+
+
+@pytest.mark.parametrize("line", LIGHT, ids=" ".join)
 def test_what_runs_a_model_is_imported_only_to_run_one(line: list[str]) -> None:
     code = (
         f"import sys; from everystep.cli import main; main({line}); "

@@ -47,8 +47,9 @@ def test_models_are_listed_for_people(
     assert line.startswith(f"{DEFAULT_MODEL}  98.4 MB")
 
 
-def test_models_are_listed_as_json(cached: Path, call: Caller) -> None:
-    (found,) = json.loads(call("models", "list", "--json").out)
+@pytest.mark.parametrize("line", [["models", "--json"], ["models", "list", "--json"]])
+def test_models_are_listed_as_json(cached: Path, call: Caller, line: list[str]) -> None:
+    (found,) = json.loads(call(*line).out)
     assert found == {"name": DEFAULT_MODEL, "path": str(cached), "bytes": KNOWN.nbytes}
 
 

@@ -54,10 +54,6 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(call: Caller, tmp_path
         (("--page", page), "--page was given without --lines"),
         (("--lines", lines), "--lines was given without --page"),
         (("--reasoning",), "--reasoning needs --page and --lines"),
-        (
-            ("--page", page, "--lines", lines, "--raw"),
-            "--page needs the chat template, which --raw leaves out",
-        ),
         (("--page", page, "--lines", lines, "--resume", "run"), "has its prompt; got"),
     ):
         outcome = call("generate", QUESTION, "-m", "nowhere", *given)

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 def generated(call: Caller, *arguments: str) -> dict[str, object]:
     """The JSON document of a command line that must succeed."""
-    outcome = call("generate", "hello", "--json", *arguments)
+    outcome = call("generate", "hello", "--chat", "--json", *arguments)
     assert (outcome.code, outcome.err) == (0, "")
     return json.loads(outcome.out)
 
@@ -38,7 +38,10 @@ def test_the_answer_is_the_librarys(folder: Path, call: Caller) -> None:
 
 def test_streamed_text_is_the_documents_text(folder: Path, call: Caller) -> None:
     (result,) = generated(call, "-m", str(folder), "-n", "30")["results"]
-    assert call("generate", "hello", "-m", str(folder), "-n", "30").out == result["text"] + "\n"
+    assert (
+        call("generate", "--chat", "hello", "-m", str(folder), "-n", "30").out
+        == result["text"] + "\n"
+    )
 
 
 def test_a_seed_repeats_the_draws(folder: Path, call: Caller) -> None:
@@ -88,20 +91,21 @@ def test_a_broken_file(tmp_path: Path, call: Caller) -> None:
 
 def test_messages_the_template_refuses(tmp_path: Path, call: Caller) -> None:
     folder = write_tiny_model(tmp_path / "strict", "{{ raise_exception('no, thanks') }}")
-    outcome = call("generate", "a", "-m", str(folder))
+    outcome = call("generate", "a", "--chat", "-m", str(folder))
     assert outcome.code == 2 and "no, thanks" in outcome.err
 
 
 @pytest.mark.model
 def test_the_default_model_answers(model_path: Path, call: Caller) -> None:
-    outcome = call("generate", "Tell me the capital of France.", "-n", "24", "--offline")
+    outcome = call("chat", "Tell me the capital of France.", "-n", "24", "--offline")
     assert (outcome.code, outcome.err) == (0, "")
     assert "Paris" in outcome.out
 
 
 @pytest.mark.model
-def test_an_interrupted_answer_leaves_the_model_usable(model_path: Path) -> None:
-    with on_terminal(everystep("chat", "-n", "400", "--offline")) as terminal:
+def test_an_interrupted_answer_leaves_the_model_usable(model_path: Path, tmp_path: Path) -> None:
+    line = everystep("chat", "-n", "400", "--offline", "-m", str(model_path))
+    with on_terminal(line, XDG_CACHE_HOME=str(tmp_path)) as terminal:
         terminal.until("> ")
         terminal.type("Why is the sky blue?\n")
         terminal.until("The ")
@@ -129,7 +133,7 @@ NEEDED = {
 @pytest.mark.parametrize("name", NAMED)
 def test_every_strategy_answers(call: Caller, name: str) -> None:
     """With nothing else said than its name and what it needs."""
-    line = ["generate", "Tell me the capital of France.", "-n", "12", "--strategy", name]
+    line = ["generate", "Tell me the capital of France.", "--chat", "-n", "12", "--strategy", name]
     if NAMED[name].needs:
         outcome = call(*line)
         assert outcome.code == 2 and "needs more than its name" in outcome.err

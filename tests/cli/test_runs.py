@@ -81,7 +81,7 @@ def test_a_trace_has_a_line_per_step(folder: Path, call: Caller, tmp_path: Path)
     assert lines[-1]["finish_reason"] == result["finish_reason"]
 
 
-@pytest.mark.parametrize("more", [["Why?"], ["--raw"], ["--system", "a"], ["--file", "b"]])
+@pytest.mark.parametrize("more", [["Why?"], ["--chat"], ["--system", "a"], ["--file", "b"]])
 def test_a_run_that_goes_on_has_its_prompt(call: Caller, more: list[str]) -> None:
     outcome = call("generate", "--resume", "run", *more)
     assert outcome.code == 2 and "--resume" in outcome.err

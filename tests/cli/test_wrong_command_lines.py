@@ -41,8 +41,8 @@ WRONG = {
     "a prompt that is no text": Wrong(
         ["generate"], 1, ("standard input", "UTF-8", "0xff at offset 2"), b"ab\xff"
     ),
-    "instructions without a template": Wrong(
-        ["generate", "a", "--raw", "--system", "b"], 2, ("--system", "--raw")
+    "an option that is gone": Wrong(
+        ["generate", "a", "--raw"], 2, ("--raw", "continues the text itself", "--chat")
     ),
     "two forms of output": Wrong(
         ["generate", "a", "--json", "--jsonl"], 2, ("--json and --jsonl",)
@@ -63,10 +63,19 @@ WRONG = {
     ),
     "an empty text to stop at": Wrong(["generate", "a", "--stop", ""], 2, ("--stop is not valid",)),
     "sampling without any warmth": Wrong(
-        ["generate", "a", "--temperature", "0"], 2, ("--temperature 0.0", "set --no-do-sample")
+        ["generate", "a", "--temperature", "0", "--do-sample"],
+        2,
+        ("--temperature 0.0", "set --no-do-sample"),
     ),
     "the same in a chat": Wrong(
-        ["chat", "--temperature", "0"], 2, ("--temperature 0.0", "set --no-do-sample")
+        ["chat", "--temperature", "0", "--do-sample"],
+        2,
+        ("--temperature 0.0", "set --no-do-sample"),
+    ),
+    "what shapes draws beside greedy search": Wrong(
+        ["generate", "a", "--temperature", "0", "--top-p", "0.9"],
+        2,
+        ("--top-p 0.9 with --temperature 0", "Leave --top-p out"),
     ),
     "a name that needs a second model": Wrong(
         ["generate", "a", "--strategy", "assisted"], 2, ("'assisted'", "--assistant with it")
@@ -108,6 +117,9 @@ WRONG = {
     "a model that is not here": Wrong(
         ["models", "remove", "smollm2-135m-instruct"], 1, ("is not in",)
     ),
+    "JSON of a removal": Wrong(["models", "--json", "remove", "a"], 2, ("--json", "remove")),
+    "completion for no shell": Wrong(["completion"], 2, ("bash, zsh, fish",)),
+    "completion for another shell": Wrong(["completion", "tcsh"], 2, ("tcsh",)),
     "an unknown command of models": Wrong(["models", "rename"], 2, ("rename",)),
 }
 
@@ -142,16 +154,18 @@ def test_a_wrong_command_line_loads_nothing(
     assert (stage.loads, stage.streams) == ([], [])
 
 
-def test_instructions_for_a_model_without_a_template(stage: Stage, call: Caller) -> None:
+@pytest.mark.parametrize("option", ["--chat", "--system=b"])
+def test_a_message_for_a_model_without_a_template(stage: Stage, call: Caller, option: str) -> None:
     stage.chat_template = None
-    outcome = call("generate", "a", "--system", "b")
-    assert outcome.code == 2 and "--system needs a chat template" in outcome.err
+    outcome = call("generate", "a", option)
+    said = f"{option.partition('=')[0]} needs a model with a chat template"
+    assert outcome.code == 2 and said in outcome.err
 
 
 def test_a_chat_with_a_model_without_a_template(stage: Stage, call: Caller) -> None:
     stage.chat_template = None
     outcome = call("chat", given=b"a\n")
-    assert outcome.code == 2 and "cannot chat" in outcome.err
+    assert outcome.code == 2 and "a chat needs a model with a chat template" in outcome.err
 
 
 def test_nothing_typed_as_a_prompt(stage: Stage) -> None:

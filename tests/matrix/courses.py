@@ -174,7 +174,7 @@ def asked_for(row: Row, model: Any, tokenizer: Any) -> dict[str, Any]:
 def command_line(row: Row, folder: Path) -> None:
     """`--strategy NAME` is `strategy=NAME`: the same tokens of an equal request."""
     path = write_tiny_model(folder / "model")
-    said = ["generate", "abcabc", "--raw", "-m", "model", "--seed", "3", "-n", "6", "--json"]
+    said = ["generate", "abcabc", "-m", "model", "--seed", "3", "-n", "6", "--json"]
     said += ["--strategy", row.name.replace("_", "-"), *TYPED.get(row.name, [])]
     model, tokenizer = es.load(path)
     streams: list[es.Stream] = []

@@ -30,15 +30,23 @@ def require_rows_fit(
     """
     prompts, length = inputs.batch if together else 1, inputs.width
     size = 0.5 if coded else getattr(torch, model.cache_dtype).itemsize
-    stores = [one for layer in model.core.network.stores for one in layer]
-    shared = sum(_numbers(one, length) for one in stores)
-    own = sum(_numbers(one, _AHEAD) for one in stores)
+    shared, own = _of_row(model, length), _of_row(model, _AHEAD)
     needed = math.ceil(prompts * (size * (shared + width * own) + width * _BOOKS))
     rows = prompts * width
     counted = f"{rows} row{'s' * (rows > 1)} after {length} position{'s' * (length > 1)}"
     what = f"a call of {counted}"
     do = "Ask for fewer rows (num_beams, num_return_sequences, the batch) or shorten the prompts"
     require_memory(needed, what, do, model.device)
+
+
+def row_bytes(model: LanguageModel, length: int) -> int:
+    """Bytes of what a row of so many positions keeps in full precision."""
+    return int(getattr(torch, model.cache_dtype).itemsize * _of_row(model, length))
+
+
+def _of_row(model: LanguageModel, length: int) -> int:
+    """How many numbers a row of so many positions keeps."""
+    return sum(_numbers(one, length) for layer in model.core.network.stores for one in layer)
 
 
 def _numbers(store: Store, length: int) -> int:

@@ -9,7 +9,10 @@ from typing import Annotated
 import typer
 
 from everystep._version import __version__
+from everystep.cli.bench import bench
 from everystep.cli.chat import chat
+from everystep.cli.completion import completion
+from everystep.cli.doctor import doctor
 from everystep.cli.failures import exit_code_of
 from everystep.cli.generate import generate
 from everystep.cli.info import info
@@ -21,7 +24,7 @@ from everystep.cli.verify import verify
 
 app = typer.Typer(
     name="everystep",
-    add_completion=False,
+    add_completion=False,  # it would write into files of the user's; see `completion`
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command()(generate)
@@ -29,9 +32,12 @@ app.command()(chat)
 app.command()(pull)
 app.add_typer(models, name="models")
 app.command()(info)
+app.command()(doctor)
+app.command()(bench)
 app.command()(quantize)
 app.command()(perplexity)
 app.command()(verify)
+app.add_typer(completion, name="completion")
 
 
 def _show_version(wanted: bool) -> None:

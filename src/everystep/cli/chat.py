@@ -1,4 +1,4 @@
-"""`everystep chat`: a conversation, answer by answer.
+"""`everystep chat`: a conversation, answer by answer, or the answer to one message.
 
 Ctrl-C ends an answer and leaves the chat; what was said until then stays in the conversation. A
 line that starts with a slash is a command, with two slashes a message that starts with one.
@@ -6,32 +6,31 @@ line that starts with a slash is a command, with two slashes a message that star
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import typer
 
-import everystep as es
+from everystep.cli import lines
 from everystep.cli import options as o
+from everystep.cli.conversation import USUAL_LENGTH, Conversation
 from everystep.cli.loading import load
-from everystep.cli.reading import Interrupts, piped_lines, typed_lines
-from everystep.cli.terminal import is_terminal, note, write, write_line
-from everystep.errors import CapacityError, EverystepError, RequestError, nearest
-from everystep.files.atomic import write_atomic
-from everystep.files.opening import expanded
-from everystep.files.sources import DEFAULT_MODEL
-
-Message = dict[str, str]
+from everystep.cli.prompts import require_template
+from everystep.cli.reading import Interrupts, read_prompt
+from everystep.cli.slash import obey
+from everystep.cli.terminal import is_terminal, note
+from everystep.errors import EverystepError
+from everystep.files.sources import DEFAULT_MODEL, SourceSettings
 
 
 def chat(
     context: typer.Context,
+    message: Annotated[
+        str | None,
+        typer.Argument(metavar="[MESSAGE]", help="Answer this and end; - reads standard input."),
+    ] = None,
     system: o.System = None,
-    max_new_tokens: o.MaxNewTokens = 1024,
+    max_new_tokens: o.MaxNewTokens = USUAL_LENGTH,
     do_sample: o.DoSample = None,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -47,82 +46,45 @@ def chat(
     device: o.Device = "cpu",
     offline: o.Offline = False,
 ) -> None:
-    """Talk to a model; /help shows what can be said beside messages.
+    """Talk to a model; /help shows what can be said beside messages. With MESSAGE, answer it.
 
-    Ctrl-C stops an answer, Ctrl-D or /exit ends the chat. From a pipe, each line is a message.
+    Ctrl-C stops an answer, Ctrl-D or /exit ends the chat. From a pipe, each line is a message;
+    beside MESSAGE, text from a pipe or a file follows it after a blank line.
     """
-    decoding = o.decoding(
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop_strings=stop or None,
-    )
+    chosen = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop_strings": stop or None,
+    }
+    decoding = o.decoding(**chosen)
+    text = None if message is None else read_prompt(message, None)
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
-    if tokenizer.chat_template is None:
-        do = "Take an instruct model, or use `everystep generate --raw`"
-        raise RequestError(f"{model} cannot chat", wanted="a model with a chat template", do=do)
+    require_template(tokenizer, "a chat")
     o.note_seed(loaded, decoding, seed)
-    act = _talk if is_terminal(sys.stdin) and is_terminal(sys.stdout) else _recite
-    act(Conversation(loaded, tokenizer, decoding, seed, system))
-
-
-@dataclass
-class Conversation:
-    """What was said so far, to which model, and how it is to answer; `ended` once the user wants
-    to leave. The system message, if there is one, stands first and survives /clear."""
-
-    model: Any
-    tokenizer: Any
-    decoding: dict[str, Any]
-    seed: int | None
-    system: str | None
-    turns: list[Message] = field(default_factory=list)
-    ended: bool = False
-    saved: set[Path] = field(default_factory=set)
-
-    def messages(self) -> list[Message]:
-        """Everything a chat template is to see, in order."""
-        start = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*start, *self.turns]
-
-    def stream(self, question: Message) -> Any:
-        """The answer as events; CapacityError if the conversation has become too long for one."""
-        messages = [*self.messages(), question]
-        seed = None if self.seed is None else self.seed + len(self.turns) // 2
-        arguments = {**self.decoding, "max_new_tokens": self._room(messages)}
-        return es.stream(self.model, self.tokenizer, messages, seed=seed, **arguments)
-
-    def _room(self, messages: list[Message]) -> int:
-        """The most new tokens: as many as were asked for and the model's context leaves."""
-        asked: int = self.decoding["max_new_tokens"]
-        if self.model.context is None:
-            return asked
-        ids = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-        room: int = self.model.context - len(ids)
-        if room <= 0:
-            raise CapacityError(
-                "the conversation has become longer than the model's context",
-                wanted=f"fewer than {self.model.context} tokens",
-                got=len(ids),
-                do="/clear starts anew, /save FILE keeps what was said",
-            )
-        return min(room, asked)
+    said = {name: value for name, value in chosen.items() if value is not None}
+    conversation = Conversation(loaded, tokenizer, said, seed, system)
+    if text is not None:
+        conversation.ask(text)
+    elif is_terminal(sys.stdin) and is_terminal(sys.stdout):
+        _talk(conversation)
+    else:
+        _recite(conversation)
 
 
 def _talk(conversation: Conversation) -> None:
     """The dialogue with a person, which goes on whatever becomes of a turn."""
     note("/help shows the commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
-    with Interrupts() as interrupts:
-        for line in typed_lines(interrupts):
+    kept = SourceSettings.from_environment().cache / "chat_history"
+    with lines.history(kept), Interrupts() as interrupts:
+        for said in lines.typed(interrupts):
             try:
-                _turn(conversation, line, interrupts)
+                _turn(conversation, said, interrupts)
             except (EverystepError, OSError) as error:
                 note(str(error))
             if conversation.ended:
@@ -130,105 +92,21 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _recite(conversation: Conversation) -> None:
-    """The answers to the lines of a pipe; the first failure ends it, as in any script."""
-    for line in piped_lines():
-        _turn(conversation, line, None)
+    """The answers to the messages of a pipe; the first failure ends it, as in any script."""
+    for said in lines.piped():
+        _turn(conversation, said, None)
         if conversation.ended:
             return
 
 
-def _turn(conversation: Conversation, line: str, interrupts: Interrupts | None) -> None:
-    """A line is obeyed if it is a command, answered if it says something.
-
-    A question that gets no answer was not asked.
-    """
-    if line.startswith("/") and not line.startswith("//"):
-        if reply := _obey(conversation, line.rstrip()):
-            note(reply)
-        return
-    text = line.removeprefix("/") if line.startswith("//") else line
-    if not text.strip():
-        return
-    question = {"role": "user", "content": text}
-    if answer := _answer(conversation, question, interrupts):
-        conversation.turns += [question, {"role": "assistant", "content": answer}]
-
-
-def _answer(conversation: Conversation, question: Message, interrupts: Interrupts | None) -> str:
-    """Streams an answer and returns what came of it until it ended or was stopped."""
-    pieces: list[str] = []
-    try:
-        with conversation.stream(question) as stream:
-            for event in stream:
-                pieces.append(event.text or "")
-                write(pieces[-1])
-                if interrupts is not None and interrupts.wished:
-                    break
-    except KeyboardInterrupt:
-        if interrupts is None:
-            raise
-    text = "".join(pieces)
-    if not text.endswith("\n"):
-        write_line()
-    if interrupts is not None and interrupts.wished:
-        note("stopped")
-    return text
-
-
-# --- what is said with a slash --------------------------------------------------------------------
-
-
-def _obey(conversation: Conversation, line: str) -> str:
-    """Does what a line that starts with a slash says, and returns the answer to the user."""
-    name, _, rest = line[1:].partition(" ")
-    if name not in _COMMANDS:
-        close = nearest(name, _COMMANDS)
-        do = f"Perhaps /{close} is meant" if close else "/help shows the commands"
-        raise RequestError(f"there is no command /{name}", do=do)
-    command, _ = _COMMANDS[name]
-    return command(conversation, rest.strip())
-
-
-def _exit(conversation: Conversation, rest: str) -> str:
-    conversation.ended = True
-    return ""
-
-
-def _clear(conversation: Conversation, rest: str) -> str:
-    conversation.turns.clear()
-    return "the conversation starts anew"
-
-
-def _save(conversation: Conversation, rest: str) -> str:
-    """The messages are in a file as JSON; RequestError if another's file is there."""
-    if not rest:
-        raise RequestError("/save needs the name of a file", do="For instance /save a.json")
-    place = expanded(rest).absolute()
-    if place.exists() and place not in conversation.saved:
-        raise RequestError(f"{Path(rest)} exists already", do="Give another name")
-    messages = conversation.messages()
-    text = json.dumps(messages, indent=2, ensure_ascii=False)
-    write_atomic(place, f"{text}\n".encode())
-    conversation.saved.add(place)
-    return f"saved {len(messages)} messages in {rest}"
-
-
-def _system(conversation: Conversation, rest: str) -> str:
-    if rest:
-        conversation.system = rest
-        return "the system message is set"
-    return f"system message: {conversation.system or 'none'}"
-
-
-def _help(conversation: Conversation, rest: str) -> str:
-    return "; ".join(f"/{name} {what}" for name, (_, what) in _COMMANDS.items())
-
-
-_COMMANDS: dict[str, tuple[Callable[[Conversation, str], str], str]] = {
-    "clear": (_clear, "forgets what was said"),
-    "save": (_save, "FILE writes the conversation as JSON"),
-    "system": (_system, "TEXT sets the system message, without TEXT shows it"),
-    "help": (_help, "shows this"),
-    "exit": (_exit, "ends the chat, as Ctrl-D does"),
-}
-"""Name -> what it does, and how /help puts it."""
+def _turn(conversation: Conversation, said: lines.Said, interrupts: Interrupts | None) -> None:
+    """What was said is obeyed if it is a command, answered if it says something."""
+    text = said.text
+    if text.startswith("/") and not said.quoted:
+        if not text.startswith("//"):
+            for told in obey(conversation, text.rstrip(), interrupts):
+                note(told)
+            return
+        text = text.removeprefix("/")
+    if text.strip():
+        conversation.ask(text, interrupts)

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from everystep.cli.terminal import is_terminal, note
+from everystep.cli.terminal import harmless, is_terminal, note
 from everystep.errors import EverystepError, InvariantError, RequestError, UnsupportedError
 from everystep.files.sources import SourceSettings
 
@@ -28,6 +28,8 @@ _ClickException: type[Any] = typer.BadParameter.__mro__[2]
 _FAILURE = 1
 _USAGE = 2
 _INTERRUPTED = 130
+_GONE = {"--raw": "`generate` continues the text itself: leave --raw out; --chat is a message."}
+"""Options that there were, and what is to be typed now."""
 _BROKEN_PIPE = 141  # 128 + SIGPIPE: what a shell reports for any program whose reader went away
 
 
@@ -52,7 +54,7 @@ def exit_code_of(action: Callable[[], None]) -> int:
         return _INTERRUPTED
     except Exception as error:
         if _debugging():
-            traceback.print_exception(error)
+            sys.stderr.write(harmless("".join(traceback.format_exception(error))))
         code, text, hint = _reading(error)
         note(text)
         if hint:
@@ -66,6 +68,7 @@ def _reading(error: Exception) -> tuple[int, str, str]:
     if isinstance(error, _ClickException):
         context = error.ctx if isinstance(error, _UsageError) else None
         hint = f"`{context.command_path} --help` shows what there is." if context else ""
+        hint = _GONE.get(getattr(error, "option_name", ""), hint)
         return error.exit_code, _sentence(error.format_message()), hint
     if isinstance(error, RequestError) and not isinstance(error, UnsupportedError):
         return _USAGE, str(error), ""

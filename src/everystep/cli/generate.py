@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,20 +11,14 @@ import typer
 
 import everystep as es
 from everystep.cli import options as o
+from everystep.cli.answers import about_answers, chosen_form, show_events, show_results, timings
 from everystep.cli.grammars import Choices, GrammarFile, Regex, Schema, following
 from everystep.cli.loading import load
 from everystep.cli.pages import Lines, Page, Reasoning, asked_page
+from everystep.cli.prompts import Prompt
 from everystep.cli.reading import read_prompt
 from everystep.cli.runs import Resume, Save, Trace, WatchedRun, refuse_prompt, resumed
-from everystep.cli.terminal import (
-    is_terminal,
-    note,
-    write,
-    write_document,
-    write_line,
-    write_report,
-)
-from everystep.errors import RequestError
+from everystep.cli.terminal import note
 from everystep.files.sources import DEFAULT_MODEL
 
 _AsJson = Annotated[
@@ -45,10 +37,8 @@ def generate(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from FILE.")
     ] = None,
+    as_message: o.AsMessage = False,
     system: o.System = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")
-    ] = False,
     max_new_tokens: o.MaxNewTokens = 512,
     strategy: o.Strategy = None,
     strategy_option: o.StrategyOption = None,
@@ -85,16 +75,16 @@ def generate(
     device: o.Device = "cpu",
     offline: o.Offline = False,
 ) -> None:
-    """Answer PROMPT, or with --raw continue it.
+    """Continue PROMPT, or with --chat answer it.
 
-    Without PROMPT and --file the prompt is read from standard input.
+    Without PROMPT and --file the prompt is read from standard input; beside them, text from a pipe
+    or a file follows the prompt after a blank line.
     """
-    form = _form(as_json, as_jsonl, several=(num_return_sequences or 1) > 1)
-    _refuse_beside_raw(raw, {"--system": system, "--page": page, "--lines": lines})
+    form = chosen_form(as_json, as_jsonl, several=(num_return_sequences or 1) > 1)
     about_page = asked_page(page, lines, reasoning, system)
     if resume is not None:
         prompts = {"PROMPT": prompt, "--file": file, "--page": page}
-        refuse_prompt({**prompts, "--system": system, "--raw": raw})
+        refuse_prompt({**prompts, "--system": system, "--chat": as_message})
     decoding = o.decoding(
         strategy=strategy,
         strategy_option=strategy_option,
@@ -115,6 +105,7 @@ def generate(
     )
     decoding |= following(schema, regex, grammar, choices)
     text = "" if resume is not None else read_prompt(prompt, file)
+    asked = Prompt(text, as_message, system, about_page)
     started = time.perf_counter()
     how = (dtype, quantize, cache_dtype, device, offline or context.obj)
     loaded, tokenizer = load(model, *how)
@@ -122,47 +113,25 @@ def generate(
     drafting = _drafting(decoding.pop("assistant_model", None), how)
     ready = time.perf_counter()
     in_hands = any(one is not None for one in (save, resume, trace))
+    begin: Any = es.open if in_hands else es.stream
     with o.spelled_as_typed(o.typed_fields(context.params)):
         if resume is not None:
             changes = _said(context, decoding, seed)
             begun = resumed(resume, loaded, tokenizer, drafting, changes)
         else:
             o.note_seed(loaded, decoding, seed)
-            begin: Any = es.open if in_hands else es.stream
-            asked = _asked(text, system, raw, loaded, tokenizer, about_page)
-            begun = begin(loaded, tokenizer, asked, seed=seed, **decoding, **drafting)
+            given = asked.for_model(loaded, tokenizer)
+            begun = begin(loaded, tokenizer, given, seed=seed, **decoding, **drafting)
     watched = WatchedRun(begun, tokenizer, save or resume, trace) if in_hands else begun
     with watched as stream:
-        arrivals = _follow(stream, form)
+        arrivals = show_events(stream, form)
         (results,) = stream.results()
-    about = {
-        "prompt_tokens": results[0].prompt_tokens,
-        "model": model,
-        "weights": list(loaded.weight_bytes),
-        "cache_dtype": loaded.cache_dtype,
-        "executor": loaded.runs_on,
-        "seed": seed,
-        "timings": _timings(started, ready, arrivals),
-    }
     judged = (decoding.get("num_beams") or 1) > 1 or decoding.get("best_of") is not None
     scored = judged or (resume is not None and any(one.score for one in results))
-    _end(results, form, about, scored=scored)
-    if is_terminal(sys.stderr):
-        note(_summary(sum(len(one.tokens) for one in results), about))
-
-
-def _form(as_json: bool, as_jsonl: bool, *, several: bool) -> str:
-    """How answers are shown."""
-    if as_json and as_jsonl:
-        raise typer.BadParameter("--json and --jsonl were both given; give one of them")
-    return "json" if as_json else "jsonl" if as_jsonl else "texts" if several else "text"
-
-
-def _refuse_beside_raw(raw: bool, said: Mapping[str, Any]) -> None:
-    """BadParameter for what stands in a chat template, where there is to be none."""
-    for name, value in said.items():
-        if raw and value is not None:
-            raise typer.BadParameter(f"{name} needs the chat template, which --raw leaves out")
+    about = about_answers(results, model, loaded, seed, timings(started, ready, arrivals))
+    show_results(results, form, about, scored=scored)
+    if resume is None and asked.continues:
+        _note_silence(results, tokenizer)
 
 
 def _drafting(assistant: str | None, how: tuple[Any, ...]) -> dict[str, Any]:
@@ -181,91 +150,7 @@ def _said(context: typer.Context, decoding: Mapping[str, Any], seed: int | None)
     return said if seed is None else {**said, "seed": seed}
 
 
-def _asked(
-    text: str, system: str | None, raw: bool, model: Any, tokenizer: Any, page: dict[str, Any]
-) -> Any:
-    """Messages where the model has a chat template, else, and with `raw`, the text itself; with a
-    page a question about it."""
-    if page:
-        return es.layout_prompt(model, tokenizer, text, **page)
-    templated = tokenizer.chat_template is not None
-    if not templated and system is not None:
-        do = "Leave --system out and put the instructions into the prompt"
-        raise RequestError("--system needs a chat template", got="a model without one", do=do)
-    if raw or not templated:
-        return text
-    start = [] if system is None else [{"role": "system", "content": system}]
-    return [*start, {"role": "user", "content": text}]
-
-
-def _follow(stream: Any, form: str) -> list[float]:
-    """Shows what can be shown at once, and returns when each event came.
-
-    Several texts would be mixed up, so they are left for the end.
-    """
-    arrivals = []
-    for event in stream:
-        arrivals.append(time.perf_counter())
-        if form == "jsonl":
-            write_document(_event_document(event))
-        elif form == "text" and event.text and event.index == 0:
-            write(event.text)
-    return arrivals
-
-
-def _end(results: list[Any], form: str, about: Mapping[str, Any], *, scored: bool) -> None:
-    """Shows what was not shown as it came; `scored`: the answers were chosen by their scores."""
-    if form == "json":
-        documents = [_result_document(one, scored) for one in results]
-        write_report({"results": documents, **about})
-    elif form == "texts":
-        write_line("\n---\n".join(one.text.rstrip("\n") for one in results))
-    elif form == "text":
-        if not results[0].text.endswith("\n"):
-            write_line()
-        # The first was written as it came; a strategy of another package may return several.
-        for one in results[1:]:
-            write_line("---\n" + one.text.rstrip("\n"))
-
-
-def _timings(started: float, ready: float, arrivals: list[float]) -> dict[str, float | None]:
-    """Seconds until the model was there, and from then to the first and the last event."""
-    return {
-        "load_seconds": round(ready - started, 6),
-        "first_token_seconds": round(arrivals[0] - ready, 6) if arrivals else None,
-        "generate_seconds": round(arrivals[-1] - ready, 6) if arrivals else 0.0,
-    }
-
-
-def _summary(tokens: int, about: Mapping[str, Any]) -> str:
-    """How much was answered, how fast after the first token, with which weights, run by what."""
-    timings = about["timings"]
-    decoding = timings["generate_seconds"] - (timings["first_token_seconds"] or 0.0)
-    speed = f", {(tokens - 1) / decoding:.0f} a second" if tokens > 1 and decoding > 0 else ""
-    return f"{tokens} tokens{speed}; {' and '.join(about['weights'])}; {about['executor']}"
-
-
-def _result_document(result: Any, scored: bool) -> dict[str, Any]:
-    """One continuation as JSON types."""
-    document = {"text": result.text, "tokens": list(result.tokens), **_ended(result.finish_reason)}
-    if scored:
-        document["score"] = result.score if math.isfinite(result.score) else None
-    return document
-
-
-def _event_document(event: Any) -> dict[str, Any]:
-    """One event as JSON types; `token` is null where an event only ends a sequence."""
-    return {
-        "sequence": event.index,
-        "position": event.position,
-        "token": event.token if event.token >= 0 else None,
-        "text": event.text,
-        "logprob": event.logprob,
-        **({} if event.finish is None else _ended(event.finish)),
-    }
-
-
-def _ended(reason: Any) -> dict[str, Any]:
-    matched = reason.matched
-    plain = matched if isinstance(matched, str | int | None) else str(matched)
-    return {"finish_reason": reason.kind, "matched": plain}
+def _note_silence(results: list[Any], tokenizer: Any) -> None:
+    """A model that has nothing to add to a text may have been meant to answer it."""
+    if tokenizer.chat_template is not None and not any(one.text.strip() for one in results):
+        note("the model ended the text at once; --chat sends it as a message instead")

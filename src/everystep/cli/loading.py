@@ -7,6 +7,8 @@ error gets one line per stage of a fetch, and nothing when there is nothing to f
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from rich.progress import (
 )
 
 import everystep as es
-from everystep.cli.terminal import is_terminal, note
+from everystep.cli.terminal import harmless, is_terminal, note
 from everystep.files.sources import resolve_source
 
 
@@ -30,7 +32,7 @@ class Watched:
     """A context whose value is a progress callback: (bytes done, bytes in all, what)."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = harmless(name)
         self._stage = ""
         self._shown: Progress | None = None  # a spinner, then a bar; None without a terminal
         self._bar: TaskID | None = None
@@ -64,6 +66,13 @@ class Watched:
     def __exit__(self, *_: object) -> None:
         if self._shown is not None:
             self._shown.stop()
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on a terminal while something takes its time."""
+    with Console(stderr=True).status(what) if is_terminal(sys.stderr) else nullcontext():
+        yield
 
 
 def fetch(source: str, offline: bool) -> Path:

@@ -39,10 +39,12 @@ def pull(
 
 
 @models.callback(invoke_without_command=True)
-def list_by_default(context: typer.Context) -> None:
+def list_by_default(context: typer.Context, as_json: AsJson = False) -> None:
     """List or remove the models in the cache folder."""
     if context.invoked_subcommand is None:
-        list_models()
+        list_models(as_json)
+    elif as_json:
+        raise typer.BadParameter(f"--json goes after {context.invoked_subcommand}")
 
 
 @models.command("list")

@@ -48,11 +48,29 @@ def decoding(**said: Any) -> dict[str, Any]:
     with spelled_as_typed(said):
         if strategy is not None and not own:
             given = with_named(strategy, given)
-        if any(name in given for name in _SAMPLING):
-            given.setdefault("do_sample", True)
-        fields = {name: value for name, value in given.items() if name in FIELDS}
-        GenerationConfig(**fields).validate(strict=True)
+        given = judged(given)
     return own | given
+
+
+def judged(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments of `generate()`, with sampling on where one of them shapes it, and off
+    where the temperature is 0.
+
+    RequestError if a value is impossible, in conflict with another, or without effect.
+    """
+    shaping = [name for name in _SAMPLING if given.get(name) is not None]
+    whole = dict(given)
+    if shaping and whole.get("do_sample") is None:
+        whole["do_sample"] = whole.get("temperature") != 0
+        if not whole["do_sample"] and len(shaping) > 1:
+            raise RequestError(
+                f"{shaping[1]} has no effect, because a temperature of 0 takes the best token",
+                got=f"{shaping[1]}={whole[shaping[1]]} with temperature=0",
+                do=f"Leave {shaping[1]} out, or make the temperature higher",
+            )
+    fields = {name: value for name, value in whole.items() if name in FIELDS}
+    GenerationConfig(**fields).validate(strict=True)
+    return whole
 
 
 @contextmanager
@@ -162,6 +180,7 @@ _sampling = partial(
 _search = partial(typer.Option, rich_help_panel="Length, search and penalties")
 _drafting = partial(typer.Option, rich_help_panel="Speculation: the same answer, sooner")
 _model = partial(typer.Option, rich_help_panel="Model")
+_message = partial(typer.Option, rich_help_panel="A message through the model's chat template")
 
 Offline = Annotated[bool, _model("--offline", help="Never use the network.")]
 Model = Annotated[
@@ -199,7 +218,9 @@ DoSample = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    _sampling("--temperature", metavar="T", help="Below 1 more predictable, above 1 less."),
+    _sampling(
+        "--temperature", metavar="T", help="Below 1 more predictable, above 1 less; 0 is greedy."
+    ),
 ]
 TopK = Annotated[
     int | None,
@@ -283,7 +304,10 @@ RepetitionPenalty = Annotated[
         help="Above 1, what was said before becomes less probable.",
     ),
 ]
+AsMessage = Annotated[
+    bool, _message("--chat", help="Send PROMPT as a message, instead of continuing it.")
+]
 System = Annotated[
     str | None,
-    typer.Option("--system", metavar="TEXT", help="Instructions that stand before everything."),
+    _message("--system", metavar="TEXT", help="Instructions that stand before everything."),
 ]

@@ -1,4 +1,4 @@
-"""What the user says: the prompt of `everystep generate`, the lines of `everystep chat`, Ctrl-C.
+"""What the user says at once: a prompt, the text of a file, Ctrl-C.
 
 A prompt is an argument, a file, or standard input. It is read whole, must be UTF-8, and loses one
 final line break, which editors and `echo` add.
@@ -6,54 +6,83 @@ final line break, which editors and `echo` add.
 
 from __future__ import annotations
 
+import os
 import select
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from everystep.cli.terminal import is_terminal, note, write_line
+from everystep.cli.terminal import is_terminal, note
 from everystep.errors import FileError, MissingFileError
 
 _LONGEST = 16_000_000
+PATIENCE = 3.0
+"""Seconds for which a pipe beside a prompt may stay empty."""
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The text of the prompt; `-` as argument, or no argument into a pipe, reads standard input."""
+    """The text of the prompt; `-` as argument, or no argument into a pipe, reads standard input.
+
+    What a pipe or a file hands on beside a prompt follows it after a blank line.
+    """
     if argument is not None and file is not None:
         raise typer.BadParameter("PROMPT and --file were both given; give one of them")
-    if (file is not None or argument not in (None, "-")) and _has_input():
-        given = "--file" if file is not None else "PROMPT"
-        raise typer.BadParameter(
-            f"{given} and text through a pipe were both given; give one of them, or add </dev/null"
-        )
     if file is not None:
-        text = read_text(file)
+        text = _with_input(read_text(file))
     elif argument not in (None, "-"):
         # The interpreter hands on bytes that are not UTF-8 as lone surrogates.
-        text = _decoded(str(argument).encode("utf-8", "surrogateescape"), "the prompt")
-    elif argument is None and is_terminal(sys.stdin):
+        text = decoded(str(argument).encode("utf-8", "surrogateescape"), "the prompt")
+        text = _with_input(text)
+    elif sys.stdin is None or (argument is None and is_terminal(sys.stdin)):
         raise typer.BadParameter("no prompt was given; give PROMPT, --file, or text through a pipe")
     else:
-        text = _whole(sys.stdin.buffer.read(_LONGEST + 1), "standard input")
+        text = _input()
     if not text.strip():
         raise typer.BadParameter("the prompt is empty")
     return text
 
 
-def _has_input() -> bool:
-    """Whether text stands on standard input, as far as can be known without waiting for it."""
-    if sys.stdin is None or sys.stdin.closed or is_terminal(sys.stdin):
-        return False
-    with suppress(OSError, ValueError, AttributeError):  # no file, or one that was closed
-        ready, _, _ = select.select([sys.stdin], [], [], 0)
-        return bool(ready) and bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
-    return False
+def _with_input(said: str) -> str:
+    """What was said, followed by standard input, where that has something to say."""
+    if sys.stdin is None or sys.stdin.closed or is_terminal(sys.stdin) or not _delivers():
+        return said
+    more = _input()
+    return f"{said}\n\n{more}" if more.strip() else said
+
+
+def _delivers() -> bool:
+    """Whether standard input is a file, or a pipe with something in it or whose end was reached.
+
+    A program that is started by another one may have inherited a pipe into which nobody ever
+    writes, so it is not waited for without end.
+    """
+    try:
+        descriptor = sys.stdin.fileno()
+    except (OSError, ValueError):
+        return True  # text in memory, for which nobody has to wait
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
+        return stat.S_ISREG(mode)
+    ready, _, _ = select.select([descriptor], [], [], PATIENCE)
+    if not ready:
+        note(
+            f"nothing came through the pipe within {PATIENCE:g} seconds, so it is left out."
+            " `everystep generate -` and `everystep chat -` wait; </dev/null says that"
+            " none is meant."
+        )
+    return bool(ready)
+
+
+def _input() -> str:
+    """The whole of standard input."""
+    return _whole(sys.stdin.buffer.read(_LONGEST + 1), "standard input")
 
 
 def read_text(file: Path) -> str:
@@ -72,10 +101,10 @@ def _whole(data: bytes, where: str) -> str:
     """The text of all that a file holds, without its final line break."""
     if len(data) > _LONGEST:
         raise FileError(f"{where} is too long", wanted=f"at most {_LONGEST} bytes")
-    return _decoded(data, where).removesuffix("\n").removesuffix("\r")
+    return decoded(data, where).removesuffix("\n").removesuffix("\r")
 
 
-def _decoded(data: bytes, where: str) -> str:
+def decoded(data: bytes, where: str) -> str:
     """The bytes as text; FileError says where they are not UTF-8."""
     try:
         return data.decode("utf-8")
@@ -125,27 +154,3 @@ class Interrupts:
         if self._raises or self.wished:
             raise KeyboardInterrupt
         self.wished = True
-
-
-def typed_lines(interrupts: Interrupts) -> Iterator[str]:
-    """Every line typed at the prompt, where Ctrl-C gives up the line, until Ctrl-D."""
-    with suppress(ImportError):  # not every build of Python has it; then lines cannot be edited
-        import readline  # noqa: F401  (importing it is what gives `input` history and editing)
-    while True:
-        try:
-            with interrupts.raised():
-                line = input("> ")
-        except KeyboardInterrupt:
-            write_line()
-            note("Ctrl-D or /exit ends the chat")
-        except EOFError:
-            write_line()
-            return
-        else:
-            yield line
-
-
-def piped_lines() -> Iterator[str]:
-    """Every line of standard input, without its end."""
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        yield _decoded(line, f"line {number} of standard input").rstrip("\r\n")

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from everystep.cli.wrapping import Wrapped
 from everystep.errors import FileError
 
 # C0 without tab and line feed, DEL, and C1: with these a text could move the cursor or worse. Those
@@ -24,25 +28,50 @@ _TURNS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _CONTROLS = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160), *_TURNS])
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Whether a person reads this stream."""
-    return not stream.closed and stream.isatty()
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person is at the other end of this stream; None is one that was closed before the
+    program began."""
+    return stream is not None and not stream.closed and stream.isatty()
 
 
-def _harmless(text: str) -> str:
+def _columns() -> int:
+    """How many characters a line of the terminal has."""
+    return max(shutil.get_terminal_size().columns, 1)
+
+
+def harmless(text: str) -> str:
     """The text without the characters that a terminal obeys instead of showing them."""
     return text.translate(_CONTROLS)
 
 
 def write(text: str) -> None:
     """The text is on standard output at once, with no line break added."""
-    sys.stdout.write(_harmless(text) if is_terminal(sys.stdout) else text)
+    sys.stdout.write(harmless(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
 
 
 def write_line(text: str = "") -> None:
     """The text is on standard output, on a line of its own."""
     write(f"{text}\n")
+
+
+class AnswerText:
+    """An answer on standard output, piece by piece: between words for a person, as it is for a
+    program. When the context is left, all of it is there."""
+
+    def __init__(self) -> None:
+        self._wrapped = Wrapped(_columns()) if is_terminal(sys.stdout) else None
+
+    def __enter__(self) -> AnswerText:
+        return self
+
+    def write(self, piece: str) -> None:
+        """One more piece, the last word of which may wait for its end."""
+        write(piece if self._wrapped is None else self._wrapped(harmless(piece)))
+
+    def __exit__(self, *_: object) -> None:
+        if self._wrapped is not None:
+            write(self._wrapped.rest())
 
 
 def write_document(value: Any, *, indent: int | None = None) -> None:
@@ -67,14 +96,33 @@ def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_harmless(cell)) for cell in row))
+        table.add_row(*(Text(harmless(cell)) for cell in row))
     Console().print(table)
 
 
+def write_item(heading: str, text: str) -> None:
+    """Lines on standard output, broken between words, that stand beside a heading."""
+    indent = " " * cell_len(heading)
+    lines = textwrap.wrap(
+        harmless(text),
+        max(_columns(), len(indent) + 20),
+        initial_indent=heading,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    write_line("\n".join(lines))
+
+
 def note(text: str) -> None:
-    """One line on standard error, whatever line breaks the text has."""
-    line = " ".join(text.split())
-    sys.stderr.write(f"everystep: {_harmless(line)}\n")
+    """One line on standard error, whatever line breaks the text has; on a terminal it is broken
+    between words."""
+    line = f"everystep: {harmless(' '.join(text.split()))}"
+    if is_terminal(sys.stderr):
+        line = "\n".join(
+            textwrap.wrap(line, _columns(), break_long_words=False, break_on_hyphens=False)
+        )
+    sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 

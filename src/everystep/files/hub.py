@@ -158,3 +158,19 @@ def _hub_error(hub_id: HubId, offline: bool, cause: str) -> EverystepError:
         got=cause,
         do="Check the name, the network, and that you may read it (HF_TOKEN for gated models)",
     )
+
+
+def cached_repositories() -> list[str]:
+    """The repositories `org/name` of which the hub's own cache has something, by name."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = Path(HF_HUB_CACHE).glob("models--*--*")
+    names = (folder.name.removeprefix("models--").replace("--", "/") for folder in folders)
+    return sorted(name for name in names if parse_hub_id(name) is not None)
+
+
+def has_token() -> bool:
+    """Whether the hub's own client would send a token for gated models."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None

@@ -22,6 +22,8 @@ MAX_DEPTH = 64
 T = TypeVar("T", str, list[Any], dict[str, Any])
 
 _KINDS: dict[type[object], str] = {str: "a text", list: "a list", dict: "an object"}
+_NAMES: dict[type[object], str] = {list: "list", dict: "object"}
+_SHAPES: dict[type[object], str] = {list: "[...]", dict: "{...}"}
 
 
 def whole_number(text: str) -> int | None:
@@ -45,6 +47,15 @@ def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str,
     Raises FormatError for anything but one object in strict JSON, nested at most MAX_DEPTH deep;
     with `infinite` the words Infinity and -Infinity are numbers.
     """
+    return _parsed(data, name, dict, infinite)
+
+
+def parse_list(data: bytes, name: str) -> list[object]:
+    """The same of a list."""
+    return _parsed(data, name, list, infinite=False)
+
+
+def _parsed(data: bytes, name: str, kind: type[T], infinite: bool) -> T:
     try:
         value = json.loads(
             data.decode("utf-8"),
@@ -56,9 +67,9 @@ def parse_object(data: bytes, name: str, *, infinite: bool = False) -> dict[str,
         raise _too_deep(name) from error
     except ValueError as error:
         raise FormatError(_invalid_text(data, name, error)) from error
-    if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise FormatError(f"{name} holds no object", wanted="{...}", got=kind)
+    if not isinstance(value, kind):
+        what, wanted = f"{name} holds no {_NAMES[kind]}", _SHAPES[kind]
+        raise FormatError(what, wanted=wanted, got=type(value).__name__)
     if _deeper_than(value, MAX_DEPTH):
         raise _too_deep(name)
     return value
@@ -111,7 +122,7 @@ def _invalid_text(data: bytes, name: str, error: ValueError) -> str:
     return message(f"{name} is {known}" if known else f"{name} is not valid JSON: {error}")
 
 
-def _deeper_than(value: dict[str, Any], limit: int) -> bool:
+def _deeper_than(value: object, limit: int) -> bool:
     # A loop and not a recursion: the parser's own limit is far above this one.
     layer: list[Any] = [value]
     for _ in range(limit):

@@ -188,15 +188,31 @@ def weight_bytes(model: Model) -> dict[str, int]:
     """How many bytes of weights there are of each format or type, the most first."""
     found: dict[str, int] = {}
     for part, held in _places(model):
-        # All rows of a weight take the same room, and one is quick to unpack.
-        row = rows_of(held, part.start, part.start + 1)
-        kind, size = (
-            (str(row.format), row.bytes)
-            if isinstance(row, QuantizedWeight)
-            else (str(row.dtype).removeprefix("torch."), row.nbytes)
-        )
-        found[kind] = found.get(kind, 0) + size * (part.stop - part.start)
+        kind, size = _kind_and_bytes(part, held)
+        found[kind] = found.get(kind, 0) + size
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def step_bytes(model: Model) -> int | None:
+    """How many bytes of weights a step of one row reads: all but a table that is no head.
+
+    None where that differs from step to step, as with experts, or some are for an encoder.
+    """
+    network = model.network
+    layers = getattr(network, "layers", ())
+    if network.encodes or any(getattr(layer, "experts", None) is not None for layer in layers):
+        return None
+    places = [one for one in _places(model) if network.spec.tied or one[1] is not network.table]
+    return sum(_kind_and_bytes(*place)[1] for place in places)
+
+
+def _kind_and_bytes(part: Any, held: Any) -> tuple[str, int]:
+    # All rows of a weight take the same room, and one is quick to unpack.
+    row = rows_of(held, part.start, part.start + 1)
+    count = part.stop - part.start
+    if isinstance(row, QuantizedWeight):
+        return str(row.format), row.bytes * count
+    return str(row.dtype).removeprefix("torch."), row.nbytes * count
 
 
 def convert_model(

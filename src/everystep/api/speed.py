@@ -1,0 +1,91 @@
+"""How fast a model runs on this machine: its first token, and the tokens after it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from everystep.config import GenerationConfig
+from everystep.errors import RequestError, shown
+from everystep.streamers import BaseStreamer
+
+if TYPE_CHECKING:
+    from everystep.api.model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over several calls of `rows` prompts with `positions` tokens each.
+
+    `first`: seconds until the first tokens were there; `rest`: from then to the end, in which each
+    row got `tokens` more.
+    """
+
+    rows: int
+    positions: int
+    tokens: int
+    first: float
+    rest: float
+
+
+class _FirstToken(BaseStreamer):
+    """Notes the time at which the first token of a call is reported."""
+
+    at: float | None = None
+
+    def on_event(self, event: object) -> None:
+        if self.at is None:
+            self.at = time.perf_counter()
+
+    def put(self, value: object) -> None:
+        """The prompt is nothing new."""
+
+    def end(self) -> None:
+        """The end is seen by whoever called."""
+
+
+def measure_speed(
+    model: LanguageModel, *, rows: int = 1, positions: int = 512, tokens: int = 64, repeats: int = 5
+) -> Speed:
+    """How fast greedy decoding is after prompts of random ids, which no token ends early.
+
+    A call before the others is not counted. RequestError for counts below 1.
+    """
+    counts = {"rows": rows, "positions": positions, "tokens": tokens, "repeats": repeats}
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise RequestError(f"{name} is impossible", wanted="1 or more", got=shown(value))
+    draws = torch.Generator().manual_seed(rows * 1000 + positions)
+    ids = torch.randint(model.vocab_size, (rows, positions), generator=draws).to(model.device)
+    with _without_end(model):
+        taken = [_seconds(model, ids, tokens + 1) for _ in range(repeats + 1)][1:]
+    first, rest = (statistics.median(column) for column in zip(*taken, strict=True))
+    return Speed(rows, positions, tokens, first, rest)
+
+
+def _seconds(model: LanguageModel, ids: torch.Tensor, tokens: int) -> tuple[float, float]:
+    """Seconds to the first tokens, and from there to the end."""
+    clock = _FirstToken()
+    begin = time.perf_counter()
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=clock)
+    end = time.perf_counter()
+    first = end if clock.at is None else clock.at
+    return first - begin, end - first
+
+
+@contextmanager
+def _without_end(model: LanguageModel) -> Iterator[None]:
+    """Inside, calls are greedy, and no token ends a row."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
+    try:
+        yield
+    finally:
+        model.generation_config = before

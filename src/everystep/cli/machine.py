@@ -1,0 +1,39 @@
+"""What there is on this machine: versions, devices, threads, extras. Facts, without judgement."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+
+LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "transformers")
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "transformers": ("transformers",),
+    "grammar": ("llguidance",),
+    "vision": ("pillow",),
+    "sentencepiece": ("sentencepiece", "protobuf"),
+    "audio": ("soundfile",),
+}
+"""The distributions that each extra of the package brings."""
+
+
+def version_of(distribution: str) -> str | None:
+    """The version that is installed; None without one."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[str]:
+    """Where models can run, as --device takes it, with the names of GPUs."""
+    import torch
+
+    cuda = torch.cuda
+    return ["cpu", *(f"cuda:{i} ({cuda.get_device_name(i)})" for i in range(cuda.device_count()))]
+
+
+def threads() -> int:
+    """How many threads compute."""
+    import torch
+
+    return torch.get_num_threads()

@@ -1,0 +1,52 @@
+"""What a model is asked: a text to continue, a message to answer, or a question about a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import everystep as es
+from everystep.errors import RequestError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`message`: the text goes through the chat template, as it does with a `system` message;
+    `page`: arguments of `es.layout_prompt` for a question about a page, none without one."""
+
+    text: str
+    message: bool
+    system: str | None
+    page: Mapping[str, Any]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the model sees the text itself and nothing else."""
+        return not self.page and not self.message and self.system is None
+
+    def for_model(self, model: Any, tokenizer: Any) -> Any:
+        """What `es.stream` takes; RequestError for a message to a model that has no template."""
+        if self.page:
+            return es.layout_prompt(model, tokenizer, self.text, **self.page)
+        if self.continues:
+            return self.text
+        require_template(tokenizer, "--chat" if self.system is None else "--system")
+        return [*system_message(self.system), {"role": "user", "content": self.text}]
+
+
+def system_message(system: str | None) -> list[Message]:
+    """What stands before all other messages."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def require_template(tokenizer: Any, what: str) -> None:
+    """RequestError where a model cannot be sent messages, as `what` would."""
+    if tokenizer.chat_template is None:
+        raise RequestError(
+            f"{what} needs a model with a chat template",
+            got="a model without one",
+            do="Take an instruct model, or have `everystep generate` continue a text",
+        )

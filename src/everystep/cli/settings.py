@@ -1,0 +1,88 @@
+"""`/set` in a chat: how answers are found, changed while it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everystep.cli.conversation import USUAL_LENGTH, Conversation
+from everystep.cli.options import judged
+from everystep.errors import RequestError, nearest, shown
+
+
+def _whole(text: str) -> int:
+    return int(text)
+
+
+def _switch(text: str) -> bool:
+    return {"true": True, "false": False}[text]
+
+
+def _texts(text: str) -> list[str]:
+    """The texts of a JSON string or list, else the text as it is typed."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return [text]
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return value
+    return [value if isinstance(value, str) else text]
+
+
+KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "do_sample": (_switch, "true or false"),
+    "temperature": (float, "a number"),
+    "top_k": (_whole, "a whole number"),
+    "top_p": (float, "a number"),
+    "min_p": (float, "a number"),
+    "seed": (_whole, "a whole number"),
+    "max_new_tokens": (_whole, "a whole number"),
+    "repetition_penalty": (float, "a number"),
+    "stop": (_texts, "a text, or a list of texts in JSON"),
+}
+"""What can be set: how its value is read, and what that is called."""
+_FIELDS = {"stop": "stop_strings"}
+
+
+def change(conversation: Conversation, name: str, text: str) -> None:
+    """The next answers are found with this value; `none` leaves it to the model again.
+
+    RequestError, and nothing has changed, for an unknown name and for a value that is impossible
+    or goes with another one that is set.
+    """
+    if name not in KINDS:
+        close = nearest(name, KINDS)
+        do = f"Perhaps {close} is meant" if close else f"There are {', '.join(KINDS)}"
+        raise RequestError(f"there is nothing called {name!r} to set", do=do)
+    if not text:
+        return
+    value = None if text == "none" else _read(name, text)
+    if name == "seed":
+        conversation.seed = value
+        return
+    if name == "max_new_tokens" and value is None:
+        value = USUAL_LENGTH
+    said = {**conversation.said, _FIELDS.get(name, name): value}
+    said = {one: known for one, known in said.items() if known is not None}
+    judged(said)
+    conversation.said = said
+
+
+def _read(name: str, text: str) -> Any:
+    read, kind = KINDS[name]
+    try:
+        return read(text)
+    except (ValueError, KeyError) as error:
+        raise RequestError(f"{name} cannot be this", wanted=kind, got=shown(text)) from error
+
+
+def shown_settings(conversation: Conversation, name: str = "") -> list[str]:
+    """What is set, one line each, or the one of this name; what is not is the model's own."""
+    values = {**conversation.settings, "seed": conversation.seed}
+    names = [name] if name else list(KINDS)
+    return [f"{one} {_word(values.get(_FIELDS.get(one, one)))}" for one in names]
+
+
+def _word(value: Any) -> str:
+    return "as the model says" if value is None else json.dumps(value, ensure_ascii=False)

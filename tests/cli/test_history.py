@@ -1,0 +1,58 @@
+"""Lines of earlier chats: kept in a private file, called back with the arrow keys, bounded."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from everystep.cli import lines
+from tests.cli.running import Terminal, on_terminal, program
+
+pytest.importorskip("readline", reason="this build of Python has no readline")
+UP = "\x1b[A"
+
+
+def talk(cache: Path, *typed: str) -> Terminal:
+    """A chat with a cache folder, in which these lines are typed, that was left."""
+    with on_terminal(program("chat"), XDG_CACHE_HOME=str(cache)) as terminal:
+        for count, line in enumerate(typed, 1):
+            terminal.until("> ", count=count)
+            terminal.type(f"{line}\n")
+        terminal.until("> ", count=len(typed) + 1)
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    return terminal
+
+
+def test_lines_of_an_earlier_chat_come_back(tmp_path: Path) -> None:
+    talk(tmp_path, "why not", " not this one")
+    file = tmp_path / "everystep" / "chat_history"
+    assert file.read_text() == "why not\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    second = talk(tmp_path, UP)
+    assert second.shown.count("why not") == 2  # as it is typed, and as it is answered
+
+
+def test_a_history_is_bounded_and_those_of_two_chats_meet(tmp_path: Path) -> None:
+    file = tmp_path / "chat_history"
+    lines._keep(file, [f"line {number}" for number in range(5000)])
+    lines._keep(file, ["another chat's"])
+    kept = file.read_text().splitlines()
+    assert len(kept) == lines.MOST_LINES and kept[-2:] == ["line 4999", "another chat's"]
+    lines._keep(file, ["x" * (1 << 20), "last"])
+    assert file.stat().st_size <= 1 << 20 and lines._kept(file) == ["last"]
+
+
+def test_a_history_that_is_damaged_is_no_end_of_a_chat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "everystep" / "chat_history"
+    file.parent.mkdir()
+    file.write_bytes(b"a\x1b[2J\n\xff\nfine\n")
+    assert lines._kept(file)[-1] == "fine" and "a\x1b[2J" not in lines._kept(file)
+    file.unlink()
+    file.mkdir()
+    shown = talk(tmp_path, "hello").shown
+    assert "cannot be read" in shown and "cannot be kept" in shown

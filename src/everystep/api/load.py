@@ -223,6 +223,8 @@ def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
         "eos_token_id": "tokenizer.ggml.eos_token_id",
         "pad_token_id": "tokenizer.ggml.padding_token_id",
     }
-    found = {field: file.metadata[key] for field, key in ids.items() if key in file.metadata}
+    found: dict[str, Any] = {
+        field: file.metadata[key] for field, key in ids.items() if key in file.metadata
+    }
     settings = GenerationConfig(**found)
     return LanguageModel(core, settings, name, choices.executor, choices.cache_dtype)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 from torch import nn
 
+from everystep.api.described import lists_options
+from everystep.api.keywords import PlainTextOptions, RectangleOptions, TextOptions
 from everystep.api.model import LanguageModel
+from everystep.api.progress import progress_bar
+from everystep.api.prompts import Tokenizing
 from everystep.api.session import (
     Generated,
     Messages,
@@ -31,6 +34,89 @@ _SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_er
 """Keywords of `generate` that lead to something else than one text."""
 
 
+E = TypeVar("E", bound=Event | BeamEvent, covariant=True)
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: Tokenizing,
+    prompts: str | Mapping[str, Any],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[False] = False,
+    **common: Unpack[PlainTextOptions],
+) -> str: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: str | Mapping[str, Any],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[True],
+    **common: Unpack[PlainTextOptions],
+) -> Generated: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: Tokenizing,
+    prompts: list[str] | tuple[str, ...],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[False] = False,
+    **common: Unpack[PlainTextOptions],
+) -> list[str]: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: list[str] | tuple[str, ...],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[True],
+    **common: Unpack[PlainTextOptions],
+) -> list[Generated]: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: PromptLike | Iterable[PromptLike],
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    progress: bool = False,
+    **common: Unpack[TextOptions],
+) -> Any: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None = None,
+    prompts: None = None,
+    **common: Unpack[RectangleOptions],
+) -> Any: ...
+
+
+@lists_options(TextOptions)
 def generate(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
@@ -40,7 +126,7 @@ def generate(
     seed: int | Sequence[int] | None = None,
     on_error: Literal["raise", "return"] = "raise",
     progress: bool = False,
-    **common: Any,
+    **common: Any,  # the overloads say which
 ) -> Any:
     """The continuation of one prompt, or of each of many.
 
@@ -55,6 +141,12 @@ def generate(
     A prompt that fails does not affect the others. `on_error="return"` puts a `Generated` in its
     place whose reason is the error; "raise" raises the first error when all others have ended, with
     all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
+
+    Example:
+
+        >>> text = es.generate(model, tokenizer, "The capital of France is", max_new_tokens=8)
+        >>> isinstance(text, str)
+        True
     """
     model = paired(model, tokenizer)
     if not one_of("raise", "return").accepts(on_error):
@@ -87,6 +179,33 @@ def generate(
     return every[0] if single else every
 
 
+@overload
+def stream(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: PromptLike | Sequence[PromptLike],
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    beam_events: Literal[False] = False,
+    **common: Unpack[TextOptions],
+) -> Stream[Event]: ...
+
+
+@overload
+def stream(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: PromptLike | Sequence[PromptLike],
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    beam_events: bool,
+    **common: Unpack[TextOptions],
+) -> Stream[Event | BeamEvent]: ...
+
+
+@lists_options(TextOptions)
 def stream(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None,
@@ -95,13 +214,20 @@ def stream(
     options: Sequence[OptionsLike] | None = None,
     seed: int | Sequence[int] | None = None,
     beam_events: bool = False,
-    **common: Any,
-) -> Stream:
+    **common: Unpack[TextOptions],
+) -> Stream[Any]:
     """The events of a text, of messages, or of a list of either, token by token.
 
     `options`, `seed`: as for `generate`. `beam_events`: the live beams of every step are shown
     too, as `BeamEvent`. A prompt that fails while it runs has its error as the reason of its last
     event; the others go on.
+
+    Example:
+
+        >>> for event in es.stream(model, tokenizer, "Once", max_new_tokens=3):
+        ...     if event.finish is not None:
+        ...         print(event.finish.kind)
+        length
     """
     model = paired(model, tokenizer)
     FLAG.checked(beam_events, "beam_events")
@@ -112,18 +238,25 @@ def stream(
     return Stream(session, many, beam_events=beam_events)
 
 
+@lists_options(TextOptions)
 def chat(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike,
     messages: str | Mapping[str, Any] | Messages,
     *,
     seed: int | None = None,
-    **options: Any,
+    **options: Unpack[TextOptions],
 ) -> str:
     """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more.
 
     `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
     through the chat template.
+
+    Example:
+
+        >>> answer = es.chat(model, tokenizer, "Name a colour.", max_new_tokens=8)
+        >>> isinstance(answer, str)
+        True
     """
     model = paired(model, tokenizer)
     config = options.get("generation_config")
@@ -152,7 +285,7 @@ def _limits(config: Any) -> bool:
     return any(getattr(config, name, None) is not None for name in ("max_length", "max_new_tokens"))
 
 
-class Stream:
+class Stream(Generic[E]):
     """Events of one or several prompts, as they happen.
 
     Iterating drives the engine; nothing runs between two events. Tokens of beams come when every
@@ -177,14 +310,14 @@ class Stream:
         self._events: deque[Event | BeamEvent] = deque()
         self.groups = [self._submit(prompt, i) for i, prompt in enumerate(prompts)]
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> Stream[E]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> E:
         # What is taken is returned in one line, so that an interrupt finds it taken or not.
         while True:
             try:
-                return self._events.popleft()
+                return cast(E, self._events.popleft())
             except IndexError:
                 if not self._produce():
                     raise StopIteration from None
@@ -201,7 +334,7 @@ class Stream:
         """What every prompt that has ended became, in the order of the prompts."""
         return [self._session.generated(group) for group in self.groups]
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Stream[E]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,19 +398,3 @@ class Stream:
             if how == "close":
                 self._events.clear()
             self._ending = None
-
-
-@contextmanager
-def progress_bar(progress: bool, many: Any, what: str) -> Iterator[Callable[[], None]]:
-    """Something to call once for each of many: it moves a bar on standard error, if asked."""
-    if not FLAG.checked(progress, "progress"):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining())
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(what, total=len(many) if isinstance(many, Sized) else None)
-        yield lambda: shown.advance(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from everystep.adapters import Adapters, moved_adapters, with_adapter, without_adapter
 from everystep.api.absent import refuse_argument
 from everystep.api.custom import require_loop
+from everystep.api.described import lists_options
 from everystep.api.features import PromptInput, own_inputs, require_distinct
 from everystep.api.forward import (
     cache_of_forward,
@@ -23,6 +24,7 @@ from everystep.api.forward import (
     see_pictures,
     states_in_place,
 )
+from everystep.api.keywords import ModelOptions, RectangleOptions
 from everystep.api.objects import require_core
 from everystep.api.options import KEYWORDS
 from everystep.api.passed import with_prompt
@@ -54,7 +56,6 @@ from everystep.models.load import usable_device
 from everystep.nn.network import Window
 from everystep.outputs import compute_transition_scores, loss_of
 from everystep.types import InputSpec
-from everystep.types.protocols import Hook
 
 
 class LanguageModel:
@@ -345,6 +346,7 @@ class LanguageModel:
 
     compute_transition_scores = staticmethod(compute_transition_scores)
 
+    @lists_options(RectangleOptions)
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -359,12 +361,8 @@ class LanguageModel:
         negative_prompt_attention_mask: Tensor | None = None,
         custom_generate: Any = None,
         *,
-        seed: int | Sequence[int] | None = None,
         tokenizer: Any = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        hooks: Sequence[Hook] | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ModelOptions],
     ) -> Any:
         """Continues every row of the prompt.
 
@@ -372,12 +370,17 @@ class LanguageModel:
         `GenerationConfig` field and model input may be given by name; an unknown name is an error.
         Returns a (rows, length) int64 tensor, or with `return_dict_in_generate=True` an output
         object. Without `seed` draws come from torch's global generator, as there; with it a row's
-        tokens do not depend on its batch. `seed`: one integer, or one per row. `logprobs=k`,
-        `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the k best there,
-        before any processor; part of the output object (`TokenLogprobs`). `hooks`: what sees every
-        step and adds to it, see `Hook`. `assistant_model`: a smaller model, which drafts; with a
-        seed the tokens are those without it. `custom_generate`: a decoding loop of the caller's,
-        see `api/custom.py`.
+        tokens do not depend on its batch. Log-probabilities are those before any processor, part of
+        the output object (`TokenLogprobs`). `assistant_model`: with a seed the tokens are those
+        without it. `tokenizer`: what texts are made with, and needed by `stop_strings`. What a
+        `custom_generate` gets, and its result, are told in `api/custom.py`.
+
+        Example:
+
+            >>> batch = tokenizer("Once upon a time", return_tensors="pt")
+            >>> ids = model.generate(**batch, max_new_tokens=4)
+            >>> ids.shape[1] - batch["input_ids"].shape[1]
+            4
         """
         refuse_argument("synced_gpus", synced_gpus)
         given = {
@@ -390,11 +393,7 @@ class LanguageModel:
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "custom_generate": require_loop(custom_generate),
-            "seed": seed,
-            "tokenizer": tokenizer,
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "hooks": hooks,
             "assistant_model": assistant_model,
+            "tokenizer": tokenizer,
         }
         return transcribe(self, given) if is_speech(self) else generate(self, given)

@@ -58,7 +58,12 @@ def load(
     `cache_dtype`: the type in which rows keep keys and values, "float32", "float16" or "int8" (one
     scale per position and head); without it the type that the model computes in.
     `executor`: "auto" runs every request on the native executor where that can do it, and on torch
-    operators otherwise; either can be named.
+    operators otherwise; either can be named. `device`: where the weights lie. `offline`: whether
+    nothing may be fetched. `progress`: a function of (bytes done, of all, name), called on the way.
+
+    Example:
+
+        >>> model, tokenizer = es.load(folder / "model")
     """
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = resolve_source(path, offline=offline, progress=progress)
@@ -104,7 +109,14 @@ def load_model(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> LanguageModel:
-    """The model that `path` stands for, without a tokenizer; arguments as `load`."""
+    """The model that `path` stands for, without a tokenizer.
+
+    `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `offline`, `progress`: as for `load`.
+
+    Example:
+
+        >>> model = es.load_model(folder / "model", dtype=torch.float32)
+    """
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():

@@ -131,22 +131,20 @@ def generate(
     """The continuation of one prompt, or of each of many.
 
     A prompt is a text, a list of ids, or a list of messages (which goes through the chat template).
-    One prompt gives a text; several give a list of texts in their order, from the continuous
-    scheduler, with no more than a few dozen in memory at once. `options`: for each prompt a mapping
-    or a `GenerationConfig` of what holds for it instead of the keywords that all have in common.
+    One gives a text; several give a list in their order, a few dozen in memory at once. `options`:
+    for each prompt a mapping or a `GenerationConfig` of what holds for it instead of the keywords.
     `seed`: one integer, from which each prompt gets its own, or one per prompt of a list; a
     prompt's tokens do not depend on the others. With `num_return_sequences` above 1 a prompt gives
     a list; with `return_dict_in_generate=True` each text is a `Generated`.
 
     A prompt that fails does not affect the others. `on_error="return"` puts a `Generated` in its
     place whose reason is the error; "raise" raises the first error when all others have ended, with
-    all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
+    all of that in its attribute `results`. `progress`: whether a bar shows how many have ended.
+    Without prompts this is `model.generate(**common)`.
 
     Example:
 
         >>> text = es.generate(model, tokenizer, "The capital of France is", max_new_tokens=8)
-        >>> isinstance(text, str)
-        True
     """
     model = paired(model, tokenizer)
     if not one_of("raise", "return").accepts(on_error):
@@ -225,9 +223,7 @@ def stream(
     Example:
 
         >>> for event in es.stream(model, tokenizer, "Once", max_new_tokens=3):
-        ...     if event.finish is not None:
-        ...         print(event.finish.kind)
-        length
+        ...     text = event.text
     """
     model = paired(model, tokenizer)
     FLAG.checked(beam_events, "beam_events")
@@ -250,13 +246,11 @@ def chat(
     """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more.
 
     `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
-    through the chat template.
+    through the chat template. `seed`: as for `generate`.
 
     Example:
 
         >>> answer = es.chat(model, tokenizer, "Name a colour.", max_new_tokens=8)
-        >>> isinstance(answer, str)
-        True
     """
     model = paired(model, tokenizer)
     config = options.get("generation_config")
@@ -309,6 +303,10 @@ class Stream(Generic[E]):
         self._reported: list[Event] = []  # by the engine, without text
         self._events: deque[Event | BeamEvent] = deque()
         self.groups = [self._submit(prompt, i) for i, prompt in enumerate(prompts)]
+
+    def __repr__(self) -> str:
+        live = sum(bool(group.live) for group in self.groups)
+        return f"Stream({len(self.groups)} prompts, {live} under way, {len(self._events)} waiting)"
 
     def __iter__(self) -> Stream[E]:
         return self
@@ -370,6 +368,8 @@ class Stream(Generic[E]):
         finally:
             self._stepping = None
         self._word()
+        for group in (one for one in self.groups if one.done and not one.live):
+            self._session.note_cut(group)
         if self._beam_events:
             table, live = self._session.engine.table, [g for g in self.groups if g.live]
             beamed = (g for g in live if g.opened and not g.request.strategy.streams)

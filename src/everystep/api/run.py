@@ -24,6 +24,7 @@ from everystep.api.keywords import PromptOptions
 from everystep.api.model import LanguageModel
 from everystep.api.session import Generated, Session
 from everystep.api.steps import Explanation, Step, explained
+from everystep.api.tables import table
 from everystep.config.kinds import is_integer
 from everystep.engine import Beginning
 from everystep.engine.decided import results_of
@@ -66,8 +67,13 @@ class Run:
         self._reword()
 
     def __repr__(self) -> str:
-        shown = "ended" if over(self._group) else "open"
-        return f"Run({len(self.tokens)} tokens, {len(self._given)} of them given, {shown})"
+        state = "ended" if over(self._group) else "open"
+        return f"Run({len(self.tokens)} tokens, {len(self._given)} of them given, {state})"
+
+    def _repr_html_(self) -> str:
+        ids, given = enumerate(self.tokens), self._given
+        rows = ((i, id, self._spell([id]), "given" * (i in given)) for i, id in ids)
+        return table(("place", "id", "text", ""), rows, repr(self))
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -322,8 +328,6 @@ class Run:
 
         with self._hands.lock:
             write_run(self, as_path(path))
-
-    # --- the parts --------------------------------------------------------------------------------
 
     def _whole(self, what: str) -> list[int]:
         """All ids after the prompt; RequestError where `what` has no one sequence to act on."""

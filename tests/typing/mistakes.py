@@ -17,12 +17,14 @@ def mistakes(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
     es.generate(model, tokenizer, "x", max_new_token=8)  # wrong: misspelt
     es.generate(model, tokenizer, "x", max_new_tokens="8")  # wrong: value
     es.generate(model, tokenizer, "x", max_new_tokens=8) + 1  # wrong: result
-    es.generate(model, tokenizer, "x", return_dict_in_generate=True).txt  # wrong: result_field
+    print(
+        es.generate(model, tokenizer, "x", return_dict_in_generate=True).txt
+    )  # wrong: result_field
     es.generate(model, tokenizer, "x", streamer=None)  # wrong: of_another_call
     es.stream(model, tokenizer, "x", temprature=0.5)  # wrong: misspelt_in_stream
-    next(es.stream(model, tokenizer, "x")).tokn  # wrong: event_field
+    print(next(es.stream(model, tokenizer, "x")).tokn)  # wrong: event_field
     es.chat(model, tokenizer, 5)  # wrong: conversation
-    es.chat(model, tokenizer, "x").tokens  # wrong: text_for_result
+    print(es.chat(model, tokenizer, "x").tokens)  # wrong: text_for_result
     es.open(model, tokenizer, "x", seed="3")  # wrong: seed
     es.open(model, tokenizer, "x").set(top_k=0.5)  # wrong: change
     es.open(model, tokenizer, "x").tokens + "x"  # wrong: text_for_ids

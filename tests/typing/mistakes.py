@@ -17,9 +17,7 @@ def mistakes(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
     es.generate(model, tokenizer, "x", max_new_token=8)  # wrong: misspelt
     es.generate(model, tokenizer, "x", max_new_tokens="8")  # wrong: value
     es.generate(model, tokenizer, "x", max_new_tokens=8) + 1  # wrong: result
-    print(
-        es.generate(model, tokenizer, "x", return_dict_in_generate=True).txt
-    )  # wrong: result_field
+    print(es.generate(model, tokenizer, "x", return_dict_in_generate=True).txt)  # wrong: missing
     es.generate(model, tokenizer, "x", streamer=None)  # wrong: of_another_call
     es.stream(model, tokenizer, "x", temprature=0.5)  # wrong: misspelt_in_stream
     print(next(es.stream(model, tokenizer, "x")).tokn)  # wrong: event_field

@@ -36,7 +36,7 @@ def read_pieces(folder: Path) -> None:
 
 
 def show_progress(folder: Path) -> None:
-    from everystep.api.many import progress_bar
+    from everystep.api.progress import progress_bar
 
     with progress_bar(True, [], "prompts"):
         pass

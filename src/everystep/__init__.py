@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from everystep.api.auto import AutoModelForCausalLM as AutoModelForCausalLM
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
     from everystep.api.auto import AutoTokenizer as AutoTokenizer
+    from everystep.api.chat import chat as chat
     from everystep.api.features import PromptInput as PromptInput
     from everystep.api.load import load as load
     from everystep.api.load import load_model as load_model
     from everystep.api.many import Stream as Stream
-    from everystep.api.many import chat as chat
     from everystep.api.many import generate as generate
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
@@ -189,8 +189,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "api.asynchronous": "AsyncEngine AsyncStream",
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
+    "api.chat": "chat",
     "api.load": "load load_model",
-    "api.many": "Stream chat generate stream",
+    "api.many": "Stream generate stream",
     "api.model": "LanguageModel",
     "api.features": "PromptInput",
     "api.pages": "layout_prompt",

@@ -40,6 +40,9 @@ class TokenLogprobs:
         """T."""
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        return f"TokenLogprobs({len(self)} tokens, {self.top_tokens.shape[-1]} best of each)"
+
 
 @dataclass(eq=False, repr=False)
 class Shown(Mapping[str, Any]):
@@ -170,7 +173,8 @@ def _brief(value: Any) -> str:
         return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
     if isinstance(value, tuple) and value and isinstance(value[0], Tensor | tuple):
         return f"<{len(value)} of {_brief(value[0])}>"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 @dataclass(eq=False, repr=False)

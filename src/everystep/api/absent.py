@@ -132,17 +132,6 @@ ARGUMENTS_NEVER = {
     ),
 }
 """Names that are known and have no place here -> why, and what to do."""
-ELSEWHERE = {
-    "stop": "stop_strings",
-    "stop_token_ids": "eos_token_id",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "n": "num_return_sequences",
-    "repeat_penalty": "repetition_penalty",
-    "typical": "typical_p",
-}
-"""What other engines call our arguments."""
 REFUSED_FIELDS = {
     "use_mtp": (
         "no model of this library has heads that predict several tokens",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 from warnings import warn
 
 from torch import nn
 
+from everystep.api.described import lists_options
 from everystep.api.engine_thread import EngineThread, Submission
+from everystep.api.keywords import PromptOptions
 from everystep.api.model import LanguageModel
 from everystep.api.options import require_output_object
 from everystep.api.session import (
@@ -69,7 +71,8 @@ class AsyncEngine:
         self._max_events = max_events
         weakref.finalize(self, self._thread.close).atexit = False
 
-    def stream(self, prompt: PromptLike, **options: Any) -> AsyncStream:
+    @lists_options(PromptOptions)
+    def stream(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> AsyncStream:
         """The events of one prompt, for `async for`; it is in line when this returns.
 
         `options`: the keywords of `everystep.stream`, `seed` among them. RequestError for options
@@ -78,7 +81,8 @@ class AsyncEngine:
         """
         return AsyncStream(self, self._submit(prompt, options, self._max_events))
 
-    async def generate(self, prompt: PromptLike, **options: Any) -> Any:
+    @lists_options(PromptOptions)
+    async def generate(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Any:
         """What `everystep.generate` gives for this prompt; ends the prompt if it is cancelled."""
         one = self._submit(prompt, options, None)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from everystep.api.hands import Rules, over
 from everystep.config.kinds import is_integer
@@ -11,7 +11,7 @@ from everystep.engine.decided import results_of
 from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam
-from everystep.types import Finished, Group
+from everystep.types import Finished, Group, values_of
 
 if TYPE_CHECKING:
     from everystep.api.run import Run
@@ -88,3 +88,13 @@ def _ranked(group: Group) -> list[Finished]:
 
 def _serials(group: Group) -> frozenset[int]:
     return frozenset(one.serial for one in _ranked(group))
+
+
+def first_of(group: Group) -> Any:
+    """The one sequence of a group, live or done; None before it has any."""
+    return next(iter([*group.live, *group.done]), None)
+
+
+def known_of(group: Group) -> dict[str, Any]:
+    """What that sequence remembers that ids cannot tell."""
+    return values_of(getattr(first_of(group), "memo", {}))

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from everystep.api.chats import chat_defaults_of
+from everystep.api.chat_defaults import chat_defaults_of
 from everystep.api.model import LanguageModel
 from everystep.api.pictures import vision_of
 from everystep.cache.formats import CacheDtype
@@ -59,7 +59,12 @@ def load(
     `cache_dtype`: the type in which rows keep keys and values, "float32", "float16" or "int8" (one
     scale per position and head); without it the type that the model computes in.
     `executor`: "auto" runs every request on the native executor where that can do it, and on torch
-    operators otherwise; either can be named.
+    operators otherwise; either can be named. `device`: where the weights lie. `offline`: whether
+    nothing may be fetched. `progress`: a function of (bytes done, of all, name), called on the way.
+
+    Example:
+
+        >>> model, tokenizer = es.load(folder / "model")
     """
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = resolve_source(path, offline=offline, progress=progress)
@@ -106,7 +111,14 @@ def load_model(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> LanguageModel:
-    """The model that `path` stands for, without a tokenizer; arguments as `load`."""
+    """The model that `path` stands for, without a tokenizer.
+
+    `dtype`, `quantize`, `cache_dtype`, `device`, `executor`, `offline`, `progress`: as for `load`.
+
+    Example:
+
+        >>> model = es.load_model(folder / "model", dtype=torch.float32)
+    """
     choices = _Choices(dtype, quantize, cache_dtype, usable_device(device), executor)
     local = resolve_source(path, offline=offline, progress=progress)
     if local.is_dir():
@@ -226,6 +238,8 @@ def _from_gguf(file: GgufFile, name: str, choices: _Choices) -> LanguageModel:
         "eos_token_id": "tokenizer.ggml.eos_token_id",
         "pad_token_id": "tokenizer.ggml.padding_token_id",
     }
-    found = {field: file.metadata[key] for field, key in ids.items() if key in file.metadata}
+    found: dict[str, Any] = {
+        field: file.metadata[key] for field, key in ids.items() if key in file.metadata
+    }
     settings = GenerationConfig(**found)
     return LanguageModel(core, settings, name, choices.executor, choices.cache_dtype)

@@ -1,36 +1,116 @@
-"""Text in, text out: `generate` over any number of prompts, `stream`, and `chat`."""
+"""Text in, text out: `generate` over any number of prompts, and `stream`."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 from torch import nn
 
+from everystep.api.described import lists_options
+from everystep.api.keywords import PlainTextOptions, RectangleOptions, TextOptions
 from everystep.api.model import LanguageModel
+from everystep.api.progress import progress_bar
+from everystep.api.prompts import Tokenizing
 from everystep.api.session import (
     Generated,
-    Messages,
     OptionsLike,
     PromptLike,
     Session,
     TokenizerLike,
-    is_messages,
     listed,
     paired,
 )
 from everystep.config.kinds import FLAG, one_of
-from everystep.errors import MissingExtraError, RequestError, shown
+from everystep.errors import RequestError, shown
 from everystep.streamers import BeamEvent, Wording, beam_event
 from everystep.types import Event, FinishReason, Group
 
-_SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_error")
-"""Keywords of `generate` that lead to something else than one text."""
+E = TypeVar("E", bound=Event | BeamEvent, covariant=True)
 
 
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: Tokenizing,
+    prompts: str | Mapping[str, Any],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[False] = False,
+    **common: Unpack[PlainTextOptions],
+) -> str: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: str | Mapping[str, Any],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[True],
+    **common: Unpack[PlainTextOptions],
+) -> Generated: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: Tokenizing,
+    prompts: list[str] | tuple[str, ...],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[False] = False,
+    **common: Unpack[PlainTextOptions],
+) -> list[str]: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: list[str] | tuple[str, ...],
+    *,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    progress: bool = False,
+    return_dict_in_generate: Literal[True],
+    **common: Unpack[PlainTextOptions],
+) -> list[Generated]: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: PromptLike | Iterable[PromptLike],
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    progress: bool = False,
+    **common: Unpack[TextOptions],
+) -> Any: ...
+
+
+@overload
+def generate(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None = None,
+    prompts: None = None,
+    **common: Unpack[RectangleOptions],
+) -> Any: ...
+
+
+@lists_options(TextOptions)
 def generate(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
@@ -40,21 +120,25 @@ def generate(
     seed: int | Sequence[int] | None = None,
     on_error: Literal["raise", "return"] = "raise",
     progress: bool = False,
-    **common: Any,
+    **common: Any,  # the overloads say which
 ) -> Any:
     """The continuation of one prompt, or of each of many.
 
     A prompt is a text, a list of ids, or a list of messages (which goes through the chat template).
-    One prompt gives a text; several give a list of texts in their order, from the continuous
-    scheduler, with no more than a few dozen in memory at once. `options`: for each prompt a mapping
-    or a `GenerationConfig` of what holds for it instead of the keywords that all have in common.
+    One gives a text; several give a list in their order, a few dozen in memory at once. `options`:
+    for each prompt a mapping or a `GenerationConfig` of what holds for it instead of the keywords.
     `seed`: one integer, from which each prompt gets its own, or one per prompt of a list; a
     prompt's tokens do not depend on the others. With `num_return_sequences` above 1 a prompt gives
     a list; with `return_dict_in_generate=True` each text is a `Generated`.
 
     A prompt that fails does not affect the others. `on_error="return"` puts a `Generated` in its
     place whose reason is the error; "raise" raises the first error when all others have ended, with
-    all of that in its attribute `results`. Without prompts this is `model.generate(**common)`.
+    all of that in its attribute `results`. `progress`: whether a bar shows how many have ended.
+    Without prompts this is `model.generate(**common)`.
+
+    Example:
+
+        >>> text = es.generate(model, tokenizer, "The capital of France is", max_new_tokens=8)
     """
     model = paired(model, tokenizer)
     if not one_of("raise", "return").accepts(on_error):
@@ -87,6 +171,33 @@ def generate(
     return every[0] if single else every
 
 
+@overload
+def stream(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: PromptLike | Sequence[PromptLike],
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    beam_events: Literal[False] = False,
+    **common: Unpack[TextOptions],
+) -> Stream[Event]: ...
+
+
+@overload
+def stream(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: PromptLike | Sequence[PromptLike],
+    *,
+    options: Sequence[OptionsLike] | None = None,
+    seed: int | Sequence[int] | None = None,
+    beam_events: bool,
+    **common: Unpack[TextOptions],
+) -> Stream[Event | BeamEvent]: ...
+
+
+@lists_options(TextOptions)
 def stream(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None,
@@ -95,13 +206,18 @@ def stream(
     options: Sequence[OptionsLike] | None = None,
     seed: int | Sequence[int] | None = None,
     beam_events: bool = False,
-    **common: Any,
-) -> Stream:
+    **common: Unpack[TextOptions],
+) -> Stream[Any]:
     """The events of a text, of messages, or of a list of either, token by token.
 
     `options`, `seed`: as for `generate`. `beam_events`: the live beams of every step are shown
     too, as `BeamEvent`. A prompt that fails while it runs has its error as the reason of its last
     event; the others go on.
+
+    Example:
+
+        >>> for event in es.stream(model, tokenizer, "Once", max_new_tokens=3):
+        ...     text = event.text
     """
     model = paired(model, tokenizer)
     FLAG.checked(beam_events, "beam_events")
@@ -112,45 +228,7 @@ def stream(
     return Stream(session, many, beam_events=beam_events)
 
 
-def chat(
-    model: LanguageModel | nn.Module,
-    tokenizer: TokenizerLike,
-    messages: str | Mapping[str, Any] | Messages,
-    *,
-    seed: int | None = None,
-    **options: Any,
-) -> str:
-    """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more.
-
-    `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
-    through the chat template. Where neither the options nor the model's generation config say how
-    tokens are chosen, they are drawn at temperature 0.7 from the best of mass 0.9; the default
-    model answers greedily, and its conversations begin with a system message
-    (`model.chat_defaults`).
-    """
-    model = paired(model, tokenizer)
-    config = options.get("generation_config")
-    asked = {name: options.get(name, getattr(config, name, None)) for name in _SEVERAL}
-    neutral = {"num_return_sequences": 1, "return_dict_in_generate": False, "on_error": "raise"}
-    several = [name for name in _SEVERAL if asked[name] not in (None, neutral.get(name))]
-    if several:
-        do = f"Leave {several[0]} out, or call es.generate with the messages"
-        raise RequestError("chat gives one answer, as text", got=", ".join(several), do=do)
-    said = {"role": "user", "content": messages} if isinstance(messages, str) else messages
-    turns = [said] if isinstance(said, Mapping) else said
-    if not is_messages(turns) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise RequestError(
-            "this is no conversation",
-            wanted="a text, a message, or a list of messages {'role': ..., 'content': ...}",
-            got=shown(messages)[:80],
-            do="Pass one conversation; for several, or for ids, call es.generate",
-        )
-    options = model.chat_defaults.completed(options, model.generation_config)
-    said = model.chat_defaults.begun(turns)
-    return str(generate(model, tokenizer, said, seed=seed, **options))
-
-
-class Stream:
+class Stream(Generic[E]):
     """Events of one or several prompts, as they happen.
 
     Iterating drives the engine; nothing runs between two events. Tokens of beams come when every
@@ -175,14 +253,18 @@ class Stream:
         self._events: deque[Event | BeamEvent] = deque()
         self.groups = [self._submit(prompt, i) for i, prompt in enumerate(prompts)]
 
-    def __iter__(self) -> Stream:
+    def __repr__(self) -> str:
+        live = sum(bool(group.live) for group in self.groups)
+        return f"Stream({len(self.groups)} prompts, {live} under way, {len(self._events)} waiting)"
+
+    def __iter__(self) -> Stream[E]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> E:
         # What is taken is returned in one line, so that an interrupt finds it taken or not.
         while True:
             try:
-                return self._events.popleft()
+                return cast(E, self._events.popleft())
             except IndexError:
                 if not self._produce():
                     raise StopIteration from None
@@ -199,7 +281,7 @@ class Stream:
         """What every prompt that has ended became, in the order of the prompts."""
         return [self._session.generated(group) for group in self.groups]
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Stream[E]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -235,6 +317,8 @@ class Stream:
         finally:
             self._stepping = None
         self._word()
+        for group in (one for one in self.groups if one.done and not one.live):
+            self._session.note_cut(group)
         if self._beam_events:
             table, live = self._session.engine.table, [g for g in self.groups if g.live]
             beamed = (g for g in live if g.opened and not g.request.strategy.streams)
@@ -263,22 +347,3 @@ class Stream:
             if how == "close":
                 self._events.clear()
             self._ending = None
-
-
-@contextmanager
-def progress_bar(progress: bool, many: Any, what: str) -> Iterator[Callable[[], None]]:
-    """Something to call once for each of many: it moves a bar on standard error, if asked."""
-    if not FLAG.checked(progress, "progress"):
-        yield lambda: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn as Remaining
-    except ModuleNotFoundError as error:
-        raise MissingExtraError.of("progress=True", "rich", "cli") from error
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining())
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(what, total=len(many) if isinstance(many, Sized) else None)
-        yield lambda: shown.advance(task)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from everystep.adapters import Adapters, moved_adapters, with_adapter, without_adapter
 from everystep.api.absent import refuse_argument
-from everystep.api.chats import ChatDefaults
+from everystep.api.chat_defaults import ChatDefaults
 from everystep.api.custom import require_loop
+from everystep.api.described import lists_options
 from everystep.api.features import PromptInput, own_inputs, require_distinct
 from everystep.api.forward import (
     cache_of_forward,
@@ -24,6 +25,7 @@ from everystep.api.forward import (
     see_pictures,
     states_in_place,
 )
+from everystep.api.keywords import ModelOptions, RectangleOptions
 from everystep.api.objects import require_core
 from everystep.api.options import KEYWORDS
 from everystep.api.passed import with_prompt
@@ -31,6 +33,7 @@ from everystep.api.pictures import picture_names
 from everystep.api.rectangle import generate
 from everystep.api.saving import Merged, save_model, with_merged
 from everystep.api.speech import is_speech, transcribe
+from everystep.api.tables import model_line
 from everystep.bridge.core import ForeignModel
 from everystep.cache.formats import CacheDtype, KvFormat, Quantization
 from everystep.config import GenerationConfig
@@ -55,7 +58,6 @@ from everystep.models.load import usable_device
 from everystep.nn.network import Window
 from everystep.outputs import compute_transition_scores, loss_of
 from everystep.types import InputSpec
-from everystep.types.protocols import Hook
 
 
 class LanguageModel:
@@ -63,7 +65,7 @@ class LanguageModel:
 
     Generating changes nothing in it: every call has its own engine and its own cache rows, so
     calls from several threads do not disturb each other, and an interrupted call leaves no row.
-    `chat_defaults`: what holds in `es.chat` where neither the call nor the model says anything.
+    `chat_defaults`: what holds in `es.chat` where neither the call nor the model says it.
     """
 
     chat_defaults = ChatDefaults()
@@ -85,6 +87,8 @@ class LanguageModel:
         self._cache_dtype = cache_dtype
         self._adapters: Adapters = {}
         self._prompt_inputs: tuple[PromptInput, ...] = ()
+
+    __repr__ = model_line
 
     @property
     def core(self) -> Model | ForeignModel:
@@ -349,6 +353,7 @@ class LanguageModel:
 
     compute_transition_scores = staticmethod(compute_transition_scores)
 
+    @lists_options(RectangleOptions)
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -363,25 +368,21 @@ class LanguageModel:
         negative_prompt_attention_mask: Tensor | None = None,
         custom_generate: Any = None,
         *,
-        seed: int | Sequence[int] | None = None,
         tokenizer: Any = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        hooks: Sequence[Hook] | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ModelOptions],
     ) -> Any:
         """Continues every row of the prompt.
 
-        Names, defaults and outputs are the reference's (`GenerationMixin.generate`, 5.23): any
-        `GenerationConfig` field and model input may be given by name; an unknown name is an error.
-        Returns a (rows, length) int64 tensor, or with `return_dict_in_generate=True` an output
-        object. Without `seed` draws come from torch's global generator, as there; with it a row's
-        tokens do not depend on its batch. `seed`: one integer, or one per row. `logprobs=k`,
-        `prompt_logprobs=k`: how likely every chosen, every prompt token was, and the k best there,
-        before any processor; part of the output object (`TokenLogprobs`). `hooks`: what sees every
-        step and adds to it, see `Hook`. `assistant_model`: a smaller model, which drafts; with a
-        seed the tokens are those without it. `custom_generate`: a decoding loop of the caller's,
-        see `api/custom.py`.
+        Names, defaults and outputs are those of `GenerationMixin.generate` in transformers 5.23; an
+        unknown name is an error. Returns a (rows, length) int64 tensor, or an output object with
+        `return_dict_in_generate=True`. Without `seed` draws come from torch's global generator;
+        with it a row's tokens do not depend on its batch. `tokenizer`: what texts are made with.
+        `api/custom.py` says what a `custom_generate` gets and returns.
+
+        Example:
+
+            >>> batch = tokenizer("Once upon a time", return_tensors="pt")
+            >>> ids = model.generate(**batch, max_new_tokens=4)
         """
         refuse_argument("synced_gpus", synced_gpus)
         given = {
@@ -394,11 +395,7 @@ class LanguageModel:
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "custom_generate": require_loop(custom_generate),
-            "seed": seed,
-            "tokenizer": tokenizer,
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "hooks": hooks,
             "assistant_model": assistant_model,
+            "tokenizer": tokenizer,
         }
         return transcribe(self, given) if is_speech(self) else generate(self, given)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from everystep.api.absent import (
     ARGUMENTS_LATER,
     ARGUMENTS_NEVER,
-    ELSEWHERE,
     refuse_argument,
     refuse_fields,
 )
@@ -23,6 +22,7 @@ from everystep.api.prefixes import Prefix, read_prefix
 from everystep.api.readouts import read_contrast
 from everystep.api.strategies import read_strategy, refuse_beside
 from everystep.config import FIELDS, META, Effective, merge_configs
+from everystep.config.fields import ELSEWHERE
 from everystep.draws import SeededDraws, SharedDraws, seed_of
 from everystep.engine import Contrast, Corpus
 from everystep.errors import RequestError, UnknownArgumentError, nearest, shown

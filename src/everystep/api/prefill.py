@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
+from everystep.api.described import lists_options
 from everystep.api.features import Rows, with_features
 from everystep.api.inputs import read_inputs
+from everystep.api.keywords import PromptInputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, read_options
 from everystep.api.pictures import Pictures, with_pictures
@@ -28,6 +30,7 @@ _CHUNK = 1024
 """How many positions are fed at once."""
 
 
+@lists_options(PromptInputs)
 def prefill(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
@@ -35,7 +38,7 @@ def prefill(
     *,
     prefix: Prefix | None = None,
     adapter_names: str | None = None,
-    **inputs: Any,
+    **inputs: Unpack[PromptInputs],
 ) -> Prefix:
     """The prompt is fed once, and everything that continues from it starts there.
 
@@ -46,6 +49,11 @@ def prefill(
     `adapter_names`: the adapter that it is fed with. The handle keeps a copy of the keys and
     values, `prefix.nbytes` of them. UnsupportedError for a model with an encoder, RequestError for
     what does not fit.
+
+    Example:
+
+        >>> prefix = es.prefill(model, tokenizer, "All that follows is true.")
+        >>> text = es.generate(model, tokenizer, " So", prefix=prefix, max_new_tokens=4)
     """
     model = paired(model, tokenizer)
     if model.core.network.encodes:

@@ -9,7 +9,7 @@ that is the content.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,19 @@ from everystep.images.tokenizer import PictureTokenizer, has_pictures
 
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
+
+
+class Tokenizing(Protocol):
+    """What a tokenizer can do at least, for type checkers that shall tell it from None."""
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """The ids of a text."""
+        ...
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """The text of ids."""
+        ...
+
 
 TokenizerLike = Any
 """A tokenizer of ours, or one of another library with `encode` and `decode`."""

@@ -55,10 +55,14 @@ def quantize(
     "int8" and "int4" make a folder in the layout of docs/quantised-folders.md, the others a GGUF
     file of the mix that is called so, which llama.cpp reads too. `importance`: a text of the kind
     that the model will be used for; with it the errors of a GGUF file's weights count by how much
-    the model multiplies them with as it reads that text. `source` and what follows are as for
-    `load`. Raises FileError where `target` exists, RequestError for what is rounded already,
+    the model multiplies them with as it reads that text. `source`, `offline` and `progress` are as
+    for `load`. Raises FileError where `target` exists, RequestError for what is rounded already,
     UnsupportedError for what GGUF cannot say of a model, and what `load` raises; nothing is left
     behind then.
+
+    Example:
+
+        >>> written = es.quantize(folder / "model", folder / "small", "int8")
     """
     target = expanded(as_path(target))
     _require_choices(target, format, importance)

@@ -14,15 +14,17 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from everystep.api.hands import Hands, Rules, is_one, over, read_ids, require_changeable
-from everystep.api.hypotheses import complete, more_of
+from everystep.api.hypotheses import complete, first_of, known_of, more_of
+from everystep.api.keywords import PromptOptions
 from everystep.api.model import LanguageModel
 from everystep.api.session import Generated, Session
 from everystep.api.steps import Explanation, Step, explained
+from everystep.api.tables import table
 from everystep.config.kinds import is_integer
 from everystep.engine import Beginning
 from everystep.engine.decided import results_of
@@ -32,7 +34,7 @@ from everystep.files.opening import as_path
 from everystep.nn.modes import inference_mode
 from everystep.strategies import Beam, BestOf, Greedy, Sample
 from everystep.streamers import LiveBeam, Wording, beam_event
-from everystep.types import Group, Request, values_of
+from everystep.types import Group, Request
 
 
 class Run:
@@ -63,6 +65,15 @@ class Run:
         self._number = 0
         self._wording = Wording(self.tokenizer)
         self._reword()
+
+    def __repr__(self) -> str:
+        state = "ended" if over(self._group) else "open"
+        return f"Run({len(self.tokens)} tokens, {len(self._given)} of them given, {state})"
+
+    def _repr_html_(self) -> str:
+        ids, given = enumerate(self.tokens), self._given
+        rows = ((i, id, self._spell([id]), "given" * (i in given)) for i, id in ids)
+        return table(("place", "id", "text", ""), rows, repr(self))
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -191,7 +202,7 @@ class Run:
                 return
             sight = self._hands.step(self._group)
             if is_one(self._group.request):
-                self._memos[len(self.tokens)] = _known(self._group)
+                self._memos[len(self.tokens)] = known_of(self._group)
             self._deliver(sight)
             if self._group.error is not None:
                 raise self._group.error
@@ -250,7 +261,7 @@ class Run:
             kept = len(tokens) - n
             self._reopen(tokens[:kept], {one for one in self._given if one < kept})
 
-    def set(self, **changes: Any) -> None:
+    def set(self, **changes: Unpack[PromptOptions]) -> None:
         """Other values hold from the next choice on, read and judged as those of `es.open`.
 
         RequestError for what cannot change: the number of sequences, the cache, what is recorded,
@@ -278,7 +289,7 @@ class Run:
                     (len(tokens), rules),
                 ]
 
-    def fork(self, **changes: Any) -> Run:
+    def fork(self, **changes: Unpack[PromptOptions]) -> Run:
         """A run that is as this one, shares its engine and goes on by itself; `changes` are set in
         it. Without another seed both draw the same."""
         with self._hands.lock:
@@ -317,8 +328,6 @@ class Run:
 
         with self._hands.lock:
             write_run(self, as_path(path))
-
-    # --- the parts --------------------------------------------------------------------------------
 
     def _whole(self, what: str) -> list[int]:
         """All ids after the prompt; RequestError where `what` has no one sequence to act on."""
@@ -359,8 +368,8 @@ class Run:
         request = rules.request(self.model, len(given), group.request.request_id)
         values, best = self._values(kept), request.wants.logprobs
         if best is not None:
-            values |= with_given(_known(group), kept, tokens[kept:], best)
-        lineage = getattr(_first(group), "lineage", 0)
+            values |= with_given(known_of(group), kept, tokens[kept:], best)
+        lineage = getattr(first_of(group), "lineage", 0)
         with inference_mode():
             engine.replace(group, request, Beginning(np.array(tokens, np.int64), values, lineage))
         self._given = frozenset(given)
@@ -388,13 +397,3 @@ class Run:
 
     def _spell(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else str(self.tokenizer.decode(ids))
-
-
-def _first(group: Group) -> Any:
-    """The one sequence of a group, live or done; None before it has any."""
-    return next(iter([*group.live, *group.done]), None)
-
-
-def _known(group: Group) -> dict[str, Any]:
-    """What that sequence remembers that ids cannot tell."""
-    return values_of(getattr(_first(group), "memo", {}))

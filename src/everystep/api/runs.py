@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
+from everystep.api.described import lists_options
 from everystep.api.hands import Asked, Hands, Rules
+from everystep.api.keywords import TextOptions
 from everystep.api.model import LanguageModel
 from everystep.api.run import Run
 from everystep.api.saved import prefix_digest, read_run, revived
@@ -18,18 +20,26 @@ from everystep.errors import FormatError, RequestError, shown
 from everystep.files.opening import as_path
 
 
+@lists_options(TextOptions)
 def open(
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
     prompt: PromptLike | None = None,
     *,
     seed: int | None = None,
-    **options: Any,
+    **options: Unpack[TextOptions],
 ) -> Run:
     """A run of the prompt, which has not taken its first step.
 
     `prompt`, `options`, `seed`: as for `es.generate` with one prompt, everything about them is
     checked here, before any compute. Without a seed one is taken from torch's global generator.
+
+    Example:
+
+        >>> run = es.open(model, tokenizer, "Once", max_new_tokens=4)
+        >>> step = next(run)
+        >>> len(run.tokens)
+        1
     """
     if prompt is None:
         raise RequestError("there is no prompt to open a run with", do="Pass a text or ids")
@@ -43,11 +53,12 @@ def open(
     return Run(model, session, passed, [(0, rules)], hands, group)
 
 
+@lists_options(TextOptions)
 def resume(
     path: str | PathLike[str],
     model: LanguageModel | nn.Module,
     tokenizer: TokenizerLike | None = None,
-    **again: Any,
+    **again: Unpack[TextOptions],
 ) -> Run:
     """The run of a file that `run.save` or `everystep generate --save` wrote, ready for its next
     step; it ends as it would have without the interruption.
@@ -56,6 +67,13 @@ def resume(
     `hooks` and `prefix`, under the same names. FormatError: the file is damaged, or of a newer
     version. RequestError: another model, tokenizer, prefix or version of everystep, or a keyword
     that is missing.
+
+    Example:
+
+        >>> run = es.open(model, tokenizer, "Once", max_new_tokens=4)
+        >>> run.save(folder / "run.es")
+        >>> es.resume(folder / "run.es", model, tokenizer).result() == run.result()
+        True
     """
     model = paired(model, tokenizer)
     state, passed, absent = read_run(as_path(path), model, tokenizer)

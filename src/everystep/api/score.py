@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from everystep.api.arrays import as_numbers, require_known
 from everystep.api.encoding import encoder_states
 from everystep.api.inputs import EncoderSource, read_inputs
-from everystep.api.many import progress_bar
 from everystep.api.model import LanguageModel
 from everystep.api.options import MODEL_INPUTS, Options, read_options, require_count
+from everystep.api.progress import progress_bar
 from everystep.api.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
 from everystep.api.session import paired
+from everystep.api.tables import table
 from everystep.config.kinds import is_integer
 from everystep.draws import SeededDraws
 from everystep.engine import Continuous, Engine
@@ -53,6 +54,21 @@ class Score:
     top_tokens: Tensor
     top_logprobs: Tensor
     nbytes: int | None = None
+
+    def __repr__(self) -> str:
+        beside = "" if self.nbytes is None else f", {self.nbytes} bytes"
+        return f"Score({len(self.tokens)} tokens{beside}, perplexity {self.perplexity:.4g})"
+
+    def _repr_html_(self) -> str:
+        width = self.top_tokens.shape[1] if self.top_tokens.dim() > 1 else 0
+        ids = zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True)
+        tops = zip(self.top_tokens[:, :1].tolist(), self.top_logprobs[:, :1].tolist(), strict=True)
+        best = ("best id", "its log-probability") if width else ()
+        rows = (
+            (place, *own, *(one for part in top for one in part))
+            for place, (own, top) in enumerate(zip(ids, tops, strict=True))
+        )
+        return table(("place", "id", "log-probability", *best), rows, repr(self))
 
     @property
     def total(self) -> float:
@@ -110,7 +126,14 @@ def score(
     with an encoder reads `after` there. `best`: how many of the most likely tokens are kept for
     each place. A row longer than `window` ids, which is the model's context unless given, is read
     in windows that begin `stride` ids after each other (three quarters of a window unless given);
-    each scores what the one before it did not reach. RequestError for what cannot be scored.
+    each scores what the one before it did not reach. `adapter_names`: the adapter it runs with.
+    `progress`: whether a bar shows how far it is. RequestError for what cannot be scored.
+
+    Example:
+
+        >>> score = es.score(model, tokenizer, "Paris is the capital of France.")
+        >>> score.perplexity > 1
+        True
     """
     model = paired(model, tokenizer)
     many, single = listed(texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, cast
@@ -14,6 +14,7 @@ from torch import nn
 
 from everystep.api.absent import OF_TENSORS, refuse_of_rectangles, refuse_rectangular
 from everystep.api.caches import row_quantization
+from everystep.api.generated import Generated as Generated
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.objects import require
@@ -48,7 +49,6 @@ from everystep.errors import (
     shown,
 )
 from everystep.nn.modes import inference_mode
-from everystep.outputs import TokenLogprobs
 from everystep.stops.strings import StopStrings
 from everystep.text import Trimmer
 from everystep.types import Event, Finished, FinishReason, Group, needs_of_hooks
@@ -60,26 +60,6 @@ _ROWS = 32
 _TOKEN_BUDGET = 1024
 KEPT = 4096
 """Positions that the rows of prompts that have ended may hold, for others to go on from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """One continuation: its text without special tokens, its ids, why it ended, its score.
-
-    `cached_tokens` of the `prompt_tokens` were not fed for it: they came from a `Prefix`, or from a
-    row of another prompt that begins alike. `logprobs` of its tokens and `prompt_logprobs` of its
-    prompt's where they were asked for. Where the reason is an error, the text and the ids are as
-    far as they came.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    score: float
-    prompt_tokens: int
-    cached_tokens: int = 0
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
 
 
 class Session:
@@ -259,10 +239,10 @@ class Session:
                 self.step()
             for number in [n for n, group in inside.items() if not group.live]:
                 group = inside.pop(number)
-                self._note_cut(group)
+                self.note_cut(group)
                 yield number, self.shaped(group), group.error
 
-    def _note_cut(self, group: Group) -> None:
+    def note_cut(self, group: Group) -> None:
         """Warns a caller once who set no length and shall not take a cut text for a whole one."""
         if self._cut:
             return

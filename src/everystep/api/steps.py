@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.api.tables import table
 from everystep.engine.batches import mixed
 from everystep.engine.choices import StepRecord
 from everystep.processors.base import UserProcessor
@@ -253,6 +254,11 @@ class Explanation:
     effects: tuple[Effect, ...]
     draw: Draw | None
     rivals: tuple[Rival, ...]
+
+    def _repr_html_(self) -> str:
+        named = f"position {self.position}: {_named(self.chosen)}"
+        effects = table(Effect._fields, self.effects, named)
+        return effects + table(Rival._fields, self.rivals, "the best scores there")
 
     def __str__(self) -> str:
         token = self.chosen

@@ -151,6 +151,11 @@ def wrap(model: Any) -> LanguageModel:
 
     A model of transformers or any PEFT wrapper of one is examined with a few short forwards and
     left as it was; a model of this library is returned as it is. ModelClassError for anything else.
+
+    Example:
+
+        >>> es.wrap(model) is model
+        True
     """
     if isinstance(model, LanguageModel):
         return model

@@ -28,6 +28,7 @@ from everystep.cache.layers import (
     QuantizedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
+    briefly,
 )
 from everystep.errors import RequestError, UnsupportedError, shown
 
@@ -69,7 +70,7 @@ class Cache:
         self.shifts: Tensor | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(layers={self.layers})"
+        return f"{type(self).__name__}({briefly(self.layers)})"
 
     def __len__(self) -> int:
         """How many layers there are; those that are added on demand count once they exist."""

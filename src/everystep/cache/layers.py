@@ -7,7 +7,8 @@ layer knows neither models nor the rows in which the engine keeps keys and value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -319,3 +320,10 @@ def _removed(tokens_to_remove: int, length: int) -> int:
             do="To keep the first n of a cache, pass n - cache.get_seq_length()",
         )
     return min(-tokens_to_remove, length)
+
+
+def briefly(layers: Sequence[CacheLayer]) -> str:
+    """How many layers there are of which kind and length, of three kinds at most."""
+    kinds = Counter(map(repr, layers))
+    shown = [f"{n} x {kind}" if n > 1 else kind for kind, n in kinds.most_common(3)]
+    return ", ".join([*shown, "..."] if len(kinds) > 3 else shown) or "empty"

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from everystep.config.fields import FIELDS, META
-from everystep.config.generation import GenerationConfig, unknown_name
+from everystep.config.fields import FIELDS, META, unknown_name
+from everystep.config.generation import GenerationConfig
 from everystep.config.rules import judge
 from everystep.errors import RequestError
 

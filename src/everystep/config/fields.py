@@ -1,5 +1,5 @@
-"""The fields of a generation configuration: name, kind, meaning, and the default that holds; and
-which way of generating their values ask for.
+"""The fields of a generation configuration: name, kind, and the default that holds; and which
+way of generating their values ask for. `options.py` says what each means.
 
 Every field of a configuration starts as None, "not said". `default` holds where nothing says
 anything; the names, meanings and defaults are those of transformers 5.23.0.
@@ -22,6 +22,7 @@ from everystep.config.nested import (
     is_nested,
     watermark,
 )
+from everystep.errors import UnknownArgumentError, nearest
 
 CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")
 # Spellings of "static" that older checkpoints and scripts use.
@@ -51,7 +52,6 @@ class Field:
 
     name: str
     kind: Kind
-    meaning: str
     default: Any = None
     hint: str | None = None
     per_row: bool = False
@@ -77,111 +77,110 @@ class Field:
 
 _ALL = (
     # How long.
-    Field("max_length", SIZE, "ids in the whole sequence, prompt included, at most", 20),
-    Field("max_new_tokens", SIZE, "generated ids at most; goes before max_length"),
-    Field("min_length", COUNT, "ids in the whole sequence before it may end", 0),
-    Field("min_new_tokens", COUNT, "generated ids before the sequence may end"),
-    Field("early_stopping", one_of(True, False, "never"), "when beams stop searching", False),
-    Field("max_time", kinds.NOT_NEGATIVE, "seconds after which a sequence ends"),
-    Field("stop_strings", kinds.TEXTS, "texts that end a sequence; needs the tokenizer"),
+    Field("max_length", SIZE, 20),
+    Field("max_new_tokens", SIZE),
+    Field("min_length", COUNT, 0),
+    Field("min_new_tokens", COUNT),
+    Field("early_stopping", one_of(True, False, "never"), False),
+    Field("max_time", kinds.NOT_NEGATIVE),
+    Field("stop_strings", kinds.TEXTS),
     # How tokens are chosen.
-    Field("do_sample", FLAG, "whether tokens are drawn, not only ranked", False),
-    Field("num_beams", SIZE, "hypotheses that are followed per prompt", 1),
-    Field("use_mtp", FLAG, "draft with the model's own multi-token heads"),
-    Field("num_return_sequences", SIZE, "sequences returned per prompt", 1),
-    Field("penalty_alpha", kinds.NOT_NEGATIVE, "contrastive search: weight of the repetition term"),
-    Field("dola_layers", kinds.LAYERS, "DoLa: which layers the last one is contrasted with"),
-    Field("num_beam_groups", SIZE, "diverse beams: groups that beams are divided into", 1),
-    Field("diversity_penalty", NUMBER, "diverse beams: cost of another group's token", 0.0),
-    Field("constraints", kinds.OBJECTS, "constrained beams: Constraint objects to fulfil"),
-    Field("force_words_ids", kinds.FORCED_WORDS, "constrained beams: words that must occur"),
-    Field("length_penalty", NUMBER, "beams: exponent of the length that divides a score", 1.0),
-    Field("low_memory", FLAG, "contrastive search and beams in smaller batches"),
+    Field("do_sample", FLAG, False),
+    Field("num_beams", SIZE, 1),
+    Field("use_mtp", FLAG),
+    Field("num_return_sequences", SIZE, 1),
+    Field("penalty_alpha", kinds.NOT_NEGATIVE),
+    Field("dola_layers", kinds.LAYERS),
+    Field("num_beam_groups", SIZE, 1),
+    Field("diversity_penalty", NUMBER, 0.0),
+    Field("constraints", kinds.OBJECTS),
+    Field("force_words_ids", kinds.FORCED_WORDS),
+    Field("length_penalty", NUMBER, 1.0),
+    Field("low_memory", FLAG),
     # What is kept.
-    Field("use_cache", FLAG, "keep keys and values instead of computing them anew", True),
-    Field("cache_implementation", one_of(*CACHES, *OLD_CACHES), "how keys and values are kept"),
-    Field("cache_config", kinds.MAPPING, "settings of the cache"),
-    Field("max_cache_len", SIZE, "positions that a static cache has room for"),
-    Field("prefill_chunk_size", SIZE, "prompt positions fed at once at most"),
+    Field("use_cache", FLAG, True),
+    Field("cache_implementation", one_of(*CACHES, *OLD_CACHES)),
+    Field("cache_config", kinds.MAPPING),
+    Field("max_cache_len", SIZE),
+    Field("prefill_chunk_size", SIZE),
     # What becomes of the scores.
     Field(
         "temperature",
         kinds.NOT_NEGATIVE,
-        "what scores are divided by before sampling",
         1.0,
         "For greedy decoding set do_sample=False",
     ),
-    Field("top_k", COUNT, "sample among this many best tokens; 0: among all", 50),
-    Field("top_p", kinds.FRACTION, "sample among the best tokens of this mass", 1.0),
-    Field("min_p", kinds.FRACTION, "sample where p is at least this share of the best"),
-    Field("top_h", kinds.FRACTION_ABOVE_0, "sample among the best tokens of this entropy share"),
-    Field("typical_p", kinds.FRACTION_ABOVE_0, "sample among the most typical of this mass", 1.0),
-    Field("epsilon_cutoff", kinds.FRACTION_BELOW_1, "sample where p is at least this", 0.0),
-    Field("eta_cutoff", kinds.FRACTION_BELOW_1, "as epsilon_cutoff, lowered by entropy", 0.0),
-    Field("repetition_penalty", POSITIVE, "factor against ids that already stand", 1.0),
-    Field("encoder_repetition_penalty", POSITIVE, "factor for ids of the (encoder) prompt", 1.0),
-    Field("no_repeat_ngram_size", COUNT, "n-grams of this size occur once", 0),
-    Field("encoder_no_repeat_ngram_size", COUNT, "n-grams of the prompt do not occur", 0),
-    Field("bad_words_ids", kinds.WORDS, "id sequences that must not occur"),
-    Field("renormalize_logits", FLAG, "log-softmax after everything else"),
-    Field("forced_bos_token_id", kinds.integer(0), "the id after a prompt of one id"),
-    Field("forced_eos_token_id", TOKENS, "the id at the last place of max_length"),
-    Field("remove_invalid_values", FLAG, "replace nan and infinities in scores", False),
-    Field("exponential_decay_length_penalty", kinds.DECAY, "(start, factor): ending grows likely"),
-    Field("suppress_tokens", kinds.IDS, "ids that are never chosen"),
-    Field("begin_suppress_tokens", kinds.IDS, "ids that are not chosen first"),
-    Field("sequence_bias", kinds.BIASES, "{ids: bias}, added to the last id after the others"),
-    Field("token_healing", FLAG, "redo the prompt's last token with its continuations"),
-    Field("guidance_scale", NUMBER, "classifier-free guidance against a negative prompt"),
-    Field("watermarking_config", _WATERMARK, "mark the text so that it can be recognised"),
+    Field("top_k", COUNT, 50),
+    Field("top_p", kinds.FRACTION, 1.0),
+    Field("min_p", kinds.FRACTION),
+    Field("top_h", kinds.FRACTION_ABOVE_0),
+    Field("typical_p", kinds.FRACTION_ABOVE_0, 1.0),
+    Field("epsilon_cutoff", kinds.FRACTION_BELOW_1, 0.0),
+    Field("eta_cutoff", kinds.FRACTION_BELOW_1, 0.0),
+    Field("repetition_penalty", POSITIVE, 1.0),
+    Field("encoder_repetition_penalty", POSITIVE, 1.0),
+    Field("no_repeat_ngram_size", COUNT, 0),
+    Field("encoder_no_repeat_ngram_size", COUNT, 0),
+    Field("bad_words_ids", kinds.WORDS),
+    Field("renormalize_logits", FLAG),
+    Field("forced_bos_token_id", kinds.integer(0)),
+    Field("forced_eos_token_id", TOKENS),
+    Field("remove_invalid_values", FLAG, False),
+    Field("exponential_decay_length_penalty", kinds.DECAY),
+    Field("suppress_tokens", kinds.IDS),
+    Field("begin_suppress_tokens", kinds.IDS),
+    Field("sequence_bias", kinds.BIASES),
+    Field("token_healing", FLAG),
+    Field("guidance_scale", NUMBER),
+    Field("watermarking_config", _WATERMARK),
     # None of these is a field of the reference, which ignores them in a file.
-    Field("presence_penalty", kinds.PENALTY, "what every generated id loses", 0.0),
-    Field("frequency_penalty", kinds.PENALTY, "what it loses each time it was generated", 0.0),
-    Field("logit_bias", kinds.LOGIT_BIAS, "{id: bias}, added whatever stands before"),
-    Field("dry_multiplier", kinds.NOT_NEGATIVE, "cost of continuing a repetition; 0: none", 0.0),
-    Field("dry_base", kinds.AT_LEAST_1, "factor of that cost per id that the repetition has", 1.75),
-    Field("dry_allowed_length", SIZE, "ids from which on a repetition costs", 2),
-    Field("dry_sequence_breakers", kinds.BREAKERS, "texts and ids that end every repetition"),
-    Field("top_n_sigma", POSITIVE, "sample within so many standard deviations of the best"),
-    Field("xtc_probability", kinds.FRACTION, "how often all likely tokens but one go", 0.0),
-    Field("xtc_threshold", kinds.FRACTION, "from which probability on a token is likely", 0.1),
-    Field("mirostat_tau", POSITIVE, "mirostat 2: the surprise to keep up, in bits"),
-    Field("mirostat_eta", kinds.FRACTION, "mirostat 2: how fast its limit follows", 0.1),
-    Field("dynatemp_range", kinds.NOT_NEGATIVE, "how far entropy moves the temperature", 0.0),
-    Field("dynatemp_exponent", POSITIVE, "exponent of that entropy", 1.0),
-    Field("sampler_order", kinds.SAMPLER_ORDER, "samplers that come first, in this order"),
+    Field("presence_penalty", kinds.PENALTY, 0.0),
+    Field("frequency_penalty", kinds.PENALTY, 0.0),
+    Field("logit_bias", kinds.LOGIT_BIAS),
+    Field("dry_multiplier", kinds.NOT_NEGATIVE, 0.0),
+    Field("dry_base", kinds.AT_LEAST_1, 1.75),
+    Field("dry_allowed_length", SIZE, 2),
+    Field("dry_sequence_breakers", kinds.BREAKERS),
+    Field("top_n_sigma", POSITIVE),
+    Field("xtc_probability", kinds.FRACTION, 0.0),
+    Field("xtc_threshold", kinds.FRACTION, 0.1),
+    Field("mirostat_tau", POSITIVE),
+    Field("mirostat_eta", kinds.FRACTION, 0.1),
+    Field("dynatemp_range", kinds.NOT_NEGATIVE, 0.0),
+    Field("dynatemp_exponent", POSITIVE, 1.0),
+    Field("sampler_order", kinds.SAMPLER_ORDER),
     # What is returned.
-    Field("output_attentions", FLAG, "return attention weights"),
-    Field("output_hidden_states", FLAG, "return hidden states"),
-    Field("output_scores", FLAG, "return scores, processors applied", False),
-    Field("output_logits", FLAG, "return logits as the model gave them"),
-    Field("return_dict_in_generate", FLAG, "return an output object, not a tensor", False),
+    Field("output_attentions", FLAG),
+    Field("output_hidden_states", FLAG),
+    Field("output_scores", FLAG, False),
+    Field("output_logits", FLAG),
+    Field("return_dict_in_generate", FLAG, False),
     # Tokens with a meaning.
-    Field("pad_token_id", kinds.integer(), "the id that fills rows up"),
-    Field("bos_token_id", kinds.integer(), "the id that stands for an empty prompt"),
-    Field("eos_token_id", TOKENS, "the id or ids that end a sequence"),
-    Field("decoder_start_token_id", TOKENS, "encoder-decoder: the first id, or one per row"),
+    Field("pad_token_id", kinds.integer()),
+    Field("bos_token_id", kinds.integer()),
+    Field("eos_token_id", TOKENS),
+    Field("decoder_start_token_id", TOKENS),
     # How tokens are drafted.
-    Field("is_assistant", FLAG, "the model drafts for another"),
-    Field("num_assistant_tokens", SIZE, "tokens drafted at once", 20),
-    Field("num_assistant_tokens_schedule", _SCHEDULE, "how that number adapts", "constant"),
-    Field("assistant_confidence_threshold", kinds.FRACTION, "drafting stops below this", 0.4),
-    Field("prompt_lookup_num_tokens", SIZE, "tokens drafted by copying from the prompt"),
-    Field("max_matching_ngram_size", SIZE, "longest n-gram looked up for copying"),
-    Field("assistant_early_exit", SIZE, "draft with the first so many layers"),
-    Field("assistant_lookbehind", SIZE, "other tokenizer: assistant ids re-encoded", 10),
-    Field("target_lookbehind", SIZE, "other tokenizer: own ids re-encoded", 10),
-    Field("assistant_ensemble_weight", kinds.BETWEEN_0_AND_1, "verify against a mixture; lossy"),
-    Field("draft_verification", one_of("matching", "rejection"), "how drafts are judged"),
-    Field("num_drafts", SIZE, "drafts of a sequence that are verified together, a tree", 1),
-    Field("speculation_type", one_of("dflash"), "kind of drafting model"),
+    Field("is_assistant", FLAG),
+    Field("num_assistant_tokens", SIZE, 20),
+    Field("num_assistant_tokens_schedule", _SCHEDULE, "constant"),
+    Field("assistant_confidence_threshold", kinds.FRACTION, 0.4),
+    Field("prompt_lookup_num_tokens", SIZE),
+    Field("max_matching_ngram_size", SIZE),
+    Field("assistant_early_exit", SIZE),
+    Field("assistant_lookbehind", SIZE, 10),
+    Field("target_lookbehind", SIZE, 10),
+    Field("assistant_ensemble_weight", kinds.BETWEEN_0_AND_1),
+    Field("draft_verification", one_of("matching", "rejection")),
+    Field("num_drafts", SIZE, 1),
+    Field("speculation_type", one_of("dflash")),
     # How it is computed.
-    Field("compile_config", _COMPILATION, "how forwards are compiled"),
-    Field("disable_compile", FLAG, "never compile"),
-    Field("continuous_batching_config", kinds.MAPPING, "settings of a continuous scheduler"),
+    Field("compile_config", _COMPILATION),
+    Field("disable_compile", FLAG),
+    Field("continuous_batching_config", kinds.MAPPING),
     # Where the configuration comes from: `META`.
-    Field("_from_model_config", FLAG, "made from a model's config, not from a file of its own"),
-    Field("transformers_version", kinds.TEXT, "what wrote the file"),
+    Field("_from_model_config", FLAG),
+    Field("transformers_version", kinds.TEXT),
 )
 
 _PER_ROW = frozenset(
@@ -196,6 +195,18 @@ FIELDS: dict[str, Field] = {
 }
 META: frozenset[str] = frozenset({"_from_model_config", "transformers_version"})
 
+ELSEWHERE = {
+    "stop": "stop_strings",
+    "stop_token_ids": "eos_token_id",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "repeat_penalty": "repetition_penalty",
+    "typical": "typical_p",
+}
+"""What other engines call our fields."""
+
 # Names that belong to the call of generate(), not to a configuration.
 CALL_ONLY: frozenset[str] = frozenset(
     {
@@ -203,6 +214,17 @@ CALL_ONLY: frozenset[str] = frozenset(
         *("assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask"),
     }
 )
+
+
+def unknown_name(name: str, says: str) -> UnknownArgumentError:
+    """The error for a name that no field has, with the nearest one that there is."""
+    if name in CALL_ONLY:
+        do = f"Pass {name} to generate() itself"
+    else:
+        names = [*(known for known in FIELDS if known not in META), *CALL_ONLY]
+        guess = ELSEWHERE.get(name) or nearest(name, names)
+        do = f"The nearest is {guess}" if guess else "See everystep.config.FIELDS for all names"
+    return UnknownArgumentError(f"{says} {name!r}", do=do)
 
 
 class GenerationMode(StrEnum):

@@ -12,16 +12,24 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 from warnings import warn
 
-from everystep.config.fields import CALL_ONLY, FIELDS, META, GenerationMode, generation_mode
+from everystep.config.attributes import FieldAttributes
+from everystep.config.fields import (
+    CALL_ONLY,
+    FIELDS,
+    META,
+    GenerationMode,
+    generation_mode,
+    unknown_name,
+)
 from everystep.config.kinds import NAMED
+from everystep.config.options import StoredOptions
 from everystep.config.rules import EXTRA_OUTPUTS, judge, refuse_impossible
 from everystep.errors import (
     FormatError,
     RequestError,
-    UnknownArgumentError,
     UnsupportedError,
     nearest,
     shown,
@@ -36,7 +44,7 @@ CONFIG_NAME = "generation_config.json"
 _INNER_CONFIGS = ("decoder", "generator", "text_config")
 
 
-class GenerationConfig:
+class GenerationConfig(FieldAttributes):
     """The values that were set; see `FIELDS` for all names, meanings and defaults.
 
     `inherited`: names whose values came out of a file and were not set since. `extra`: what a file
@@ -48,7 +56,7 @@ class GenerationConfig:
     inherited: frozenset[str]
     extra: dict[str, Any]
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: Unpack[StoredOptions]) -> None:
         self.__dict__.update(dict.fromkeys(FIELDS), inherited=frozenset(), extra={})
         for name, value in values.items():
             setattr(self, name, value)
@@ -194,7 +202,7 @@ class GenerationConfig:
         force_download: bool = False,
         proxies: Mapping[str, str] | None = None,
         return_unused_kwargs: Literal[False] = False,
-        **overrides: Any,
+        **overrides: Unpack[StoredOptions],
     ) -> GenerationConfig: ...
 
     @overload
@@ -257,7 +265,7 @@ class GenerationConfig:
         cls,
         config_dict: Mapping[str, Any],
         return_unused_kwargs: Literal[False] = False,
-        **overrides: Any,
+        **overrides: Unpack[StoredOptions],
     ) -> GenerationConfig: ...
 
     @overload
@@ -347,16 +355,6 @@ class GenerationConfig:
             setattr(config, name, value)
         config.__dict__["inherited"] = config.caller_set
         return config
-
-
-def unknown_name(name: str, says: str) -> UnknownArgumentError:
-    """The error for a name that no field has, with the nearest one that there is."""
-    if name in CALL_ONLY:
-        do = f"Pass {name} to generate() itself"
-    else:
-        guess = nearest(name, [*(known for known in FIELDS if known not in META), *CALL_ONLY])
-        do = f"The nearest is {guess}" if guess else "See everystep.config.FIELDS for all names"
-    return UnknownArgumentError(f"{says} {name!r}", do=do)
 
 
 def _usable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,8 @@ def resolve_source(
             "there is nothing to load",
             wanted="a name, a folder, a .gguf file or a hub id",
             got=type(source).__name__,
-            do="Pass a string or a path",
+            do="Pass a string or a path; a model in memory needs no loading: pass it to "
+            "everystep.generate as it is, or to everystep.wrap",
         )
     text = os.fspath(source)
     known = text.lower() if isinstance(source, str) and text.lower() in KNOWN_MODELS else None

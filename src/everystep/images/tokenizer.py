@@ -28,7 +28,7 @@ from everystep.text.batch import BatchEncoding
 from everystep.text.calls import as_texts
 from everystep.text.folder import read_folder
 from everystep.text.native import checked_text
-from everystep.text.settings import Settings
+from everystep.text.settings import Settings, described
 from everystep.text.template import RenderedChat
 
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
@@ -175,7 +175,7 @@ class PictureTokenizer(Tokenizer):
         return _Prepared(patches, grid, "".join(f"<{at:.1f} seconds>{group}" for at in times))
 
     def __repr__(self) -> str:
-        return f"PictureTokenizer({self.name_or_path!r}, {len(self)} tokens)"
+        return described(self, "PictureTokenizer")
 
 
 def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:

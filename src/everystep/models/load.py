@@ -349,7 +349,7 @@ def _beside_codes(given: torch.dtype | None) -> torch.dtype:
 def _supported(dtype: torch.dtype) -> torch.dtype:
     if dtype not in _DTYPES.values():
         wanted = ", ".join(_DTYPES)
-        raise UnsupportedError("no model runs in this type", wanted=wanted, got=dtype)
+        raise UnsupportedError("no model runs in this type", wanted=wanted, got=repr(dtype))
     return dtype
 
 

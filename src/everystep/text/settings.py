@@ -104,3 +104,13 @@ def config_flag(config: Mapping[str, object], key: str, default: bool) -> bool:
         what = f"tokenizer_config.json: {key} is wrong"
         raise FormatError(what, wanted="true or false", got=shown(value))
     return default if value is None else value
+
+
+def described(tokenizer: Any, kind: str) -> str:
+    """One line about a tokenizer: its kind, vocabulary, special ids, and whether it has a chat
+    template."""
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    special = ", ".join(f"{name} {id}" for name, id in ids.items() if id is not None)
+    template = "chat template" if tokenizer.chat_template is not None else "no chat template"
+    parts = (type(tokenizer.backend.model).__name__, f"{len(tokenizer)} tokens", special, template)
+    return f"{kind}({tokenizer.name_or_path!r}, {', '.join(filter(None, parts))})"

@@ -38,7 +38,7 @@ from everystep.text.gguf import read_gguf
 from everystep.text.literal import Literals, Shown, columns_of_chats, rendered_chats, without_marks
 from everystep.text.native import checked_text, id_of, native_call
 from everystep.text.pieces import Decoding
-from everystep.text.settings import NamedToken, Settings, checked_side
+from everystep.text.settings import NamedToken, Settings, checked_side, described
 from everystep.text.template import chosen_template, refuse_open_end, refuse_unread
 
 NO_SETTINGS = Settings()
@@ -396,4 +396,4 @@ class Tokenizer:
         return padding_of(padding, max_length, limit, side, multiple, pad_id)
 
     def __repr__(self) -> str:
-        return f"Tokenizer({self.name_or_path!r}, {len(self)} tokens)"
+        return described(self, "Tokenizer")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import everystep as es
-from everystep.api import chats
-from everystep.api.chats import ChatDefaults, chat_defaults_of
+from everystep.api import chat_defaults
+from everystep.api.chat_defaults import ChatDefaults, chat_defaults_of
 from everystep.api.options import KEYWORDS
 from everystep.config import GenerationConfig
 from everystep.files.sources import DEFAULT_MODEL
@@ -56,13 +56,13 @@ def test_a_conversation_begins_with_the_system_message_unless_it_has_one() -> No
 
 
 def test_the_default_model_has_its_own() -> None:
-    assert chat_defaults_of(DEFAULT_MODEL.upper()) == chats.KNOWN[DEFAULT_MODEL]
+    assert chat_defaults_of(DEFAULT_MODEL.upper()) == chat_defaults.KNOWN[DEFAULT_MODEL]
     for other in ("org/name", "a.gguf", 5, None):
         assert chat_defaults_of(other) == ChatDefaults()
 
 
 def test_every_option_that_decides_exists() -> None:
-    assert set(chats._CHOOSES) <= set(KEYWORDS)
+    assert set(chat_defaults._CHOOSES) <= set(KEYWORDS)
 
 
 def test_a_chat_is_sampled_and_messages_are_not() -> None:

@@ -1,0 +1,60 @@
+"""`es.chat`: the answer to a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from torch import nn
+
+from everystep.api.described import lists_options
+from everystep.api.keywords import TextOptions
+from everystep.api.many import generate
+from everystep.api.model import LanguageModel
+from everystep.api.session import Messages, TokenizerLike, is_messages, paired
+from everystep.errors import RequestError, shown
+
+_SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_error")
+"""Keywords of `generate` that lead to something else than one text."""
+
+
+@lists_options(TextOptions)
+def chat(
+    model: LanguageModel | nn.Module,
+    tokenizer: TokenizerLike,
+    messages: str | Mapping[str, Any] | Messages,
+    *,
+    seed: int | None = None,
+    **options: Unpack[TextOptions],
+) -> str:
+    """The assistant's answer to a conversation; up to 512 new tokens unless `options` say more.
+
+    `messages`: what the user says, one message, or all of them in turn. Whatever its form, it goes
+    through the chat template. Where neither the options nor the model's generation config say how
+    tokens are chosen, they are drawn at temperature 0.7 from the best of mass 0.9; the default
+    model answers greedily, and its conversations begin with a system message
+    (`model.chat_defaults`). `seed`: as for `generate`.
+
+    Example:
+
+        >>> answer = es.chat(model, tokenizer, "Name a colour.", max_new_tokens=8)
+    """
+    model = paired(model, tokenizer)
+    config = options.get("generation_config")
+    asked = {name: options.get(name, getattr(config, name, None)) for name in _SEVERAL}
+    neutral = {"num_return_sequences": 1, "return_dict_in_generate": False, "on_error": "raise"}
+    several = [name for name in _SEVERAL if asked[name] not in (None, neutral.get(name))]
+    if several:
+        do = f"Leave {several[0]} out, or call es.generate with the messages"
+        raise RequestError("chat gives one answer, as text", got=", ".join(several), do=do)
+    said = {"role": "user", "content": messages} if isinstance(messages, str) else messages
+    turns = [said] if isinstance(said, Mapping) else said
+    if not is_messages(turns) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise RequestError(
+            "this is no conversation",
+            wanted="a text, a message, or a list of messages {'role': ..., 'content': ...}",
+            got=shown(messages)[:80],
+            do="Pass one conversation; for several, or for ids, call es.generate",
+        )
+    completed = model.chat_defaults.completed(options, model.generation_config)
+    return str(generate(model, tokenizer, model.chat_defaults.begun(turns), seed=seed, **completed))

@@ -1,0 +1,159 @@
+"""The typed dicts of keywords say what calls take, and help() lists them with an example."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+import everystep as es
+from everystep.api import keywords, options, pictures, session, speech_options
+from everystep.api.described import described_keys, lists_options
+from everystep.config import FIELDS, META
+from everystep.config.attributes import FieldAttributes
+from everystep.config.options import ConfigOptions, StoredOptions
+from everystep.testing.models import tiny_llama
+from everystep.testing.tokenizer import tiny_tokenizer
+
+OF_ENCODERS = {*pictures._KEYWORDS, "bbox", "input_features"}
+READ = {"input_ids", "attention_mask", "inputs_embeds", "position_ids"}
+PLAIN: tuple[Any, ...] = (True, 0, 1, 2, 5, 0.0, 0.5, 1.0, 1.5, "x")
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
+    "generate": (es.generate, keywords.TextOptions),
+    "stream": (es.stream, keywords.TextOptions),
+    "chat": (es.chat, keywords.TextOptions),
+    "open": (es.open, keywords.TextOptions),
+    "resume": (es.resume, keywords.TextOptions),
+    "prefill": (es.prefill, keywords.PromptInputs),
+    "AsyncEngine.stream": (es.AsyncEngine.stream, keywords.PromptOptions),
+    "AsyncEngine.generate": (es.AsyncEngine.generate, keywords.PromptOptions),
+    "LanguageModel.generate": (es.LanguageModel.generate, keywords.RectangleOptions),
+    "score": (es.score, None),
+    "load": (es.load, None),
+    "load_model": (es.load_model, None),
+    "quantize": (es.quantize, None),
+    "wrap": (es.wrap, None),
+}
+
+
+def keys(options: type) -> set[str]:
+    return {*options.__annotations__}
+
+
+def test_the_fields_are_those_of_the_configuration() -> None:
+    assert keys(StoredOptions) == {*FIELDS} == {*FieldAttributes.__annotations__}
+    assert keys(ConfigOptions) == {*FIELDS} - META
+    said = get_type_hints(StoredOptions)
+    assert get_type_hints(FieldAttributes) == said
+
+
+def test_calls_about_prompts_take_what_their_type_says() -> None:
+    taken = {*options.OBJECTS, *options.CONFIG_FIELDS, *session._OF_TEXTS}
+    assert keys(keywords.PromptOptions) == taken
+    assert keys(keywords.TextOptions) == taken - {"seed"}
+    open_results = {"num_return_sequences", "return_dict_in_generate", "n_best", "strategy"}
+    open_results |= {"strategy_options", "generation_config"}
+    assert keys(keywords.PlainTextOptions) == taken - {"seed"} - open_results
+
+
+def test_a_call_about_a_rectangle_takes_what_its_type_says() -> None:
+    taken = {*options.KEYWORDS, *speech_options.OWN, *OF_ENCODERS}
+    assert keys(keywords.RectangleOptions) | {"tokenizer"} == taken - {"text", "messages"}
+    spelled = {*inspect.signature(es.LanguageModel.generate).parameters}
+    assert keys(keywords.ModelOptions) | spelled - {"self", "kwargs", "synced_gpus"} == (
+        keys(keywords.RectangleOptions) | {"tokenizer"}
+    )
+    assert not keys(keywords.ModelOptions) & spelled
+    assert keys(keywords.PromptInputs) == READ | OF_ENCODERS
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in META])
+def test_a_field_has_the_type_of_its_kind(name: str) -> None:
+    hint, kind = get_type_hints(StoredOptions)[name], FIELDS[name].kind
+    every = (*PLAIN, *literals(hint))
+    assert [one for one in every if kind.accepts(one) and not admits(hint, one)] == []
+    for plain in {bool, int, float, str} & {*get_args(hint)}:
+        assert any(kind.accepts(one) for one in every if type(one) is plain), plain
+    assert all(kind.accepts(one) for one in literals(hint))
+    assert admits(hint, None)
+    assert FIELDS[name].per_row == (name in per_row_hints())
+
+
+def per_row_hints() -> set[str]:
+    """The fields of numbers that may be given as a list, one per row."""
+    hints = get_type_hints(StoredOptions)
+    lists = {Sequence[int], Sequence[float]}
+    found = {name for name, hint in hints.items() if lists & {*get_args(hint)}}
+    ids = {name for name in found if name.endswith(("token_id", "_tokens"))}
+    return found - ids - {"dola_layers"}
+
+
+def literals(hint: Any) -> tuple[Any, ...]:
+    """The values that a type names."""
+    parts = [hint] if get_origin(hint) is Literal else get_args(hint)
+    return tuple(value for one in parts if get_origin(one) is Literal for value in get_args(one))
+
+
+def admits(hint: Any, value: Any) -> bool:
+    """Whether a plain value, or None, is of the type, as type checkers see it."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(admits(one, value) for one in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is not None:
+        return isinstance(value, origin) and not isinstance(value, str)
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(hint, type) and isinstance(value, hint)
+
+
+@pytest.mark.parametrize("options", [keywords.RectangleOptions, keywords.PromptOptions])
+def test_every_key_has_a_line(options: type) -> None:
+    lines = described_keys(options)
+    assert {*lines} == keys(options)
+    assert all(10 < len(line) < 160 and line.endswith(".") for line in lines.values())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_lists_every_keyword(name: str) -> None:
+    function, options = FUNCTIONS[name]
+    text, parameters = inspect.getdoc(function) or "", inspect.signature(function).parameters
+    own = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert [one for one in own if f"`{one}" not in text] == []
+    if options is not None:
+        (rest,) = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+        assert name == "generate" or rest.annotation.startswith("Unpack[")
+        lines = [line for line in text.splitlines() if line.startswith("    ")]
+        listed = {line.strip().partition(":")[0] for line in lines}
+        assert keys(options) <= listed
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if "Async" not in n])
+def test_help_ends_with_an_example_that_runs(name: str, tmp_path: Path) -> None:
+    text = inspect.getdoc(FUNCTIONS[name][0]) or ""
+    example = text.rpartition("\nExample:\n")[2]
+    assert ">>>" in example and "\n\nOptions" not in example
+    model, tokenizer = tiny_llama(vocab_size=320, dtype=torch.float32), tiny_tokenizer(320)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    names: Mapping[str, Any] = {"es": es, "model": model, "tokenizer": tokenizer}
+    test = doctest.DocTestParser().get_doctest(
+        example, {**names, "folder": tmp_path, "torch": torch}, name, None, None
+    )
+    said: list[str] = []
+    failed = doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert test.examples and failed.failed == 0, "".join(said)
+
+
+def test_without_docstrings_nothing_is_listed() -> None:
+    def bare() -> None: ...
+
+    assert lists_options(keywords.TextOptions)(bare).__doc__ is None

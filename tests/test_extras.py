@@ -62,6 +62,8 @@ def test_an_error_names_the_extra(
     module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     extra, what, ask = NEEDS[module]
+    for name in [one for one in sys.modules if one.startswith(f"{module}.")]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError) as caught:
         ask(tmp_path)

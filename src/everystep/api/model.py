@@ -65,7 +65,6 @@ class LanguageModel:
 
     Generating changes nothing in it: every call has its own engine and its own cache rows, so
     calls from several threads do not disturb each other, and an interrupted call leaves no row.
-    `chat_defaults`: what holds in `es.chat` where neither the call nor the model says it.
     """
 
     chat_defaults = ChatDefaults()

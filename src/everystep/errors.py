@@ -41,7 +41,7 @@ class UnsupportedError(RequestError, NotImplementedError):
 
 
 class AbsentNameError(EverystepError, ImportError):
-    """An import of a name of the reference that this library does not have."""
+    """An import of a name of transformers that this library does not have."""
 
 
 class AbsentAttributeError(EverystepError, AttributeError):

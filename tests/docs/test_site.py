@@ -110,7 +110,7 @@ def test_the_reference_is_that_of_the_program(site: Path) -> None:
     for name in ("chat", "models remove", "--temperature"):
         assert name in commands
     api = (site / "reference" / "generating.html").read_text(encoding="utf-8")
-    assert 'id="everystep.generate"' in api and "max_rows" in api
+    assert 'id="everystep.generate"' in api and "on_error" in api
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ class MissingExtraError(UnsupportedError):
 
 
 class AbsentNameError(EverystepError, ImportError):
-    """An import of a name of the reference that this library does not have."""
+    """An import of a name of transformers that this library does not have."""
 
 
 class AbsentAttributeError(EverystepError, AttributeError):

@@ -1,0 +1,127 @@
+"""The documentation site: what its pages hold, and the site as it is built."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import everystep as es
+from everystep import errors
+from everystep.config.fields import FIELDS
+from tests.reading import ROOT
+
+PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
+HELP = (ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
+CLASSES = [
+    one
+    for one in vars(errors).values()
+    if isinstance(one, type) and issubclass(one, es.EverystepError)
+]
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"
+    r"|<link\b(?=[^>]*\brel=[\"']?(?:stylesheet|preconnect|preload|icon))[^>]*"
+    r"\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"
+)
+IMPORTED = re.compile(r"@import[^;]*//[^;]*|url\([\"']?(?:https?:)?//[^)]*\)")
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def test_each_public_name_is_on_one_page_of_the_reference() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    found = Counter(re.findall(r"^::: everystep\.(\w+)$", text, re.M))
+    assert found == Counter(es.__all__)
+
+
+def test_each_class_of_error_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    assert Counter(re.findall(r"^::: .*\.(\w+)$", text, re.M)) == Counter(
+        one.__name__ for one in CLASSES
+    )
+
+
+def section(name: str) -> str:
+    """The text below a heading of the troubleshooting page."""
+    return HELP.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+def test_troubleshooting_has_each_class_once_and_no_other() -> None:
+    assert re.findall(r"^## (.+)$", HELP, re.M) == [one.__name__ for one in CLASSES]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_troubleshooting_says_what_a_class_is(kind: type[es.EverystepError]) -> None:
+    text = " ".join(section(kind.__name__).split())
+    docstring = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+    assert text.startswith(f"**Means.** {docstring.rstrip('.')}")
+    assert "**What to do.** " in text
+    builtin = [one.__name__ for one in kind.__bases__ if one.__module__ == "builtins"]
+    assert [name for name in builtin if name != "Exception" and f"`{name}`" not in text] == []
+
+
+# --- the site -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: the extra docs")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="no mkdocstrings: the extra docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    yield folder
+
+
+@pytest.mark.slow
+def test_nothing_is_fetched_from_other_hosts(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 60
+    found = {p.name: FETCHED.findall(p.read_text(encoding="utf-8")) for p in pages}
+    found |= {p.name: IMPORTED.findall(p.read_text(encoding="utf-8")) for p in site.rglob("*.css")}
+    assert {name: hosts for name, hosts in found.items() if hosts} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://host/a.js">',
+        "<link href=https://host/a.css rel=stylesheet>",
+        '<link rel="preconnect" href="//host">',
+        '<img alt="x" src="http://host/a.png">',
+    ],
+)
+def test_what_is_fetched_is_found(text: str) -> None:
+    assert FETCHED.search(text)
+
+
+@pytest.mark.slow
+def test_the_reference_is_that_of_the_program(site: Path) -> None:
+    options = (site / "reference" / "options.html").read_text(encoding="utf-8")
+    assert [name for name in FIELDS if f"<code>{name}</code>" not in options] == []
+    commands = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
+    for name in ("chat", "models remove", "--temperature"):
+        assert name in commands
+    api = (site / "reference" / "generating.html").read_text(encoding="utf-8")
+    assert 'id="everystep.generate"' in api and "on_error" in api
+
+
+@pytest.mark.slow
+def test_search_knows_pages_of_every_kind(site: Path) -> None:
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    for place in ("index.html", "guide/web.html", "reference/generating.html", "laws.html"):
+        assert f'"location":"{place}' in index, place
+
+
+@pytest.mark.slow
+def test_links_of_the_repository_lead_to_pages(site: Path) -> None:
+    front = (site / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'href="?laws\.html', front) and re.search(r'src="?images/demo\.svg', front)
+    assert ".md)" not in front and "bench/results" not in re.sub(r"<code.*?</code>", "", front)

@@ -1,0 +1,104 @@
+"""The application of docs/guide/web.md: streams, clients that leave, wrong requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import everystep as es
+from everystep.api.model import LanguageModel
+from everystep.testing.models import tiny_llama
+from tests.api.asking import LONG, TOKENIZER, Message, require_nothing_left, runs
+from tests.docs.test_documents import blocks
+from tests.reading import ROOT
+
+PAGE = (ROOT / "docs" / "guide" / "web.md").read_text(encoding="utf-8")
+DEFINED = [block.text for block in blocks(PAGE, "python") if "asyncio.run(" not in block.text]
+MODEL: LanguageModel = tiny_llama(vocab_size=320)
+
+
+def application(engine: es.AsyncEngine, **options: Any) -> Any:
+    """The page's own, made of its blocks."""
+    names: dict[str, Any] = {"__name__": "page"}
+    for text in DEFINED:
+        exec(compile(text, "web.md", "exec"), names)
+    return names["application"](engine, **options)
+
+
+async def visit(app: Any, body: bytes, leave_after: int | None = None) -> list[Message]:
+    """What a client is sent, which disconnects after so many messages."""
+    inbox: asyncio.Queue[Message] = asyncio.Queue()
+    middle = len(body) // 2
+    inbox.put_nowait({"type": "http.request", "body": body[:middle], "more_body": True})
+    inbox.put_nowait({"type": "http.request", "body": body[middle:], "more_body": False})
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == leave_after:
+            inbox.put_nowait({"type": "http.disconnect"})
+        await asyncio.sleep(0)
+
+    scope = {"type": "http", "method": "POST", "path": "/"}
+    await asyncio.wait_for(app(scope, inbox.get, send), 60)
+    return sent
+
+
+def text_of(sent: list[Message]) -> str:
+    return b"".join(message["body"] for message in sent[1:]).decode()
+
+
+def test_two_clients_at_once_get_their_answers_in_pieces() -> None:
+    async def main() -> None:
+        async with es.AsyncEngine(MODEL, TOKENIZER) as engine:
+            app = application(engine, **LONG)
+            found = await asyncio.gather(visit(app, b"question 1"), visit(app, b"question 2"))
+            wanted = es.generate(MODEL, TOKENIZER, ["question 1", "question 2"], **LONG)
+            assert [text_of(sent) for sent in found] == wanted
+            for sent in found:
+                assert sent[0]["status"] == 200 and len(sent) > 5, "it came in one piece"
+                assert not sent[-1].get("more_body")
+            await require_nothing_left(engine)
+
+    runs(main())
+
+
+def test_a_client_that_leaves_frees_its_rows_and_no_others() -> None:
+    async def main() -> None:
+        async with es.AsyncEngine(MODEL, TOKENIZER) as engine:
+            app = application(engine, max_new_tokens=400, eos_token_id=None)
+            left, whole = await asyncio.gather(
+                visit(app, b"goes away", leave_after=3), visit(app, b"stays")
+            )
+            assert left[-1].get("more_body"), "nothing ended that answer"
+            wanted = es.generate(MODEL, TOKENIZER, "stays", max_new_tokens=400, eos_token_id=None)
+            assert text_of(whole) == wanted
+            await require_nothing_left(engine)
+
+    runs(main())
+
+
+def test_a_wrong_request_is_400_with_the_librarys_text() -> None:
+    async def main() -> None:
+        async with es.AsyncEngine(MODEL, TOKENIZER) as engine:
+            sent = await visit(application(engine, max_new_token=3), b"hello")
+            assert sent[0]["status"] == 400 and "max_new_tokens" in text_of(sent)
+            empty = await visit(application(engine, **LONG), b"")
+            assert empty[0]["status"] == 400 and "empty" in text_of(empty)
+            unreadable = await visit(application(engine, **LONG), b"\xff\xfe")
+            assert unreadable[0]["status"] == 400
+            await require_nothing_left(engine)
+
+    runs(main())
+
+
+def test_a_full_engine_is_503() -> None:
+    async def main() -> None:
+        async with es.AsyncEngine(MODEL, TOKENIZER, max_rows=1, max_waiting=1) as engine:
+            app = application(engine, **LONG)
+            found = await asyncio.gather(*(visit(app, b"wait") for _ in range(8)))
+            statuses = {sent[0]["status"] for sent in found}
+            assert statuses == {200, 503}
+            await require_nothing_left(engine)
+
+    runs(main())

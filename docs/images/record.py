@@ -62,7 +62,7 @@ PICTURES: Mapping[str, Picture] = {
             "/system Answer in one short sentence.",
             "Tell me the capital of France.",
             "/set temperature 0.7",
-            "What is it famous for?",
+            "What is it known for?",
             "/undo",
             "/exit",
         ),

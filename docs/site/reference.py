@@ -6,8 +6,10 @@ from typing import Any
 
 import typer
 
+from everystep.api.described import described_keys
 from everystep.cli.app import app
 from everystep.config.fields import FIELDS, Field
+from everystep.config.options import ConfigOptions
 
 _COMMANDS = """\
 # Commands
@@ -32,14 +34,16 @@ def command_line() -> str:
 
 def options() -> str:
     """A page of Markdown with every field of a generation configuration."""
+    lines = described_keys(ConfigOptions)
     head = ["| option | what it is | default | values |", "| --- | --- | --- | --- |"]
-    return "\n".join([_OPTIONS, *head, *map(_option, FIELDS.values())]) + "\n"
+    rows = [_option(field, lines[name]) for name, field in FIELDS.items() if name in lines]
+    return "\n".join([_OPTIONS, *head, *rows, ""])
 
 
-def _option(field: Field) -> str:
+def _option(field: Field, meaning: str) -> str:
     default = "" if field.default is None else f"`{_cell(str(field.default))}`"
     wanted = _cell(field.kind.wanted) + ("; one per row" if field.per_row else "")
-    return f"| `{field.name}` | {_cell(field.meaning)} | {default} | {wanted} |"
+    return f"| `{field.name}` | {_cell(meaning)} | {default} | {wanted} |"
 
 
 def _command(command: Any, name: str, above: Any) -> list[str]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import everystep as es
+from everystep.api.chat_defaults import ChatDefaults
 
 
 class FakeFinish(NamedTuple):
@@ -44,6 +46,7 @@ class Stage:
     context: int | None = None
     delay: float = 0.0
     answer: str | None = None
+    chat_defaults: ChatDefaults = field(default_factory=partial(ChatDefaults, sampling={}))
     load_failure: BaseException | None = None
     stream_failure: BaseException | None = None
     fetches: tuple[tuple[int, int, str], ...] = ()
@@ -59,7 +62,8 @@ class Stage:
         if self.load_failure is not None:
             raise self.load_failure
         settings = SimpleNamespace(do_sample=self.do_sample)
-        return FakeModel(self.context, settings), FakeTokenizer(self.chat_template)
+        model = FakeModel(self.context, settings, self.chat_defaults)
+        return model, FakeTokenizer(self.chat_template)
 
     def stream(self, model: Any, tokenizer: Any, prompt: Any, **options: Any) -> FakeStream:
         """Stands for `es.stream`."""
@@ -81,6 +85,7 @@ class FakeModel:
 
     context: int | None
     generation_config: SimpleNamespace
+    chat_defaults: ChatDefaults
 
 
 @dataclass(frozen=True)

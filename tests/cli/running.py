@@ -47,8 +47,10 @@ def everystep(*arguments: str) -> list[str]:
 
 
 def surroundings(**environment: str) -> dict[str, str]:
-    """The environment of a program: its output is buffered, as it is where nobody said anything."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    """The environment of a program, without what pytest and its workers say of Python's output and
+    of the width of a terminal."""
+    said = ("PYTHONUNBUFFERED", "COLUMNS", "LINES")
+    inherited = {name: value for name, value in os.environ.items() if name not in said}
     return {**inherited, **environment}
 
 

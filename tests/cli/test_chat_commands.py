@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from everystep.api.chat_defaults import ChatDefaults
 from everystep.cli.conversation import Conversation
 from everystep.cli.slash import obey
 from everystep.errors import EverystepError, FormatError, RequestError
@@ -162,3 +163,20 @@ def test_a_file_to_load_is_regular_bounded_and_there(stage: Stage, tmp_path: Pat
     for name in ("absent", "large", "pipe", "", "~nobody-at-all/x"):
         with pytest.raises(EverystepError):
             obey(talk, f"/load {tmp_path / name if name.isalpha() else name}", None)
+
+
+def test_a_chat_is_drawn_where_neither_the_line_nor_the_model_says(
+    stage: Stage, call: Caller
+) -> None:
+    stage.chat_defaults = ChatDefaults("Be brief.")
+    call("chat", given=b"a\n/set temperature 0\nb\n")
+    (first, drawn), (_, greedy) = stage.streams
+    assert first == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    assert (drawn["do_sample"], drawn["temperature"], drawn["top_p"]) == (True, 0.7, 0.9)
+    assert greedy["do_sample"] is False and "top_p" not in greedy
+
+
+def test_a_system_message_of_the_line_goes_before_the_default(stage: Stage, call: Caller) -> None:
+    stage.chat_defaults = ChatDefaults("Be brief.")
+    call("chat", "--system", "Be kind.", given=b"a\n")
+    assert stage.streams[0][0][0] == {"role": "system", "content": "Be kind."}

@@ -66,8 +66,10 @@ def chat(
     offline = offline or context.obj
     loaded, tokenizer = load(model, dtype, quantize, cache_dtype, device, offline)
     require_template(tokenizer, "a chat")
-    o.note_seed(loaded, decoding, seed)
+    defaults = loaded.chat_defaults
+    o.note_seed(loaded, defaults.completed(decoding, loaded.generation_config), seed)
     said = {name: value for name, value in chosen.items() if value is not None}
+    system = defaults.system if system is None else system
     conversation = Conversation(loaded, tokenizer, said, seed, system)
     if text is not None:
         conversation.ask(text)

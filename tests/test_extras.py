@@ -13,6 +13,7 @@ import pytest
 
 import everystep as es
 from everystep.bridge.reference import Reference
+from everystep.cli import machine
 from everystep.errors import MissingExtraError
 from everystep.files.hub import DEFAULT_ACCESS, HubId, fetch_file
 from everystep.files.pictures import require_pillow
@@ -101,3 +102,10 @@ def test_all_is_every_extra_of_a_user() -> None:
     listed = set(re.fullmatch(r"everystep\[(.*)\]", every)[1].split(","))
     assert listed == set(EXTRAS) - FOR_DEVELOPERS - {"all"}
     assert listed == {extra for extra, _, _ in NEEDS.values()}
+
+
+def test_the_doctor_looks_for_every_extra_but_its_own() -> None:
+    assert set(machine.EXTRAS) == {extra for extra, _, _ in NEEDS.values()} - {"cli"}
+    for extra, libraries in machine.EXTRAS.items():
+        named = {re.split("[><=]", one)[0] for one in EXTRAS[extra]}
+        assert named == set(libraries)

@@ -35,15 +35,14 @@ def command_line() -> str:
 def options() -> str:
     """A page of Markdown with every field of a generation configuration."""
     lines = described_keys(ConfigOptions)
-    head = ["| option | what it is | default | values |", "| --- | --- | --- | --- |"]
+    head = ["| option | what it is | values |", "| --- | --- | --- |"]
     rows = [_option(field, lines[name]) for name, field in FIELDS.items() if name in lines]
     return "\n".join([_OPTIONS, *head, *rows, ""])
 
 
 def _option(field: Field, meaning: str) -> str:
-    default = "" if field.default is None else f"`{_cell(str(field.default))}`"
     wanted = _cell(field.kind.wanted) + ("; one per row" if field.per_row else "")
-    return f"| `{field.name}` | {_cell(meaning)} | {default} | {wanted} |"
+    return f"| `{field.name}` | {_cell(meaning)} | {wanted} |"
 
 
 def _command(command: Any, name: str, above: Any) -> list[str]:

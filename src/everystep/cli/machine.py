@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "transformers")
 EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "hub": ("huggingface-hub",),
     "transformers": ("transformers",),
     "grammar": ("llguidance",),
     "vision": ("pillow",),
     "sentencepiece": ("sentencepiece", "protobuf"),
     "audio": ("soundfile",),
 }
-"""The distributions that each extra of the package brings."""
+"""The distributions that each extra brings, but for those that the command line needs itself."""
 
 
 def version_of(distribution: str) -> str | None:

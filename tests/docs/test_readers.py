@@ -22,7 +22,7 @@ class Task(NamedTuple):
 
 TASKS = [
     Task("load my folder", "models", "Models"),
-    Task("stream answers in a web", "web", "A web handler in ten lines"),
+    Task("stream answers in a web", "web", "A web handler"),
     Task("JSON", "structured_output", "JSON schema"),
     Task("compare two strategies", "compare", "Compare two strategies"),
     Task("slow", "slow", "Why is it slow?"),

@@ -142,7 +142,7 @@ REFUSED_FIELDS = {
         "Leave it out: an assistant_model drafts token by token",
     ),
     "low_memory": (
-        "the reference has given it up, and beams share their prompt's memory",
+        "transformers has given it up, and beams share their prompt's memory",
         "Leave it out",
     ),
     "compile_config": ("forwards are not compiled, and no token depends on that", "Leave it out"),

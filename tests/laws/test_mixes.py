@@ -11,7 +11,10 @@ from everystep.testing.laws import Laws, shortfalls
 from everystep.testing.requests import Mix, mixes, random_mix
 
 BLOCKS = [range(125)]
-MORE_BLOCKS = [range(125, 250), range(250, 500), *(range(first, first + 500) for first in range(500, 20_000, 500))]
+MORE_BLOCKS = [
+    *(range(125, 250), range(250, 500)),
+    *(range(first, first + 500) for first in range(500, 20_000, 500)),
+]
 
 
 @pytest.mark.parametrize(

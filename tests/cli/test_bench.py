@@ -13,6 +13,7 @@ from everystep.api import speed
 from everystep.api.speed import measure_speed
 from everystep.errors import RequestError
 from everystep.executors.native import status
+from tests.bridge.families import model_of
 from tests.cli.running import Caller
 from tests.cli.tiny_model import write_tiny_model
 
@@ -82,6 +83,26 @@ def test_no_row_ends_early_and_the_median_is_taken(
     assert lengths == [(2, 5 + 8)] * 4  # the first tokens, seven more, and one run to warm up
     assert (found.first, found.rest) == (2.0, 4.0)
     assert model.generation_config is settings
+
+
+def test_what_the_model_would_choose_otherwise_is_left_out(folder: Path) -> None:
+    model = es.load_model(folder)
+    model.generation_config = own = es.GenerationConfig(
+        num_beams=2, max_length=6, repetition_penalty=1.5, do_sample=True, temperature=0.5
+    )
+    options = speed._greedy_without_end(model)
+    ids = torch.arange(3, 9)[None]
+    mask = torch.ones_like(ids)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
+    plain = es.load_model(folder)
+    plain.generation_config = es.GenerationConfig(pad_token_id=0)
+    assert torch.equal(found, plain.generate(ids, attention_mask=mask, max_new_tokens=8))
+    assert measure_speed(model, positions=4, tokens=2, repeats=1).tokens == 2
+    assert model.generation_config is own
+
+
+def test_a_model_of_transformers_is_measured_too() -> None:
+    assert measure_speed(es.wrap(model_of("llama")), positions=4, tokens=2, repeats=1).rest > 0
 
 
 def test_a_first_token_comes_before_the_rest(folder: Path) -> None:

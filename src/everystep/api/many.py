@@ -316,9 +316,10 @@ class Stream(Generic[E]):
             self._reported.extend(self._session.step())
         finally:
             self._stepping = None
+        for event in self._reported:
+            if event.finish is not None and not self.groups[int(event.request_id)].live:
+                self._session.note_cut(self.groups[int(event.request_id)], depth=5)
         self._word()
-        for group in (one for one in self.groups if one.done and not one.live):
-            self._session.note_cut(group)
         if self._beam_events:
             table, live = self._session.engine.table, [g for g in self.groups if g.live]
             beamed = (g for g in live if g.opened and not g.request.strategy.streams)

@@ -242,14 +242,15 @@ class Session:
                 self.note_cut(group)
                 yield number, self.shaped(group), group.error
 
-    def note_cut(self, group: Group) -> None:
-        """Warns a caller once who set no length and shall not take a cut text for a whole one."""
+    def note_cut(self, group: Group, *, depth: int = 4) -> None:
+        """Warns a caller once who set no length and shall not take a cut text for a whole one;
+        `depth`: how many calls away the caller is, this one counted."""
         if self._cut:
             return
         options = self._options_of(group.request.request_id)
         for notice in cut_by_default(options, (done.reason for done in group.done)):
             self._cut = True
-            warnings.warn(notice, stacklevel=4)
+            warnings.warn(notice, stacklevel=depth)
 
     def generated(self, group: Group) -> list[Generated]:
         """The result of a group that has ended."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from everystep.config import GenerationConfig
+from everystep.config import FIELDS, META
 from everystep.errors import RequestError, shown
 from everystep.streamers import BaseStreamer
 
@@ -63,29 +61,28 @@ def measure_speed(
             raise RequestError(f"{name} is impossible", wanted="1 or more", got=shown(value))
     draws = torch.Generator().manual_seed(rows * 1000 + positions)
     ids = torch.randint(model.vocab_size, (rows, positions), generator=draws).to(model.device)
-    with _without_end(model):
-        taken = [_seconds(model, ids, tokens + 1) for _ in range(repeats + 1)][1:]
+    options = {**_greedy_without_end(model), "max_new_tokens": tokens + 1}
+    taken = [_seconds(model, ids, options) for _ in range(repeats + 1)][1:]
     first, rest = (statistics.median(column) for column in zip(*taken, strict=True))
     return Speed(rows, positions, tokens, first, rest)
 
 
-def _seconds(model: LanguageModel, ids: torch.Tensor, tokens: int) -> tuple[float, float]:
+def _seconds(
+    model: LanguageModel, ids: torch.Tensor, options: dict[str, Any]
+) -> tuple[float, float]:
     """Seconds to the first tokens, and from there to the end."""
     clock = _FirstToken()
     begin = time.perf_counter()
-    mask = torch.ones_like(ids)
-    model.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=clock)
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
     end = time.perf_counter()
     first = end if clock.at is None else clock.at
     return first - begin, end - first
 
 
-@contextmanager
-def _without_end(model: LanguageModel) -> Iterator[None]:
-    """Inside, calls are greedy, and no token ends a row."""
-    before = model.generation_config
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
-    try:
-        yield
-    finally:
-        model.generation_config = before
+def _greedy_without_end(model: LanguageModel) -> dict[str, Any]:
+    """Options of a call in which nothing that the model's own configuration says changes a token,
+    and none ends a row."""
+    own = model.generation_config.to_diff_dict()
+    begins = ("bos_token_id", "decoder_start_token_id")
+    plain = {name: None for name in own if name in FIELDS and name not in (*META, *begins)}
+    return {**plain, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}

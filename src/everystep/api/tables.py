@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def model_line(model: LanguageModel) -> str:
         shapes = (shape for _, shape in named_shapes(core))
     else:
         shapes = (tuple(one.shape) for _, one in model.named_parameters())
-    number = sum(_product(shape) for shape in shapes)
+    number = sum(math.prod(shape) for shape in shapes)
     weights = [f"{counted(size, 'B')} {name}" for name, size in model.weight_bytes.items()]
     parts: list[Any] = [
         getattr(model.config, "model_type", "unknown family"),
@@ -70,10 +71,3 @@ def model_line(model: LanguageModel) -> str:
     ]
     name = f"{cut(model.name_or_path)!r}, " if model.name_or_path else ""
     return f"{type(model).__name__}({name}{', '.join(map(str, parts))})"
-
-
-def _product(shape: Sequence[int]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from everystep.cli.models import AsJson
 from everystep.cli.terminal import note, write_report, write_table
 from everystep.files.sources import DEFAULT_MODEL
 from everystep.processor import processor_name
+
+if TYPE_CHECKING:
+    from everystep.api.speed import Speed
 
 _USUAL = (1, 8, 32)
 
@@ -64,12 +67,29 @@ def bench(
             measured.append(
                 measure_speed(loaded, rows=rows, positions=after, tokens=tokens, repeats=repeats)
             )
-    found: dict[str, Any] = {
+    found = {
         "model": model,
-        "weights": loaded.weight_bytes,
-        "cache_dtype": loaded.cache_dtype,
-        "executor": loaded.runs_on,
         "device": device,
+        **_surroundings(loaded),
+        "repeats": repeats,
+        **_figures(prompt, measured),
+    }
+    if as_json:
+        write_report(found)
+        return
+    note(
+        f"{model}: {' and '.join(loaded.weight_bytes)}; {loaded.runs_on}; {found['threads']}"
+        f" threads; medians of {repeats} runs"
+    )
+    _show(found)
+
+
+def _surroundings(model: Any) -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "weights": model.weight_bytes,
+        "cache_dtype": model.cache_dtype,
+        "executor": model.runs_on,
         "threads": threads(),
         "processor": processor_name(),
         "versions": {
@@ -77,11 +97,16 @@ def bench(
             "torch": version_of("torch"),
             "python": platform.python_version(),
         },
-        "repeats": repeats,
+    }
+
+
+def _figures(prompt: Speed, measured: list[Speed]) -> dict[str, Any]:
+    """What was measured: of a prompt, and of decoding in batches."""
+    return {
         "first_token": {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": prompt.positions,
             "seconds": prompt.first,
-            "tokens_per_second": prompt_tokens / prompt.first,
+            "tokens_per_second": prompt.positions / prompt.first,
         },
         "decode": [
             {
@@ -94,14 +119,6 @@ def bench(
             for one in measured
         ],
     }
-    if as_json:
-        write_report(found)
-        return
-    note(
-        f"{model}: {' and '.join(loaded.weight_bytes)}; {loaded.runs_on}; {found['threads']}"
-        f" threads; medians of {repeats} runs"
-    )
-    _show(found)
 
 
 def _show(found: dict[str, Any]) -> None:

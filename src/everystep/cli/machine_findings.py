@@ -14,14 +14,13 @@ import torch
 from everystep.cli.machine import EXTRAS, devices, threads, version_of
 from everystep.errors import EverystepError
 from everystep.executors.native import status
-from everystep.executors.native.build import compiler, fitting_sets
+from everystep.executors.native.build import COMMAND, compiler, fitting_sets
 from everystep.executors.native.library import load
 from everystep.files.hub import has_token
 from everystep.files.sources import DEFAULT_MODEL, SourceSettings, cached_models
 from everystep.memory import memory_left
 from everystep.processor import processor_name, usable_processors
 
-_BUILD = "python -m everystep.executors.native.build"
 _LITTLE = 1 << 30
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -92,20 +91,20 @@ def _kernels(settings: SourceSettings) -> Finding:
         if wanted is not None:
             do = "Unset EVERYSTEP_INSTRUCTIONS"
         elif compiler() is None:
-            do = f"Install a C++ compiler (g++ or clang++), then run {_BUILD}"
+            do = f"Install a C++ compiler (g++ or clang++), then run {COMMAND}"
         else:
-            do = f"Run {_BUILD}"
+            do = f"Run {COMMAND}"
         found = "there are none, so everything runs on torch operators, many times slower"
         return Finding("kernels", "problem", found, do)
     try:
         load()
     except (EverystepError, OSError) as error:
         found = f"{native.instructions}, which cannot be loaded: {error}"
-        return Finding("kernels", "problem", found, f"Run {_BUILD}")
+        return Finding("kernels", "problem", found, f"Run {COMMAND}")
     best = fitting_sets()[0]
     if native.instructions != best:
         found = f"{native.instructions}, though the processor has {best}"
-        do = "Unset EVERYSTEP_INSTRUCTIONS" if wanted else f"Run {_BUILD}"
+        do = "Unset EVERYSTEP_INSTRUCTIONS" if wanted else f"Run {COMMAND}"
         return Finding("kernels", "note", found, do)
     return Finding("kernels", "ok", native.instructions)
 

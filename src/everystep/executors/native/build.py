@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
+COMMAND = "python -m everystep.executors.native.build"
+"""What compiles the kernels where the package is installed."""
 SOURCES = (
     "interface.cpp",
     "step.cpp",

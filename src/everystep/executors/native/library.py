@@ -20,7 +20,7 @@ from everystep.errors import (
     UnsupportedError,
     message,
 )
-from everystep.executors.native.build import fitting_sets, library_path
+from everystep.executors.native.build import COMMAND, fitting_sets, library_path
 from everystep.files.sources import SourceSettings
 
 INTERFACE = 17
@@ -216,8 +216,7 @@ def status() -> Status:
         return Status(None, f"EVERYSTEP_INSTRUCTIONS is {wanted}, this processor has {fitting}")
     return Status(
         None,
-        "it was not compiled: install a C++ compiler and run "
-        "python -m everystep.executors.native.build",
+        f"it was not compiled: install a C++ compiler and run {COMMAND}",
     )
 
 
@@ -239,7 +238,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         raise UnsupportedError(
             "the native library belongs to another version",
             got=str(path),
-            do="Run python -m everystep.executors.native.build",
+            do=f"Run {COMMAND}",
         )
     for name, (result, *given) in _FUNCTIONS.items():
         function = getattr(library, name)

@@ -85,18 +85,23 @@ def load(
     source: str, dtype: str | None, quantize: Any, cache_dtype: Any, device: str, offline: bool
 ) -> tuple[Any, Any]:
     """(model, tokenizer), fetched if they were not there, for a device that is."""
-    import torch  # a second of importing that commands without a model do not need
+    if device != "cpu":
+        from everystep.models.load import usable_device  # imports torch
 
-    from everystep.models.load import usable_device
-
-    usable_device(device)
+        usable_device(device)
     with Watched(source) as progress:
         return es.load(
             source,
-            dtype=None if dtype is None else getattr(torch, dtype),
+            dtype=None if dtype is None else _named(dtype),
             quantize="auto" if quantize is None else quantize.value,
             cache_dtype=None if cache_dtype is None else cache_dtype.value,
             device=device,
             offline=offline,
             progress=progress,
         )
+
+
+def _named(dtype: str) -> Any:
+    import torch  # a second, which is better spent while the spinner turns
+
+    return getattr(torch, dtype)

@@ -10,6 +10,7 @@ Source: the GGUF specification, versions 2 and 3, in the ggml repository (`docs/
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -35,6 +36,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 65_536
 
 _MAGIC = b"GGUF"
+_U64 = struct.Struct("<Q").unpack_from
 _PREAMBLE_BYTES = 24
 # What one entry takes at least: an empty key, a type and one byte; an empty name and one dimension.
 _MIN_KEY_BYTES = 8 + 4 + 1
@@ -132,15 +134,25 @@ class _Reader:
         return int.from_bytes(self.take(4, what), "little")
 
     def u64(self, what: str) -> int:
-        return int.from_bytes(self.take(8, what), "little")
+        start = self.position
+        if len(self.data) - start < 8:
+            self.take(8, what)
+        self.position = start + 8
+        # There are hundreds of thousands of them: a length before every token and merge.
+        return int(_U64(self.data, start)[0])
 
     def string(self, what: str, limit: int) -> str:
         length = self.u64(what)
+        start = self.position
+        end = start + length
         # Compared with the file before the limit: "past the end" says more than "too long".
-        if limit < length <= self.left:
+        if end > len(self.data):
+            self.take(length, what)
+        if length > limit:
             raise self.error(f"{what} is too long", f"at most {limit} bytes", length)
+        self.position = end
         try:
-            return str(self.take(length, what), "utf-8")
+            return str(self.data[start:end], "utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8", got=error.reason) from error
 
@@ -223,8 +235,11 @@ def _read_array(reader: _Reader, key: str, depth: int) -> list[object]:
     reader.strings += count if code == _STRING else 0
     if reader.strings > MAX_STRINGS:
         raise reader.error("the metadata hold too many strings", f"{MAX_STRINGS} in all")
+    what = f"the value of {key!r}"
     if code in _NUMBERS:
-        return _read_numbers(reader, f"the value of {key!r}", code, count)
+        return _read_numbers(reader, what, code, count)
+    if code == _STRING:
+        return [reader.string(what, MAX_STRING_BYTES) for _ in range(count)]
     return [_read_value(reader, key, code, depth) for _ in range(count)]
 
 

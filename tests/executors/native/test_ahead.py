@@ -158,7 +158,9 @@ class Walk:
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 12))]
+)
 def test_whatever_comes_results_and_rows_are_the_same(seed: int, cache_dtype: CacheDtype) -> None:
     ahead, judge = pair(MODELS[seed % len(MODELS)](), cache_dtype, 2 + seed % 3)
     walk = Walk(ahead, judge, np.random.default_rng(seed))

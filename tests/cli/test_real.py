@@ -104,7 +104,9 @@ def test_the_default_model_answers(model_path: Path, call: Caller) -> None:
 
 @pytest.mark.model
 def test_an_interrupted_answer_leaves_the_model_usable(model_path: Path, tmp_path: Path) -> None:
-    line = everystep("chat", "-n", "400", "--offline", "-m", str(model_path))
+    # A path has not the default model's own settings: without these the answers would be drawn.
+    greedy = ("--temperature", "0", "--system", "You are a helpful assistant.")
+    line = everystep("chat", "-n", "400", "--offline", "-m", str(model_path), *greedy)
     with on_terminal(line, XDG_CACHE_HOME=str(tmp_path)) as terminal:
         terminal.until("> ")
         terminal.type("Why is the sky blue?\n")

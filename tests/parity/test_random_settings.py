@@ -17,7 +17,7 @@ from tests.parity.judge import ROUNDED, Verdict, judge
 from tests.parity.models import FURTHER
 
 PER_BLOCK = 25
-DEFAULT_BLOCKS = 8
+DEFAULT_BLOCKS = 12
 ALL_BLOCKS = 800
 BLOCKS = [
     *range(DEFAULT_BLOCKS),

@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import os
 import random
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ import torch
 from everystep.errors import EverystepError
 from everystep.executors.native.library import status
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
+
+SHELLS = ("bash", "zsh", "fish")
+_SHOWN = 2000  # characters of a failure that are shown at once
 
 # --- once per process -----------------------------------------------------------------------------
 
@@ -48,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    elif config.getoption("all"):
+        config.pluginmanager.register(ShownAtOnce())
     # A failure that nobody else can see again is of no use, so examples are always the same ones.
     hypothesis.settings.register_profile(
         "everystep", deadline=None, derandomize=True, database=None, print_blob=True
@@ -60,6 +66,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = [f"everystep: {'everything' if everything else 'without slow tests (--all runs them)'}"]
     if not torch.cuda.is_available():
         lines.append("everystep: without cuda tests, as there is no CUDA device")
+    if absent := [name for name in SHELLS if shutil.which(name) is None]:
+        lines.append(f"everystep: without tests in {' and '.join(absent)}, which are not installed")
     if (shard := config.getoption("shard")) is not None:
         lines.append(f"everystep: part {shard[0]} of {shard[1]}")
     return lines
@@ -137,6 +145,8 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
         return False
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         return False
+    if (shell := item.get_closest_marker("shell")) and shutil.which(shell.args[0]) is None:
+        return False
     shard = config.getoption("shard")
     return shard is None or part_of(item.nodeid, shard[1]) == shard[0]
 
@@ -182,6 +192,15 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, which --all does not allow: {report.longrepr}"
+
+
+class ShownAtOnce:
+    """Prints each failure when it happens: a run that is cut short has shown its own."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            text = str(report.longrepr)
+            print(f"\n!!! {report.nodeid} ({report.when})\n{text[-_SHOWN:]}", flush=True)
 
 
 # Properties that tests record as counts -> what is printed before their sums.

@@ -138,7 +138,7 @@ def _printable(text: str) -> str:
 
 
 def _cut(part: object) -> str:
-    text = _written(part, str)
+    text = part if type(part) is str else _written(part, str)
     text = text if text.isprintable() else _printable(text)
     if len(text) <= _LONGEST:
         return text

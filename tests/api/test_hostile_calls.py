@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -215,9 +216,9 @@ def test_names_of_other_engines_lead_to_ours(name: str, ours: str) -> None:
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bool:
+    def refuse(path: Path) -> os.stat_result:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(Path, "lstat", refuse)
     with pytest.raises(EverystepError, match="cannot be looked at; got Permission denied"):
         es.load(str(tmp_path))

@@ -71,15 +71,15 @@ def test_chunks_and_batches_change_no_bit_natively(executor: Any) -> None:
     """A picture's features depend on it alone, and so does all that is made of them."""
     model = model_of(reference_of("qwen3_vl", torch.float32), executor)
     given = prompt_of(ROWS["ragged rows"], dtype=torch.float32)
-    told = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
-    whole = torch.stack(model.generate(**given, **told).logits)
-    chunked = torch.stack(model.generate(**given, **told, prefill_chunk_size=4).logits)
+    shown = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    whole = torch.stack(model.generate(**given, **shown).logits)
+    chunked = torch.stack(model.generate(**given, **shown, prefill_chunk_size=4).logits)
     alone = model.generate(
         input_ids=given["input_ids"][:1],
         attention_mask=given["attention_mask"][:1],
         pixel_values=given["pixel_values"][: SMALL.size + WIDE.size],
         image_grid_thw=given["image_grid_thw"][:2],
-        **told,
+        **shown,
     )
     if executor == "native":
         assert torch.equal(whole, chunked)
@@ -96,10 +96,15 @@ def test_weights_of_the_text_may_be_rounded(quantize: Any) -> None:
     assert isinstance(native.core.tower, VisionTower)
     given = prompt_of(ROWS["ragged rows"], dtype=torch.float32)
     assert {*native.weight_bytes} == {"float32", quantize}
-    told = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
-    one, other = native.generate(**given, **told), plain.generate(**given, **told)
-    assert torch.equal(one.sequences, other.sequences)
-    assert farthest(one.logits[0], other.logits[0]) < 1e-4
+    whole = model_of(reference, "torch")
+    shown = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    (own,), (theirs,), (exact,) = (
+        model.generate(**given, **shown).logits for model in (native, plain, whole)
+    )
+    gaps, lost = (own - theirs).abs().amax(-1), (theirs - exact).abs().amax(-1)
+    # Inputs are rounded too: one in the middle between two codes goes either way, by the order in
+    # which a processor adds, and its row is off by what a code is worth.
+    assert gaps.median() < 1e-4 and gaps.max() < lost.min() / 2
 
 
 def requests_of(rows: list[Any]) -> list[dict[str, Any]]:
@@ -256,8 +261,8 @@ def test_text_after_cached_pictures_stands_behind_them(
     for count in (1, 2):  # a third turn goes on from the cache of the second
         length = first.past_key_values.get_seq_length()
         cache = copy.deepcopy(first.past_key_values)
-        told = {**GREEDY, "return_dict_in_generate": True, "past_key_values": cache}
-        out = model.generate(input_ids=ids[:, length:], attention_mask=mask, **told)
+        shown = {**GREEDY, "return_dict_in_generate": True, "past_key_values": cache}
+        out = model.generate(input_ids=ids[:, length:], attention_mask=mask, **shown)
         assert torch.equal(out.sequences[:, -8:], expected[:, -8:]), count
         first, ids = out, torch.cat([expected, torch.tensor([[7], [9]])], dim=1)
         mask = torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1)
@@ -306,11 +311,11 @@ def test_features_from_outside_with_positions_and_deepstack() -> None:
     four = torch.cat([torch.arange(ids.shape[1])[None, None], places])
     assert torch.equal(model.generate(**{**outside, "position_ids": four}, **GREEDY), new)
     # Without what is added, and at other places, the answer is another.
-    told = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
-    right = model.generate(**outside, **told).logits[0]
+    shown = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    right = model.generate(**outside, **shown).logits[0]
     for name in ("deepstack", "position_ids"):
         less = {key: value for key, value in outside.items() if key != name}
-        assert farthest(model.generate(**less, **told).logits[0], right) > 1e-3
+        assert farthest(model.generate(**less, **shown).logits[0], right) > 1e-3
     # Pixels beside embeddings of the same length take their places.
     plain = model.get_input_embeddings()(ids)
     both = model.generate(inputs_embeds=plain, **given, **GREEDY)
@@ -323,8 +328,8 @@ def test_positions_of_the_caller_are_kept() -> None:
     given = prompt_of([[5, SMALL, 8, 9]], dtype=torch.float32)
     length = given["input_ids"].shape[1]
     places = torch.stack([torch.arange(length) * step for step in (1, 2, 3)])[:, None]
-    told = {**GREEDY, "max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
-    found = model.generate(**given, position_ids=places, **told).logits[0]
+    shown = {**GREEDY, "max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(**given, position_ids=places, **shown).logits[0]
     with torch.no_grad():
         expected = reference(**given, position_ids=places).logits[:, -1]
     assert farthest(found, expected) < 1e-4

@@ -71,12 +71,29 @@ def test_another_thread_may_cancel(model: LanguageModel, attempt: int) -> None:
     last = [event.finish for event in events if event.finish is not None]
     assert last == [es.FinishReason("cancelled")] * 3
     assert after_the_end(events) == []
-    told = {
+    shown = {
         str(i): [e.token for e in events if e.request_id == str(i) and e.token >= 0]
         for i in range(3)
     }
-    assert list(told.values()) == [list(one.tokens) for (one,) in stream.results()]
+    assert list(shown.values()) == [list(one.tokens) for (one,) in stream.results()]
     audit(stream._session.engine)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_a_reader_that_takes_the_lock_again_ends_too(model: LanguageModel, how: str) -> None:
+    """Even one that never leaves the lock to the thread that asked."""
+    stream = es.stream(model, TOKENIZER, PROMPTS, max_new_tokens=200, eos_token_id=None)
+    next(stream)
+    with stream._lock:
+        asking = threading.Thread(target=getattr(stream, how))
+        asking.start()
+        while stream._ending is None:
+            asking.join(0.001)
+        rest = list(stream)
+    asking.join(60)
+    assert not asking.is_alive()
+    assert sum(event.finish is not None for event in rest) == (3 if how == "cancel" else 0)
+    assert [len(one.tokens) for (one,) in stream.results()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])

@@ -20,6 +20,7 @@ from everystep.testing.drive import Run
 from everystep.testing.hash_model import HashExecutor
 from everystep.types import Prompt, Request, StepOutput, Work
 from everystep.types.protocols import Drafter
+from tests.engine.test_interrupts import Interrupt, Tripwire
 
 VOCABULARY, NEW = 20, 200
 IDS = np.array([1, 3, 1, 2, 1, 3])
@@ -188,6 +189,19 @@ def test_lengths_follow_the_chances_of_each_sequence() -> None:
     for _ in range(3):
         costs.note_round(drafter, 1, 1, 100.0)
     assert best_lengths(costs, drafter, chances, 3) == [[0], [0], [0]]
+
+
+def test_an_interrupt_leaves_a_count_measured_or_unmeasured() -> None:
+    """At whichever line, the next step with drafts can be judged."""
+    whole = Tripwire()
+    whole.run(lambda: Costs().note_step(2, 1, 0.0, 1.0, 0.1))
+    assert whole.lines > 5
+    for at in range(1, whole.lines + 1):
+        costs = Costs()
+        with pytest.raises(Interrupt):
+            Tripwire(at).run(partial(costs.note_step, 2, 1, 0.0, 1.0, 0.1))
+        costs.note_step(3, 1, 0.0, 1.0, 0.1)
+        assert costs.steps.at(np.array([3])).tolist() == [1.0], at
 
 
 @pytest.mark.parametrize("position", [0.001, 0.02, 0.2])

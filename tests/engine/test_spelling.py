@@ -28,7 +28,7 @@ def test_what_is_told_bit_by_bit_is_the_whole_text(lookbehind: int) -> None:
     both = Tokenizers(LONG, SHORT, own_lookbehind=lookbehind)
     own, said, known = ids(LONG, TEXT), np.empty(0, np.int64), 0
     for end in range(6, len(own) + 1, 2):
-        said = both.told(own[:end], said, known)
+        said = both.respelled(own[:end], said, known)
         known = end
         assert SHORT.decode(said.tolist()) == LONG.decode(own[:end].tolist())
 

@@ -1,8 +1,9 @@
 """The verdict on a draw: both sides run, are compared, and small or empty differences explained.
 
-Two things are no difference. A beam that never ended has no hypothesis, and what the reference
+Three things are no difference. A beam that never ended has no hypothesis, and what the reference
 returns in its place is left out. A norm rounds to float32, and sums of another order may round the
-other way; whether that is all is seen by running both sides with norms that do not round.
+other way; whether that is all is seen by running both sides with norms that do not round. Where the
+scores of a step leave no choice, the reference chooses some id, and this library refuses.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.parity.compare import Difference, differences
@@ -22,6 +24,7 @@ from tests.parity.sides import Outcome, Side, ours, reference
 ROUNDING = 1e-5
 UNFILLED = "Beams that never end"
 ROUNDED = "Norms in float32"
+NO_CHOICE = "Scores that leave no choice"
 OF_DECODERS = ("scores", "logits", "attentions", "hidden_states")
 STEPS = {*OF_DECODERS, "decoder_attentions", "cross_attentions", "decoder_hidden_states"}
 
@@ -42,6 +45,9 @@ def judge(draw: Draw, expected: Side = reference, found: Side = ours) -> Verdict
     problems = differences(draw, *outcomes)
     explained = [defect.heading for defect in met(draw)]
     ran = all(outcome.error is None for outcome in outcomes)
+    if problems and _leaves_no_choice(draw, expected, outcomes):
+        problems = []
+        explained.append(NO_CHOICE)
     if problems and ran and (lost := _unfilled(draw, expected)) is not None:
         steps = min(map(_steps, outcomes))
         problems = differences(draw, *(_filled(draw, one, ~lost, steps) for one in outcomes))
@@ -65,6 +71,17 @@ def _unfilled(draw: Draw, expected: Side) -> Tensor | None:
     lost: Tensor = ~(expected(asked).result.sequences_scores > -1e8)
     wanted = draw.settings.get("num_return_sequences", 1)
     return lost.view(-1, beams)[:, :wanted].reshape(-1) if lost.any() else None
+
+
+def _leaves_no_choice(draw: Draw, expected: Side, outcomes: tuple[Outcome, Outcome]) -> bool:
+    """Whether only this library refused, for scores without a choice, and the reference's own
+    scores show such a step; not whether it is the same one."""
+    theirs, own = (outcome.error for outcome in outcomes)
+    if theirs is not None or "no token can be drawn" not in str(own):
+        return False
+    shown = without(draw, return_dict_in_generate=True, output_scores=True)
+    steps = torch.stack(expected(shown).result.scores)
+    return bool((steps.isnan().any(-1) | (steps == -torch.inf).all(-1)).any())
 
 
 def _steps(outcome: Outcome) -> int:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from everystep.errors import RequestError
+from everystep.strategies.base import undrawable
 from tests.parity.draws import Draw
-from tests.parity.judge import judge
+from tests.parity.judge import NO_CHOICE, judge
 from tests.parity.options import Shape
 from tests.parity.parts import PROCESSORS
 from tests.parity.shrink import shrink
@@ -120,6 +122,22 @@ def test_a_refusal_of_one_side_is_a_difference() -> None:
 def test_refusals_of_both_sides_are_none() -> None:
     verdict = judge(GREEDY, _refusing, _refusing)
     assert (verdict.ran, verdict.problems) == (False, ())
+
+
+def _without_choice(draw: Draw) -> Outcome:
+    error = undrawable().matched
+    assert isinstance(error, RequestError)
+    return Outcome(error=error)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_refusal_is_explained_only_where_the_reference_shows_no_choice(leaves: bool) -> None:
+    suppressed = list(range(40)) if leaves else [7]
+    draw = replace(GREEDY, settings={"max_new_tokens": 2, "suppress_tokens": suppressed})
+    verdict = judge(draw, reference, _without_choice)
+    assert not verdict.ran
+    assert (NO_CHOICE in verdict.explained, bool(verdict.problems)) == (leaves, not leaves)
+    assert judge(draw, reference, _refusing).problems
 
 
 def test_right_padded_prompts_reach_only_this_library() -> None:

@@ -237,10 +237,10 @@ class EngineThread:
 
     def _deliver(self, events: list[Event]) -> None:
         """Every prompt gets its events; those that are over end, and those behind are set aside."""
-        told = {event.request_id: self._inside[event.request_id] for event in events}
+        heard = {event.request_id: self._inside[event.request_id] for event in events}
         for event in events:
-            told[event.request_id].hear(event)
-        for name, one in told.items():
+            heard[event.request_id].hear(event)
+        for name, one in heard.items():
             group = cast(Group, one.group)
             if not group.live:
                 del self._inside[name]

@@ -124,8 +124,8 @@ def read_ids(model: LanguageModel, tokenizer: Any, ids: Sequence[int] | str) -> 
 
 def require_changeable(old: Request, new: Request, names: Iterable[str]) -> None:
     """RequestError unless a run of the old request may go on as one of the new."""
-    told = ", ".join(sorted(names))
-    what = f"this cannot change while a run is under way: {told}"
+    changed = ", ".join(sorted(names))
+    what = f"this cannot change while a run is under way: {changed}"
     if fixed := [name for name in sorted(names) if name in _READ_ONCE]:
         raise RequestError(what, got=", ".join(fixed), do="Open a new run with it")
     alike = old.strategy == new.strategy or (
@@ -141,7 +141,7 @@ def require_changeable(old: Request, new: Request, names: Iterable[str]) -> None
 
 
 class Hands:
-    """What a run and its forks have in common: the engine, and what it has told of each.
+    """What a run and its forks have in common: the engine, and what it has reported of each.
 
     `mail`: by request id, events that its run has not seen; `sights`: by group, what its last step
     saw.

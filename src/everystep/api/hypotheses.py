@@ -42,7 +42,7 @@ def more_of(run: Run, n: int) -> list[Generated]:
         group = run._group
         fresh = [one for one in _ranked(group) if one.serial not in run._shown][:n]
         run._shown |= {one.serial for one in fresh}
-        return run._session.told(group, fresh)
+        return run._session.generated_from(group, fresh)
 
 
 def _widen(run: Run, keeps: int) -> None:

@@ -248,7 +248,7 @@ class Stream(Generic[E]):
         self._beam_events = beam_events
         self._lock = threading.RLock()
         self._stepping: int | None = None  # the thread that runs a step
-        self._ending: Literal["cancel", "close"] | None = None  # asked for from within a step
+        self._ending: Literal["cancel", "close"] | None = None  # asked for, not done yet
         self._reported: list[Event] = []  # by the engine, without text
         self._events: deque[Event | BeamEvent] = deque()
         self.groups = [self._submit(prompt, i) for i, prompt in enumerate(prompts)]
@@ -303,7 +303,7 @@ class Stream(Generic[E]):
             self._word()
             while not self._events:
                 if self._ending is not None:
-                    self._end(self._ending)
+                    self._finish(self._ending)
                 elif self._session.engine.pending:
                     self._step()
                 else:
@@ -336,15 +336,19 @@ class Stream(Generic[E]):
 
     def _end(self, how: Literal["cancel", "close"]) -> None:
         """Every prompt ends here, or after the step, if the step is what asks for it."""
-        if self._stepping == threading.get_ident():
-            self._ending = how
-            return
-        with self._lock:
-            for group in self.groups:
-                if group.live:
-                    reason = FinishReason("cancelled")
-                    self._reported.extend(self._session.engine.cancel(group, reason))
-            self._word()
-            if how == "close":
-                self._events.clear()
-            self._ending = None
+        # Written down before the lock is taken: a reader who takes it again and again could keep
+        # it from us for as long as there are events, and sees this before his next step.
+        self._ending = how
+        if self._stepping != threading.get_ident():
+            with self._lock:
+                self._finish(how)
+
+    def _finish(self, how: Literal["cancel", "close"]) -> None:
+        for group in self.groups:
+            if group.live:
+                reason = FinishReason("cancelled")
+                self._reported.extend(self._session.engine.cancel(group, reason))
+        self._word()
+        if how == "close":
+            self._events.clear()
+        self._ending = None

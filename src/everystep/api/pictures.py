@@ -1,9 +1,9 @@
 """Pictures inside prompts: what a call passes of images and videos, read row by row, and their
 features.
 
-Keywords and shapes are those of transformers' processors. Which pictures a row has is told by the
-placeholders among its ids. The tower runs once for each content of a call, one picture at a time,
-and what it makes is kept with the request by absolute position (decision 25).
+Keywords and shapes are those of transformers' processors. The placeholders among a row's
+ids say which pictures it has. The tower runs once for each content of a call, one picture at a
+time, and what it makes is kept with the request by absolute position (decision 25).
 """
 
 from __future__ import annotations

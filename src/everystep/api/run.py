@@ -129,7 +129,7 @@ class Run:
     def hypotheses(self) -> list[Generated]:
         """Every hypothesis of a beam search that has ended so far, best first."""
         with self._hands.lock:
-            return self._session.told(self._group, complete(self._group))
+            return self._session.generated_from(self._group, complete(self._group))
 
     def explain(self, position: int, rivals: int = 5, index: int = 0) -> Explanation:
         """Why this token: its logit, what each processor changed, the draw, the best `rivals`.

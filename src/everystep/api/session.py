@@ -257,9 +257,9 @@ class Session:
         if (error := group.error) is not None:
             done = next(one for one in group.done if one.reason.kind == "error")
             return [self._failed(error, done.tokens, group.request.prompt.length)]
-        return self.told(group, results_of(group))
+        return self.generated_from(group, results_of(group))
 
-    def told(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
+    def generated_from(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
         """These hypotheses of a group."""
         length, wants = group.request.prompt.length, group.request.wants
         asked = self._options_of(group.request.request_id).logprobs
@@ -273,8 +273,8 @@ class Session:
                 text = Trimmer(*trim).finish(text, done.reason.matched)
             known = None if asked is None else choice_logprobs(done.memo, len(ids))
             counts = length, group.cached_tokens
-            told = done.reason, done.score, *counts, known, of_prompt
-            results.append(Generated(text, tuple(ids), *told))
+            found = done.reason, done.score, *counts, known, of_prompt
+            results.append(Generated(text, tuple(ids), *found))
         return results
 
     def _failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:

@@ -106,8 +106,8 @@ def _turn(conversation: Conversation, said: lines.Said, interrupts: Interrupts |
     text = said.text
     if text.startswith("/") and not said.quoted:
         if not text.startswith("//"):
-            for told in obey(conversation, text.rstrip(), interrupts):
-                note(told)
+            for line in obey(conversation, text.rstrip(), interrupts):
+                note(line)
             return
         text = text.removeprefix("/")
     if text.strip():

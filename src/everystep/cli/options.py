@@ -158,7 +158,7 @@ def _read_option(text: str) -> tuple[str, Any]:
 
 
 def note_seed(model: Any, decoding: Mapping[str, Any], seed: int | None) -> None:
-    """A caller who gives a seed, of which greedy decoding makes no use, is told so; what the
+    """A caller who gives a seed, of which greedy decoding makes no use, is warned; what the
     strategy of another package makes of it is not known."""
     if seed is None or "strategy" in decoding:
         return

@@ -18,7 +18,7 @@ from everystep.files.strict_json import MAX_JSON_BYTES, parse_list
 
 
 def obey(conversation: Conversation, line: str, interrupts: Interrupts | None) -> list[str]:
-    """Does what a line that starts with a slash says, and returns what the user is told."""
+    """Does what a line that starts with a slash says, and returns the lines to show."""
     name, _, rest = line[1:].partition(" ")
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)

@@ -7,7 +7,7 @@ and never which tokens come out, so it is only asked where drafts are judged by 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -24,7 +24,7 @@ _SAMPLES = 5  # of which the median counts
 _TRIED = 2  # how long a draft is that is made to see how drafts do
 _SHARE = 0.01  # of the time that such drafts may cost
 _MARGIN = 1.05  # by which a draft must be expected to pay
-_FADING = 0.9  # what each later draft leaves of what earlier ones have told
+_FADING = 0.9  # what each later draft leaves of the weight of earlier ones
 _MUCH = 16  # ids that a drafter may read before a guess whose cost is one of guesses
 _SLOPE = 0.1  # of a step's cost that a further position is taken to add, before that is known
 
@@ -66,7 +66,7 @@ class DraftRecord:
         return DraftRecord(self.tokens, self.guesses, self.others, self.read)
 
     def rewind(self, length: int) -> None:
-        """What drafts have told is still so."""
+        """Taking ids back does not change how drafts did."""
 
     def note(self, drafted: int, accepted: int) -> None:
         """One first draft more."""
@@ -122,23 +122,33 @@ def note_drafts(layout: Layout, parents: list[int], accepted: list[int]) -> None
             record.note_others(drafts[first] - 1, None if parent == first else parent - first - 1)
 
 
+class Latest(NamedTuple):
+    """The latest seconds of one count with their median: one value, so that an interrupt leaves
+    both or neither."""
+
+    seconds: tuple[float, ...]
+    median: float
+
+    @staticmethod
+    def of(seconds: tuple[float, ...]) -> Latest:
+        return Latest(seconds, median(seconds))
+
+
 @dataclass(slots=True)
 class Measured:
     """Seconds by a count, as they were measured: of each the latest, whose median counts."""
 
-    samples: dict[int, deque[float]] = field(default_factory=dict)
-    medians: dict[int, float] = field(default_factory=dict)
+    latest: dict[int, Latest] = field(default_factory=dict)
 
     def note(self, count: int, seconds: float) -> None:
-        latest = self.samples.setdefault(count, deque(maxlen=_SAMPLES))
-        latest.append(seconds)
-        self.medians[count] = median(latest)
+        earlier = self.latest[count].seconds if count in self.latest else ()
+        self.latest[count] = Latest.of((*earlier, seconds)[-_SAMPLES:])
 
     def at(self, counts: np.ndarray) -> np.ndarray:
         """Seconds of so many each, going by the counts that were measured; a greater count never
         takes less."""
-        measured = np.array(sorted(self.medians), dtype=np.float64)
-        known = np.maximum.accumulate([self.medians[int(one)] for one in measured])
+        measured = np.array(sorted(self.latest), dtype=np.float64)
+        known = np.maximum.accumulate([self.latest[int(one)].median for one in measured])
         slope = known[-1] * _SLOPE
         if len(measured) > 1:
             slope = (known[-1] - known[-2]) / (measured[-1] - measured[-2])
@@ -147,9 +157,9 @@ class Measured:
 
     def knows(self, count: int) -> bool:
         """Whether the count was measured, or a smaller and a greater one."""
-        if len(self.samples.get(count, ())) > 1:
+        if count in self.latest and len(self.latest[count].seconds) > 1:
             return True
-        return min(self.samples, default=count) < count < max(self.samples, default=count)
+        return min(self.latest, default=count) < count < max(self.latest, default=count)
 
 
 @dataclass(slots=True)
@@ -181,7 +191,7 @@ class Costs:
         `extra`: how many tokens more each sequence got, on average.
         """
         gain = -drafting
-        if fed > plain and self.steps.samples:
+        if fed > plain and self.steps.latest:
             (once,) = self.steps.at(np.array([plain])).tolist()
             gain += once * (1 + extra) - seconds
         self.gained_seconds += gain
@@ -243,7 +253,7 @@ class Lengths:
         if not costs.steps.knows(fed):
             return wanted
         records = [record_of(sequence, drafter) for sequence in sequences]
-        if drafter in costs.rounds and max(costs.steps.samples) > fed:
+        if drafter in costs.rounds and max(costs.steps.latest) > fed:
             chances = chances_of(records, most_drafts)
             units = max([1 + len(sequence.companions) for sequence in sequences])
             found = best_lengths(costs, drafter, chances, fed, units)

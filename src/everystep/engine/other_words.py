@@ -97,7 +97,7 @@ class OtherGuesses:
         return self.model.held()
 
     def known(self, asked: list[Asked], table: TokenTable) -> list[tuple[Sequence, int]]:
-        """The sequences whose text is known, each with its limit; their rows are told all of it."""
+        """The sequences whose text is known, each with its limit; their rows have all of it."""
         found = []
         for sequence, most, _ in asked:
             known = sequence.request.prompt.ids
@@ -105,7 +105,7 @@ class OtherGuesses:
                 continue
             ids = own_ids(sequence, table)
             row = self.row(sequence)
-            row.said = self.tokenizers.told(ids, row.said, row.visible)
+            row.said = self.tokenizers.respelled(ids, row.said, row.visible)
             row.visible = len(ids)
             if len(row.said):
                 found.append((sequence, most))

@@ -25,7 +25,7 @@ class Tokenizers:
     own_lookbehind: int = 10
     other_lookbehind: int = 10
 
-    def told(self, ids: np.ndarray, said: np.ndarray, known: int) -> np.ndarray:
+    def respelled(self, ids: np.ndarray, said: np.ndarray, known: int) -> np.ndarray:
         """What the draft model reads for these ids, where `said` is what it reads for the first
         `known` of them."""
         start = known - self.own_lookbehind

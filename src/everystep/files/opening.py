@@ -7,6 +7,7 @@ here knows a format; `impostor` only recognises what is often found in the place
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -65,8 +66,19 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this name; a link to nowhere has, and opening it says what is wrong."""
-    return path.exists() or path.is_symlink()
+    """Whether anything has this name; a link to nowhere has, and opening it says what is wrong.
+
+    Nothing has a name that cannot be one. FileError where the system does not let us look.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a NUL in the name
+        return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise FileError(f"{path} cannot be looked at", got=error.strerror) from error
+    return True
 
 
 def size_of(file: BinaryIO) -> int:

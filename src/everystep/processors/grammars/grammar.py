@@ -58,7 +58,7 @@ def compiled(source: GrammarSource, vocabulary: GrammarVocabulary) -> Grammar:
         raise RequestError(
             f"{source.kind} allows no text that this tokenizer can spell",
             wanted="a grammar with at least one text",
-            got=_told(source.text),
+            got=_beginning(source.text),
         )
     require_sound(first, source)
     return Grammar(source, vocabulary, matcher)
@@ -83,12 +83,12 @@ def require_sound(matcher: Any, source: GrammarSource) -> None:
     if matcher.is_error():
         raise RequestError(
             f"{source.kind} cannot be followed",
-            got=_told(matcher.get_error()),
+            got=_beginning(matcher.get_error()),
             do="Correct it, or ask for something simpler",
         )
 
 
-def _told(text: str) -> str:
+def _beginning(text: str) -> str:
     """The beginning of a text, in one line."""
     line = " ".join(text.split())
     return line if len(line) <= 300 else line[:300] + "..."

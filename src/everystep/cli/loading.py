@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from typing import TYPE_CHECKING, Any
 
 import everystep as es
 from everystep.cli.terminal import harmless, is_terminal, note
 from everystep.files.sources import resolve_source
+
+if TYPE_CHECKING:  # imported where they are drawn: a program at the other end sees none of them
+    from rich.progress import Progress, TaskID
 
 
 class Watched:
@@ -39,6 +31,9 @@ class Watched:
 
     def __enter__(self) -> Watched:
         if is_terminal(sys.stderr):
+            from rich.console import Console
+            from rich.progress import Progress, SpinnerColumn, TextColumn
+
             console, text = Console(stderr=True), TextColumn("{task.description}", markup=False)
             self._shown = Progress(SpinnerColumn(), text, console=console, transient=True)
             self._shown.add_task(f"loading {self._name}")
@@ -53,6 +48,15 @@ class Watched:
                 note(f"{what} {self._name} ({total / 1e6:.0f} MB)")
             return
         if self._bar is None:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+
             self._shown.stop()  # a console shows one of them at a time
             text = TextColumn("{task.description}", markup=False)
             columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -71,7 +75,12 @@ class Watched:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """A spinner on a terminal while something takes its time."""
-    with Console(stderr=True).status(what) if is_terminal(sys.stderr) else nullcontext():
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
         yield
 
 

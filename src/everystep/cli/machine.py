@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "transformers")
@@ -19,9 +18,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 def version_of(distribution: str) -> str | None:
     """The version that is installed; None without one."""
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -14,11 +14,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from everystep.cli.wrapping import Wrapped
 from everystep.errors import FileError
 
@@ -92,6 +87,11 @@ def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for row in rows:
             write_line("\t".join(row))
         return
+    # Imported where it draws: an answer needs none of it, and waits for every import.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -102,6 +102,8 @@ def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def write_item(heading: str, text: str) -> None:
     """Lines on standard output, broken between words, that stand beside a heading."""
+    from rich.cells import cell_len
+
     indent = " " * cell_len(heading)
     lines = textwrap.wrap(
         harmless(text),

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -131,7 +130,7 @@ class Latest(NamedTuple):
 
     @staticmethod
     def of(seconds: tuple[float, ...]) -> Latest:
-        return Latest(seconds, median(seconds))
+        return Latest(seconds, float(np.median(seconds)))
 
 
 @dataclass(slots=True)

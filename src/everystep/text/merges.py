@@ -24,8 +24,8 @@ def merge_pairs(merges: Iterable[str], tokens: Collection[str], name: str) -> li
         # A half may begin with a space in other alphabets; the separator is never the first.
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
-        missing = [text for text in (left, right, left + right) if text not in tokens]
-        if cut < 1 or missing:
+        if cut < 1 or left not in tokens or right not in tokens or left + right not in tokens:
+            missing = [text for text in (left, right, left + right) if text not in tokens]
             raise FormatError(
                 f"Merge {rank} of {name} is wrong",
                 wanted="two tokens separated by a space, whose union is a token",

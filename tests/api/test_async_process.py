@@ -98,8 +98,10 @@ assert used._thread._thread.is_alive(), "it ends with this process"
 def test_engines_that_are_dropped_forked_and_running_let_their_process_end(executor: str) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
+    script = BEGIN.format(executor=executor) + DROPPED + ENDS + FORKS
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN.format(executor=executor) + DROPPED + ENDS + FORKS],
+        # From Python 3.12 on every fork of a process with threads is warned of.
+        [sys.executable, "-W", "ignore:This process", "-c", script],
         env=environment,
         cwd=ROOT,
         capture_output=True,

@@ -11,9 +11,8 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.api.session import Session
 from everystep.draws import seed_of
-from everystep.engine import audit
+from everystep.engine import Engine, audit
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -208,14 +207,14 @@ def test_many_prompts_equal_each_alone_and_hold_few_rows(
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 300, rng.integers(1, 12)).tolist() for _ in range(1000)]
     rows = []
-    step = Session.step
+    step = Engine.step
 
-    def counted(session: Session) -> Any:
-        events = step(session)
-        rows.append(len(session.engine.ledger.held))
+    def counted(engine: Engine) -> Any:
+        events = step(engine)
+        rows.append(len(engine.ledger.held))
         return events
 
-    monkeypatch.setattr(Session, "step", counted)
+    monkeypatch.setattr(Engine, "step", counted)
     many = es.generate(model, tokenizer, prompts, max_new_tokens=6, seed=1, do_sample=True)
     assert len(many) == 1000
     assert max(rows) <= 32

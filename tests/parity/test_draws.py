@@ -54,7 +54,7 @@ def test_every_field_is_drawn_or_has_a_reason_not_to_be() -> None:
     drawn = set().union(*map(_away, DRAWS)) & THEIRS
     undrawn = _undrawn()
     assert sorted([*drawn, *undrawn]) == sorted(THEIRS)
-    assert f"{len(drawn)} of the reference's {len(THEIRS)} fields are drawn" in PAGE
+    assert f"{len(drawn)} of {len(THEIRS)} fields of transformers' configuration are drawn" in PAGE
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)

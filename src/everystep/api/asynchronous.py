@@ -15,6 +15,7 @@ from everystep.api.engine_thread import EngineThread, Submission
 from everystep.api.keywords import PromptOptions
 from everystep.api.model import LanguageModel
 from everystep.api.options import require_output_object
+from everystep.api.pairs import paired
 from everystep.api.session import (
     KEPT,
     Generated,
@@ -22,7 +23,6 @@ from everystep.api.session import (
     Session,
     TokenizerLike,
     listed,
-    paired,
 )
 from everystep.engine import Continuous, Reuse
 from everystep.errors import RequestError, shown

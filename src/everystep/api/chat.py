@@ -11,7 +11,8 @@ from everystep.api.described import lists_options
 from everystep.api.keywords import TextOptions
 from everystep.api.many import generate
 from everystep.api.model import LanguageModel
-from everystep.api.session import Messages, TokenizerLike, is_messages, paired
+from everystep.api.pairs import paired
+from everystep.api.session import Messages, TokenizerLike, is_messages
 from everystep.errors import RequestError, shown
 
 _SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_error")

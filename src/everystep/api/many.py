@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from everystep.api.described import lists_options
 from everystep.api.keywords import PlainTextOptions, RectangleOptions, TextOptions
 from everystep.api.model import LanguageModel
+from everystep.api.pairs import paired
 from everystep.api.progress import progress_bar
 from everystep.api.prompts import Tokenizing
 from everystep.api.session import (
@@ -21,7 +23,6 @@ from everystep.api.session import (
     Session,
     TokenizerLike,
     listed,
-    paired,
 )
 from everystep.config.kinds import FLAG, one_of
 from everystep.errors import RequestError, shown
@@ -155,8 +156,10 @@ def generate(
     session = Session(model, tokenizer, many, options, seed, common)
     results: dict[int, Any] = {}
     errors: dict[int, Exception] = {}
-    with progress_bar(progress, many, "prompts") as advance:
-        for index, result, error in session.run(many):
+    bar = progress_bar(progress, many, "prompts")
+    # Closed here: other threads may use its engine, and its prompts leave that now.
+    with bar as advance, closing(session.run(many)) as running:
+        for index, result, error in running:
             results[index] = result
             if error is not None:
                 errors[index] = error

@@ -14,10 +14,10 @@ from everystep.api.inputs import read_inputs
 from everystep.api.keywords import PromptInputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, read_options
+from everystep.api.pairs import paired
 from everystep.api.pictures import Pictures, with_pictures
 from everystep.api.prefixes import Prefix, after_prefix, require_whole
 from everystep.api.prompts import PromptLike, TokenizerLike, read_prompt
-from everystep.api.session import paired
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError

@@ -13,9 +13,10 @@ from everystep.api.described import lists_options
 from everystep.api.hands import Asked, Hands, Rules
 from everystep.api.keywords import TextOptions
 from everystep.api.model import LanguageModel
+from everystep.api.pairs import paired
 from everystep.api.run import Run
 from everystep.api.saved import prefix_digest, read_run, revived
-from everystep.api.session import PromptLike, Session, TokenizerLike, paired
+from everystep.api.session import PromptLike, Session, TokenizerLike
 from everystep.errors import FormatError, RequestError, shown
 from everystep.files.opening import as_path
 

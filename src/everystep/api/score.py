@@ -17,9 +17,9 @@ from everystep.api.encoding import encoder_states
 from everystep.api.inputs import EncoderSource, read_inputs
 from everystep.api.model import LanguageModel
 from everystep.api.options import MODEL_INPUTS, Options, read_options, require_count
+from everystep.api.pairs import paired
 from everystep.api.progress import progress_bar
 from everystep.api.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
-from everystep.api.session import paired
 from everystep.api.tables import table
 from everystep.config.kinds import is_integer
 from everystep.draws import SeededDraws

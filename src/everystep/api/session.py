@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Generator, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from everystep.api.absent import OF_TENSORS, refuse_of_rectangles, refuse_rectangular
 from everystep.api.caches import row_quantization
 from everystep.api.generated import Generated as Generated
 from everystep.api.inputs import Inputs, read_inputs
 from everystep.api.model import LanguageModel
-from everystep.api.objects import require
 from everystep.api.options import (
     CONFIG_FIELDS,
     MODEL_INPUTS,
@@ -27,6 +26,7 @@ from everystep.api.options import (
     read_seeds,
     require_output_object,
 )
+from everystep.api.pairs import require_pair
 from everystep.api.prepare import Call, completed, prepare
 from everystep.api.prompts import Messages as Messages
 from everystep.api.prompts import PromptLike as PromptLike
@@ -34,9 +34,9 @@ from everystep.api.prompts import TokenizerLike as TokenizerLike
 from everystep.api.prompts import is_messages as is_messages
 from everystep.api.prompts import listed as listed
 from everystep.api.prompts import needed, read_prompt, refuse_inputs
+from everystep.api.shared_engine import SharedEngine, is_data, shared_engine
 from everystep.api.strategies import strategy_of
-from everystep.api.wrapped import wrap
-from everystep.config import GenerationConfig
+from everystep.config import GenerationConfig, is_configuration
 from everystep.draws import seed_of
 from everystep.engine import Continuous, Engine, Reuse
 from everystep.engine.decided import results_of
@@ -44,19 +44,20 @@ from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import (
     CapacityError,
     EverystepError,
-    ModelClassError,
     RequestError,
     shown,
 )
+from everystep.models.model import Model
 from everystep.nn.modes import inference_mode
 from everystep.stops.strings import StopStrings
 from everystep.text import Trimmer
-from everystep.types import Event, Finished, FinishReason, Group, needs_of_hooks
+from everystep.types import Event, Finished, FinishReason, Group, Request, needs_of_hooks
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
 _OF_TEXTS = ("add_generation_prompt", "trim_stop_strings", "cache_salt")
 _ROWS = 32
+_INSIDE = _ROWS + 8  # prompts in an engine: the fewer wait there, the sooner come other threads'
 _TOKEN_BUDGET = 1024
 KEPT = 4096
 """Positions that the rows of prompts that have ended may hold, for others to go on from."""
@@ -92,6 +93,7 @@ class Session:
         self._gives_steps = gives_steps
         self.tokenizer = tokenizer
         self._cut = False
+        self._mark = os.urandom(8).hex()  # of this call among others
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         if type(seed) is not int:
@@ -107,16 +109,33 @@ class Session:
         hooked = (needs_of_hooks(each.hooks) for each in self._options)
         self._abilities = needed(model, prompts).union(*hooked)
         self._scheduler = scheduler
+        self._is_data = is_data((common, options))
 
     @cached_property
     def engine(self) -> Engine:
         """What runs the prompts that are submitted."""
-        options, model = self._options, self._model
-        rows = max(_ROWS, *map(_rows_of, options))
-        how = row_quantization(options[0].effective, model) if options else None
-        executor = model.executor(self._abilities, quantization=how)
-        own = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(KEPT))
+        executor = self._model.executor(self._abilities, quantization=self._quantization)
+        own = Continuous(max(_TOKEN_BUDGET, self._rows), self._rows, reuse=Reuse(KEPT))
         return Engine(executor, self._scheduler or own)
+
+    @property
+    def _rows(self) -> int:
+        return max(_ROWS, *map(_rows_of, self._options))
+
+    @property
+    def _quantization(self) -> Any:
+        options = self._options
+        return row_quantization(options[0].effective, self._model) if options else None
+
+    def _shared_engine(self) -> SharedEngine:
+        """The engine of the calls like this one that run now; one of its own where an object of the
+        caller's takes part."""
+        model, core = self._model, self._model.core
+        if not self._is_data or not isinstance(core, Model):
+            return SharedEngine(self.engine)
+        alike = (model.executor_name, model.cache_dtype, torch.get_num_threads())
+        key = (self._abilities, self._quantization, self._rows, *alike)
+        return shared_engine(core, key, lambda: self.engine)
 
     def asked(self, given: Mapping[str, Any]) -> Options:
         """What these keywords ask for a prompt that `submit` gets with them."""
@@ -224,23 +243,36 @@ class Session:
         with inference_mode():
             return self.engine.step()
 
-    def run(self, prompts: Iterable[PromptLike]) -> Iterator[tuple[int, Any, Exception | None]]:
+    def run(
+        self, prompts: Iterable[PromptLike]
+    ) -> Generator[tuple[int, Any, Exception | None], None, None]:
         """Every prompt by number, as it ends: what `generate` gives for it, and its error if it
         failed. No more of them wait in the engine than it can soon admit."""
         coming = enumerate(prompts)
         inside: dict[int, Group] = {}
-        while (taken := list(islice(coming, 2 * _ROWS - len(inside)))) or inside:
-            for number, prompt in taken:
-                try:
-                    inside[number] = self.submit(prompt, number)
-                except Exception as error:
-                    yield number, self._failed(error), error
-            if inside:
-                self.step()
-            for number in [n for n, group in inside.items() if not group.live]:
-                group = inside.pop(number)
-                self.note_cut(group)
-                yield number, self.shaped(group), group.error
+        shared = self._shared_engine()
+        try:
+            while (taken := list(islice(coming, _INSIDE - len(inside)))) or inside:
+                for number, prompt in taken:
+                    try:
+                        request = self._alone(self.read(prompt, number), number)
+                        inside[number] = shared.submit(request)
+                    except Exception as error:
+                        yield number, self._failed(error), error
+                if inside:
+                    shared.step_until(lambda: not all(group.live for group in inside.values()))
+                for number in [n for n, group in inside.items() if not group.live]:
+                    group = inside.pop(number)
+                    self.note_cut(group)
+                    yield number, self.shaped(group), group.error
+        finally:
+            shared.leave(inside.values())  # after an error or interrupt: others may continue
+
+    def _alone(self, passed: Mapping[str, Any], number: int) -> Request:
+        """The request of one prompt, which reuses rows of this call and of its own salt only, never
+        those that another thread happened to leave."""
+        (request,) = self.prepared(passed, number).requests
+        return request if request.salt is not None else replace(request, salt=self._mark)
 
     def note_cut(self, group: Group, *, depth: int = 4) -> None:
         """Warns a caller once who set no length and shall not take a cut text for a whole one;
@@ -308,34 +340,11 @@ class Session:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def paired(model: object, tokenizer: object) -> LanguageModel:
-    """The model, wrapped if it is one of another library.
-
-    ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
-    if isinstance(model, nn.Module):
-        model = wrap(model)
-    require_pair(model, tokenizer)
-    return cast(LanguageModel, model)
-
-
-def require_pair(model: object, tokenizer: object) -> None:
-    """ModelClassError, RequestError: unless these are a model and a tokenizer, in this order."""
-    if not isinstance(model, LanguageModel):
-        swapped = isinstance(tokenizer, LanguageModel | nn.Module)
-        raise ModelClassError(
-            "model and tokenizer are in each other's place" if swapped else "this is no model",
-            wanted="the model first, then its tokenizer",
-            got=f"{type(model).__name__} first",
-            do="Call es.load, which returns (model, tokenizer), and pass them in that order",
-        )
-    require("tokenizer", tokenizer, "encode", "decode")
-
-
 def _said(own: Any) -> Mapping[str, Any]:
     """The keywords that one prompt's options stand for."""
     if isinstance(own, Mapping):
         return own
-    if type(own).__name__ != "GenerationConfig":
+    if not is_configuration(own):
         wanted = "a mapping or a GenerationConfig"
         raise RequestError("these are not options", wanted=wanted, got=type(own).__name__)
     said = GenerationConfig.of(own).to_diff_dict()

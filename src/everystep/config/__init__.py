@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everystep.config.effective import Effective, merge_configs
 from everystep.config.fields import FIELDS, META, GenerationMode
-from everystep.config.generation import GenerationConfig
+from everystep.config.generation import GenerationConfig, is_configuration
 from everystep.config.nested import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "META",
     "SynthIDTextWatermarkingConfig",
     "WatermarkingConfig",
+    "is_configuration",
     "merge_configs",
 ]

@@ -323,14 +323,13 @@ class GenerationConfig(FieldAttributes):
 
     @classmethod
     def of(cls, config: Any) -> GenerationConfig:
-        """The configuration itself, or one with what is set in an object of the reference's class.
+        """The configuration itself, or one with what is set in an object of transformers' class.
 
         They count as set by the caller, as that class does not remember what came out of a file,
-        unless made from a model's config. A name that resembles no field's is kept as extra.
-        """
+        unless made from a model's config. A name that resembles no field's is kept as extra."""
         if isinstance(config, GenerationConfig):
             return config
-        if type(config).__name__ != cls.__name__ or not hasattr(config, "to_diff_dict"):
+        if not is_configuration(config):
             raise RequestError(
                 "generation_config is not a configuration",
                 wanted="an everystep.GenerationConfig, or one of transformers",
@@ -355,6 +354,11 @@ class GenerationConfig(FieldAttributes):
             setattr(config, name, value)
         config.__dict__["inherited"] = config.caller_set
         return config
+
+
+def is_configuration(value: object) -> bool:
+    """Whether it is a configuration of generation, ours or transformers'."""
+    return type(value).__name__ == "GenerationConfig" and hasattr(value, "to_diff_dict")
 
 
 def _usable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def _wav(file: Path) -> tuple[np.ndarray, int]:
             do="Convert it to 16 bits",
         ) from error
     whole = len(data) // (width * channels)
-    table = np.frombuffer(data[: whole * width * channels], dtype=np.uint8)
-    table = table.reshape(whole, channels, width)
+    flat = np.frombuffer(data[: whole * width * channels], dtype=np.uint8)
+    table = flat.reshape(whole, channels, width)
     if not whole:
         raise FormatError(f"{file} holds no samples")
     if width == 1:

@@ -59,11 +59,11 @@ class AbsentNameError(EverystepError, ImportError):
 
 
 class AbsentAttributeError(EverystepError, AttributeError):
-    """The same of an attribute of the package, so that `hasattr` is False."""
+    """An attribute of the package that does not exist, so that `hasattr` is False."""
 
 
 class ModelClassError(EverystepError, TypeError):
-    """The model given is not one that can generate."""
+    """The object passed as a model cannot generate."""
 
 
 class FileError(EverystepError, ValueError):
@@ -79,7 +79,7 @@ class FormatError(FileError):
 
 
 class ChecksumError(FileError):
-    """The bytes of a file are not the ones that were promised."""
+    """The bytes of a file differ from the published ones."""
 
 
 class DownloadError(EverystepError, OSError):
@@ -91,7 +91,7 @@ class TokenizerError(EverystepError, ValueError):
 
 
 class CapacityError(EverystepError, RuntimeError):
-    """Rows, positions or memory do not suffice."""
+    """There are not enough rows, positions or memory."""
 
 
 class InvariantError(EverystepError, AssertionError):

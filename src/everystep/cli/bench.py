@@ -24,26 +24,25 @@ _USUAL = (1, 8, 32)
 
 def bench(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="As --model elsewhere.")] = (
-        DEFAULT_MODEL
-    ),
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id.")
+    ] = (DEFAULT_MODEL),
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Length of the prompt.")
     ] = 512,
     tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=1, help="Tokens that each row decodes.")
+        int, typer.Option("--tokens", metavar="N", min=1, help="Tokens to decode in each row.")
     ] = 64,
     after: Annotated[
         int, typer.Option("--after", metavar="N", min=1, help="Tokens before those of a row.")
     ] = 32,
     batch: Annotated[
         list[int] | None,
-        typer.Option(
-            "--batch", metavar="N", min=1, help="Rows at once; may be given several times."
-        ),
+        typer.Option("--batch", metavar="N", min=1, help="Rows at once. Repeatable."),
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", metavar="N", min=1, help="Runs of which medians are shown.")
+        int,
+        typer.Option("--repeats", metavar="N", min=1, help="Runs per figure; the median is shown."),
     ] = 5,
     as_json: AsJson = False,
     dtype: o.DtypeOption = None,

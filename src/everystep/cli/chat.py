@@ -27,7 +27,9 @@ def chat(
     context: typer.Context,
     message: Annotated[
         str | None,
-        typer.Argument(metavar="[MESSAGE]", help="Answer this and end; - reads standard input."),
+        typer.Argument(
+            metavar="[MESSAGE]", help="Answer this message and exit; - reads standard input."
+        ),
     ] = None,
     system: o.System = None,
     max_new_tokens: o.MaxNewTokens = USUAL_LENGTH,

@@ -20,7 +20,9 @@ from everystep.config.named import NAMED
 from everystep.files.hub import cached_repositories
 from everystep.files.sources import KNOWN_MODELS, cached_models
 
-completion = typer.Typer(help="Print what makes a shell complete command lines of everystep.")
+completion = typer.Typer(
+    help="Print a script that completes command lines of everystep in a shell."
+)
 
 _BASH = r"""# In ~/.bashrc: eval "$(everystep completion bash)"
 _everystep() {
@@ -63,7 +65,7 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 @completion.callback(invoke_without_command=True)
 def require_shell(context: typer.Context) -> None:
-    """Print what makes a shell complete command lines of everystep."""
+    """Print a script that completes command lines of everystep in a shell."""
     if context.invoked_subcommand is None:
         raise typer.BadParameter(f"which shell is it? There are {', '.join(SCRIPTS)}")
 
@@ -83,7 +85,7 @@ for _shell in SCRIPTS:
 @completion.command("words", hidden=True, context_settings={"ignore_unknown_options": True})
 def print_candidates(
     context: typer.Context,
-    words: Annotated[list[str] | None, typer.Argument(help="Those after `everystep`.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="The words after `everystep`.")] = None,
 ) -> None:
     """Print what the last of the words may become, one candidate per line."""
     root = context.find_root().command

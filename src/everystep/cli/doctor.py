@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 def doctor(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="As --model elsewhere.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id."),
     ] = None,
     as_json: AsJson = False,
     offline: o.Offline = False,
 ) -> None:
-    """Judge this machine, and with MODEL how it runs here, and say what to do.
+    """Check this machine, and with MODEL how that runs here, and say what to do.
 
     The exit code is 1 if there is a problem.
     """

@@ -22,10 +22,11 @@ from everystep.cli.terminal import note
 from everystep.files.sources import DEFAULT_MODEL
 
 _AsJson = Annotated[
-    bool, typer.Option("--json", help="One JSON document: texts, tokens, reasons, times.")
+    bool,
+    typer.Option("--json", help="Print one JSON document: texts, tokens, finish reasons, times."),
 ]
 _AsJsonl = Annotated[
-    bool, typer.Option("--jsonl", help="One JSON document per token, as it comes.")
+    bool, typer.Option("--jsonl", help="Print one JSON document per token, as it is generated.")
 ]
 
 

@@ -18,15 +18,15 @@ Schema = Annotated[
 ]
 Regex = Annotated[
     str | None,
-    _following("--regex", metavar="PATTERN", help="Answer with a text that PATTERN describes."),
+    _following("--regex", metavar="PATTERN", help="Answer with a text that matches PATTERN."),
 ]
 GrammarFile = Annotated[
     Path | None,
-    _following("--grammar", metavar="FILE", help="Answer by the Lark grammar in FILE."),
+    _following("--grammar", metavar="FILE", help="Answer with a text of the Lark grammar in FILE."),
 ]
 Choices = Annotated[
     list[str] | None,
-    _following("--choices", metavar="TEXT", help="Answer with TEXT; given several times, one."),
+    _following("--choices", metavar="TEXT", help="Answer with one of the TEXTs. Repeatable."),
 ]
 
 

@@ -6,6 +6,7 @@ error gets one line per stage of a fetch, and nothing when there is nothing to f
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,7 +100,9 @@ def load(
 
         usable_device(device)
     with Watched(source) as progress:
-        return es.load(
+        with _without_collections():
+            loaded = es.load  # this imports torch and all that runs a model
+        return loaded(
             source,
             dtype=None if dtype is None else _named(dtype),
             quantize="auto" if quantize is None else quantize.value,
@@ -108,6 +111,20 @@ def load(
             offline=offline,
             progress=progress,
         )
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No search for garbage meanwhile, nor later among what was made meanwhile.
+
+    Importing makes hundreds of thousands of objects that stay. To look at them again and again took
+    an eighth of the time to the first token."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _named(dtype: str) -> Any:

@@ -24,7 +24,7 @@ from everystep.files.sources import DEFAULT_MODEL, cached_models, remove_model
 models = typer.Typer(help="List or remove the models in the cache folder.")
 
 WrittenFormat = StrEnum("WrittenFormat", "int8 int4 q8_0 q6_k q5_k_m q4_k_m")
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def pull(
@@ -64,7 +64,9 @@ def list_models(as_json: AsJson = False) -> None:
 
 @models.command("remove")
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As `everystep models` shows it.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name that `everystep models` lists.")
+    ],
 ) -> None:
     """Remove a model from the cache folder."""
     removed = remove_model(name)
@@ -93,7 +95,7 @@ def quantize(
         typer.Option(
             "--importance",
             metavar="FILE",
-            help="A text of the kind that the model is for: errors count by how much it uses them.",
+            help="A text of the model's kind: rounding errors count by how much it uses them.",
         ),
     ] = None,
     offline: Offline = False,

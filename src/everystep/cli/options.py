@@ -189,65 +189,71 @@ Model = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype | None,
-    _model("--dtype", metavar="DTYPE", help=f"{', '.join(Dtype)}; else what the file says."),
+    _model("--dtype", metavar="DTYPE", help=f"{', '.join(Dtype)}; by default what the file says."),
 ]
 Quantize = Annotated[
     Rounding | None,
-    _model("--quantize", metavar="FORMAT", help="Round floats to int8 or int4; else as they are."),
+    _model(
+        "--quantize", metavar="FORMAT", help="Round floats to int8 or int4; by default they stay."
+    ),
 ]
 CacheDtypeOption = Annotated[
     CacheDtype | None,
     _model(
         "--cache-dtype",
         metavar="DTYPE",
-        help=f"Keep keys and values in {', '.join(CacheDtype)}; else as they are computed.",
+        help=f"Keep keys and values in {', '.join(CacheDtype)}; by default in the model's type.",
     ),
 ]
 Device = Annotated[
     str,
     _model(
-        "--device", metavar="DEVICE", callback=_device_name, help="cpu, cuda, cuda:1 and so on."
+        "--device", metavar="DEVICE", callback=_device_name, help="cpu, cuda, cuda:1, and so on."
     ),
 ]
 DoSample = Annotated[
     bool | None,
     _sampling(
         "--do-sample/--no-do-sample",
-        help="Draw tokens instead of taking the best; else what the model's own settings say.",
+        help="Sample tokens instead of taking the best; by default as the model's settings say.",
     ),
 ]
 Temperature = Annotated[
     float | None,
     _sampling(
-        "--temperature", metavar="T", help="Below 1 more predictable, above 1 less; 0 is greedy."
+        "--temperature", metavar="T", help="Below 1 more predictable, above 1 less so; 0 is greedy."
     ),
 ]
 TopK = Annotated[
     int | None,
-    _sampling("--top-k", metavar="K", help="Draw from the K most probable tokens; 0 is all."),
+    _sampling("--top-k", metavar="K", help="Sample from the K most probable tokens; 0 means all."),
 ]
 TopP = Annotated[
     float | None,
     _sampling(
-        "--top-p", metavar="P", help="Draw from the fewest tokens whose probabilities add up to P."
+        "--top-p",
+        metavar="P",
+        help="Sample from the fewest tokens whose probabilities add up to P.",
     ),
 ]
 MinP = Annotated[
     float | None,
     _sampling(
-        "--min-p", metavar="P", help="Leave out tokens less than P times as probable as the best."
+        "--min-p",
+        metavar="P",
+        help="Leave out tokens that are less than P times as probable as the best.",
     ),
 ]
 Seed = Annotated[
-    int | None, _sampling("--seed", metavar="N", help="The same N draws the same tokens again.")
+    int | None, _sampling("--seed", metavar="N", help="The same N samples the same tokens again.")
 ]
 MaxNewTokens = Annotated[
     int,
-    _search("--max-new-tokens", "-n", min=1, metavar="N", help="End after N tokens at the latest."),
+    _search("--max-new-tokens", "-n", min=1, metavar="N", help="Generate at most N tokens."),
 ]
 Stop = Annotated[
     list[str] | None,
-    _search("--stop", metavar="TEXT", help="End after this text; may be given several times."),
+    _search("--stop", metavar="TEXT", help="Stop after this text. Repeatable."),
 ]
 NumBeams = Annotated[
     int | None, _search("--num-beams", metavar="N", help="Search for the best answer with N beams.")
@@ -257,7 +263,7 @@ Strategy = Annotated[
     _search(
         "--strategy",
         metavar="NAME",
-        help=f"{', '.join(NAMED)}, or one of an installed package.",
+        help=f"{', '.join(NAMED)}, or one from an installed package.",
     ),
 ]
 StrategyOption = Annotated[
@@ -265,49 +271,51 @@ StrategyOption = Annotated[
     _search(
         "--strategy-option",
         metavar="NAME=VALUE",
-        help="An option of a strategy of another package; may be given several times.",
+        help="An option for a strategy of another package. Repeatable.",
     ),
 ]
 BestOf = Annotated[
     int | None,
-    _search("--best-of", metavar="N", help="Draw N answers and give the likeliest."),
+    _search("--best-of", metavar="N", help="Sample N answers and return the most probable."),
 ]
 ForceWords = Annotated[
     list[str] | None,
     _search(
         "--force-words",
         metavar="TEXT",
-        help="Search for an answer that contains TEXT; may be given several times.",
+        help="Search for an answer that contains TEXT. Repeatable.",
     ),
 ]
 Assistant = Annotated[
     str | None,
-    _drafting("--assistant", metavar="MODEL", help="A smaller model, which drafts the answer."),
+    _drafting("--assistant", metavar="MODEL", help="A smaller model that drafts the answer."),
 ]
 EarlyExit = Annotated[
     int | None,
     _drafting(
         "--assistant-early-exit",
         metavar="N",
-        help="Draft the answer with the first N layers of the model itself.",
+        help="Draft the answer with the first N layers of the model.",
     ),
 ]
 NumReturnSequences = Annotated[
     int | None,
-    _search("--num-return-sequences", metavar="N", help="Give N answers; needs sampling or beams."),
+    _search(
+        "--num-return-sequences", metavar="N", help="Return N answers; needs sampling or beams."
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
     _search(
         "--repetition-penalty",
         metavar="R",
-        help="Above 1, what was said before becomes less probable.",
+        help="Above 1, tokens that already occurred become less probable.",
     ),
 ]
 AsMessage = Annotated[
-    bool, _message("--chat", help="Send PROMPT as a message, instead of continuing it.")
+    bool, _message("--chat", help="Send PROMPT as a message instead of continuing it.")
 ]
 System = Annotated[
     str | None,
-    _message("--system", metavar="TEXT", help="Instructions that stand before everything."),
+    _message("--system", metavar="TEXT", help="Instructions before the first message."),
 ]

@@ -15,7 +15,7 @@ Page = Annotated[
 ]
 Lines = Annotated[
     Path | None,
-    _page("--lines", metavar="FILE", help="The lines of the page and their boxes, as JSON."),
+    _page("--lines", metavar="FILE", help="The lines of the page with their boxes, as JSON."),
 ]
 Reasoning = Annotated[bool, _page("--reasoning", help="Have the model think before it answers.")]
 

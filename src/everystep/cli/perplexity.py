@@ -25,7 +25,7 @@ def perplexity(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A text; - reads standard input.")],
     window: Annotated[
         int | None,
-        typer.Option("--window", metavar="N", help="Tokens that are read at once, at most 2048."),
+        typer.Option("--window", metavar="N", help="Tokens to read at once, at most 2048."),
     ] = None,
     stride: Annotated[
         int | None,

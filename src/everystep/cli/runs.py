@@ -20,10 +20,12 @@ _RIVALS = 5
 
 Save = Annotated[
     Path | None,
-    _in_hands("--save", metavar="FILE", help="Keep the run in FILE when it ends or is stopped."),
+    _in_hands(
+        "--save", metavar="FILE", help="Save the run to FILE when it ends or is interrupted."
+    ),
 ]
 Resume = Annotated[
-    Path | None, _in_hands("--resume", metavar="FILE", help="Go on with the run in FILE.")
+    Path | None, _in_hands("--resume", metavar="FILE", help="Continue the run in FILE.")
 ]
 Trace = Annotated[
     Path | None, _in_hands("--trace", metavar="FILE", help="Write each step to FILE as JSON.")
@@ -35,7 +37,7 @@ def refuse_prompt(said: dict[str, Any]) -> None:
     wrong = [name for name, value in said.items() if value]
     if wrong:
         raise RequestError(
-            f"--resume goes on with a run that has its prompt; got {', '.join(wrong)}",
+            f"--resume continues a run, which has its own prompt; got {', '.join(wrong)}",
             do="Leave it out, or leave --resume out",
         )
 

@@ -153,7 +153,7 @@ COMMANDS = {
     "undo": Command(_undo, "takes the last question and its answer back"),
     "clear": Command(_clear, "forgets what was said"),
     "save": Command(_save, "FILE writes the conversation as JSON"),
-    "load": Command(_load, "FILE goes on with a saved conversation"),
+    "load": Command(_load, "FILE continues a saved conversation"),
     "help": Command(_help, "shows this"),
     "exit": Command(_exit, "ends the chat, as Ctrl-D does"),
 }

@@ -19,9 +19,9 @@ from everystep.files.sources import DEFAULT_MODEL
 
 def verify(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="As --model elsewhere.")] = (
-        DEFAULT_MODEL
-    ),
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A name, a folder, a .gguf file or a hub id.")
+    ] = (DEFAULT_MODEL),
     text: Annotated[
         Path | None,
         typer.Option("--text", metavar="FILE", help="Compare what follows FILE's text."),

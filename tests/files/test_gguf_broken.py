@@ -106,6 +106,14 @@ BROKEN: dict[str, tuple[bytes, list[str]]] = {
         keys(entry("k.a", ARRAY, array(STRING, 2**61, string("x")))),
         ["array 'k.a' runs past the end", str(2**61)],
     ),
+    "a text of several longer than the file": (
+        keys(entry("k.a", ARRAY, array(STRING, 3, string("x") + string("y", 2**62) + bytes(9)))),
+        ["the value of 'k.a' runs past the end", str(2**62)],
+    ),
+    "a text of several not text": (
+        keys(entry("k.a", ARRAY, array(STRING, 3, string("x") + string(b"\xc3(") + string("z")))),
+        ["value of 'k.a'", "UTF-8"],
+    ),
     "size that wraps around": (
         keys(entry("k.a", ARRAY, array(12, 2**61 + 1, bytes(8)))),
         ["array 'k.a' runs past the end", str(2**61 + 1)],
@@ -254,9 +262,12 @@ def test_nothing_is_allocated_for_a_count_that_lies(case: str) -> None:
 
 def test_a_text_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_header, "MAX_STRING_BYTES", 4)
-    content = memoryview(keys(entry("k.a", STRING, string("12345"))))
-    with pytest.raises(FormatError, match=r"value of 'k\.a' is too long; wanted at most 4 bytes"):
-        read_header(content, "long")
+    several = array(STRING, 3, string("1") + string("12345") + string("2"))
+    for one in (entry("k.a", STRING, string("12345")), entry("k.a", ARRAY, several)):
+        with pytest.raises(
+            FormatError, match=r"value of 'k\.a' is too long; wanted at most 4 bytes"
+        ):
+            read_header(memoryview(keys(one)), "long")
 
 
 def test_strings_without_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

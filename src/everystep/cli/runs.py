@@ -37,7 +37,7 @@ def refuse_prompt(said: dict[str, Any]) -> None:
     wrong = [name for name, value in said.items() if value]
     if wrong:
         raise RequestError(
-            f"--resume continues a run, which has its own prompt; got {', '.join(wrong)}",
+            f"--resume continues a run that already has its prompt; got {', '.join(wrong)}",
             do="Leave it out, or leave --resume out",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,11 +15,13 @@ import torch
 import everystep as es
 from everystep.api import keywords, options, pictures, session, speech_options
 from everystep.api.described import described_keys, lists_options
+from everystep.api.load import LoadOptions
 from everystep.config import FIELDS, META
 from everystep.config.attributes import FieldAttributes
 from everystep.config.options import ConfigOptions, StoredOptions
-from everystep.testing.models import tiny_llama
+from everystep.testing.models import tiny_document, tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
+from tests.api.paper import drawn_page
 
 OF_ENCODERS = {*pictures._KEYWORDS, "bbox", "input_features"}
 READ = {"input_ids", "attention_mask", "inputs_embeds", "position_ids"}
@@ -40,6 +42,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
     "load_model": (es.load_model, None),
     "quantize": (es.quantize, None),
     "wrap": (es.wrap, None),
+    "verify": (es.verify, LoadOptions),
+    "layout_prompt": (es.layout_prompt, None),
 }
 
 
@@ -115,7 +119,14 @@ def admits(hint: Any, value: Any) -> bool:
     return isinstance(hint, type) and isinstance(value, hint)
 
 
-@pytest.mark.parametrize("options", [keywords.RectangleOptions, keywords.PromptOptions])
+def test_what_loads_a_model_elsewhere_takes_what_load_takes() -> None:
+    taken = inspect.signature(es.load).parameters
+    assert keys(LoadOptions) == {*taken} - {"path", "offline", "progress"}
+
+
+@pytest.mark.parametrize(
+    "options", [keywords.RectangleOptions, keywords.PromptOptions, LoadOptions]
+)
 def test_every_key_has_a_line(options: type) -> None:
     lines = described_keys(options)
     assert {*lines} == keys(options)
@@ -144,7 +155,10 @@ def test_help_ends_with_an_example_that_runs(name: str, tmp_path: Path) -> None:
     model, tokenizer = tiny_llama(vocab_size=320, dtype=torch.float32), tiny_tokenizer(320)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    names: Mapping[str, Any] = {"es": es, "model": model, "tokenizer": tokenizer}
+    names: dict[str, Any] = {"es": es, "model": model, "tokenizer": tokenizer}
+    if name == "layout_prompt":
+        page, lines = drawn_page()
+        names |= {"model": tiny_document(), "picture": page, "lines": lines}
     test = doctest.DocTestParser().get_doctest(
         example, {**names, "folder": tmp_path, "torch": torch}, name, None, None
     )

@@ -3,6 +3,7 @@ what a new user is told where the first call goes wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import warnings
 from typing import Any
@@ -61,6 +62,8 @@ def test_a_result_is_one_short_line() -> None:
 
 
 def test_streams_runs_scores_and_prefixes_are_short_lines() -> None:
+    alone = es.stream(MODEL, TOKENIZER, "a", max_new_tokens=2)
+    assert repr(alone) == "Stream(1 prompt, 1 under way, 0 waiting)"
     stream = es.stream(MODEL, TOKENIZER, ["a", "b"], max_new_tokens=2, eos_token_id=None)
     assert repr(stream) == "Stream(2 prompts, 2 under way, 0 waiting)"
     list(stream)
@@ -73,6 +76,19 @@ def test_streams_runs_scores_and_prefixes_are_short_lines() -> None:
     score = es.score(MODEL, TOKENIZER, "abc")
     assert repr(score) == f"Score(2 tokens, 3 bytes, perplexity {score.perplexity:.4g})"
     assert repr(es.prefill(MODEL, TOKENIZER, "abc")).startswith("Prefix(3 positions, ")
+
+
+def test_an_engine_and_its_streams_are_short_lines() -> None:
+    async def main() -> None:
+        async with es.AsyncEngine(MODEL, TOKENIZER, max_rows=3) as engine:
+            assert repr(engine) == f"AsyncEngine({MODEL!r}, at most 3 rows, open)"
+            stream = engine.stream("a", max_new_tokens=2, eos_token_id=None)
+            assert "waiting)" in repr(stream)
+            assert [event.token >= 0 async for event in stream] == [True, True]
+            assert repr(stream) == "AsyncStream(ended, 0 waiting)"
+        assert repr(engine).endswith(", closed)")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("number", "said"), [(7, "7B"), (36_000, "36kB"), (144_000_000, "144MB")])
@@ -93,6 +109,22 @@ def test_tables_are_bounded() -> None:
     large = table(("id",), ((number,) for number in range(10_000)))
     assert large.count("<tr>") == 102 and "9900 more" in large
     assert len(table(("text",), [("x" * 100_000,)])) < 5000
+
+
+def test_a_list_of_results_has_a_table() -> None:
+    few: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
+    texts = es.generate(MODEL, TOKENIZER, [SCRIPT, "b"], **few)
+    assert texts == [*texts] and repr(texts) == repr([*texts]) and isinstance(texts, list)
+    shown = texts._repr_html_()  # type: ignore[attr-defined]
+    assert shown.count("<tr>") == 3 and ">1</td>" in shown and "<th" in shown
+    assert "score" not in shown and "<script" not in shown
+    results = es.generate(MODEL, TOKENIZER, ["a", "b"], return_dict_in_generate=True, **few)
+    assert ">score</th>" in results._repr_html_()  # type: ignore[attr-defined]
+    pairs = es.generate(
+        MODEL, TOKENIZER, ["a", "b"], do_sample=True, seed=1, num_return_sequences=2, **few
+    )
+    assert pairs._repr_html_().count(">1</td>") == 2
+    assert es.generate(MODEL, TOKENIZER, [])._repr_html_().count("<tr>") == 1  # type: ignore[attr-defined]
 
 
 def test_runs_and_scores_have_tables() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -70,6 +71,18 @@ def test_one_wrong_logit_is_different(
     monkeypatch.setattr(Reference, "logits", wrong)
     found = es.verify(folder, **FEW)
     assert (found.holds, found.comparisons[0].verdict) == (False, "different")
+
+
+def test_what_was_found_is_shown_in_short(folder: Path) -> None:
+    found = es.verify(folder, **FEW)
+    assert re.fullmatch(
+        r"Verification\('tiny', beside transformers [\d.]+: as it runs equal\)", repr(found)
+    )
+    (one,) = found.comparisons
+    assert repr(one).startswith("Comparison(as it runs: equal, differences up to ")
+    assert "same greedy tokens 5 of 5" in repr(one) and len(repr(one)) < 200
+    table = found._repr_html_()
+    assert table.count("<tr>") == 2 and ">same best token</th>" in table and "5 of 5" in table
 
 
 def test_the_picture_has_a_dot_for_each_position(folder: Path) -> None:

@@ -57,8 +57,9 @@ class AsyncEngine:
         optional = {"max_positions": max_positions, "max_waiting": max_waiting}
         _require_positive(limits | {name: n for name, n in optional.items() if n is not None})
         scheduler = Continuous(token_budget, max_rows, max_positions, reuse=Reuse(KEPT))
+        self._model, self._max_rows = paired(model, tokenizer), max_rows
         self._session = Session(
-            paired(model, tokenizer),
+            self._model,
             tokenizer,
             (),
             None,
@@ -70,6 +71,10 @@ class AsyncEngine:
         self._thread = EngineThread(self._session, scheduler, max_waiting)
         self._max_events = max_events
         weakref.finalize(self, self._thread.close).atexit = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._thread.closed else "open"
+        return f"AsyncEngine({self._model!r}, at most {self._max_rows} rows, {state})"
 
     @lists_options(PromptOptions)
     def stream(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> AsyncStream:
@@ -136,6 +141,10 @@ class AsyncStream:
         self._engine = engine  # which is open as long as anybody reads
         self._thread = engine._thread
         self._one = one
+
+    def __repr__(self) -> str:
+        state = "ended" if self._one.over else "under way"
+        return f"AsyncStream({state}, {len(self._one.events)} waiting)"
 
     def __aiter__(self) -> AsyncStream:
         return self

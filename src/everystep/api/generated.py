@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from everystep.api.tables import cut, table
 from everystep.errors import shown
 from everystep.outputs import TokenLogprobs
 from everystep.types import FinishReason
+
+_HEAD = ("text", "tokens", "ended by", "score", "prompt tokens", "cached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,31 @@ class Generated:
         )
 
     def _repr_html_(self) -> str:
-        head = ("text", "tokens", "ended by", "score", "prompt tokens", "cached")
+        return table(_HEAD, [self._cells])
+
+    @property
+    def _cells(self) -> tuple[object, ...]:
         known = len(self.tokens), self._ended, float(self.score)
-        return table(head, [(self.text, *known, self.prompt_tokens, self.cached_tokens)])
+        return (self.text, *known, self.prompt_tokens, self.cached_tokens)
 
     @property
     def _ended(self) -> str:
         matched = self.finish_reason.matched
         beside = "" if matched is None else f" ({cut(shown(matched), 60)})"
         return f"{self.finish_reason.kind}{beside}"
+
+
+class Results(list[Any]):
+    """A list of what several prompts became, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = list(self._rows())
+        wide = any(len(cells) > 2 for cells in rows)
+        return table(("prompt", *(_HEAD if wide else _HEAD[:1])), rows)
+
+    def _rows(self) -> Iterator[tuple[object, ...]]:
+        """The number of its prompt and its cells, for each continuation."""
+        for number, one in enumerate(self):
+            for result in one if isinstance(one, list) else (one,):
+                cells = result._cells if isinstance(result, Generated) else (result,)
+                yield (number, *cells)

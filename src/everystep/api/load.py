@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +36,21 @@ from everystep.text import Tokenizer
 Progress = Callable[[int, int, str], None]
 Source = str | os.PathLike[str]
 Quantize = Literal["auto", "int8", "int4"] | None
+
+
+class LoadOptions(TypedDict, total=False):
+    """How a model is loaded, where another function loads it."""
+
+    dtype: torch.dtype | None
+    """The type of the weights; without it a folder's own."""
+    quantize: Quantize
+    """"auto" keeps a file's codes; "int8" and "int4" round weights of floats; None undoes codes."""
+    cache_dtype: CacheDtype | None
+    """The type of keys and values: "float32", "float16" or "int8"."""
+    device: str | torch.device
+    """Where the weights lie."""
+    executor: ExecutorName
+    """What runs the steps: "auto", "native" or "torch"."""
 
 
 def load(

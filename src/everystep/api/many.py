@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 from torch import nn
 
 from everystep.api.described import lists_options
+from everystep.api.generated import Results
 from everystep.api.keywords import PlainTextOptions, RectangleOptions, TextOptions
 from everystep.api.model import LanguageModel
 from everystep.api.pairs import paired
@@ -164,7 +165,7 @@ def generate(
             if error is not None:
                 errors[index] = error
             advance()
-    every = [results[index] for index in range(len(results))]
+    every = Results(results[index] for index in range(len(results)))
     if errors and on_error == "raise":
         first = min(errors)
         if not single:
@@ -258,7 +259,8 @@ class Stream(Generic[E]):
 
     def __repr__(self) -> str:
         live = sum(bool(group.live) for group in self.groups)
-        return f"Stream({len(self.groups)} prompts, {live} under way, {len(self._events)} waiting)"
+        prompts = f"{len(self.groups)} prompt{'s' * (len(self.groups) != 1)}"
+        return f"Stream({prompts}, {live} under way, {len(self._events)} waiting)"
 
     def __iter__(self) -> Stream[E]:
         return self

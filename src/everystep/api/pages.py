@@ -56,6 +56,13 @@ def layout_prompt(
     asked to think before it answers. Special tokens in lines and questions are ordinary text.
     Raises UnsupportedError for a model that reads no pages, FileError for broken files, and
     RequestError for lines and boxes that cannot be.
+
+    Example:
+
+        >>> prompt = es.layout_prompt(
+        ...     model, tokenizer, "Who signed it?", lines=lines, image=picture
+        ... )
+        >>> out = model.generate(**prompt, max_new_tokens=4)
     """
     spec = layout_of(model)
     if not isinstance(question, str) or not question.strip():

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everystep.api.described import lists_options
 from everystep.api.encoding import encoder_states
 from everystep.api.inputs import EncoderSource
-from everystep.api.load import Source, load, load_model
+from everystep.api.load import LoadOptions, Source, load, load_model
 from everystep.api.model import LanguageModel
+from everystep.api.tables import cut, table
 from everystep.bridge.reference import Reference
 from everystep.config.kinds import is_integer
 from everystep.errors import RequestError, UnsupportedError, shown
@@ -71,6 +73,26 @@ class Comparison:
         sure = self.margins > 2 * _EQUAL * self.largest
         return "equal" if near and bool(self.agrees[sure].all()) else "different"
 
+    def summary(self) -> dict[str, Any]:
+        """The comparison in seven figures, by their names."""
+        return {
+            "form": self.form,
+            "verdict": self.verdict,
+            "largest difference": float(self.differences.max()),
+            "largest logit": self.largest,
+            "mean divergence": float(self.divergence.mean()),
+            "same best token": f"{int(self.agrees.sum())} of {len(self.agrees)}",
+            "same greedy tokens": f"{self.equal_tokens} of {len(self.tokens)}",
+        }
+
+    def __repr__(self) -> str:
+        figures = [f"{x:.2e}" if isinstance(x, float) else x for x in self.summary().values()]
+        form, verdict, apart, largest, divergence, best, greedy = figures
+        return (
+            f"Comparison({form}: {verdict}, differences up to {apart} of {largest}, "
+            f"mean divergence {divergence}, same best token {best}, same greedy tokens {greedy})"
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verification:
@@ -85,25 +107,40 @@ class Verification:
         """Whether what is not rounded equals transformers."""
         return all(one.verdict != "different" for one in self.comparisons)
 
+    def __repr__(self) -> str:
+        found = ", ".join(f"{one.form} {one.verdict}" for one in self.comparisons)
+        return f"Verification({cut(self.name)!r}, beside transformers {self.transformers}: {found})"
+
+    def _repr_html_(self) -> str:
+        rows = [one.summary() for one in self.comparisons]
+        return table([*rows[0]], [[*row.values()] for row in rows], repr(self))
+
     def picture(self) -> str:
         """An SVG of the differences: a dot per comparison and position, by powers of ten."""
         return _picture(self)
 
 
+@lists_options(LoadOptions)
 def verify(
     path: Source = DEFAULT_MODEL,
     *,
     text: str | None = None,
     tokens: int = 32,
     offline: bool = False,
-    **choices: Any,
+    **choices: Unpack[LoadOptions],
 ) -> Verification:
     """How far the model of a checkpoint is from transformers' reading of the same files.
 
     Logits are compared after every token of `text`, and `tokens` greedy ones after its first half.
-    `choices`: how the model is loaded, as for `es.load`. Needs `everystep[transformers]`. Raises
+    `offline`: whether nothing may be fetched. Needs `everystep[transformers]`. Raises
     UnsupportedError without it, FormatError where transformers cannot read the checkpoint, and
     what `es.load` raises.
+
+    Example:
+
+        >>> found = es.verify(folder / "model", tokens=8)
+        >>> found.holds
+        True
     """
     if not is_integer(tokens) or not 1 <= tokens <= 1024:
         raise RequestError("tokens is impossible", wanted="1 to 1024", got=shown(tokens)[:80])
@@ -117,7 +154,8 @@ def verify(
     rounded = _is_rounded(model)
     found = [_compared(model, theirs, ids, tokens, "as it runs", rounded)]
     if rounded:
-        exact = load_model(local, **{**choices, "dtype": torch.float32, "quantize": None})
+        floats: LoadOptions = {**choices, "dtype": torch.float32, "quantize": None}
+        exact = load_model(local, **floats)
         found.append(_compared(exact, theirs, ids, tokens, "in float32", rounded=False))
     return Verification(model.name_or_path, theirs.version, tuple(found))
 

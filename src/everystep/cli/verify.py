@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -45,18 +45,7 @@ def verify(
     found = es.verify(local, text=said, tokens=tokens, offline=True)
     if picture is not None:
         write_atomic(picture, found.picture().encode())
-    rows: list[dict[str, Any]] = [
-        {
-            "form": one.form,
-            "verdict": one.verdict,
-            "largest difference": float(one.differences.max()),
-            "largest logit": one.largest,
-            "mean divergence": float(one.divergence.mean()),
-            "same best token": f"{int(one.agrees.sum())} of {len(one.agrees)}",
-            "same greedy tokens": f"{one.equal_tokens} of {len(one.tokens)}",
-        }
-        for one in found.comparisons
-    ]
+    rows = [one.summary() for one in found.comparisons]
     if as_json:
         named = [{key.replace(" ", "_"): value for key, value in row.items()} for row in rows]
         write_report(

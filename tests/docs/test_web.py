@@ -1,9 +1,13 @@
-"""The application of docs/guide/web.md: streams, clients that leave, wrong requests."""
+"""The applications of docs/guide/web.md: streams, clients that leave, wrong requests."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
 
 import everystep as es
 from everystep.api.model import LanguageModel
@@ -17,15 +21,29 @@ DEFINED = [block.text for block in blocks(PAGE, "python") if "asyncio.run(" not 
 MODEL: LanguageModel = tiny_llama(vocab_size=320)
 
 
-def application(engine: es.AsyncEngine, **options: Any) -> Any:
-    """The page's own, made of its blocks."""
+def defined(*more: str) -> dict[str, Any]:
+    """The names that the blocks of the page define, and these after them."""
     names: dict[str, Any] = {"__name__": "page"}
-    for text in DEFINED:
+    for text in (*DEFINED, *more):
         exec(compile(text, "web.md", "exec"), names)
-    return names["application"](engine, **options)
+    return names
 
 
-async def visit(app: Any, body: bytes, leave_after: int | None = None) -> list[Message]:
+def application(engine: es.AsyncEngine, **options: Any) -> Any:
+    return defined()["application"](engine, **options)
+
+
+@pytest.fixture
+def framework(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The module that is written for FastAPI, with our model: its `app` and its `engine`."""
+    monkeypatch.setattr(es, "load", lambda path: (MODEL, TOKENIZER))
+    (module,) = blocks(PAGE, "text")
+    return defined(module.text)
+
+
+async def visit(
+    app: Any, body: bytes, leave_after: int | None = None, **scope: Any
+) -> list[Message]:
     """What a client is sent, which disconnects after so many messages."""
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     middle = len(body) // 2
@@ -34,13 +52,16 @@ async def visit(app: Any, body: bytes, leave_after: int | None = None) -> list[M
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
+        if len(sent) == leave_after and scope.get("asgi", {}).get("spec_version") == "2.4":
+            raise OSError("the client has gone")
         sent.append(message)
         if len(sent) == leave_after:
             inbox.put_nowait({"type": "http.disconnect"})
         await asyncio.sleep(0)
 
-    scope = {"type": "http", "method": "POST", "path": "/"}
-    await asyncio.wait_for(app(scope, inbox.get, send), 60)
+    scope = {"type": "http", "method": "POST", "path": "/", **scope}
+    with contextlib.suppress(OSError, ClientDisconnect):
+        await asyncio.wait_for(app(scope, inbox.get, send), 60)
     return sent
 
 
@@ -99,6 +120,34 @@ def test_a_full_engine_is_503() -> None:
             found = await asyncio.gather(*(visit(app, b"wait") for _ in range(8)))
             statuses = {sent[0]["status"] for sent in found}
             assert statuses == {200, 503}
+            await require_nothing_left(engine)
+
+    runs(main())
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_with_fastapi_answers_stream_and_a_client_that_leaves_frees_its_rows(
+    framework: dict[str, Any], version: str
+) -> None:
+    """By either version of ASGI, which report that a client has gone in different ways."""
+    scope = {"path": "/generate", "query_string": b"", "headers": [], "root_path": ""}
+    scope |= {"asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1"}
+
+    async def main() -> None:
+        async with framework["engine"] as engine:
+            app = framework["app"]
+            sent, left, unreadable, empty = await asyncio.gather(
+                visit(app, b"question 1", **scope),
+                visit(app, b"goes away", leave_after=2, **scope),
+                visit(app, b"\xff\xfe", **scope),
+                visit(app, b"", **scope),
+            )
+            assert sent[0]["status"] == 200 and len(sent) > 5, "it came in one piece"
+            wanted = es.generate(MODEL, TOKENIZER, "question 1", max_new_tokens=200)
+            assert text_of(sent) == wanted
+            assert left[-1].get("more_body"), "nothing ended that answer"
+            assert unreadable[0]["status"] == 400 and "utf-8" in text_of(unreadable)
+            assert empty[0]["status"] == 400 and "empty" in text_of(empty)
             await require_nothing_left(engine)
 
     runs(main())

@@ -3,9 +3,11 @@
     scripts/bench memory [--models NAME,FILE,...] [--out NAME]
 
 In a process of its own for each model: what importing costs, then what loading adds and what one
-row of 32 + 64 positions adds, and the most that there was meanwhile, all as resident memory.
-Prints, and writes to bench/results/, the share of weights, keys and values. Without --models: the
-default model, and bfloat16 and Q4_K_M files of it.
+row of 32 + 64 positions adds, and the most that there was meanwhile, all as resident memory. What
+was added is of two kinds: memory of its own, and pages of the libraries' files that imports mapped
+and a first use brings in, which the system shares and may drop.
+Prints, and writes to bench/results/, the shares of weights, keys and values: of all that was added,
+and of memory of its own. Without --models: the default model, and bfloat16 and Q4_K_M files of it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ PROMPT, NEW = 32, 64
 
 
 def resident(key: str = "VmRSS") -> int:
-    """Bytes of this process that are in memory, or with VmHWM the most that ever were."""
+    """Bytes of this process that are in memory; with VmHWM the most that ever were, with RssFile
+    those that are pages of files."""
     with open("/proc/self/status", encoding="ascii") as status:
         return 1024 * int(next(line for line in status if line.startswith(key)).split()[1])
 
@@ -36,7 +39,7 @@ def measure(source: str) -> dict[str, Any]:
     import everystep.api.load
     import everystep.api.rectangle  # noqa: F401
 
-    imported = resident()
+    imported, mapped = resident(), resident("RssFile")
     model: Any = es.load_model(source)
     loaded = resident()
     model.generate(torch.arange(5, 5 + PROMPT)[None], max_new_tokens=NEW, do_sample=False)
@@ -44,13 +47,16 @@ def measure(source: str) -> dict[str, Any]:
     spec = model.core.spec
     kept = (PROMPT + NEW) * len(spec.layers) * spec.attention.kv_heads * spec.attention.head_dim
     held = weights + 2 * 4 * kept
+    added, from_files = resident() - imported, resident("RssFile") - mapped
     return {
         "weights_and_row": held,
         "imported": imported,
         "loaded": loaded - imported,
-        "after_one_row": resident() - imported,
+        "after_one_row": added,
+        "pages_of_files": from_files,
         "most": resident("VmHWM") - imported,
-        "share": round((resident() - imported) / held, 3),
+        "share": round(added / held, 3),
+        "share_of_its_own": round((added - from_files) / held, 3),
         "share_of_most": round((resident("VmHWM") - imported) / held, 3),
     }
 

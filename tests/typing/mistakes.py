@@ -36,3 +36,5 @@ def mistakes(model: es.LanguageModel, tokenizer: es.Tokenizer) -> None:
     es.prefill(model, tokenizer, "x", max_new_tokens=5)  # wrong: choice_in_prefill
     es.AsyncEngine(model).stream("x", top_p="high")  # wrong: value_in_engine
     es.load(quantize="int3")  # wrong: format
+    es.verify(dtype="float32")  # wrong: text_for_dtype
+    es.verify(quantise=None)  # wrong: misspelt_in_verify

@@ -245,6 +245,11 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 
     Draws without `seed=` come from torch's. `deterministic`: torch chooses algorithms that repeat.
     Source: the reference's `set_seed`.
+
+    Example:
+
+        >>> es.set_seed(4)
+        >>> text = es.generate(model, tokenizer, "Once", do_sample=True, max_new_tokens=3)
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise RequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import types
+import wave
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -44,7 +45,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], type | None]] = {
     "wrap": (es.wrap, None),
     "verify": (es.verify, LoadOptions),
     "layout_prompt": (es.layout_prompt, None),
+    "read_sound": (es.read_sound, None),
+    "set_seed": (es.set_seed, None),
+    "validate_stopping_criteria": (es.validate_stopping_criteria, None),
 }
+
+
+def test_no_public_function_is_left_out() -> None:
+    public = {name for name in es.__all__ if inspect.isfunction(getattr(es, name))}
+    assert public == {name for name in FUNCTIONS if "." not in name}
 
 
 def keys(options: type) -> set[str]:
@@ -153,6 +162,9 @@ def test_help_ends_with_an_example_that_runs(name: str, tmp_path: Path) -> None:
     example = text.rpartition("\nExample:\n")[2]
     assert ">>>" in example and "\n\nOptions" not in example
     model, tokenizer = tiny_llama(vocab_size=320, dtype=torch.float32), tiny_tokenizer(320)
+    with wave.open(str(tmp_path / "speech.wav"), "wb") as sound:
+        sound.setparams((1, 2, 16000, 0, "NONE", ""))
+        sound.writeframes(bytes(3200))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     names: dict[str, Any] = {"es": es, "model": model, "tokenizer": tokenizer}

@@ -19,6 +19,10 @@ def read_sound(path: str | os.PathLike[str], sampling_rate: int = 16000) -> np.n
 
     RequestError where the file has another sampling rate, FormatError where it is damaged,
     MissingExtraError for kinds that need the extra `audio`, where that is not installed.
+
+    Example:
+
+        >>> samples = es.read_sound(folder / "speech.wav")
     """
     file = as_path(path)
     if not file.is_file():

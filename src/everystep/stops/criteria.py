@@ -168,6 +168,11 @@ def validate_stopping_criteria(
     """A list of the same criteria that ends rows with `max_length` ids if none of them limits it.
 
     Warns where one of them has another limit. Source: validate_stopping_criteria.
+
+    Example:
+
+        >>> criteria = es.StoppingCriteriaList([es.EosTokenCriteria(2)])
+        >>> criteria = es.validate_stopping_criteria(criteria, max_length=20)
     """
     limit = stopping_criteria.max_length
     if limit is None:

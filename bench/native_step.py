@@ -12,7 +12,7 @@ is shared with other machines. `--cache-dtypes` are the types in which rows keep
 `--prompt N` also times reading N tokens at once. `--engine 1,8` also times whole steps of the
 engine with so many requests, and the part outside the compiled function: greedy, four beams, and
 sampling with temperature, top-k and top-p (from the best of a row, from whole rows, and drawn from
-torch's generator as the reference does), each with and without running ahead.
+torch's generator as transformers does), each with and without running ahead.
 """
 
 from __future__ import annotations

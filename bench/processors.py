@@ -1,4 +1,4 @@
-"""What does each processor cost in a step, compared with the reference's class?
+"""What does each processor cost in a step, compared with transformers' class?
 
     scripts/bench processors [--runs 30] [--batches 1 32] [--out NAME]
 
@@ -6,7 +6,7 @@ Every class runs on the same scores of a vocabulary of 150,000 and on prefixes o
 which one is new since the last call, as in a long generation. Ids are distributed like words of a
 text, the r-th most frequent in proportion to 1 / r. Both run as their `generate` calls them: ours
 in the pipeline, on scores that it may change, with its memory of the sequences, and may return a
-shortlist; the reference's in its list of processors, on the rectangle of ids. The calls alternate.
+shortlist; transformers' in its list of processors, on the rectangle of ids. The calls alternate.
 Prints, and writes to bench/results/, medians in microseconds, and how many times faster ours is.
 """
 
@@ -94,7 +94,7 @@ class Steps:
 def measure(
     name: str, arguments: tuple[Any, ...], ids: np.ndarray, runs: int
 ) -> tuple[float, float]:
-    """Median microseconds of ours and of the reference's."""
+    """Median microseconds of ours and of transformers'."""
     ours = Steps(ids, getattr(everystep, name)(*arguments))
     theirs = reference.LogitsProcessorList([getattr(reference, name)(*arguments)])
     scores, rectangle = torch.randn(len(ids), VOCABULARY), torch.from_numpy(ids)

@@ -1,4 +1,4 @@
-"""What do stop strings cost compared with the reference, to set up and per step?
+"""What do stop strings cost compared with transformers, to set up and per step?
 
 scripts/bench stops [--out NAME]
 """

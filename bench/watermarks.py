@@ -1,4 +1,4 @@
-"""What does a watermark cost per step compared with the reference's?
+"""What does a watermark cost per step compared with transformers'?
 
     scripts/bench watermarks [--out NAME]
 
@@ -43,7 +43,7 @@ def zipf_ids(count: int) -> Tensor:
 
 
 def pairs() -> dict[str, tuple[Any, Any, Tensor]]:
-    """Name -> ours, the reference's, and the ids."""
+    """Name -> ours, transformers', and the ids."""
     worst = torch.randperm(VOCABULARY)[: ROWS * 12].reshape(ROWS, 12)
     zipf = zipf_ids(ROWS * 12).reshape(ROWS, 12)
     green = {"vocab_size": VOCABULARY, "device": "cpu"}

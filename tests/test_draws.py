@@ -1,4 +1,4 @@
-"""Draws: what they are keyed by, how they are distributed, and that they are the reference's."""
+"""Draws: what they are keyed by, how they are distributed, and that they are transformers'."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_row_without_a_distribution_gives_no_token(draws: Any, size: int) -> N
     assert draws.choose(Scores.of(scores), places(3))[1] == -1
 
 
-# --- the reference's draws ------------------------------------------------------------------------
+# --- transformers' draws ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

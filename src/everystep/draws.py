@@ -1,6 +1,6 @@
 """Where randomness comes from: the global generator, or a hash of where the choice stands.
 
-Strategies see draws only. `SharedDraws` consumes torch's global generator as the reference does,
+Strategies see draws only. `SharedDraws` consumes torch's global generator as transformers does,
 over the full rectangle of the call. `SeededDraws` keys every number by (seed, stream, lineage,
 position), so that a choice depends on nothing else.
 """
@@ -168,7 +168,7 @@ def _reached_in_blocks(weight: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SharedDraws:
-    """Draws what the reference draws from torch's global generator.
+    """Draws what transformers draws from torch's global generator.
 
     `torch.multinomial` equals argmax(p / q) and, without replacement, topk(p / q), where q is
     exponential noise over all rows of the call; rows that left the batch keep their share of it.
@@ -178,7 +178,7 @@ class SharedDraws:
     whole_rows: ClassVar[bool] = True
 
     def choose(self, scores: Scores, places: Places) -> Tensor:
-        # All tokens take part in the sum, in the order in which the reference adds them up.
+        # All tokens take part in the sum, in the order in which transformers adds them up.
         probabilities = torch.softmax(scores.whole().values, dim=-1)
         chosen = (probabilities / self._noise(probabilities, places)).argmax(dim=-1)
         return _possible(chosen[:, None], probabilities)[:, 0]
@@ -190,7 +190,7 @@ class SharedDraws:
         return _possible(drawn, probabilities)
 
     def uniform(self, stream: str, places: Places, n: int = 1) -> Tensor:
-        # The reference accepts drafts by numbers of this type.
+        # transformers accepts drafts by numbers of this type.
         kind = torch.float32 if stream == "accept" else torch.float64
         drawn = torch.rand(places.slots, n, dtype=kind)
         return drawn[torch.from_numpy(places.slot)]
@@ -244,7 +244,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     """The global generators of Python, numpy and torch start anew from `seed`.
 
     Draws without `seed=` come from torch's. `deterministic`: torch chooses algorithms that repeat.
-    Source: the reference's `set_seed`.
+    Source: transformers' `set_seed`.
 
     Example:
 

@@ -1,7 +1,7 @@
-"""What `generate()` and a call of a model return: the reference's output classes, and more.
+"""What `generate()` and a call of a model return: transformers' output classes, and more.
 
-Keys, length, iteration, integer and slice access show exactly what the reference's objects show:
-its fields, in its order, without those that are None. What the reference does not know (`text`,
+Keys, length, iteration, integer and slice access show exactly what transformers' objects show:
+its fields, in its order, without those that are None. What transformers does not know (`text`,
 `finish_reasons`, ...) are attributes only, so that code that unpacks a tuple keeps working. This
 file knows nothing of how the values come about.
 """
@@ -80,13 +80,13 @@ class Shown(Mapping[str, Any]):
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The reference's fields that are not None, in order."""
+        """transformers' fields that are not None, in order."""
         return tuple(getattr(self, name) for name in self._names())
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Output(Shown):
-    """What every output of `generate()` can say beyond the reference's fields.
+    """What every output of `generate()` can say beyond transformers' fields.
 
     `text`: one per sequence, prompt excluded, if there is a tokenizer. `new_tokens`: per sequence
     the generated ids, the end token included, padding excluded. `prompt_length`: how many columns
@@ -258,7 +258,7 @@ def compute_transition_scores(
 
     `sequences`: (B, length) ids. `scores`: per step (R, V). `beam_indices`: (B, steps), the row of
     `scores` that each token was chosen from, -1 after the end; without it row r is sequence r's.
-    `normalize_logits`: log-probabilities instead of the scores themselves. Source: the reference's
+    `normalize_logits`: log-probabilities instead of the scores themselves. Source: transformers'
     `GenerationMixin.compute_transition_scores`.
     """
     require_tensor(sequences, "sequences", "(batch, length) ids", dims=(2,), holds="integers")

@@ -28,7 +28,7 @@ from tests.models.tiny import ours, reference_decoder
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    """The reference's model, in float64."""
+    """transformers' model, in float64."""
     return reference_decoder("llama", torch.float64)
 
 
@@ -53,7 +53,7 @@ def asking(name: str, *adapters: tuple[str, float]) -> Request:
 
 
 def continued(model: PreTrainedModel) -> tuple[int, ...]:
-    """What the reference says to the same prompt."""
+    """What transformers says to the same prompt."""
     read = torch.from_numpy(ids(1, 7))[None]
     out = model.generate(
         read, max_new_tokens=MAX_NEW, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0

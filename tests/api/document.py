@@ -81,7 +81,7 @@ class Counted:
 
 
 class Document:
-    """The reference's modules, and our model with their weights.
+    """transformers' modules, and our model with their weights.
 
     `folder`: where a model folder is written that the model is loaded from; without one it is a
     Llama for which the modules are declared as encoders.

@@ -1,4 +1,4 @@
-"""Calls that the reference answers and that are easily refused, or read wrongly, beside it."""
+"""Calls that transformers answers and that are easily refused, or read wrongly, beside it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> LanguageModel:
 
 
 def both(pair: tuple[Any, LanguageModel], **given: Any) -> torch.Tensor:
-    """What ours gives, which is what the reference gives."""
+    """What ours gives, which is what transformers gives."""
     found = pair[1].generate(IDS, **given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -174,7 +174,7 @@ def test_a_prompt_cannot_hold_such_a_pad(model: LanguageModel) -> None:
         model.generate(torch.tensor([[48, 5, 6]]), pad_token_id=48, max_new_tokens=2)
 
 
-# --- what the reference warns of -----------------------------------------------------------------
+# --- what transformers warns of -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,14 @@ def same_room(ours: Any, reference: Any, held: int, padding: int = 0) -> None:
 @pytest.mark.filterwarnings("ignore:Using `cache_implementation")
 @pytest.mark.parametrize(
     ("family", "way"),
-    # Chunks are for decoders, and the reference's second half keeps the padding of the prompt.
+    # Chunks are for decoders, and transformers' second half keeps the padding of the prompt.
     [(f, w) for f in ("llama", "windows", "t5") for w in STATIC
      if f != "t5" or w not in ("padded", "chunked")],
 )  # fmt: skip
 def test_static_caches_are_the_references(family: str, way: str) -> None:
     results = []
     for model in MODELS[family]:
-        # The reference remembers the largest room of earlier calls.
+        # transformers remembers the largest room of earlier calls.
         model.__dict__.pop("_previous_max_cache_length", None)
         torch.manual_seed(3)
         results.append(run(model, **STATIC[way]))

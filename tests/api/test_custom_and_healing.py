@@ -35,7 +35,7 @@ def greedy_loop(
     generation_config: Any,
     **inputs: Any,
 ) -> Tensor:
-    """A plain loop without a cache, as people write it for the reference."""
+    """A plain loop without a cache, as people write it for transformers."""
     pad = generation_config._pad_token_tensor
     going = torch.ones(len(input_ids), dtype=torch.bool)
     mask = inputs["attention_mask"]
@@ -143,7 +143,7 @@ def cached_loop(
     use_cache: bool,
     **inputs: Any,
 ) -> Tensor:
-    """A plain loop that feeds each position once, as people write it for the reference."""
+    """A plain loop that feeds each position once, as people write it for transformers."""
     mask = torch.ones_like(input_ids)
     mask = mask if inputs["attention_mask"] is None else inputs["attention_mask"]
     going = torch.ones(len(input_ids), dtype=torch.bool)
@@ -226,7 +226,7 @@ TEXTS = ["I was i", "The a", "it  ", "th"]
 
 
 def as_theirs(tokenizer: Any) -> Any:
-    """The same tokenizer, in the reference's clothes."""
+    """The same tokenizer, in transformers' clothes."""
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend, bos_token="<bos>", eos_token="<eos>",
         pad_token="<pad>", padding_side="left",

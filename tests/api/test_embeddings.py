@@ -34,7 +34,7 @@ SOFT = EMBEDS + 0.1 * torch.randn(EMBEDS.shape, dtype=torch.float64)
 
 
 def both(**given: Any) -> tuple[Tensor, Tensor]:
-    """What the reference answers, and what we do."""
+    """What transformers answers, and what we do."""
     options = {"max_new_tokens": 6, **QUIET, **given}
     if "max_length" in given:
         del options["max_new_tokens"]

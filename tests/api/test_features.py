@@ -48,11 +48,11 @@ def batch(document: Document) -> dict[str, Any]:
 
 
 def wanted(document: Document, **options: Any) -> list[list[int]]:
-    """What the reference generates row by row from embeddings made by hand."""
+    """What transformers generates row by row from embeddings made by hand."""
     found = []
     for row, ids in enumerate(rows(document)):
         embeds = document.embeds(torch.tensor(ids), PIXELS[row], BBOX[row])
-        # The reference knows no ids beyond the vocabulary; one more of an id changes no penalty.
+        # transformers knows no ids beyond the vocabulary; one more of an id changes no penalty.
         known = torch.tensor([[ids[0] if token >= BOX else token for token in ids]])
         out = document.reference.generate(known, inputs_embeds=embeds, **QUIET, **options)
         found += out[:, len(ids) :].tolist()

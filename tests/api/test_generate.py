@@ -146,7 +146,7 @@ def test_an_interrupt_leaves_the_model_usable(model: LanguageModel) -> None:
 
 
 class Heard:
-    """A streamer in the reference's manner that writes down what it is told."""
+    """A streamer in transformers' manner that writes down what it is told."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []

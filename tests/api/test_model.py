@@ -1,4 +1,4 @@
-"""`model(...)` with a cache: logits and caches are the reference's, in loops that callers write."""
+"""`model(...)` with a cache: logits and caches are transformers', in loops that callers write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`past_key_values`: what is returned equals the reference's, and a call continues from it."""
+"""`past_key_values`: what is returned equals transformers', and a call continues from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET = {"pad_token_id": 0, "eos_token_id": 96, "decoder_start_token_id": 0}
 
 
 def pair(family: str, **changes: Any) -> tuple[Any, LanguageModel]:
-    """A tiny model of the reference in float64, and ours with its weights."""
+    """A tiny model of transformers in float64, and ours with its weights."""
     torch.manual_seed(1)
     if family == "t5":
         reference = reference_t5(torch.float64, **changes)
@@ -38,7 +38,7 @@ MODELS = {
     "llama": pair("llama"),
     "qwen2": pair("qwen2"),
     "windows": pair("qwen2", **WINDOW),
-    # The reference makes as many layers of cache as its encoder has.
+    # transformers makes as many layers of cache as its encoder has.
     "t5": pair("t5", num_decoder_layers=2),
 }
 
@@ -171,7 +171,7 @@ def test_an_encoder_decoder_goes_on() -> None:
         start = torch.tensor([[0, 7, 8], [0, 9, 30]])
         first = run(model, decoder_input_ids=start)
         whole = torch.cat([first.sequences, MORE], dim=1)
-        # Without it the reference takes whole decoder prompts for new ones.
+        # Without it transformers takes whole decoder prompts for new ones.
         mask = {"decoder_attention_mask": torch.ones_like(whole)} if index == 0 else {}
         past = first.past_key_values
         results.append(run(model, decoder_input_ids=whole, past_key_values=past, **mask))

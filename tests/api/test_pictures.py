@@ -1,4 +1,4 @@
-"""Prompts with pictures give the reference's tokens, whatever way they take through the engine."""
+"""Prompts with pictures give transformers' tokens, whatever way they take through the engine."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def requests_of(rows: list[Any]) -> list[dict[str, Any]]:
 
 
 def together(prompts: list[dict[str, Any]]) -> list[list[int]]:
-    """What the reference says of each."""
+    """What transformers says of each."""
     reference = reference_of("qwen3_vl", torch.float32)
     found = []
     for one in prompts:

@@ -47,7 +47,7 @@ def textbook(ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> list
     """Six greedy tokens after one row (T,), read whole and anew at each step: `positions` (n,) of
     all that is read, `mask` (1 or H, n, n).
 
-    Without a mask the reference would take jumps of positions for several sequences in a row.
+    Without a mask transformers would take jumps of positions for several sequences in a row.
     """
     found: list[int] = []
     if mask is None:
@@ -243,7 +243,7 @@ def test_holes_among_many_prompts() -> None:
 
 
 def test_a_row_that_is_masked_whole_is_refused() -> None:
-    """The reference has no result for it: eager attention and sdpa differ there."""
+    """transformers has no result for it: eager attention and sdpa differ there."""
     with pytest.raises(RequestError, match="row 0 of the prompt is empty"):
         MODEL.generate(IDS, attention_mask=torch.tensor([[0] * 7, [1] * 7]), **QUIET)
 

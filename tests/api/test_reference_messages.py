@@ -1,4 +1,4 @@
-"""What the reference says of a call, an error, a warning or nothing, and what is said of it here.
+"""What transformers says of a call, an error, a warning or nothing, and what is said of it here.
 
 Each row has the same meaning on both sides; where this library is stricter, or sees more, the two
 columns differ. `docs/guide/configuration.md` gives the reasons.
@@ -58,7 +58,7 @@ def translators() -> tuple[Any, LanguageModel]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collects what is warned of, through the warnings module or the reference's loggers."""
+    """Collects what is warned of, through the warnings module or transformers' loggers."""
     heard: list[str] = []
 
     class Ear(logging.Handler):

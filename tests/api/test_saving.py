@@ -71,7 +71,7 @@ def logits(model: Any, read: torch.Tensor) -> torch.Tensor:
 
 
 def tiny(folder: Path, **config: Any) -> Any:
-    """A Llama of the reference's, saved by it in the folder."""
+    """A Llama of transformers', saved by it in the folder."""
     reference = with_norms(reference_decoder("llama", torch.float32, **config))
     reference.save_pretrained(folder)
     return reference

@@ -1,4 +1,4 @@
-"""Whisper writes down what the reference writes: windows, timestamps, languages, retries."""
+"""Whisper writes down what transformers writes: windows, timestamps, languages, retries."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 @dataclass(frozen=True)
 class Family:
-    """`changes`: what its configuration says. `alone`: in float64 the reference's eager attention
+    """`changes`: what its configuration says. `alone`: in float64 transformers' eager attention
     gives nan where a row is padded, so its batches have prompts of one length."""
 
     changes: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Assisted generation gives the tokens of the reference's own, in float64, at batch 1."""
+"""Assisted generation gives the tokens of transformers' own, in float64, at batch 1."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assistant() -> Any:
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference's assistant reads everything anew, and processes its scores once.
+    """transformers' assistant reads everything anew, and processes its scores once.
 
     As it is, it goes on from a cache that holds other ids after a draft that was right as a whole,
     and applies each processor that its configuration names a second time.

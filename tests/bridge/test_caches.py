@@ -24,7 +24,7 @@ ALONE = ["gemma2", "bloom"]
 
 
 def rows(name: str) -> dict[str, Tensor]:
-    """A batch, padded on the left where the reference can read that in float64."""
+    """A batch, padded on the left where transformers can read that in float64."""
     ids = IDS if name in PADDED else EVEN
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
@@ -142,7 +142,7 @@ def test_one_of_a_model_with_an_encoder(name: str, beams: int) -> None:
     assert cache.get_seq_length() == theirs.shape[1] - 1
     if beams > 1:
         return
-    # With such a cache the reference's own call feeds all ids again, so it is given one by hand.
+    # With such a cache transformers' own call feeds all ids again, so it is given one by hand.
     again = copy.deepcopy(cache)
     by_hand = model(**given, decoder_input_ids=theirs[:, -1:], past_key_values=again).logits
     wanted = model(**given, decoder_input_ids=theirs, use_cache=False).logits[:, -1:]

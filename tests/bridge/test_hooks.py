@@ -1,6 +1,6 @@
-"""Hooks on models of transformers: a signal at every step, beside the reference's own `generate`.
+"""Hooks on models of transformers: a signal at every step, beside transformers' own `generate`.
 
-The reference reads the same signal through a forward hook of torch on a copy of the model.
+transformers reads the same signal through a forward hook of torch on a copy of the model.
 """
 
 from __future__ import annotations

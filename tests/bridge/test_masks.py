@@ -49,7 +49,7 @@ def test_a_class_of_the_callers_gets_it_every_time() -> None:
 
 
 def test_positions_that_jump_are_one_sequence() -> None:
-    """Without a mask the reference reads a prompt with such positions as several."""
+    """Without a mask transformers reads a prompt with such positions as several."""
     model = model_of("llama")
     places = torch.tensor([[0, 1, 5, 6]])
     asked = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None}

@@ -1,4 +1,4 @@
-"""Named inputs of wrapped models: images and types beside ids, as the reference reads them."""
+"""Named inputs of wrapped models: images and types beside ids, as transformers reads them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def rows_of_batch() -> list[dict[str, Any]]:
 
 
 def answers(new: int = 8, **given: Any) -> list[list[int]]:
-    """What the reference generates after each row by itself."""
+    """What transformers generates after each row by itself."""
     found = []
     for one in rows_of_batch():
         row = {n: v[None] if n.endswith("_ids") else v for n, v in one.items()}

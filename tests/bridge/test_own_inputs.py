@@ -1,4 +1,4 @@
-"""A class that prepares its inputs itself, as code written for the reference does."""
+"""A class that prepares its inputs itself, as code written for transformers does."""
 
 from __future__ import annotations
 

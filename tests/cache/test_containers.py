@@ -1,4 +1,4 @@
-"""Cache objects do what the reference's do, operation by operation."""
+"""Cache objects do what transformers' do, operation by operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration comes back whole from a file, the reference's too, and from a model's config."""
+"""A configuration comes back whole from a file, transformers' too, and from a model's config."""
 
 from __future__ import annotations
 

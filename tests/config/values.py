@@ -12,7 +12,7 @@ from everystep.config import (
 )
 
 DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.default is not None}
-# The fields that the reference does not have.
+# The fields that transformers does not have.
 OURS = {
     *("presence_penalty", "frequency_penalty", "logit_bias", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_sequence_breakers", "top_n_sigma", "xtc_probability"),

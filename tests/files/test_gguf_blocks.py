@@ -90,7 +90,7 @@ def test_values_are_those_of_the_slow_loop(kind: str) -> None:
 
 
 def by_gguf(kind: str, blocks: np.ndarray) -> Tensor:
-    """What the reference's own reader makes of (n, bytes) blocks."""
+    """What transformers' own reader makes of (n, bytes) blocks."""
     code = gguf.GGMLQuantizationType[kind]
     with np.errstate(all="ignore"):
         return torch.from_numpy(gguf.quants.dequantize(blocks, code).astype(np.float32)).view(-1)

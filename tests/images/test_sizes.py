@@ -1,4 +1,4 @@
-"""Sizes, frames and times are those of the reference's processors, as worked examples say."""
+"""Sizes, frames and times are those of transformers' processors, as worked examples say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images and frames become the reference's patches, and chats with them are answered."""
+"""Images and frames become transformers' patches, and chats with them are answered."""
 
 from __future__ import annotations
 

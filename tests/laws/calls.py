@@ -1,6 +1,6 @@
 """Random calls of the whole face, each of which a schedule must leave as it is.
 
-A call is one of the draws of tests/parity, seeded or greedy, with settings that the reference does
+A call is one of the draws of tests/parity, seeded or greedy, with settings that transformers does
 not have, or that it cannot combine. What a caller brings of his own looks at one row at a time, and
 nothing reads a clock.
 """

@@ -10,7 +10,7 @@ from tests.reading import ROOT
 
 PAGE = ROOT / "docs" / "guide" / "models.md"
 _FIRST = "<!-- from here to the next such line: python -m tests.models.page -->"
-# The text of the smallest checkpoint; the defaults of the reference's classes do not fit together.
+# The text of the smallest checkpoint; the defaults of transformers' classes do not fit together.
 _TEXT = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
 _LAST = "<!-- end of what is generated -->"
 

@@ -1,4 +1,4 @@
-"""Tiny models of the reference that read pictures, prompts for them, and ours beside them."""
+"""Tiny models of transformers that read pictures, prompts for them, and ours beside them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ GREEDY: Mapping[str, Any] = {
     "do_sample": False,
     "pad_token_id": 0,
     "eos_token_id": None,
-    # The reference takes a placeholder that it generates for one of the prompt.
+    # transformers takes a placeholder that it generates for one of the prompt.
     "suppress_tokens": [*TOKENS.values()],
 }
 
@@ -115,7 +115,7 @@ def reference_of(
     vision: Mapping[str, Any] = MappingProxyType({}),
     **text: Any,
 ) -> PreTrainedModel:
-    """A model of the reference, whose norms and biases are random too."""
+    """A model of transformers, whose norms and biases are random too."""
     torch.manual_seed(seed)
     make_config, make_model, own_text, rope, own_vision = OWN[kind]
     rope = {"rope_type": "default", **rope}

@@ -1,4 +1,4 @@
-"""Positions of three axes turn queries and keys as in the reference's text models, in float64."""
+"""Positions of three axes turn queries and keys as in transformers' text models, in float64."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLACES = torch.tensor(
 
 
 def reference(kind: str) -> PreTrainedModel:
-    """A text model of the reference with random weights."""
+    """A text model of transformers with random weights."""
     torch.manual_seed(1)
     rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": list(SECTIONS)}
     if kind == "qwen3_vl":
@@ -61,7 +61,7 @@ def reference(kind: str) -> PreTrainedModel:
 
 
 def ours(kind: str, text: PreTrainedModel, head: Tensor) -> Model:
-    """Our decoder with the weights of the reference's, and a head."""
+    """Our decoder with the weights of transformers', and a head."""
     third = kind == "qwen3_vl"
     rope = Rope(32, 1000.0, UNSCALED, section_axes(SECTIONS, interleaved=third))
     spec = DecoderSpec(

@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TEXTS = [kind for kind in ENCODER_DECODERS if kind != "whisper"]
 NEW = 12
-# The reference makes as many layers of cache as its encoder has.
+# transformers makes as many layers of cache as its encoder has.
 EVEN = {
     kind: {"num_decoder_layers": 2} if "t5" in kind else {"decoder_layers": 2}
     for kind in ENCODER_DECODERS

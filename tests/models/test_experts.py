@@ -80,7 +80,7 @@ def of_one_each(kind: str, model: Model, weights: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_forms_of_a_checkpoint_are_the_same_model(kind: str, tmp_path: Path) -> None:
-    """That of the reference's modules and that of its files, which is also what goes out."""
+    """That of transformers' modules and that of its files, which is also what goes out."""
     reference = reference_decoder(kind, torch.float32)
     reference.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What a called model gives beyond logits, and packed sequences, beside the reference."""
+"""What a called model gives beyond logits, and packed sequences, beside transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASK[1, :3] = 0
 
 
 def close(found: Any, expected: Any) -> None:
-    """Equal within rounding (the reference's norms are of float32), also layer by layer."""
+    """Equal within rounding (transformers' norms are of float32), also layer by layer."""
     if isinstance(expected, torch.Tensor):
         assert found.shape == expected.shape
         assert (found - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
@@ -65,7 +65,7 @@ def test_of_a_piece_after_a_cache(pair: tuple[Any, LanguageModel]) -> None:
 
 def test_labels_give_the_references_loss_and_gradient(pair: tuple[Any, LanguageModel]) -> None:
     labels = IDS.clone()
-    mask = MASK.flip(1)  # beside a row that sees nothing the reference gives nan
+    mask = MASK.flip(1)  # beside a row that sees nothing transformers gives nan
     labels[0, 4] = labels[1, 6:] = -100
     model = LanguageModel(ours(pair[0])).requires_grad_()
     expected = pair[0](IDS, attention_mask=mask, labels=labels)
@@ -96,7 +96,7 @@ def test_sequences_packed_in_a_row_do_not_see_each_other(
     if len(places) == 1:
         alone = pair[1](IDS[:, 5:], use_cache=False).logits
         close(expected[:, 5:], alone)
-    # With a mask or a cache a row is one sequence, whatever its positions, as in the reference.
+    # With a mask or a cache a row is one sequence, whatever its positions, as in transformers.
     for given in ({"attention_mask": torch.ones(2, 9).long(), "use_cache": False}, {}):
         wanted = pair[0](IDS, position_ids=positions.expand(2, 9), **given).logits
         close(pair[1](IDS, position_ids=positions, **given).logits, wanted)

@@ -1,4 +1,4 @@
-"""A model whose weights learn has the reference's gradients; packed weights refuse theirs."""
+"""A model whose weights learn has transformers' gradients; packed weights refuse theirs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_gradients_are_the_references(name: str) -> None:
     own = gradients(model)
     for weight, parameter in reference.named_parameters():
         if parameter.grad is not None and weight in own:
-            # The reference takes root mean squares in float32, gradients included.
+            # transformers takes root mean squares in float32, gradients included.
             scale = parameter.grad.abs().max()
             assert (own[weight] - parameter.grad).abs().max() <= 1e-6 * scale + 1e-12, weight
     assert len(own) >= 9

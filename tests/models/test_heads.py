@@ -72,7 +72,7 @@ def test_the_table_may_be_stored_as_the_head(executor: Any, tmp_path: Path) -> N
 def test_a_head_of_other_rows_than_the_table_is_refused(
     tied: bool, rows: int, tmp_path: Path
 ) -> None:
-    """The reference refuses it too, whatever config.json says of the vocabulary."""
+    """transformers refuses it too, whatever config.json says of the vocabulary."""
     tensors = stored(tmp_path, tied=tied)
     save_file({**tensors, HEAD: torch.randn(rows, 48)}, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match=rf"'lm_head\.weight' .*\(97, 48\); got \({rows}, 48\)"):

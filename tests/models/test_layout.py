@@ -127,7 +127,7 @@ def test_random_settings_give_the_tokens_of_transformers(document: Document, blo
         count = 1 + number % 4
         ids = torch.tensor(document.ids(count, number))
         embeds = document.embeds(ids, PIXELS[number % 3], boxes([count])[0])
-        # The reference knows no ids beyond the vocabulary; more of an id changes no penalty.
+        # transformers knows no ids beyond the vocabulary; more of an id changes no penalty.
         known = torch.where(ids >= BOX, ids[0], ids)[None]
         options = drawn_options(number)
         expected = document.reference.generate(known, inputs_embeds=embeds, **FIXED, **options)

@@ -1,4 +1,4 @@
-"""Positions that have embeddings: they are counted as the reference counts them, up to the last."""
+"""Positions that have embeddings: they are counted as transformers counts them, up to the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba gives the reference's tokens and scores under random settings of `generate`."""
+"""Mamba gives transformers' tokens and scores under random settings of `generate`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def random_settings(number: int) -> dict[str, Any]:
         "do_sample": sampled,
         "num_return_sequences": rng.randint(1, several),
         "max_new_tokens": rng.randint(9, 20),
-        "pad_token_id": 95,  # the beams of the reference take 0 for none
+        "pad_token_id": 95,  # the beams of transformers take 0 for none
     }
 
 
@@ -72,13 +72,13 @@ def test_random_settings_of_mamba_give_the_references_results(block: int) -> Non
         found = both.model.generate(PROMPTS, **given, **shown)
         assert torch.equal(found.sequences, expected.sequences), given
         for one, other in zip(found.scores, expected.scores, strict=True):
-            # The reference rounds to float32 what the head says.
+            # transformers rounds to float32 what the head says.
             assert torch.equal(one.isfinite(), other.isfinite()), given
             assert torch.allclose(one.nan_to_num(), other.nan_to_num().to(one), atol=1e-5), given
 
 
 def test_hidden_states_of_mamba_begin_with_the_embeddings() -> None:
-    """The reference's begin after the first layer, and have the last before its norm too."""
+    """transformers' begin after the first layer, and have the last before its norm too."""
     both = pair("mamba")
     shown = {"output_hidden_states": True, "return_dict_in_generate": True, **QUIET}
     found = both.model.generate(PROMPTS[:1], **shown).hidden_states[0]

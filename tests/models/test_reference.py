@@ -1,4 +1,4 @@
-"""Logits are the reference's: within 1e-10 in float64, 1e-5 of the largest logit in float32."""
+"""Logits are transformers': within 1e-10 in float64, 1e-5 of the largest logit in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose rows forget: Mistral's window and Mamba's states give the reference's logits and
+"""Models whose rows forget: Mistral's window and Mamba's states give transformers' logits and
 tokens through the engine, under padding, chunks, beams, drafts and preemption."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 @dataclass(frozen=True)
 class Pair:
-    """A tiny model of the reference in float64, and ours with its weights."""
+    """A tiny model of transformers in float64, and ours with its weights."""
 
     reference: PreTrainedModel
     model: LanguageModel

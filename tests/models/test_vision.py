@@ -1,4 +1,4 @@
-"""Towers, positions and forwards of models that read pictures equal the reference's, in float64."""
+"""Towers, positions and forwards of models that read pictures equal transformers', in float64."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_weights_go_in_and_out_under_the_names_of_checkpoints(kind: str) -> None
     weights = dict(named_weights(ours_of(reference)))
     assert weights.keys() == reference.state_dict().keys()
     for name, weight in reference.state_dict().items():
-        # Files hold stacks of experts turned; the reference turns them when it loads and saves.
+        # Files hold stacks of experts turned; transformers turns them when it loads and saves.
         turned = weight.mT if ".experts." in name else weight
         assert torch.equal(weights[name], turned), name
 

@@ -1,4 +1,4 @@
-"""Tiny models of the reference with random weights, and ours with the same ones."""
+"""Tiny models of transformers with random weights, and ours with the same ones."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
 
 
 def reference_decoder(kind: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
-    """A model of the reference."""
+    """A model of transformers."""
     make_config, make_model = DECODERS[kind]
     sizes = {**SIZES, **OWN_SIZES.get(kind, {}), **config}
     # Other ways to attend leave caps of scores out, or round to float32.
@@ -194,7 +194,7 @@ def with_norms(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def reference_pair(kind: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
-    """An encoder-decoder of the reference, whose norms and biases have values of their own."""
+    """An encoder-decoder of transformers, whose norms and biases have values of their own."""
     make_config, make_model, sizes = ENCODER_DECODERS[kind]
     model = make_model(make_config(**{**sizes, **config})).to(dtype).eval()
     for name, weight in model.state_dict().items():
@@ -204,7 +204,7 @@ def reference_pair(kind: str, dtype: torch.dtype, **config: Any) -> PreTrainedMo
 
 
 def reference_t5(dtype: torch.dtype, **config: Any) -> PreTrainedModel:
-    """A T5 of the reference as it is made: norms of ones."""
+    """A T5 of transformers as it is made: norms of ones."""
     model = T5ForConditionalGeneration(T5Config(**{**T5_SIZES, **config}))
     return model.to(dtype).eval()
 
@@ -216,7 +216,7 @@ def sounds(batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def reference_mamba(dtype: torch.dtype, **config: Any) -> PreTrainedModel:
-    """A model of recurrent layers of the reference, whose states reach far back."""
+    """A model of recurrent layers of transformers, whose states reach far back."""
     model = MambaForCausalLM(MambaConfig(**{**MAMBA_SIZES, **config}))
     for block in model.backbone.layers:
         torch.nn.init.normal_(block.mixer.A_log)
@@ -235,7 +235,7 @@ def reference_logits(
 
 
 def ours(reference: PreTrainedModel, dtype: torch.dtype | None = None) -> Model:
-    """Our model with the weights of the reference's."""
+    """Our model with the weights of transformers'."""
     source = Tensors(reference.state_dict())
     return build_model(reference.config.to_dict(), source, dtype=dtype or reference.dtype)
 

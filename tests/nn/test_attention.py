@@ -1,4 +1,4 @@
-"""Attention equals its definition, however heads are folded; T5's biases are the reference's."""
+"""Attention equals its definition, however heads are folded; T5's biases are transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output objects are read as the reference's are; what we add does not get in the way."""
+"""Output objects are read as transformers' are; what we add does not get in the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transition scores equal the reference's, for every kind of output it has."""
+"""Transition scores equal transformers', for every kind of output it has."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tiny_llama() -> transformers.LlamaForCausalLM:
 
 @pytest.fixture(scope="module", params=["decoder", "encoder-decoder"])
 def pair(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any]:
-    """Our model and the reference's, with the same weights."""
+    """Our model and transformers', with the same weights."""
     theirs: Any = tiny_llama() if request.param == "decoder" else tiny_t5()
     with torch.no_grad():
         for weight in theirs.parameters():

@@ -54,7 +54,7 @@ def _refusals(expected: Exception | None, found: Exception | None) -> list[Diffe
     if expected is not None and found is not None:
         return []
     if expected is not None:
-        return [Difference(f"only the reference refused: {expected!r}")]
+        return [Difference(f"only transformers refused: {expected!r}")]
     return [Difference(f"only this library refused: {found!r}")]
 
 
@@ -148,7 +148,7 @@ def _layers(
 
 
 def _roomless(draw: Draw, name: str, expected: Any, found: Any) -> Any:
-    """Attentions without what the reference has for the free room of a static cache. It is 0 where
+    """Attentions without what transformers has for the free room of a static cache. It is 0 where
     a token asks: without it those weights still sum to 1, as this library's do."""
     fixed = draw.settings.get("cache_implementation") == "static" or (
         draw.earlier is not None and draw.earlier.kind == "static"

@@ -1,7 +1,7 @@
-"""Known defects of the reference, and how it has to be asked to give the right answer.
+"""Known defects of transformers, and how it has to be asked to give the right answer.
 
 Each is a heading of docs/parity.md and has a test of this library's behaviour there. A draw that
-would run into one is put to the reference in another form that means the same.
+would run into one is put to transformers in another form that means the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _same(result: Any) -> Any:
 
 @dataclass(frozen=True)
 class Defect:
-    """`heading`: in docs/parity.md. `ask`: the draw in the form that the reference answers right.
+    """`heading`: in docs/parity.md. `ask`: the draw in the form that transformers answers right.
     `read`: its answer, as an answer to the draw itself."""
 
     heading: str

@@ -31,7 +31,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Draw:
-    """One call. `padding`: the side that this library gets; the reference gets the left, but for
+    """One call. `padding`: the side that this library gets; transformers gets the left, but for
     the prompts of an encoder. `masked`: whether the mask is passed. `as_config`: whether settings
     are passed as an object. `embedded`: whether the prompts are passed as embeddings and nothing
     else. `unsaid`: whether the prompts are begin tokens, and not passed at all. `begun`: ids that
@@ -82,7 +82,7 @@ class Draw:
         return {*self.settings, *(name for name, value in own.items() if value)}
 
 
-# What the reference cannot combine with embeddings, or gets wrong (docs/parity.md).
+# What transformers cannot combine with embeddings, or gets wrong (docs/parity.md).
 NEED_IDS = (
     "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size",

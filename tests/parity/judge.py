@@ -1,9 +1,9 @@
 """The verdict on a draw: both sides run, are compared, and small or empty differences explained.
 
-Three things are no difference. A beam that never ended has no hypothesis, and what the reference
+Three things are no difference. A beam that never ended has no hypothesis, and what transformers
 returns in its place is left out. A norm rounds to float32, and sums of another order may round the
 other way; whether that is all is seen by running both sides with norms that do not round. Where the
-scores of a step leave no choice, the reference chooses some id, and this library refuses.
+scores of a step leave no choice, transformers chooses some id, and this library refuses.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def judge(draw: Draw, expected: Side = reference, found: Side = ours) -> Verdict
 
 
 def _unfilled(draw: Draw, expected: Side) -> Tensor | None:
-    """(rows,) which results of the reference are no hypothesis that ended; None if all are, and
-    all those that nobody asked for: the reference runs on to fill their places too."""
+    """(rows,) which results of transformers are no hypothesis that ended; None if all are, and
+    all those that nobody asked for: transformers runs on to fill their places too."""
     if not draw.shape.beamed:
         return None
     beams = draw.shape.beams
@@ -74,7 +74,7 @@ def _unfilled(draw: Draw, expected: Side) -> Tensor | None:
 
 
 def _leaves_no_choice(draw: Draw, expected: Side, outcomes: tuple[Outcome, Outcome]) -> bool:
-    """Whether only this library refused, for scores without a choice, and the reference's own
+    """Whether only this library refused, for scores without a choice, and transformers' own
     scores show such a step; not whether it is the same one."""
     theirs, own = (outcome.error for outcome in outcomes)
     if theirs is not None or "no token can be drawn" not in str(own):

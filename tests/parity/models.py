@@ -1,8 +1,8 @@
-"""Tiny random models, the same weights in the reference and in this library, both in float64.
+"""Tiny random models, the same weights in transformers and in this library, both in float64.
 
-A family grows by adding its configurations to CATALOGUE. The reference's attention is replaced by
+A family grows by adding its configurations to CATALOGUE. transformers' attention is replaced by
 the same sums without its step down to float32, which would hide small errors of ours; it goes
-through the reference's own interface for attention functions.
+through transformers' own interface for attention functions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def exact_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the reference's eager kind, with the softmax in the type of the model."""
+    """Attention of transformers' eager kind, with the softmax in the type of the model."""
     shared = getattr(module, "num_key_value_groups", 1)
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     weights = query @ key.transpose(2, 3) * scaling
@@ -73,7 +73,7 @@ transformers.AttentionMaskInterface.register(EXACT, eager_mask)
 
 
 def narrow_guidance() -> None:
-    """Lets the reference's guidance read both sets of logits in float32, as it does one of them."""
+    """Lets transformers' guidance read both sets of logits in float32, as it does one of them."""
     kind = transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor
     wide = kind.get_unconditional_logits
     kind.get_unconditional_logits = lambda self, input_ids: wide(self, input_ids).float()
@@ -139,7 +139,7 @@ _TABLES = {
 @dataclass(frozen=True)
 class Tiny:
     """A configuration as config.json holds it. `alone`: its results depend on the other rows of a
-    batch in the reference, so draws for it have prompts of one length and no speculation."""
+    batch in transformers, so draws for it have prompts of one length and no speculation."""
 
     name: str
     config: Mapping[str, Any]
@@ -176,7 +176,7 @@ class Tiny:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A tiny model in the reference, and its weights under their checkpoint names."""
+    """A tiny model in transformers, and its weights under their checkpoint names."""
 
     tiny: Tiny
     reference: Any
@@ -316,7 +316,7 @@ def pair(name: str) -> Pair:
     """The model of a name; its weights depend on the name alone."""
     tiny = TINIES[name]
     known = transformers.CONFIG_MAPPING[tiny.config["model_type"]]
-    # The reference's eager attention steps down to float32 in most decoders, and in them alone.
+    # transformers' eager attention steps down to float32 in most decoders, and in them alone.
     attention = "eager" if tiny.encodes or "falcon" in tiny.name else EXACT
     config = known.from_dict(dict(tiny.config), attn_implementation=attention)
     auto = transformers.AutoModelForSeq2SeqLM if tiny.encodes else transformers.AutoModelForCausalLM
@@ -331,7 +331,7 @@ def pair(name: str) -> Pair:
 
 
 def fresh_reference(name: str) -> Any:
-    """The reference's model with what earlier calls left undone: in its rotary tables, and of the
+    """transformers' model with what earlier calls left undone: in its rotary tables, and of the
     room that their static caches had."""
     model = pair(name).reference
     vars(model).pop("_previous_max_cache_length", None)

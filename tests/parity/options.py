@@ -110,14 +110,14 @@ def _close_to_one(rng: Rng, shape: Shape) -> float:
 
 
 def _watermark(rng: Rng, shape: Shape) -> dict[str, Any]:
-    """SynthID where the reference knows its rows, or a green list."""
+    """SynthID where transformers knows its rows, or a green list."""
     if not (shape.beamed or shape.looks_up) and rng.random() < 0.5:
         return _synthid(rng)
     return _green_list(rng, shape)
 
 
 def _green_list(rng: Rng, shape: Shape) -> dict[str, Any]:
-    """Sometimes one that rules nearly everything else out. The reference hashes the best 40 tokens
+    """Sometimes one that rules nearly everything else out. transformers hashes the best 40 tokens
     with themselves, and one of them at least has to be green."""
     hashed = shape.vocabulary >= 40 and rng.random() < 0.5
     return {

@@ -1,6 +1,6 @@
 """What a caller may bring of his own: processors, criteria, a function of allowed tokens.
 
-They are written against the reference's contract alone: a rectangle of ids, one row per sequence,
+They are written against transformers' contract alone: a rectangle of ids, one row per sequence,
 and a rectangle of scores. Both sides get objects of their own.
 """
 

@@ -41,7 +41,7 @@ Side = Callable[[Draw], Outcome]
 
 
 def reference(draw: Draw) -> Outcome:
-    """The reference on the left-padded prompts, asked around its known defects."""
+    """transformers on the left-padded prompts, asked around its known defects."""
     defects = met(draw)
     for defect in defects:
         draw = defect.ask(draw)
@@ -52,7 +52,7 @@ def reference(draw: Draw) -> Outcome:
 
 
 def plain_reference(draw: Draw) -> Outcome:
-    """The reference on the left-padded prompts, as it is."""
+    """transformers on the left-padded prompts, as it is."""
 
     def call() -> Any:
         model = fresh_reference(draw.model)

@@ -1,6 +1,6 @@
-"""Where the reference is wrong, this library is right; one test, or more, per heading of parity.md.
+"""Where transformers is wrong, this library is right; one test, or more, per heading of parity.md.
 
-Most tests show both: what the reference does, so that a heading can go when it is repaired, and
+Most tests show both: what transformers does, so that a heading can go when it is repaired, and
 what this library does.
 """
 
@@ -372,7 +372,7 @@ def test_a_length_of_the_callers_may_be_beyond_the_configurations_under_beams() 
 
 
 def test_a_row_that_a_criterion_ended_gets_no_further_tokens_without_an_end_token() -> None:
-    """Without an end token the reference goes on writing into rows that ended."""
+    """Without an end token transformers goes on writing into rows that ended."""
     ids, found = torch.tensor([[7, 8, 9, 10], [1, 2, 3, 4]]), []
 
     def first_ends(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:

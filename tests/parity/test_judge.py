@@ -54,7 +54,7 @@ def test_the_reference_equals_itself(draw: Draw) -> None:
 
 
 def _changed(name: str, change: Callable[[Any], Any]) -> Callable[[Draw], Outcome]:
-    """The reference with one field of its result changed."""
+    """transformers with one field of its result changed."""
 
     def side(draw: Draw) -> Outcome:
         result = reference(draw).result

@@ -1,4 +1,4 @@
-"""Random settings give the reference's results, field by field, in float64.
+"""Random settings give transformers' results, field by field, in float64.
 
 300 draws by default and 20,000 in all. `python -m tests.parity.shrink NUMBER` shows one of them and
 the smallest form in which it still differs.
@@ -73,7 +73,7 @@ def _counts(verdicts: list[Verdict]) -> dict[str, int]:
     counts = Counter({"draws": len(verdicts)})
     counts["run on both sides"] = sum(verdict.ran for verdict in verdicts)
     counts["equal"] = sum(not verdict.problems for verdict in verdicts)
-    counts["around a defect of the reference"] = sum(bool(one.explained) for one in verdicts)
+    counts["around a defect of transformers"] = sum(bool(one.explained) for one in verdicts)
     return dict(counts)
 
 

@@ -1,6 +1,6 @@
-"""The default model in float32 gives the reference's tokens on the same weights.
+"""The default model in float32 gives transformers' tokens on the same weights.
 
-Tokens may differ from some place on where the reference itself was not sure: its margin, the gap
+Tokens may differ from some place on where transformers itself was not sure: its margin, the gap
 between its choice and ours by its own numbers, is below MARGIN there. Every such prompt is listed
 at the end of the run. By default a few prompts and tokens are compared; with --all, 20 times 64.
 """
@@ -148,7 +148,7 @@ def _batch(both: Both, prompts: list[str]) -> dict[str, Tensor]:
 def _require_choices(
     both: Both, prompt: str, expected: Tensor, found: Tensor, finding: Finding
 ) -> None:
-    """Equal, or first different where the reference found both tokens about equally good."""
+    """Equal, or first different where transformers found both tokens about equally good."""
     place = _first_difference(expected, found)
     if place is None:
         return
@@ -160,7 +160,7 @@ def _require_choices(
 def _require_beams(
     both: Both, prompt: str, expected: Tensor, found: Tensor, finding: Finding
 ) -> None:
-    """Equal, or of about the same score by the reference."""
+    """Equal, or of about the same score by transformers."""
     place = _first_difference(expected, found)
     if place is not None:
         margin = _score(both, prompt, expected) - _score(both, prompt, found)
@@ -168,7 +168,7 @@ def _require_beams(
 
 
 def _judge(prompt: str, place: int, margin: float, finding: Finding) -> None:
-    text = f"{prompt!r} differs from token {place} on, where the reference's margin is {margin:.2g}"
+    text = f"{prompt!r} differs from token {place} on, where transformers' margin is {margin:.2g}"
     finding("finding", f"default model: {text}")
     assert margin < MARGIN, text
 
@@ -183,14 +183,14 @@ def _first_difference(expected: Tensor, found: Tensor) -> int | None:
 
 
 def _score(both: Both, prompt: str, new: Tensor) -> float:
-    """The reference's score of a beam: its mean log-probability up to its end."""
+    """transformers' score of a beam: its mean log-probability up to its end."""
     ends = (new == both.special["eos_token_id"]).nonzero()
     new = new[: int(ends[0]) + 1] if len(ends) else new
     return float(_log_probs(both, prompt, new)[torch.arange(len(new)), new].mean())
 
 
 def _log_probs(both: Both, prompt: str, new: Tensor) -> Tensor:
-    """(new, V): the reference's log-probabilities at the places of the new tokens."""
+    """(new, V): transformers' log-probabilities at the places of the new tokens."""
     ids = torch.cat([_batch(both, [prompt])["input_ids"][0], new])[None]
     with torch.no_grad():
         logits: Tensor = both.reference(ids).logits[0, -len(new) - 1 : -1]

@@ -1,8 +1,8 @@
-"""Strategies that the reference no longer has, against what its release 4.55.4 answered.
+"""Strategies that transformers no longer has, against what its release 4.55.4 answered.
 
 `recordings/` has the answers, the models and the script that recorded them. Tokens are equal, and
-scores within 1e-5. Of several end tokens the reference writes the first, whichever was chosen;
-here the chosen one stands. Where processors leave no token at all, the reference chooses id 0
+scores within 1e-5. Of several end tokens transformers writes the first, whichever was chosen;
+here the chosen one stands. Where processors leave no token at all, transformers chooses id 0
 without a word; here that is an error.
 """
 
@@ -63,7 +63,7 @@ def answer(kind: str, number: int) -> tuple[list[list[int]], list[float]]:
 
 
 def difference(kind: str, record: list[Any]) -> str | None:
-    """What is other than recorded; None for nothing, or where the reference refused."""
+    """What is other than recorded; None for nothing, or where transformers refused."""
     number, rows, scores = record
     if isinstance(rows, str):
         return None

@@ -1,4 +1,4 @@
-"""Where stop strings of the reference depend on the padding before a prompt, ours do not."""
+"""Where stop strings of transformers depend on the padding before a prompt, ours do not."""
 
 from __future__ import annotations
 

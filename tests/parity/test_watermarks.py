@@ -1,4 +1,4 @@
-"""Watermarks where the reference is wrong; one test, or more, per heading of parity.md."""
+"""Watermarks where transformers is wrong; one test, or more, per heading of parity.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A tiny tokenizer of exactly as many tokens as a model has, the same one in either side's form.
 
-Its text is made of the letters a to p, because the reference takes only stop strings that the
+Its text is made of the letters a to p, because transformers takes only stop strings that the
 vocabulary can spell. Three special tokens are spelled with other characters. Which id is which
 piece depends on the size alone.
 """
@@ -50,7 +50,7 @@ def own_tokenizer(size: int) -> Tokenizer:
 
 @cache
 def their_tokenizer(size: int) -> Any:
-    """The reference's."""
+    """transformers'."""
     backend = tokenizers.Tokenizer.from_str(_written(size))
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, padding_side="left", **SPECIAL

@@ -1,4 +1,4 @@
-"""Arguments of processors: what is refused is what the reference refuses, and values per row."""
+"""Arguments of processors: what is refused is what transformers refuses, and values per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guidance, diversity and the processors of speech models, against the reference's classes."""
+"""Guidance, diversity and the processors of speech models, against transformers' classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float64]
 
 
 def both(name: str, *args: Any, **named: Any) -> tuple[Any, Any]:
-    """Our instance and the reference's, from the same arguments."""
+    """Our instance and transformers', from the same arguments."""
     return getattr(everystep, name)(*args, **named), getattr(reference, name)(*args, **named)
 
 

@@ -1,4 +1,4 @@
-"""A configuration makes the processors that it makes in the reference, in the same order."""
+"""A configuration makes the processors that it makes in transformers, in the same order."""
 
 from __future__ import annotations
 

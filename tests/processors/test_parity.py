@@ -1,4 +1,4 @@
-"""Every processor gives, bit for bit, what the reference's class of that name gives: both are made
+"""Every processor gives, bit for bit, what transformers' class of that name gives: both are made
 from the same arguments, and ours runs by hand and on rows that are remembered."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def allowed(batch_id: int, ids: Tensor) -> list[int]:
 
 
 def pair(kind: str, *args: Any, **named: Any) -> tuple[str, Processor, Theirs]:
-    """A name, our instance and the reference's, from the same arguments."""
+    """A name, our instance and transformers', from the same arguments."""
     # A function is said by its name: its address differs from process to process.
     said = [
         *(getattr(one, "__name__", repr(one)) for one in args),
@@ -120,7 +120,7 @@ CASES = [
     pair("TopKLogitsWarper", 2, -7.0, 3),
     pair("LogitNormalization"),
 ]
-# The reference's classes refuse nan, and +inf becomes nan when it is normalised.
+# transformers' classes refuse nan, and +inf becomes nan when it is normalised.
 WITHOUT_INFINITY = [
     *[pair("TopHLogitsWarper", h) for h in (1e-6, 0.4, 1.0)],
     pair("TopHLogitsWarper", 0.4, -7.0),

@@ -1,4 +1,4 @@
-"""Penalties of ids that stand in prefixes: bit for bit the reference's, in every type and size."""
+"""Penalties of ids that stand in prefixes: bit for bit transformers', in every type and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers and penalties beyond the reference's, each against a plain loop over its formula."""
+"""Samplers and penalties beyond transformers', each against a plain loop over its formula."""
 
 from __future__ import annotations
 

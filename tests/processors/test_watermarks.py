@@ -1,4 +1,4 @@
-"""Watermarks mark and are recognised as in the reference."""
+"""Watermarks mark and are recognised as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of sounds are the reference's, and files give the samples that they hold."""
+"""Features of sounds are transformers', and files give the samples that they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from everystep.errors import EverystepError, FormatError, RequestError, Unsuppor
 from everystep.sounds.features import mel_filters
 
 RATE = 16000
-# The reference sums in float32 where torch is installed, which shows where a mel is quiet.
+# transformers sums in float32 where torch is installed, which shows where a mel is quiet.
 ROUNDED = 1e-4
 
 

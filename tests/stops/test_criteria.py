@@ -1,4 +1,4 @@
-"""Criteria under the reference's names: by hand as there, and in a call as the stops they are."""
+"""Criteria under transformers' names: by hand as there, and in a call as the stops they are."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_subclass_is_asked_itself(model: LanguageModel) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_rows_end_one_by_one(model: LanguageModel, beams: int) -> None:
-    """The reference's rectangle: every row in every step, ended ones too."""
+    """transformers' rectangle: every row in every step, ended ones too."""
     shapes: list[tuple[int, ...]] = []
 
     class Even(es.StoppingCriteria):

@@ -1,4 +1,4 @@
-"""Text streamers: chunk by chunk as the reference's, in a thread, in a loop, and after an error."""
+"""Text streamers: chunk by chunk as transformers', in a thread, in a loop, and after an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = [
 
 
 class Chunks:
-    """Keeps the chunks of a text streamer, ours or the reference's."""
+    """Keeps the chunks of a text streamer, ours or transformers'."""
 
     def __init__(self, kind: type[Any], tokenizer: Any, **options: Any) -> None:
         class Kept(kind):  # type: ignore[misc]

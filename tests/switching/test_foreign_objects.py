@@ -1,4 +1,4 @@
-"""Objects of the reference in calls of ours: tokenizers, configurations, processors, criteria,
+"""Objects of transformers in calls of ours: tokenizers, configurations, processors, criteria,
 streamers. The package takes them by what they can do, and imports nothing for it."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONG: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None}
 
 
 def fast() -> Any:
-    """A tokenizer of the reference with the same vocabulary."""
+    """A tokenizer of transformers with the same vocabulary."""
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tiny_tokenizer(320).backend, **names
@@ -269,7 +269,7 @@ def test_processors_and_criteria_of_the_reference_run(model: LanguageModel) -> N
 
 
 class Grammar:
-    """What a grammar library gives to `generate`: it reads a tokenizer of the reference's interface
+    """What a grammar library gives to `generate`: it reads a tokenizer of transformers' interface
     when it is made, keeps how far its one text has come, and masks scores in place."""
 
     def __init__(self, tokenizer: Any, words: list[str]) -> None:

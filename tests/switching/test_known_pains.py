@@ -1,4 +1,4 @@
-"""What users of the reference asked for in its issues, where no other test shows it by itself."""
+"""What users of transformers asked for in its issues, where no other test shows it by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every name that the reference exports for generation is here, or says why it is not."""
+"""Every name that transformers exports for generation is here, or says why it is not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FURTHER = {
 
 
 def exported() -> Iterator[str]:
-    """What the reference's top level has of generation and caches, and what `generation` has."""
+    """What transformers' top level has of generation and caches, and what `generation` has."""
     for name in dir(transformers):
         if (getattr(getattr(transformers, name, None), "__module__", None) or "").startswith(HOMES):
             yield name

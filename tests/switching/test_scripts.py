@@ -1,6 +1,6 @@
-"""Scripts in the style of the reference's documentation: one changed import, the same output.
+"""Scripts in the style of transformers' documentation: one changed import, the same output.
 
-Each script under `scripts/` is written for the reference. It runs as it is, and once more with
+Each script under `scripts/` is written for transformers. It runs as it is, and once more with
 `from transformers import` replaced, and both runs print the same.
 """
 

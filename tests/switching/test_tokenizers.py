@@ -1,4 +1,4 @@
-"""What scripts ask of a tokenizer around generate gives what the reference's tokenizer gives."""
+"""What scripts ask of a tokenizer around generate gives what transformers' tokenizer gives."""
 
 from __future__ import annotations
 

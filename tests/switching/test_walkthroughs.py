@@ -1,4 +1,4 @@
-"""Two walk-throughs of the reference's `generate`, argument by argument, with either import.
+"""Two walk-throughs of transformers' `generate`, argument by argument, with either import.
 
 One is a Qwen2.5 with a chat template and a left-padded batch, the other a Llama with one prompt;
 both are tiny, have random weights and compute in float64. What both libraries can do gives the same

@@ -1,4 +1,4 @@
-"""`BatchEncoding` is made as the reference's is."""
+"""`BatchEncoding` is made as transformers' is."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_the_assistants_tokens_are_marked_as_in_transformers(options: dict[str, 
     ours = tiny(GENERATION).apply_chat_template(chats, **options)
     theirs = reference(tiny(GENERATION)).apply_chat_template(chats, **options)
     assert ours["input_ids"] == theirs["input_ids"]
-    if "padding" not in options:  # the reference does not shift the mask of a padded row
+    if "padding" not in options:  # transformers does not shift the mask of a padded row
         assert ours["assistant_masks"] == theirs["assistant_masks"]
     for ids, mask in zip(ours["input_ids"], ours["assistant_masks"], strict=True):
         assert len(ids) == len(mask)

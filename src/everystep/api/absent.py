@@ -1,4 +1,4 @@
-"""What scripts know from the reference and is not here: why, and what to do instead.
+"""What scripts know from transformers and is not here: why, and what to do instead.
 
 Names to import, arguments of calls, and values of fields. Each is refused by name before anything
 is computed, and none is ignored.
@@ -79,7 +79,7 @@ ABSENT = {name: why for names, why in _TOGETHER.items() for name in names.split(
 
 
 def refuse_name(name: str, asking: FrameType) -> NoReturn:
-    """Raises AbsentNameError where a name of the reference is imported, else an AttributeError.
+    """Raises AbsentNameError where a name of transformers is imported, else an AttributeError.
 
     `asking`: the frame that looks the name up. An import statement puts a text of its own in place
     of any AttributeError, and no class can be both kinds of error.

@@ -145,7 +145,7 @@ def has_holes(mask: Tensor) -> bool:
 
 
 def holed(real: np.ndarray) -> tuple[Tensor, Tensor] | None:
-    """Of a row with holes, as the reference reads it: (L, L) what each position sees, and the
+    """Of a row with holes, as transformers reads it: (L, L) what each position sees, and the
     positions (L,), which count real ones alone; None for a row (L,) without holes."""
     if real.all():
         return None

@@ -1,6 +1,6 @@
-"""Loading under the familiar names: what a script that comes from the reference calls first.
+"""Loading under the familiar names: what a script that comes from transformers calls first.
 
-`from_pretrained` takes the reference's arguments and gives the very objects of `load`. An argument
+`from_pretrained` takes transformers' arguments and gives the very objects of `load`. An argument
 that asks for nothing this library does otherwise is accepted; one that asks for something it does
 not do is an error, never dropped. How files are found and read is not known here.
 """

@@ -92,7 +92,7 @@ def require_cache(cache: object, model: LanguageModel) -> Cache:
 def hide_past(given: dict[str, Any], cache: Cache | None) -> tuple[dict[str, Any], Tensor | None]:
     """What is read as the prompt, and which cached positions are real where it does not say so.
 
-    As in the reference, ids (or embeddings) are the whole sequence if the attention mask is as wide
+    As in transformers, ids (or embeddings) are the whole sequence if the attention mask is as wide
     as they are, and only the new part if the mask is as wide as the cache and they together.
     """
     length = 0 if cache is None else int(cache.get_seq_length())
@@ -324,7 +324,7 @@ def new_cache(
 def _kind(effective: Effective) -> str:
     """ "dynamic", "static" or "quantized"; UnsupportedError for what the caller cannot have."""
     kind = effective.cache_implementation
-    # As in the reference, which once had a static cache of this name for what grows with a window.
+    # As in transformers, which once had a static cache of this name for what grows with a window.
     if kind in (None, "hybrid"):
         return "dynamic"
     if kind not in _ABSENT:

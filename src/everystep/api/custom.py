@@ -1,6 +1,6 @@
 """`custom_generate`: a decoding loop of the caller's in the place of the engine's.
 
-The loop has the reference's contract. It is called as
+The loop has transformers' contract. It is called as
 
     loop(model, input_ids, logits_processor=, stopping_criteria=, generation_config=, **inputs)
 

@@ -226,7 +226,7 @@ def _schedule(
 
 
 def _verification(options: Options, *, models: bool) -> Verification:
-    """How drafts are judged. Without a seed, drafts of models are accepted as in the reference."""
+    """How drafts are judged. Without a seed, drafts of models are accepted as in transformers."""
     e = options.effective
     asked = e.draft_verification
     if asked is None and models and options.seed is None:

@@ -110,7 +110,7 @@ def cache_of_forward(
     """The cache that a forward of `inputs` (B, T, ...), a decoder's, adds to; None if it keeps
     nothing.
 
-    As in the reference a passed one is filled whatever `use_cache` says, and without it the
+    As in transformers a passed one is filled whatever `use_cache` says, and without it the
     model's configuration decides.
     """
     recurrent = holds_states(model.core.network.stores)

@@ -24,7 +24,7 @@ from everystep.types import Prompt
 if TYPE_CHECKING:
     from everystep.api.model import LanguageModel
 
-# What the reference adds to the score of each token that may stand last, and to the old one's more.
+# What transformers adds to the score of each token that may stand last, and to the old one's more.
 CONTINUES = 10.0
 STAYS = 1.0
 

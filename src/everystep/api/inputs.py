@@ -225,7 +225,7 @@ def _read_rectangle(
 ) -> Inputs:
     """Prompts of every row; padding on either side is recognised by the mask and left out.
 
-    Without a mask, pad ids count as padding if the pad id is not an end id, as in the reference.
+    Without a mask, pad ids count as padding if the pad id is not an end id, as in transformers.
     """
     passed = read_passed(model, given, options, name)
     ids, (rows, width) = passed.ids, passed.shape

@@ -1,4 +1,4 @@
-"""The model as its users see it: weights that can generate, and be called like the reference's."""
+"""The model as its users see it: weights that can generate, and be called like transformers'."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class LanguageModel:
         adapters: Merged | None = None,
         max_shard_size: int | str = "5GB",
     ) -> None:
-        """The folder holds the model as this library and the reference load it, in safetensors.
+        """The folder holds the model as this library and transformers load it, in safetensors.
 
         Files of a model that was there are replaced, others stay; where writing fails, the folder
         is as it was. `dtype`: the type that is written, None for the weights' own; quantised ones

@@ -117,7 +117,7 @@ def read_passed(model: LanguageModel, given: Given, options: Options, name: str)
     elif positions is not None:
         positions = read_positions(positions, rows, length)
         if positions.dim() == 3 and len(positions) == 4 and vision_of(model) is not None:
-            positions = positions[1:]  # before them the places in the row, as the reference has it
+            positions = positions[1:]  # before them the places in the row, as transformers has it
     named = {
         name: (spec, read_named(spec, given[name], rows, length))
         for name, spec in model.inputs.items()

@@ -203,7 +203,7 @@ def completed(model: LanguageModel, call: Call) -> Call:
 def _most_new(options: Options, inputs: Inputs, context: int | None) -> int:
     """How many tokens may follow the positions of a prompt, which count once, whether they are ids,
     embeddings or both; padding counts with them, as it stands in the rectangle that is returned.
-    Ids that are not those of the positions count beside them in `max_length`, as in the reference.
+    Ids that are not those of the positions count beside them in `max_length`, as in transformers.
 
     `max_new_tokens` wins over `max_length`; without either, as many as the context leaves, at most
     the default or what the allowed sequences need.

@@ -1,4 +1,4 @@
-"""`generate` over a rectangle: the reference's call, answered by the engine in lockstep."""
+"""`generate` over a rectangle: transformers' call, answered by the engine in lockstep."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def _output(
     collector: Collector,
     device: torch.device,
 ) -> Any:
-    """The output object of the reference for this kind of model and strategy, with our extras."""
+    """The output object of transformers for this kind of model and strategy, with our extras."""
     e, inputs, tokenizer = call.options.effective, call.inputs, call.options.tokenizer
     beams = not call.strategy.streams  # then it keeps paths of beams
     # Rows that have ended wait for the last one, which may catch up on them with drafts.

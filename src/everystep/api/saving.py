@@ -1,4 +1,4 @@
-"""A model as a folder that both this library and the reference load."""
+"""A model as a folder that both this library and transformers load."""
 
 from __future__ import annotations
 

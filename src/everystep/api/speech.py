@@ -2,7 +2,7 @@
 
 Each window is one ordinary call, whose decoder begins with ids that say language and task. With
 timestamps the next window begins where the last segment ended, so sounds may be longer than one
-window. Names and results are those of the reference's `WhisperGenerationMixin.generate`.
+window. Names and results are those of transformers' `WhisperGenerationMixin.generate`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def read_speech(model: LanguageModel, given: Mapping[str, Any]) -> Speech:
     suppressed = _ids(said("suppress_tokens"))
     previous = said("prev_sot_token_id")
     if previous is None and len(suppressed) > 1:
-        previous = suppressed[-2]  # as in the reference, of older files
+        previous = suppressed[-2]  # as in transformers, of older files
     kept = said("pad_token_id")
     skipped = {*OWN, *_READ, *_CHOSEN}
     return Speech(

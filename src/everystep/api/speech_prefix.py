@@ -81,7 +81,7 @@ def first_tokens(
     """(rows,) the ids that each transcript begins with; `detect` finds out the rows' languages.
 
     RequestError for languages and tasks that the model does not have. Source: Radford et al. 2022;
-    the reference's `WhisperGenerationMixin`.
+    transformers' `WhisperGenerationMixin`.
     """
     old = tokens.old if language is None and task is None else ()
     found: Sequence[int | None] = [None] * rows

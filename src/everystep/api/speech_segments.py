@@ -28,7 +28,7 @@ def segments_of(
 
     The window begins at frame `seek`, of which `frames` hold sounds. Two timestamps beside each
     other end a segment and begin the next; what follows the last such pair is heard again. Source:
-    Radford et al. 2022; the reference's `_retrieve_segment`.
+    Radford et al. 2022; transformers' `_retrieve_segment`.
     """
     offset = seek * SECONDS / STRIDE
     stamps = tokens >= first_stamp

@@ -56,7 +56,7 @@ _RANKS = {"input_features": 3, "pixel_values": 4, "flattened_patches": 3}
 def declared(foreign: Foreign) -> tuple[InputSpec, ...]:
     """What a module takes beside ids or embeddings: its encoder, where one reads the prompt.
 
-    Positions that are generated are given zeros, or what the reference repeats: the last type.
+    Positions that are generated are given zeros, or what transformers repeats: the last type.
     """
     names = sorted((foreign.heard if foreign.encodes else foreign.names) - _OURS)
     return tuple(

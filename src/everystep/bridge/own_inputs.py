@@ -1,4 +1,4 @@
-"""A module's own preparation of its inputs, called for each row by itself, as the reference does.
+"""A module's own preparation of its inputs, called for each row by itself, as transformers does.
 
 A class outside of the library may bring its own `prepare_inputs_for_generation`, and its own
 `_update_model_kwargs_for_generation`, which carries values from one forward to the next. Those are

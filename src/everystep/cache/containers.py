@@ -1,4 +1,4 @@
-"""Cache objects under the reference's names: what callers pass as `past_key_values` and get back.
+"""Cache objects under transformers' names: what callers pass as `past_key_values` and get back.
 
 A cache is one layer object per layer of the model. The engine never computes with these: a cache
 that is passed in is imported into rows, and rows are exported into one when a call is over. What a
@@ -41,7 +41,7 @@ class Cache:
     Made from `layers`, or from a class of layers, of which one is added whenever a layer is first
     updated. `pads`: (B,) how many places before each row hold nothing, where a call of `generate`
     has filled it; `shifts`: (B,) what the position id of what comes next is above its place in the
-    row, where pictures say so. Source: the reference's `Cache`.
+    row, where pictures say so. Source: transformers' `Cache`.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class StaticCache(Cache):
 
 
 SlidingWindowCache = StaticCache
-"""The reference's old name: windows follow from the model's configuration."""
+"""transformers' old name: windows follow from the model's configuration."""
 
 
 class QuantizedCache(Cache):

@@ -1,6 +1,6 @@
 """One layer of a cache object: keys and values (B, K, S, D) as callers of a model see them.
 
-Names and meaning are those of the reference's cache layers (transformers 5.23, `cache_utils`). A
+Names and meaning are those of transformers' cache layers (transformers 5.23, `cache_utils`). A
 layer knows neither models nor the rows in which the engine keeps keys and values while it works.
 """
 

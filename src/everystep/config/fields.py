@@ -133,7 +133,7 @@ _ALL = (
     Field("token_healing", FLAG),
     Field("guidance_scale", NUMBER),
     Field("watermarking_config", _WATERMARK),
-    # None of these is a field of the reference, which ignores them in a file.
+    # None of these is a field of transformers, which ignores them in a file.
     Field("presence_penalty", kinds.PENALTY, 0.0),
     Field("frequency_penalty", kinds.PENALTY, 0.0),
     Field("logit_bias", kinds.LOGIT_BIAS),

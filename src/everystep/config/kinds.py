@@ -195,7 +195,7 @@ def _is_text(value: Any) -> bool:
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
     """The (ids, bias) pairs of a bias table in any of its spellings; empty if it is none.
 
-    A file holds a list of pairs, or, written by the reference, a dict whose keys are the text of
+    A file holds a list of pairs, or, written by transformers, a dict whose keys are the text of
     tuples: "(1, 2)".
     """
     if isinstance(value, Mapping):

@@ -114,21 +114,21 @@ Watermark = WatermarkingConfig | SynthIDTextWatermarkingConfig
 
 
 def is_nested(value: object, *ours: type) -> bool:
-    """Whether it is one of `ours`, a dict of one, or the reference's class of the same name."""
+    """Whether it is one of `ours`, a dict of one, or transformers' class of the same name."""
     names = {one.__name__ for one in ours}
     foreign = type(value).__name__ in names and callable(getattr(value, "to_dict", None))
     return foreign or isinstance(value, (*ours, Mapping))
 
 
 def _values(value: Any) -> Mapping[str, Any]:
-    """The values of a dict, or of an object of the reference, its private ones left out."""
+    """The values of a dict, or of an object of transformers, its private ones left out."""
     if isinstance(value, Mapping):
         return value
     return {name: one for name, one in value.to_dict().items() if not name.startswith("_")}
 
 
 def watermark(value: Any) -> Watermark:
-    """A watermark configuration as it is, or the one whose values a dict or the reference's object
+    """A watermark configuration as it is, or the one whose values a dict or transformers' object
     holds."""
     if isinstance(value, Watermark):
         return value

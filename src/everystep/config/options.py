@@ -119,7 +119,7 @@ class FieldOptions(TypedDict, total=False):
     """Classifier-free guidance against a negative prompt."""
     watermarking_config: Watermark | Mapping[str, Any] | None
     """Mark the text so that it can be recognised."""
-    # None of these is a field of the reference, which ignores them in a file.
+    # None of these is a field of transformers, which ignores them in a file.
     presence_penalty: float | None
     """What every generated id loses; 0.0 unless set."""
     frequency_penalty: float | None

@@ -52,7 +52,7 @@ History = tuple[Tensor, ...]
 class Guidance:
     """Classifier-free guidance: scale * (log p - log q) + log q, with the companion's q.
 
-    Source: Sanchez et al. 2023; the reference's UnbatchedClassifierFreeGuidanceLogitsProcessor.
+    Source: Sanchez et al. 2023; transformers' UnbatchedClassifierFreeGuidanceLogitsProcessor.
     """
 
     scale: float

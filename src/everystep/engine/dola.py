@@ -1,7 +1,7 @@
 """DoLa: what the last layer says, contrasted with what an earlier one would have said.
 
 Source: Chuang et al. 2023, "Decoding by Contrasting Layers Improves Factuality in Large Language
-Models"; the reference's `_dola_decoding` of 4.55. There one layer is chosen for the whole batch,
+Models"; transformers' `_dola_decoding` of 4.55. There one layer is chosen for the whole batch,
 here each row chooses its own.
 """
 

@@ -40,7 +40,7 @@ class DraftModel:
     draft model, with the ability "truncate". A draft ends with the first guess that is less likely
     than `threshold`, or one of `stop_ids`. `alternatives` begin with the next best ids. Sequences
     whose prompt has no ids, or ids beyond the vocabulary, are not drafted for. Source: Leviathan et
-    al. 2023; the reference's AssistedCandidateGenerator.
+    al. 2023; transformers' AssistedCandidateGenerator.
     """
 
     open: Callable[[], Executor]

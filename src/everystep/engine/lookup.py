@@ -17,7 +17,7 @@ class PromptLookup:
 
     Tries n-grams of `max_ngram` ids down to one; drafts `tokens` ids where there are so many, none
     at or after an id of `stop_ids`. `alternatives` are what followed it elsewhere, and what
-    followed shorter n-grams. Source: Saxena 2023; the reference's
+    followed shorter n-grams. Source: Saxena 2023; transformers'
     PromptLookupCandidateGenerator.
     """
 

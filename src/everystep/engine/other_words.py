@@ -29,7 +29,7 @@ class OtherDraftModel:
 
     `by`: "tokens" for guesses among the tokens that both vocabularies have, made as the request
     would choose (Timor et al. 2025); "text" for its own best tokens, whose text is encoded again
-    (the reference's universal assisted decoding).
+    (transformers' universal assisted decoding).
     """
 
     open: Callable[[], Executor]

@@ -16,7 +16,7 @@ class Tokenizers:
     """The model's own tokenizer and that of a draft model.
 
     `own_lookbehind`, `other_lookbehind`: how many ids before what is new are spelled again, since
-    what follows a token may change how the text before it is divided. Source: the reference's
+    what follows a token may change how the text before it is divided. Source: transformers'
     AssistedCandidateGeneratorDifferentTokenizers.
     """
 
@@ -73,7 +73,7 @@ class Tokenizers:
 class SharedTokens:
     """Tokens that two vocabularies have: (n,) `own` ids, which rise, and the `other` ids of each.
 
-    Source: Timor et al. 2025; the reference's AssistantToTargetTranslator.
+    Source: Timor et al. 2025; transformers' AssistantToTargetTranslator.
     """
 
     vocabulary: int

@@ -183,7 +183,7 @@ class TorchExecutor:
         last = self._network.finish(hidden[span]) if extra.hidden or extra.layers else None
         layers = own = across = None
         if extra.layers and context.kept is not None and last is not None:
-            # As in the reference, the last entry is the normalised one.
+            # As in transformers, the last entry is the normalised one.
             layers = (*(one[span] for one in context.kept[:-1]), last)
         if extra.attentions:
             own = tuple(context.attentions[feed])

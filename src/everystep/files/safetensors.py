@@ -109,7 +109,7 @@ class Weights:
 def open_weights(folder: str | PathLike[str], stem: str = "model") -> Weights:
     """Opens `stem`.safetensors of a folder, or the shards that `stem`.safetensors.index.json names.
 
-    Where both exist the single file counts, as in the reference. Raises MissingFileError,
+    Where both exist the single file counts, as in transformers. Raises MissingFileError,
     FormatError (also for pickled weights, with how to convert them) and UnsupportedError (a type of
     numbers that is not known).
     """

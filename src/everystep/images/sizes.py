@@ -1,6 +1,6 @@
 """To which size pictures are resized, which frames of a video are read, and when they were shown.
 
-Source: `smart_resize` and `sample_frames` of the reference's Qwen2-VL and Qwen3-VL processors.
+Source: `smart_resize` and `sample_frames` of transformers' Qwen2-VL and Qwen3-VL processors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _fitted(
             got=f"{width} x {height} pixels",
             do="Crop it",
         )
-    # Halves go to the even number, as Python and the reference round.
+    # Halves go to the even number, as Python and transformers round.
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     pixels = round(frames / group) * group * high * wide
     if pixels > most:

@@ -99,7 +99,7 @@ class Decoder(Network):
         hidden = look_up(self.table, tokens)
         if self.spec.embed_scale is None:
             return hidden
-        # The factor is rounded to the weights' type first, as in the reference.
+        # The factor is rounded to the weights' type first, as in transformers.
         return hidden * torch.tensor(self.spec.embed_scale, dtype=self.dtype, device=self.device)
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:

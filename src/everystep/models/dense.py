@@ -206,7 +206,7 @@ def dense_logits(
 def _packed(position_ids: Tensor, batch: int, device: torch.device) -> Tensor | None:
     """(B, T) the number of the sequence that each position belongs to, None where a row is one.
 
-    A new one begins where positions do not go on by one, as in the reference, which reads them so
+    A new one begins where positions do not go on by one, as in transformers, which reads them so
     where there is neither a mask nor a cache. Positions of several axes say nothing of that.
     """
     if position_ids.dim() > 2:

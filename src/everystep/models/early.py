@@ -16,7 +16,7 @@ _KNOWN: WeakKeyDictionary[Model, dict[int, Model]] = WeakKeyDictionary()
 def first_layers(model: Model, count: int) -> Model:
     """A model of the first `count` layers, the last norm and the head; all weights are shared.
 
-    Source: Elhoushi et al. 2024 (LayerSkip); the reference's EarlyExitCandidateGenerator.
+    Source: Elhoushi et al. 2024 (LayerSkip); transformers' EarlyExitCandidateGenerator.
     """
     network = model.network
     if not isinstance(network, Decoder):

@@ -299,7 +299,7 @@ def _in_panels(
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config.json with its family's defaults; UnsupportedError without a family."""
     family = find_family(config.get("model_type"))
-    # A null stays only where the family has no value for it, as in the reference.
+    # A null stays only where the family has no value for it, as in transformers.
     given = {key: value for key, value in config.items() if value is not None}
     absent = {key: None for key in config if key not in given}
     given |= _by_both_names(family.aliases, given)

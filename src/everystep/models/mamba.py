@@ -1,8 +1,10 @@
 """Mamba: layers of selective state spaces, which remember a state and no positions.
 
-A layer keeps the inputs that its convolution still reads and the state of its scan. What the
-reference rounds to float32 whatever the model's type (the decay, what enters the scan, residuals)
-is rounded here too. Source: Gu and Dao 2023; the reference's `MambaConfig`, `MambaForCausalLM`.
+A layer keeps the inputs that its convolution still reads and the state of its scan. What
+transformers rounds to float32 whatever the model's type (the decay, what enters the scan,
+residuals) is rounded here too.
+
+Source: Gu and Dao 2023; transformers' `MambaConfig`, `MambaForCausalLM`.
 """
 
 from __future__ import annotations

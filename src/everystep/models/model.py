@@ -102,7 +102,7 @@ class Model:
     def sources(self, given: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """(B,) what the encoder reads of each row, of what is given by name for all of them.
 
-        RequestError unless that is of the size that it reads. As in the reference, a mask of sounds
+        RequestError unless that is of the size that it reads. As in transformers, a mask of sounds
         hides nothing: silence is heard.
         """
         name, wanted = str(self.source), self.network.source_shape
@@ -153,7 +153,7 @@ class Model:
 
         They come after the S positions that `cache` holds, 0 without one, and are added to it.
         `attention_mask` (B, S + T) hides padding on any side. Positions are S..S+T-1 unless given,
-        as (B, T) or (axes, B, T), as in the reference's `forward`. With an encoder these describe
+        as (B, T) or (axes, B, T), as in transformers' `forward`. With an encoder these describe
         what it reads, which a cache may hold already, and the logits are those of
         `decoder_input_ids` (B, T), whose mask (B, S + T) is `decoder_attention_mask`.
         `encoder_states` (B, S, E) stand in the place of what an encoder would read, `sounds` (B,

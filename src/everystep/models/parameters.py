@@ -49,7 +49,7 @@ NAMES: Mapping[str, str] = {
 """What most families call their tensors, without `.weight` and `.bias`; those of a layer come after
 `layers` and its number. Names of what a spec does not have are not used. `qkv` and `gate_up` name
 what checkpoints of some families hold as one. A pair of braces stands for an expert's number;
-`experts_up` and `experts_down` are the stacks of all experts that the reference's modules hold, and
+`experts_up` and `experts_down` are the stacks of all experts that transformers' modules hold, and
 `router_there` what those call the router where files have another name."""
 
 

@@ -2,7 +2,7 @@
 
 The newer form may hold one set per type of layer. Values beside the set (`rope_theta`,
 `partial_rotary_factor`, `original_max_position_embeddings`) fill what the set leaves open; the last
-one wins over the set, as in the reference. An unknown kind, or a key that the kind does not know,
+one wins over the set, as in transformers. An unknown kind, or a key that the kind does not know,
 is an error.
 """
 

@@ -1,6 +1,6 @@
 """Checkpoints that hold many matrices in a stack.
 
-The modules of the reference hold all experts of a layer in one tensor, most files each by itself.
+The modules of transformers hold all experts of a layer in one tensor, most files each by itself.
 Which stacks there are is said by the parameters; a source that has one is read as if it had the
 names that parts have. Shapes are compared before anything is read.
 """

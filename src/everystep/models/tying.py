@@ -2,7 +2,7 @@
 
 A checkpoint of a tied model holds the matrix under the table's name, under the head's, or under
 both; where the two differ, the head counts as one of its own, whatever the configuration says.
-Source: the reference's `tie_weights`.
+Source: transformers' `tie_weights`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class RelativeBias:
     """T5's bias: one learned number per head and bucket of distances, `table` (buckets, H).
 
     Half of the buckets are exact distances, the rest grow as logarithms. `both_ways`: keys after
-    the query have buckets of their own, as in an encoder. Source: Raffel et al. 2020; the
-    reference's `T5Attention._relative_position_bucket`.
+    the query have buckets of their own, as in an encoder. Source: Raffel et al. 2020;
+    transformers' `T5Attention._relative_position_bucket`.
     """
 
     table: Tensor

@@ -26,7 +26,7 @@ class Experts:
     def choose(self, x: Tensor, chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
         """(N, E) -> shares and numbers of the `chosen` experts, (N, chosen) each, largest first.
 
-        Shares are probabilities over all experts, taken in float32 as in the reference.
+        Shares are probabilities over all experts, taken in float32 as in transformers.
         `normalised`: those of the chosen ones add up to 1.
         """
         every = self.router(x).softmax(-1, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Normalisation over the last dimension: by root mean square, or to mean 0 and variance 1.
 
 The result has the type of the input. Root mean squares are taken in float32, in float64 models too,
-because the reference does so: it is the one rounding that would keep float64 results from being
+because transformers does so: it is the one rounding that would keep float64 results from being
 comparable. A norm knows nothing of the block it stands in.
 """
 

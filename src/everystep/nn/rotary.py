@@ -4,7 +4,7 @@ A `Rope` says which frequencies turn the pairs (i, i + dim/2) of a head's first 
 they are stretched is its scaling, one small class per kind. Dynamic and longrope frequencies depend
 on a length: here always the length of the row after the feed that holds the position, so a row's
 result never depends on its neighbours. Tables are made once per step. Everything is computed in
-float32 and then cast, whatever the model's type, as in the reference (`modeling_rope_utils`).
+float32 and then cast, whatever the model's type, as in transformers (`modeling_rope_utils`).
 """
 
 from __future__ import annotations

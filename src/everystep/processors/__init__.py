@@ -1,3 +1,3 @@
-"""Functions of (rows, scores): the reference's processors, the caller's own, and their order."""
+"""Functions of (rows, scores): transformers' processors, the caller's own, and their order."""
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class _Biases(LogitsProcessor):
         ends, single, longer = self._prepared[size, device]
         if not len(ends):
             return None
-        # Biases are summed first, so that there is one rounding, as in the reference.
+        # Biases are summed first, so that there is one rounding, as in transformers.
         total = single.to(scores.dtype).repeat(len(scores), 1)
         for before, last, bias in longer:
             row, word = matching_tails(rows, before)

@@ -196,7 +196,7 @@ def _synthid(kind: Any, value: Any, values: Values, facts: Facts) -> Processor |
     return kind(**value.to_dict()) if isinstance(value, SynthIDTextWatermarkingConfig) else None
 
 
-# The one order of all processors: the reference's (`_get_logits_processor` of 5.23.0). Each is made
+# The one order of all processors: transformers' (`_get_logits_processor` of 5.23.0). Each is made
 # where its field, or one of its fields, has an effect. The caller's stand in the slot of
 # `UserProcessor`, and a grammar after them, before those that shape the distribution for sampling.
 Slots = dict[type, tuple[Maker, *tuple[str, ...]]]

@@ -1,9 +1,9 @@
 """Processors against repetition: of ids in the prefix, in the encoder's prompt, or generated.
 
-Pad ids of the prefix count as the reference counts them: not for penalties, but for n-grams. Ids
+Pad ids of the prefix count as transformers counts them: not for penalties, but for n-grams. Ids
 beyond the width of the scores can never be chosen and are passed over. What stands in a prefix is
-remembered where rows go on, and read off its ids where they are given by hand. What is not the
-reference's names its source.
+remembered where rows go on, and read off its ids where they are given by hand. What is not
+transformers' names its source.
 """
 
 from __future__ import annotations

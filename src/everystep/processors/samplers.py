@@ -1,4 +1,4 @@
-"""Samplers beyond the reference's: functions of a row of scores, of a drawn number (XTC), or of the
+"""Samplers beyond transformers': functions of a row of scores, of a drawn number (XTC), or of the
 surprise of what was chosen before (Mirostat).
 
 Each names its source. All their numbers may be given per row.

@@ -1,7 +1,7 @@
 """SynthID: a tournament of g-values, which the last ids seed, among all tokens.
 
 What a row's marks depend on is its generated ids alone, so they are right for every beam and after
-every rewound draft. By hand, as in the reference, the calls of one instance are the steps of one
+every rewound draft. By hand, as in transformers, the calls of one instance are the steps of one
 generation.
 """
 

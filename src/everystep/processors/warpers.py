@@ -257,7 +257,7 @@ class EtaLogitsWarper(Filter):
     def removed(self, scores: Tensor) -> Tensor:
         logs = _normalised(scores)
         entropy = _entropy(logs, torch.softmax(logs, dim=-1))
-        # float32 whatever the scores are, as in the reference.
+        # float32 whatever the scores are, as in transformers.
         epsilon = torch.as_tensor(counts(self.epsilon, scores)).to(scores.device, torch.float32)
         low = scores.softmax(dim=-1) < torch.min(epsilon, epsilon.sqrt() * torch.exp(-entropy))
         return low & (scores < _kth_highest(scores, self.min_tokens_to_keep))

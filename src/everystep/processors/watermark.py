@@ -1,6 +1,6 @@
 """The green-list watermark: ids of a list that the text itself seeds gain a bias; and its detector.
 
-The list is the reference's on the CPU whatever the device, so that a text marked on one machine is
+The list is transformers' on the CPU whatever the device, so that a text marked on one machine is
 recognised on another: the first ids of `torch.randperm` with a CPU generator, whose step i swaps
 places i and j >= i. Only the set of the first ids matters, and that is found from the swaps with a
 few operations on arrays.

@@ -1,6 +1,6 @@
 """Log-mel features of sounds, as Whisper reads them.
 
-Source: Radford et al. 2022; the reference's `WhisperFeatureExtractor`. Sums are taken in float64:
+Source: Radford et al. 2022; transformers' `WhisperFeatureExtractor`. Sums are taken in float64:
 features are its numpy features within 1e-6. Its torch features, sums in float32, are away from both
 by 1e-5 as a rule, and by more where a mel is nearly silent beside a loud one.
 """
@@ -152,7 +152,7 @@ def mel_filters(frequencies: int, mels: int, rate: int) -> np.ndarray:
     """(frequencies, mels) triangles between mels that are evenly apart, each of the same area.
 
     Up to 1000 hertz a mel is as wide as any, beyond that widths grow as logarithms. Source: Slaney
-    1998; the reference's `mel_filter_bank`.
+    1998; transformers' `mel_filter_bank`.
     """
     knee, per_hertz, growth = 1000.0, 3 / 200, 27 / np.log(6.4)
     top = knee * per_hertz + np.log(_TOP / knee) * growth

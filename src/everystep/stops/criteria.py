@@ -1,4 +1,4 @@
-"""Stopping criteria under the reference's names: called by hand, or passed to `generate()`.
+"""Stopping criteria under transformers' names: called by hand, or passed to `generate()`.
 
 Each of them keeps its arguments and makes the `stop()` it stands for, which takes the place of the
 one that the configuration of a call would have made. This file knows no engine.

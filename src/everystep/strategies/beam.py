@@ -1,7 +1,7 @@
 """Beam search and beam sampling: the best or the drawn continuations of all beams.
 
-Scores accumulate in float32 and every ranking is a `topk` over the same layout as the reference's,
-so that ties are broken alike. Source: the reference's vectorised `_beam_search`. One difference:
+Scores accumulate in float32 and every ranking is a `topk` over the same layout as transformers',
+so that ties are broken alike. Source: transformers' vectorised `_beam_search`. One difference:
 there the batch ends together, here each request ends when its own result can no longer change.
 """
 

@@ -120,7 +120,7 @@ class BeamBank:
         """(N, 1) best final scores still possible -> (N,) whether no later hypothesis can change
         the result, which closes the bank.
 
-        Source: the reference's `_check_early_stop_heuristic`, with its assumption that the best
+        Source: transformers' `_check_early_stop_heuristic`, with its assumption that the best
         running beam keeps its score at the current length (at the longest under "never").
         """
         worst = np.where(self.filled, self.scores.min(axis=1, keepdims=True), NEVER)

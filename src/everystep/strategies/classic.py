@@ -1,6 +1,6 @@
 """Beam searches that bank what ends and go on with what does not, candidate by candidate.
 
-So the reference searched until 4.55, where diverse and constrained beams were left as they were:
+So transformers searched until 4.55, where diverse and constrained beams were left as they were:
 each search has a bank of finished hypotheses, is closed as soon as no better one is to be expected,
 and adds what still runs when the length is reached. Sources: its `BeamSearchScorer` and
 `BeamHypotheses`. What ends a hypothesis is any stop, not an end token alone.

@@ -2,7 +2,7 @@
 
 Beside the likeliest continuations every beam offers the tokens that bring its constraints further.
 What goes on is taken in turns from the banks, from the one that has done most downwards. Sources:
-Post and Vilar 2018, Hu et al. 2019; the reference's `ConstrainedBeamSearchScorer` of 4.55. As
+Post and Vilar 2018, Hu et al. 2019; transformers' `ConstrainedBeamSearchScorer` of 4.55. As
 there, what the prompt fulfils counts.
 """
 

@@ -1,4 +1,4 @@
-"""How far a text is with several constraints; name and methods are the reference's until 4.55."""
+"""How far a text is with several constraints; name and methods are transformers' until 4.55."""
 
 from __future__ import annotations
 

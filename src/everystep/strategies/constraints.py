@@ -1,7 +1,7 @@
 """What must occur in a text: constraints that are fulfilled token by token.
 
 A `Constraint` keeps how far it is, and is asked which tokens bring it further. Those of a caller's
-own derive from it. Names and methods are those of the reference until 4.55.
+own derive from it. Names and methods are those of transformers until 4.55.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Consumers of events: text on a terminal, text in a queue, and the reference's `put` and `end`."""
+"""Consumers of events: text on a terminal, text in a queue, and transformers' `put` and `end`."""
 
 from everystep.streamers.delivery import Delivery
 from everystep.streamers.iterators import AsyncTextIteratorStreamer, TextIteratorStreamer

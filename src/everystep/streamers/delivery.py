@@ -1,6 +1,6 @@
 """Brings the events of a call to a streamer in the form that it expects.
 
-A streamer of the reference's kind gets the prompt and then one id per row and step; one that
+A streamer of transformers' kind gets the prompt and then one id per row and step; one that
 defines `on_event` gets the events themselves. Whatever happens, it learns of the end once.
 """
 

@@ -1,6 +1,6 @@
 """Text as it becomes readable: whole words, whole lines, or single Chinese characters.
 
-The division into chunks is the reference's. Where the tokenizer can be followed id by id, a chunk
+The division into chunks is transformers'. Where the tokenizer can be followed id by id, a chunk
 costs no more in a long line than in a short one; any other tokenizer decodes the line again.
 """
 

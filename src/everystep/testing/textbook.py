@@ -141,7 +141,7 @@ class Beams:
 
 
 def beam_search(prefix: Prefix, strategy: Beam) -> list[Hypothesis]:
-    """The `returns` best hypotheses. Source: the reference's `_beam_search`, for one prompt."""
+    """The `returns` best hypotheses. Source: transformers' `_beam_search`, for one prompt."""
     search = Beams.opening(strategy.width, strategy.slots)
     while not search.over:
         before = search.running
@@ -193,8 +193,8 @@ def _store(
 ) -> None:
     """Those of the W best continuations that ended compete for the slots.
 
-    Of equal scores that are no scores (`NEVER`) the one wins that `topk` takes, as in the
-    reference: hence the same layout, slots first and then all continuations.
+    Of equal scores that are no scores (`NEVER`) the one wins that `topk` takes, as in
+    transformers: hence the same layout, slots first and then all continuations.
     """
     final = values / (len(continued[0]) ** strategy.length_penalty)
     closed = strategy.early_stopping is True and bool(beams.filled.all())
@@ -211,7 +211,7 @@ def _store(
 
 
 def _may_improve(strategy: Beam, beams: Beams) -> bool:
-    """Whether a running beam could still beat the worst slot, by the reference's estimate."""
+    """Whether a running beam could still beat the worst slot, by transformers' estimate."""
     length = len(beams.running[0])
     if strategy.early_stopping == "never" and strategy.length_penalty > 0.0:
         length = strategy.max_new

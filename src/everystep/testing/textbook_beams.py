@@ -1,7 +1,7 @@
 """Diverse and constrained beams as in their textbooks: no cache, no batch, no engine.
 
 Sources: Vijayakumar et al. 2016 for groups; Post and Vilar 2018 and Hu et al. 2019 for banks of
-constraints; the rules of ending are those of the reference's `BeamHypotheses`.
+constraints; the rules of ending are those of transformers' `BeamHypotheses`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def from_tiktoken(
 ) -> tokenizers.Tokenizer:
     """The tokenizer of the tiktoken file `name`, split by the rule, and special tokens by id.
 
-    Ids between those of the file and the special ones get reserved tokens, as in the reference.
+    Ids between those of the file and the special ones get reserved tokens, as in transformers.
     """
     letters = byte_alphabet()
 

@@ -1,7 +1,7 @@
 """The steps of a tokenizer call: reading its arguments, and making columns of encodings.
 
 What a text or a chat argument may be, what `padding`, `truncation` and `max_length` mean together
-(as in the reference), and which columns are wanted.
+(as in transformers), and which columns are wanted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from everystep.text.settings import NO_LIMIT
 TextInput = str | Sequence[str] | Sequence[tuple[str, str]]
 TextItem = str | tuple[str, str]
 
-# Arguments of the reference's tokenizers that can only have the value they have by default.
+# Arguments of transformers' tokenizers that can only have the value they have by default.
 UNSUPPORTED: dict[str, object] = {
     "text_target": None,
     "text_pair_target": None,
@@ -131,7 +131,7 @@ def truncation_of(
     limit: int,
     side: Side,
 ) -> Truncation | None:
-    """What cuts the rows, or None; `max_length` alone cuts, as in the reference."""
+    """What cuts the rows, or None; `max_length` alone cuts, as in transformers."""
     if max_length is not None and padding is False and truncation is None:
         truncation = True
     strategy = _choice("truncation", truncation, TRUNCATIONS)

@@ -1,6 +1,6 @@
 """Tokenizer classes whose vocabularies are byte level: how they cut texts, what they call tokens.
 
-Sources: the classes of the reference (5.23); QWenTokenizer lies in the repositories of its models.
+Sources: the classes of transformers (5.23); QWenTokenizer lies in the repositories of its models.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ BYTE_LEVEL = {
     "BartTokenizer": _ROBERTA,
 }
 
-# The reference takes the expression of Llama 3 for every tiktoken file.
+# transformers takes the expression of Llama 3 for every tiktoken file.
 _LLAMA3 = TiktokenClass(LLAMA3)
 _QWEN = TiktokenClass(
     QWEN2,

@@ -1,7 +1,7 @@
 """A tokenizer in a folder of the Hugging Face layout: reading it whole, and writing it.
 
 `tokenizer.json` decides how text is split and what is put before and after it; `add_bos_token`
-and `add_eos_token` of `tokenizer_config.json` change nothing then, as in the reference (5.23).
+and `add_eos_token` of `tokenizer_config.json` change nothing then, as in transformers (5.23).
 Without it the vocabulary that the folder came with is read (`original.py`). The other files add
 names, sides, limits and chat templates. Nothing is fetched, and nothing in the folder is run.
 """

@@ -160,7 +160,7 @@ def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[
     """Merges in the order in which SentencePiece makes them: the best score first.
 
     Every way to cut a token into two tokens is a merge. Equal scores are ordered by the ids of
-    the halves, as in the reference's conversion.
+    the halves, as in transformers' conversion.
     """
     _check_count("scores", len(scores), len(vocabulary.tokens))
     ids = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == NORMAL}
@@ -207,7 +207,7 @@ def surrounding(
 ) -> TemplateProcessing:
     """A post-processor that puts tokens, given as (text, id), before and after every text.
 
-    Source: `TokenizersBackend.update_post_processor` of the reference.
+    Source: `TokenizersBackend.update_post_processor` of transformers.
     """
     first, last = ([end[0]] if end else [] for end in (before, after))
     single = [f"{part}:0" for part in (*first, "$A", *last)]

@@ -29,4 +29,4 @@ LANGUAGES: Mapping[str, str] = {
     for code, _, names in (one.strip().partition(" ") for one in _LISTED.split(","))
     for name in names.split("/")
 }
-"""English name -> code. Source: the reference's `TO_LANGUAGE_CODE`, which is Whisper's own list."""
+"""English name -> code. Source: transformers' `TO_LANGUAGE_CODE`, which is Whisper's own list."""

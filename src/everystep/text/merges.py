@@ -38,7 +38,7 @@ def merge_pairs(merges: Iterable[str], tokens: Collection[str], name: str) -> li
 def merges_by_id(ids: Mapping[T, int], name: str, *, by_halves: bool = False) -> list[tuple[T, T]]:
     """Every way to cut a token into two tokens, in the order of the ids of the wholes.
 
-    Cuts of one token are ordered by where they lie, or by the ids of the halves: the reference
+    Cuts of one token are ordered by where they lie, or by the ids of the halves: transformers
     (5.23) does the one for SentencePiece and the other for tiktoken.
     """
 

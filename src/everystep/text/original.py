@@ -2,7 +2,7 @@
 
 Such a vocabulary does not say how text is cut before merging and what is put around it; the
 tokenizer class does, which `tokenizer_config.json` names. The classes in these tables give the
-ids of the reference (5.23); any other is refused by name.
+ids of transformers (5.23); any other is refused by name.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_original(folder: Path, config: Config) -> Original:
 def add_ends(backend: tokenizers.Tokenizer, config: Config, special: Mapping[str, str]) -> None:
     """Puts bos before and eos after every text where `tokenizer_config.json` wants them.
 
-    Not where the class itself says what is put around a text. Absent is off, as in the reference.
+    Not where the class itself says what is put around a text. Absent is off, as in transformers.
     """
 
     def end(name: str) -> tuple[str, int] | None:

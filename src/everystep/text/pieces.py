@@ -118,8 +118,8 @@ class Spelling:
     """Id -> bytes inside a text, by one vocabulary: the alphabet in which stop strings are found.
 
     Bytes, not characters: a character may be divided over tokens, and then no token's text holds
-    it. Two are equal if they read the same vocabulary. Source: the matching modes of the
-    reference's StopStringCriteria.
+    it. Two are equal if they read the same vocabulary. Source: the matching modes of
+    transformers' StopStringCriteria.
     """
 
     backend: tokenizers.Tokenizer
@@ -127,7 +127,7 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Spelling:
-        """That of a tokenizer of ours, of the reference's fast ones, or of `tokenizers`.
+        """That of a tokenizer of ours, of transformers' fast ones, or of `tokenizers`.
 
         RequestError for anything else; UnsupportedError for a decoder that cannot be followed.
         """

@@ -1,6 +1,6 @@
 """Tokenizers of `tokenizers` that cut texts as SentencePiece models do, one per class.
 
-What a class of the reference (5.23) does around the pieces is part of its name; a file that was
+What a class of transformers (5.23) does around the pieces is part of its name; a file that was
 trained for other ways of preparing text is refused, since its ids would be plausible and wrong.
 """
 

@@ -13,7 +13,7 @@ from everystep.errors import FormatError, RequestError, TokenizerError, shown
 from everystep.text.batch import Side
 from everystep.text.native import checked_text, id_of
 
-# The reference's "no limit is known".
+# transformers' "no limit is known".
 NO_LIMIT = int(1e30)
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

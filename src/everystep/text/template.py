@@ -1,6 +1,6 @@
 """Chat templates: messages in, the prompt's text out, as the model was trained to read it.
 
-The semantics are those of the reference (`render_jinja_template`, 5.23), with two differences:
+The semantics are those of transformers (`render_jinja_template`, 5.23), with two differences:
 a rendering is bounded in time and size, and an error names the line of the template. The text
 already holds every special token, so none are added when it is turned into ids.
 """

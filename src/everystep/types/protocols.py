@@ -178,7 +178,7 @@ class Verification:
     probability p / q, where it was drawn from q and the strategy draws from p, and the first that
     does not is drawn anew from what p has beyond q: equal in distribution. With `weight` below 1 a
     mixture, weight * p + (1 - weight) * q, stands in the place of p, which changes the results.
-    Source: Leviathan et al. 2023, algorithm 1; for the mixture the reference's
+    Source: Leviathan et al. 2023, algorithm 1; for the mixture transformers'
     `assistant_ensemble_weight`.
     """
 

@@ -7,10 +7,10 @@ It runs in an environment of its own, which the project does not need for anythi
         "huggingface-hub==0.36.*" tokenizers==0.21.4
     RECORDING/bin/python tests/parity/recordings/record_4_55.py [KIND ...]
 
-One prompt at a time and in float64: attention and norms of the reference are replaced by the same
+One prompt at a time and in float64: attention and norms of transformers are replaced by the same
 sums without their step down to float32. A file per kind comes out, beside this script: of each
 setting (see `tiny.py`) its number, the generated ids of every row, and scores: those of the
-sequences under beams, and of each chosen token otherwise. A setting that the reference refuses has
+sequences under beams, and of each chosen token otherwise. A setting that transformers refuses has
 the name of the exception instead.
 """
 
@@ -53,14 +53,14 @@ def exact_norm(norm: Any, x: Any) -> Any:
 
 @cache
 def model(name: str) -> Any:
-    """A model of `tiny.py` in the reference."""
+    """A model of `tiny.py` in transformers."""
     config = transformers.LlamaConfig.from_dict(tiny.MODELS[name], attn_implementation="exact")
     found = transformers.LlamaForCausalLM(config).to(torch.float64)
     weights = {key: torch.from_numpy(value) for key, value in tiny.weights(name).items()}
     missing, unexpected = found.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     found.tie_weights()
-    # As everywhere in the reference, logits are read in float32; group beams need it.
+    # As everywhere in transformers, logits are read in float32; group beams need it.
     found.lm_head.register_forward_hook(lambda module, given, logits: logits.float())
     found.generation_config = transformers.GenerationConfig()
     return found.eval()

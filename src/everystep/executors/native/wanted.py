@@ -89,7 +89,7 @@ class WantedLayers:
             if extra.hidden:
                 found[f] = replace(found[f], hidden=last[f])
             if extra.layers:
-                # As in the reference, the last entry is the normalised one.
+                # As in transformers, the last entry is the normalised one.
                 found[f] = replace(found[f], layers=(*inputs[f], last[f]))
             if extra.attentions:
                 across = tuple(self._across[f]) if f in self._across else None

@@ -1,5 +1,5 @@
 """The families whose network is the decoder, one file each: configuration and names to a spec.
 
-Source of names and defaults: the reference's classes of the family's name, as `LlamaConfig` and
+Source of names and defaults: transformers' classes of the family's name, as `LlamaConfig` and
 `LlamaForCausalLM`.
 """

@@ -131,7 +131,7 @@ def _positions(key: str, spec: EncoderDecoderSpec, stack: StackSpec, name: str) 
 def sinusoids(rows: int, width: int) -> Tensor:
     """(rows, width) float32: sines in the first half, cosines in the second.
 
-    Source: Vaswani et al. 2017; the reference's MarianSinusoidalPositionalEmbedding.
+    Source: Vaswani et al. 2017; transformers' MarianSinusoidalPositionalEmbedding.
     """
     pairs = (torch.arange(width) // 2).double()
     angles = torch.arange(rows, dtype=torch.float64)[:, None] / 10000 ** (2 * pairs / width)

@@ -1,6 +1,6 @@
 """T5 and mT5: positions are relative biases only, learned in the first layer of each stack.
 
-The spec follows the reference's `T5Config`; weights of a decoder that scales its output are tied.
+The spec follows transformers' `T5Config`; weights of a decoder that scales its output are tied.
 mT5 scales nothing.
 """
 
@@ -27,7 +27,7 @@ from everystep.models.parameters import Parameter
 from everystep.models.spec import MlpSpec, NormSpec
 from everystep.nn.activations import ACTIVATIONS
 
-# The reference takes the tanh approximation for gated-gelu, whatever the name says.
+# transformers takes the tanh approximation for gated-gelu, whatever the name says.
 _KINDS: Mapping[str, str] = {name: name for name in ACTIVATIONS} | {
     f"gated-{name}": "gelu_new" if name == "gelu" else name for name in ACTIVATIONS
 }

@@ -25,7 +25,7 @@ def _read(config: Mapping[str, Any]) -> EncoderDecoderSpec:
     read = Fields(config)
     heard = AbsolutePositions(read.integer("max_source_positions"))
     said = AbsolutePositions(read.integer("max_target_positions"))
-    # The reference reads `scale_embedding`, and scales nothing by it.
+    # transformers reads `scale_embedding`, and scales nothing by it.
     embed_scale_of(read)
     return EncoderDecoderSpec(
         vocab_size=read.integer("vocab_size"),

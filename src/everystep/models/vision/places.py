@@ -85,7 +85,7 @@ def rope_index(
     Text goes on by one on all axes; features of a picture stand at the row and column of theirs,
     counted from where the picture begins, and what follows goes on behind the longer side of it.
     RequestError where placeholders and pictures do not fit together. Source: Wang et al. 2024
-    (M-RoPE); `get_rope_index` of the reference.
+    (M-RoPE); `get_rope_index` of transformers.
     """
     parts = {
         IMAGE: _frames(spec, images, apart=True),

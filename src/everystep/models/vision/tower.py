@@ -146,7 +146,7 @@ class VisionTower:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns (n, H, D) in float32, whatever its type, as in the reference."""
+    """Turns (n, H, D) in float32, whatever its type, as in transformers."""
     exact = x.float()
     low, high = exact.chunk(2, dim=-1)
     return (exact * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)

@@ -79,8 +79,17 @@ inline bool reads_values(const Linear& linear) {
     });
 }
 
+// Whether so many rows are computed with two panels at once: the registers hold the sums of both, and
+// rows are so many that loading inputs, and not reading weights, takes the time.
+constexpr bool reads_two_panels(int64_t rows) { return simd::kSums >= 2 * kTogether && rows >= 8; }
+
 // Sixteen outputs of `count` rows from `row` on, to `out`: a number of rows that `each_tile` gives.
 void tile(int count, const Matrix& w, int64_t panel, const Inputs& in, int64_t row, simd::Floats* out);
+
+// Sixteen outputs each of two matrices of one format of floats, of 8 rows or of kTogether. Each input is
+// loaded once for both; with one panel these loads take longer than the sums.
+void tile_of_two(int count, const Matrix& w, int64_t panel, const Matrix& other, int64_t other_panel,
+                 const Inputs& in, int64_t row, simd::Floats* out, simd::Floats* others);
 
 // The values of one row of a packed matrix, as an embedding table is read.
 void read_row(const Matrix& w, int64_t row, float* out);

@@ -22,6 +22,7 @@ inline void store(float* p, Floats a) {
     _mm256_storeu_ps(p + 8, a.hi);
 }
 inline Floats splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats in_register(Floats a) { return a; }
 inline Floats add(Floats a, Floats b) {
     return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
 }

@@ -23,6 +23,11 @@ struct Bytes {
 inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline Floats splat(float x) { return {_mm512_set1_ps(x)}; }
+// The same value, loaded by itself: the compiler would load it again wherever it is used.
+inline Floats in_register(Floats a) {
+    asm("" : "+v"(a.v));
+    return a;
+}
 inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }

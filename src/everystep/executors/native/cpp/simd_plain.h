@@ -41,6 +41,7 @@ inline Floats load(const float* p) {
 }
 inline void store(float* p, Floats a) { std::memcpy(p, &a.v, sizeof a.v); }
 inline Floats splat(float x) { return {x - Floats16{}}; }
+inline Floats in_register(Floats a) { return a; }
 inline Floats add(Floats a, Floats b) { return {a.v + b.v}; }
 inline Floats sub(Floats a, Floats b) { return {a.v - b.v}; }
 inline Floats mul(Floats a, Floats b) { return {a.v * b.v}; }

@@ -366,11 +366,11 @@ void Runner::run_layer(Member& member, const Part& part, int64_t index) {
 // Queries, and keys and values in their pages.
 void Runner::make_queries(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
+    const PanelItems items(layer.qkv, part.tokens(), crew_->size());
     share_then(
-        member, panels_in(layer.qkv), part.tokens(),
-        [&](int64_t panel) {
-            write_panel(layer.qkv, panel, normed_.inputs(), part.tokens(),
-                        [&](int64_t row) { return qkv(part, row); });
+        member, items.count(), part.tokens(),
+        [&](int64_t item) {
+            items.write(item, normed_.inputs(), [&](int64_t row) { return qkv(part, row); });
         },
         [&](int64_t row) {
             place(part, index, row);

@@ -104,7 +104,7 @@ class Runner {
     void each_cached(const int32_t* numbers, int64_t length, bool across, Use use) const;
 
   private:
-    static constexpr int64_t kMostTokens = 256, kFewRows = 2, kSlices = 8;
+    static constexpr int64_t kMostTokens = 264, kFewRows = 2, kSlices = 8;
 
     // A part of a work that fits into the buffers: tokens [begin, end). Hidden states and queries of
     // its first token lie in row `first` of theirs. The head is read in `slices`, between which the
@@ -274,14 +274,14 @@ template <class Then>
 void Runner::add_output(Member& member, const Part& part, const Linear& linear, const InputBuffer& in,
                         const Norm& post, Then each_row) {
     const bool later = is_added_later(post);
+    const PanelItems items(linear, part.tokens(), crew_->size());
     share_then(
-        member, panels_in(linear), part.tokens(),
-        [&](int64_t panel) {
-            multiply_panel(linear, panel, in.inputs(), part.tokens(),
-                           [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                               float* to = later ? added_.data() + row * model_.width : hidden(part, row);
-                               write(to + column, later ? x : simd::add(read(to + column, count), x), count);
-                           });
+        member, items.count(), part.tokens(),
+        [&](int64_t item) {
+            items.multiply(item, in.inputs(), [&](int64_t row, int64_t column, simd::Floats x, int count) {
+                float* to = later ? added_.data() + row * model_.width : hidden(part, row);
+                write(to + column, later ? x : simd::add(read(to + column, count), x), count);
+            });
         },
         [&](int64_t row) {
             after_sum(part, row, post);

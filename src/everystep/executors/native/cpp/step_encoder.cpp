@@ -54,9 +54,9 @@ void Runner::keep_states(const float* states, int64_t count, const int32_t* numb
             });
             for (int64_t index = 0; index < model_.layers; ++index) {
                 const Linear& linear = layers_[index].across_kv;
-                crew_->share(member, panels_in(linear), [&](int64_t panel) {
-                    write_panel(linear, panel, normed_.inputs(), rows,
-                                [&](int64_t row) { return qkv_.data() + row * width; });
+                const PanelItems items(linear, rows, crew_->size());
+                crew_->share(member, items.count(), [&](int64_t item) {
+                    items.write(item, normed_.inputs(), [&](int64_t row) { return qkv_.data() + row * width; });
                 });
                 crew_->share(member, rows, [&](int64_t row) {
                     const float* made = qkv_.data() + row * width;

@@ -43,12 +43,15 @@ void Runner::inner_values(const Mlp& mlp, const Inputs& in, int64_t number, int6
                           simd::Floats (&out)[M]) const {
     const Activation kind = static_cast<Activation>(model_.activation);
     const bool gated = mlp.gate.count > 0;
-    panel_of(gated ? mlp.gate : mlp.up, number).products(in, row, out);
-    for (simd::Floats& x : out) x = activate(kind, x);
-    if (!gated) return;
+    const Panel up = panel_of(mlp.up, number);
+    if (!gated) {
+        up.products(in, row, out);
+        for (simd::Floats& x : out) x = activate(kind, x);
+        return;
+    }
     simd::Floats factors[M];
-    panel_of(mlp.up, number).products(in, row, factors);
-    for (int m = 0; m < M; ++m) out[m] = simd::mul(out[m], factors[m]);
+    products_of_two(panel_of(mlp.gate, number), up, in, row, out, factors);
+    for (int m = 0; m < M; ++m) out[m] = simd::mul(activate(kind, out[m]), factors[m]);
 }
 
 void Runner::run_experts(Member& member, const Part& part, int64_t index) {

@@ -142,6 +142,9 @@ inline simd::Floats read_column(const uint8_t* panel, int64_t column) {
     return kFormat == Format::kHalf ? simd::load_halves(halves) : simd::load_brains(halves);
 }
 
+// How many bytes before their use floats are fetched.
+constexpr int64_t kAhead = 4096;
+
 template <Format kFormat, int M>
 __attribute__((noinline)) void tile_of_floats(const uint8_t* panel, const Inputs& in, int64_t row, simd::Floats* out) {
     using namespace simd;
@@ -149,7 +152,7 @@ __attribute__((noinline)) void tile_of_floats(const uint8_t* panel, const Inputs
     Floats acc[M];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) acc[m] = splat(0.0f);
-    constexpr int64_t kAhead = 2048, kColumn = kPanel * float_bytes(kFormat);
+    constexpr int64_t kColumn = kPanel * float_bytes(kFormat);
     for (int64_t k = 0; k < in.columns; ++k) {
         if (row == 0) __builtin_prefetch(panel + k * kColumn + kAhead);
         const Floats column = read_column<kFormat>(panel, k);
@@ -158,6 +161,32 @@ __attribute__((noinline)) void tile_of_floats(const uint8_t* panel, const Inputs
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) out[m] = acc[m];
+}
+
+template <Format kFormat, int M>
+__attribute__((noinline)) void tile_of_two_panels(const uint8_t* panel, const uint8_t* other, const Inputs& in,
+                                                  int64_t row, simd::Floats* out, simd::Floats* others) {
+    using namespace simd;
+    const float* x = in.values + row * in.columns;
+    Floats acc[M], acc_of_other[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) acc[m] = acc_of_other[m] = splat(0.0f);
+    constexpr int64_t kColumn = kPanel * float_bytes(kFormat);
+    for (int64_t k = 0; k < in.columns; ++k) {
+        if (row == 0) {
+            __builtin_prefetch(panel + k * kColumn + kAhead);
+            __builtin_prefetch(other + k * kColumn + kAhead);
+        }
+        const Floats column = read_column<kFormat>(panel, k), column_of_other = read_column<kFormat>(other, k);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+            const Floats input = in_register(splat(x[m * in.columns + k]));
+            acc[m] = fma(column, input, acc[m]);
+            acc_of_other[m] = fma(column_of_other, input, acc_of_other[m]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) out[m] = acc[m], others[m] = acc_of_other[m];
 }
 
 template <int M>
@@ -188,6 +217,29 @@ void tile(int count, const Matrix& w, int64_t panel, const Inputs& in, int64_t r
         case kTogether: return tile_of_rows<kTogether>(w, panel, in, row, out);
     }
     if constexpr (kTogether > 8) return tile_of_rows<8>(w, panel, in, row, out);
+}
+
+template <int M>
+void tile_of_both(const Matrix& w, int64_t panel, const Matrix& other, int64_t other_panel, const Inputs& in,
+                      int64_t row, simd::Floats* out, simd::Floats* others) {
+    const Format format = static_cast<Format>(w.format);
+    const int64_t bytes = panel_bytes(format, w.columns);
+    const uint8_t *first = w.data + panel * bytes, *second = other.data + other_panel * bytes;
+    switch (format) {
+        case Format::kFloat: return tile_of_two_panels<Format::kFloat, M>(first, second, in, row, out, others);
+        case Format::kHalf: return tile_of_two_panels<Format::kHalf, M>(first, second, in, row, out, others);
+        default: return tile_of_two_panels<Format::kBrain, M>(first, second, in, row, out, others);
+    }
+}
+
+void tile_of_two(int count, const Matrix& w, int64_t panel, const Matrix& other, int64_t other_panel,
+                 const Inputs& in, int64_t row, simd::Floats* out, simd::Floats* others) {
+    if constexpr (reads_two_panels(8)) {
+        if (count == kTogether)
+            tile_of_both<kTogether>(w, panel, other, other_panel, in, row, out, others);
+        else
+            tile_of_both<8>(w, panel, other, other_panel, in, row, out, others);
+    }
 }
 
 // The values of one lane of a panel of floats.

@@ -232,7 +232,7 @@ def test_nothing_is_kept_after_the_last_call(
 def test_a_call_that_fails_takes_its_prompts_along(
     model: LanguageModel, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here between two of its prompts; its third would last much longer than the other call."""
+    """Here between two of its prompts; its second would last much longer than the other call."""
     alone = calls_of(model, PROMPTS[:1], **OPTIONS)[0]()
 
     class Failing:
@@ -249,14 +249,26 @@ def test_a_call_that_fails_takes_its_prompts_along(
     long = {**OPTIONS, "max_new_tokens": 200, "options": [{"max_new_tokens": 1}, {}]}
     engines.clear()
     meet(monkeypatch, 2)
+    gone = threading.Event()
+
+    def failing() -> Any:
+        try:
+            return es.generate(model, TOKENIZER, PROMPTS[1:3], **long)
+        finally:
+            gone.set()
 
     def whole() -> Any:
-        session = Session(model, TOKENIZER, PROMPTS[:1], None, None, OPTIONS)
-        return [result for _, result, _ in session.run(PROMPTS[:1])]
+        prompts = 2 * PROMPTS[:1]
+        session = Session(model, TOKENIZER, prompts, [{}, {"max_new_tokens": 14}], None, OPTIONS)
+        found = list[Any]()
+        for _, result, _ in session.run(prompts):
+            found.append(result)
+            assert gone.wait(60)  # so that a step follows in which the others are gone
+        return found
 
-    failed, found = at_once([lambda: es.generate(model, TOKENIZER, PROMPTS[1:3], **long), whole])
+    failed, found = at_once([failing, whole])
     assert isinstance(failed, OSError)
-    assert found == [alone]
+    assert found[0] == alone
     assert len(engines) < 20
     (engine,) = set(engines)
     assert not engine.pending

@@ -1,4 +1,4 @@
-// Matrix products with rows of activations, one panel of 16 outputs at a time.
+// Matrix products with rows of activations, one panel of 16 outputs at a time, or two.
 //
 // The value of an output depends on its row and its weights alone: columns are added in one order,
 // whatever the number of rows that are computed together. Integers are exact within a block of 32;

@@ -1,4 +1,4 @@
-// Linear maps panel by panel: 16 outputs of every row at a time, bias included.
+// Linear maps panel by panel, or by two: 16 outputs of every row for each, bias included.
 #pragma once
 
 #include "linear.h"

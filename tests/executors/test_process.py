@@ -7,17 +7,24 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import everystep as es
+from everystep.api import load
 from everystep.api.model import LanguageModel
 from everystep.errors import CapacityError, UnsupportedError
 from everystep.executors.choice import ExecutorName
 from everystep.executors.native.library import check
 from everystep.executors.process import is_shortage
+from tests.executors.members import members
 from tests.executors.models import PLAIN, random_model
+from tests.files.gguf_writer import write_gguf
+from tests.models.test_gguf import converted, metadata
+from tests.models.tiny import reference_decoder
 from tests.reading import ROOT
 
 BEGIN = """
@@ -171,3 +178,29 @@ def test_what_holds_a_model_is_not_pickled_or_deeply_copied(executor: ExecutorNa
             with pytest.raises(UnsupportedError, match="holds the weights of a model"):
                 copied(holder)
     assert copy.copy(model).core is model.core
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "weights"])
+def test_a_model_is_loaded_by_one_thread_whatever_torch_has(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading is thousands of small operations, each of which would wait for the slowest thread."""
+    reference = reference_decoder("llama", torch.float32)
+    reference.save_pretrained(tmp_path / "folder")
+    tensors = {name: ("F32", values) for name, (_, values) in converted(reference, "llama").items()}
+    file = write_gguf(tmp_path / "model.gguf", metadata("llama"), tensors)
+    counts = []
+    for name in ("build_model", "build_gguf_model"):
+        build = getattr(load, name)
+
+        def counted(*given: Any, build: Any = build, **options: Any) -> Any:
+            counts.append(torch.get_num_threads())
+            return build(*given, **options)
+
+        monkeypatch.setattr(load, name, counted)
+    with members(3):
+        if kind == "weights":
+            load.from_weights(reference.config.to_dict(), reference.state_dict())
+        else:
+            es.load_model(tmp_path / "folder" if kind == "folder" else file)
+        assert (counts, torch.get_num_threads()) == ([1], 3)

@@ -82,16 +82,6 @@ inline void multiply_panel(const Linear& linear, int64_t number, const Inputs& i
     });
 }
 
-// Writes 16 outputs of every row to where they belong among its outputs, which begin at `place(row)`.
-template <class Place>
-inline void write_panel(const Linear& linear, int64_t number, const Inputs& in, int64_t rows,
-                        Place place) {
-    multiply_panel(linear, number, in, rows,
-                   [&](int64_t row, int64_t column, simd::Floats x, int count) {
-                       write(place(row) + column, x, count);
-                   });
-}
-
 // The panels of a linear map, shared out to members of a crew. An item is one, or two where these are
 // computed together and every member still has several items.
 class PanelItems {

@@ -397,9 +397,9 @@ void Runner::mix(Member& member, const Part& part, int64_t index) {
 
 void Runner::look_across(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
-    crew_->share(member, panels_in(layer.across_q), [&](int64_t panel) {
-        write_panel(layer.across_q, panel, normed_.inputs(), part.tokens(),
-                    [&](int64_t row) { return qkv(part, row); });
+    const PanelItems items(layer.across_q, part.tokens(), crew_->size());
+    crew_->share(member, items.count(), [&](int64_t item) {
+        items.write(item, normed_.inputs(), [&](int64_t row) { return qkv(part, row); });
     });
     attend_all(member, part, part.across, index);
     add_output(member, part, layer.across_out, mixed_, layer.across_post,

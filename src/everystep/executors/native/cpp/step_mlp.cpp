@@ -81,19 +81,19 @@ void Runner::run_experts(Member& member, const Part& part, int64_t index) {
 // Each row has chosen its experts, and what those read lies row beside row.
 void Runner::route(Member& member, int64_t rows, int64_t index) {
     const Experts& experts = layers_[index].experts;
-    const auto ask = [&](int64_t panel) {
-        write_panel(experts.router, panel, normed_.inputs(), rows,
-                    [&](int64_t row) { return routing_.logits(experts, row); });
+    const PanelItems router(experts.router, rows, crew_->size());
+    const auto ask = [&](int64_t item) {
+        router.write(item, normed_.inputs(), [&](int64_t row) { return routing_.logits(experts, row); });
     };
     const auto choose = [&](int64_t row) { routing_.choose(experts, row); };
     const auto gather = [&](int64_t i) { this->gather(routing_.chosen()[i], index); };
     if (rows > kFewRows) {
-        crew_->share(member, panels_in(experts.router), ask);
+        crew_->share(member, router.count(), ask);
         crew_->share(member, rows, choose, [&] { routing_.put_in_order(experts, rows); });
         crew_->share(member, int64_t(routing_.chosen().size()), gather);
         return;
     }
-    crew_->share(member, panels_in(experts.router), ask, [&] {
+    crew_->share(member, router.count(), ask, [&] {
         for (int64_t row = 0; row < rows; ++row) choose(row);
         routing_.put_in_order(experts, rows);
         for (size_t i = 0; rows > 1 && i < routing_.chosen().size(); ++i) gather(int64_t(i));

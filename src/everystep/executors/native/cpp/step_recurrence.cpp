@@ -38,16 +38,15 @@ void Runner::recur(Member& member, const Part& part, int64_t index) {
     const Layer& layer = layers_[index];
     const Recurrence& own = layer.recurrence;
     const int64_t rows = part.tokens(), blocks = blocks_of(model_.inner);
-    crew_->share(member, panels_in(own.inward), [&](int64_t panel) {
-        write_panel(own.inward, panel, normed_.inputs(), rows,
-                    [&](int64_t row) { return entering(row); });
+    const PanelItems inward(own.inward, rows, crew_->size()), select(own.select, rows, crew_->size());
+    crew_->share(member, inward.count(), [&](int64_t item) {
+        inward.write(item, normed_.inputs(), [&](int64_t row) { return entering(row); });
     });
     crew_->share(member, blocks, [&](int64_t block) { convolve(part, index, block); });
     share_then(
-        member, panels_in(own.select), rows,
-        [&](int64_t panel) {
-            write_panel(own.select, panel, inner_.inputs(), rows,
-                        [&](int64_t row) { return selected(row); });
+        member, select.count(), rows,
+        [&](int64_t item) {
+            select.write(item, inner_.inputs(), [&](int64_t row) { return selected(row); });
         },
         [&](int64_t row) {
             std::copy_n(selected(row), model_.rank, sizes_.row(row));

@@ -11,7 +11,6 @@ import pytest
 
 from tests.reading import ROOT, body_lines, functions, parsed, project_files, sources
 
-LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 USUAL_FUNCTION = 10  # the median of src
 LONG_FUNCTION = 25  # nine of ten functions of src are no longer
@@ -27,12 +26,6 @@ THIS_FILE = Path(__file__).resolve()
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".cpp", ".h", ".json", ".yml", ".yaml", ".txt", ".cfg", ""}
 
 Files = Mapping[str, str]
-
-
-def long_files(files: Files) -> list[str]:
-    """Files with more lines than LONGEST_FILE."""
-    counts = {path: text.count("\n") for path, text in files.items()}
-    return [f"{path}: {count} lines" for path, count in counts.items() if count > LONGEST_FILE]
 
 
 def long_functions(files: Files) -> list[str]:
@@ -114,10 +107,6 @@ def folder(request: pytest.FixtureRequest) -> Files:
     return sources(request.param)
 
 
-def test_files_are_short(folder: Files) -> None:
-    assert long_files(folder) == []
-
-
 def test_functions_are_short(folder: Files) -> None:
     assert long_functions(folder) == []
 
@@ -158,7 +147,6 @@ SIXTY_ONE_LINES = "def f():\n" + "    x = 1\n" * (LONGEST_FUNCTION + 1)
 @pytest.mark.parametrize(
     ("checker", "path", "text"),
     [
-        (long_files, "a.py", "\n" * (LONGEST_FILE + 1)),
         (long_functions, "a.py", SIXTY_ONE_LINES),
         (long_functions, "a.py", "class A:\n" + re.sub("^", "    ", SIXTY_ONE_LINES, flags=re.M)),
         (missing_docstrings, "a.py", "x = 1"),
@@ -179,7 +167,6 @@ def test_bad_form_is_found(checker: object, path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("checker", "path", "text"),
     [
-        (long_files, "a.py", "\n" * LONGEST_FILE),
         (long_functions, "a.py", 'def f():\n    """Text.\n\n' + "    a\n" * 70 + '    """\n'),
         (missing_docstrings, "a.py", '"""Text."""\ndef _f(): ...'),
         (empty_names, "processors/base.py", "class Manage: ..."),

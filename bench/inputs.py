@@ -27,7 +27,7 @@ from parts.models import Models, reference
 from parts.report import options, write
 
 import everystep as es
-from everystep.api.session import Session
+from everystep.drivers.session import Session
 from everystep.engine import Engine, Lockstep
 
 PREFIX, NEW = 1_000, 48

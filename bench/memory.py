@@ -37,7 +37,7 @@ def resident(key: str = "VmRSS") -> int:
 def measure(source: str) -> dict[str, Any]:
     """Figures of one model, in this process."""
     import everystep.api.load
-    import everystep.api.rectangle  # noqa: F401
+    import everystep.drivers.rectangle  # noqa: F401
 
     imported, mapped = resident(), resident("RssFile")
     model: Any = es.load_model(source)

@@ -37,7 +37,7 @@ def read_pieces(folder: Path) -> None:
 
 
 def show_progress(folder: Path) -> None:
-    from everystep.api.progress import progress_bar
+    from everystep.shown import progress_bar
 
     with progress_bar(True, [], "prompts"):
         pass

@@ -6,10 +6,10 @@ from typing import Any
 
 import typer
 
-from everystep.api.described import described_keys
 from everystep.cli.app import app
 from everystep.config.fields import FIELDS, Field
 from everystep.config.options import ConfigOptions
+from everystep.requests.keywords import described_keys
 
 _COMMANDS = """\
 # Commands

@@ -20,28 +20,21 @@ if TYPE_CHECKING:
     from everystep.api.auto import AutoModelForSeq2SeqLM as AutoModelForSeq2SeqLM
     from everystep.api.auto import AutoTokenizer as AutoTokenizer
     from everystep.api.chat import chat as chat
-    from everystep.api.features import PromptInput as PromptInput
     from everystep.api.load import load as load
     from everystep.api.load import load_model as load_model
-    from everystep.api.many import Stream as Stream
     from everystep.api.many import generate as generate
     from everystep.api.many import stream as stream
     from everystep.api.model import LanguageModel as LanguageModel
+    from everystep.api.model import wrap as wrap
+    from everystep.api.open import open as open
+    from everystep.api.open import resume as resume
     from everystep.api.pages import layout_prompt as layout_prompt
     from everystep.api.prefill import prefill as prefill
-    from everystep.api.prefixes import Prefix as Prefix
     from everystep.api.quantize import quantize as quantize
-    from everystep.api.run import Run as Run
-    from everystep.api.runs import open as open
-    from everystep.api.runs import resume as resume
     from everystep.api.score import Score as Score
     from everystep.api.score import score as score
-    from everystep.api.session import Generated as Generated
-    from everystep.api.steps import Explanation as Explanation
-    from everystep.api.steps import Step as Step
     from everystep.api.verify import Verification as Verification
     from everystep.api.verify import verify as verify
-    from everystep.api.wrapped import wrap as wrap
     from everystep.cache.containers import Cache as Cache
     from everystep.cache.containers import DynamicCache as DynamicCache
     from everystep.cache.containers import EncoderDecoderCache as EncoderDecoderCache
@@ -59,6 +52,8 @@ if TYPE_CHECKING:
     from everystep.config import SynthIDTextWatermarkingConfig as SynthIDTextWatermarkingConfig
     from everystep.config import WatermarkingConfig as WatermarkingConfig
     from everystep.draws import set_seed as set_seed
+    from everystep.drivers.generated import Generated as Generated
+    from everystep.drivers.stream import Stream as Stream
     from everystep.engine.corpus import Corpus as Corpus
     from everystep.errors import EverystepError as EverystepError
     from everystep.outputs import GenerateBeamDecoderOnlyOutput as GenerateBeamDecoderOnlyOutput
@@ -156,6 +151,11 @@ if TYPE_CHECKING:
     from everystep.processors.watermark import WatermarkDetector as WatermarkDetector
     from everystep.processors.watermark import WatermarkDetectorOutput as WatermarkDetectorOutput
     from everystep.processors.watermark import WatermarkLogitsProcessor as WatermarkLogitsProcessor
+    from everystep.requests.features import PromptInput as PromptInput
+    from everystep.requests.options import Prefix as Prefix
+    from everystep.runs.run import Run as Run
+    from everystep.runs.steps import Explanation as Explanation
+    from everystep.runs.steps import Step as Step
     from everystep.sounds.features import WhisperFeatureExtractor as WhisperFeatureExtractor
     from everystep.sounds.reading import read_sound as read_sound
     from everystep.stops.criteria import ConfidenceCriteria as ConfidenceCriteria
@@ -191,20 +191,20 @@ _NAMES = {
     "api.auto": "AutoConfig AutoModelForCausalLM AutoModelForSeq2SeqLM AutoTokenizer",
     "api.chat": "chat",
     "api.load": "load load_model",
-    "api.many": "Stream generate stream",
-    "api.model": "LanguageModel",
-    "api.features": "PromptInput",
+    "api.many": "generate stream",
+    "drivers.stream": "Stream",
+    "api.model": "LanguageModel wrap",
+    "requests.features": "PromptInput",
     "api.pages": "layout_prompt",
     "api.prefill": "prefill",
-    "api.prefixes": "Prefix",
+    "requests.options": "Prefix",
     "api.quantize": "quantize",
-    "api.run": "Run",
-    "api.runs": "open resume",
+    "runs.run": "Run",
+    "api.open": "open resume",
     "api.score": "Score score",
-    "api.session": "Generated",
-    "api.steps": "Explanation Step",
+    "drivers.generated": "Generated",
+    "runs.steps": "Explanation Step",
     "api.verify": "Verification verify",
-    "api.wrapped": "wrap",
     "cache.containers": """
         Cache DynamicCache EncoderDecoderCache OffloadedCache OffloadedStaticCache
         QuantizedCache SlidingWindowCache StaticCache
@@ -281,7 +281,7 @@ __all__ = sorted([*_HOME, "__version__"])
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        from everystep.api.absent import refuse_name
+        from everystep.requests.absent import refuse_name
 
         refuse_name(name, sys._getframe(1))
     value = getattr(importlib.import_module(f"everystep.{_HOME[name]}"), name)

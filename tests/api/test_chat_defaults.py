@@ -10,9 +10,9 @@ import torch
 import everystep as es
 from everystep.api import chat_defaults
 from everystep.api.chat_defaults import ChatDefaults, chat_defaults_of
-from everystep.api.options import KEYWORDS
 from everystep.config import GenerationConfig
 from everystep.files.sources import DEFAULT_MODEL
+from everystep.requests.options import KEYWORDS
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.api.prepare import prepare
-from everystep.api.rectangle import read_call
+from everystep.drivers.rectangle import read_call
 from everystep.engine import Continuous, DraftModel, Engine, Lockstep
 from everystep.engine.hooks import HOOKED
 from everystep.errors import EverystepError, UnsupportedError
 from everystep.executors.native import NativeExecutor
 from everystep.executors.torch_executor import TorchExecutor
+from everystep.requests.prepare import prepare
 from everystep.strategies import Contrastive, DiverseBeam, Greedy, Sample
 from everystep.strategies.classic import BankedBeams
 from everystep.testing.drive import result

@@ -14,12 +14,15 @@ import pytest
 import torch
 
 import everystep as es
-from everystep.api import keywords, options, pictures, session, speech_options
-from everystep.api.described import described_keys, lists_options
 from everystep.api.load import LoadOptions
 from everystep.config import FIELDS, META
 from everystep.config.attributes import FieldAttributes
 from everystep.config.options import ConfigOptions, StoredOptions
+from everystep.drivers import session
+from everystep.requests import keywords, pictures
+from everystep.requests import reading as options
+from everystep.requests.keywords import described_keys, lists_options
+from everystep.speech import options as speech_options
 from everystep.testing.models import tiny_document, tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from tests.api.paper import drawn_page

@@ -80,7 +80,7 @@ def by_the_book(model: LanguageModel, sure: float) -> list[int]:
 
 
 def _request(model: LanguageModel) -> Any:
-    from everystep.api.session import Session
+    from everystep.drivers.session import Session
 
     options = {key: value for key, value in ASKED.items() if key != "seed"}
     session = Session(model, None, [""], None, [3], options)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import everystep as es
-from everystep.api.inputs import Inputs
 from everystep.api.model import LanguageModel
-from everystep.api.options import read_options
 from everystep.api.prefill import _held
-from everystep.api.prepare import prepare
-from everystep.api.session import Session
+from everystep.drivers.session import Session
 from everystep.engine import audit
 from everystep.errors import RequestError, UnsupportedError
+from everystep.requests.inputs import Inputs
+from everystep.requests.prepare import prepare
+from everystep.requests.reading import read_options
 from everystep.testing.drive import run_together
 from everystep.types import Prompt
 from tests.executors.layout import SIDES, layout_model

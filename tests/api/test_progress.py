@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import everystep as es
-from everystep.api.progress import progress_bar
+from everystep.shown import progress_bar
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 
@@ -44,7 +44,7 @@ def test_a_notebook_without_widgets_gets_a_line_and_no_warning(
     def without_widgets(name: str, *others: Any) -> Any:
         return None if name == "ipywidgets" else find(name, *others)
 
-    monkeypatch.setattr("everystep.api.progress.find_spec", without_widgets)
+    monkeypatch.setattr("everystep.shown.find_spec", without_widgets)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with progress_bar(True, "ab", "prompts") as advance:

@@ -10,7 +10,7 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.api.session import Session
+from everystep.drivers.session import Session
 from everystep.engine import Engine, audit
 from everystep.errors import RequestError, UnsupportedError
 from everystep.testing.models import tiny_llama

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import everystep as es
-from everystep.api import shared_engine
 from everystep.api.model import LanguageModel
-from everystep.api.session import Session
-from everystep.api.shared_engine import SharedEngine, is_data
+from everystep.drivers import shared_engine
+from everystep.drivers.session import Session
+from everystep.drivers.shared_engine import SharedEngine, is_data
 from everystep.engine import Engine, audit
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -202,7 +202,7 @@ def test_who_waits_for_prompts_holds_nobody_up(
         yield PROMPTS[1]
 
     alone = [call() for call in calls_of(model, PROMPTS, **OPTIONS)]
-    monkeypatch.setattr("everystep.api.session._INSIDE", 1)
+    monkeypatch.setattr("everystep.drivers.session._INSIDE", 1)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(lambda: es.generate(model, TOKENIZER, slowly(), **OPTIONS))
         assert es.generate(model, TOKENIZER, PROMPTS[2], **OPTIONS) == alone[2]

@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import everystep as es
-from everystep.api.tables import counted, table
 from everystep.errors import EverystepError, RequestError, UnsupportedError
+from everystep.shown import counted, table
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.types import FinishReason

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import everystep as es
-from everystep.api.speech_segments import segments_of
 from everystep.errors import EverystepError, RequestError, UnsupportedError
+from everystep.speech.segments import segments_of
 from everystep.text.languages import LANGUAGES
 from tests.models.tiny import ours, reference_pair, sounds
 

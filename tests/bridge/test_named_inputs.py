@@ -12,11 +12,11 @@ import transformers
 from torch import Tensor
 
 import everystep as es
-from everystep.api.prepare import prepare
-from everystep.api.rectangle import read_call
+from everystep.drivers.rectangle import read_call
 from everystep.engine import Continuous, Engine
 from everystep.engine.prefixes import Reuse
 from everystep.errors import RequestError
+from everystep.requests.prepare import prepare
 from everystep.testing.drive import Run
 from tests.bridge.pictures import IMAGE, PAD, PATCH, START, TEXT, configured
 

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 import everystep as es
-from everystep.api import absent
-from everystep.api.prepare import completed, prepare
-from everystep.api.rectangle import read_call
+from everystep.drivers.complete import completed
+from everystep.drivers.rectangle import read_call
 from everystep.engine.collect import Collector, kept_rows
 from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import EverystepError
 from everystep.outputs import TokenLogprobs
+from everystep.requests import absent
+from everystep.requests.prepare import prepare
 from everystep.testing.dice import Dice
 from everystep.testing.drive import Run, run_scheduled
 from everystep.testing.mutants import MUTANTS

@@ -11,7 +11,7 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.api.session import Session
+from everystep.drivers.session import Session
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
 from everystep.types import Request

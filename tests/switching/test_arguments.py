@@ -17,12 +17,12 @@ import torch
 import transformers
 
 import everystep as es
-from everystep.api.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER
 from everystep.api.model import LanguageModel
-from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, OF_RECTANGLES
 from everystep.engine import Engine
 from everystep.engine.snapshot import fingerprint
 from everystep.errors import EverystepError
+from everystep.requests.absent import ARGUMENTS_LATER, ARGUMENTS_NEVER
+from everystep.requests.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, OF_RECTANGLES
 from everystep.testing.models import tiny_llama
 from tests.cli.conftest import call, stage  # noqa: F401  (fixtures)
 from tests.cli.fakes import Stage

@@ -13,8 +13,8 @@ import transformers
 from transformers import generation
 
 import everystep as es
-from everystep.api.absent import ABSENT, REFUSED_FIELDS
 from everystep.errors import AbsentNameError, EverystepError
+from everystep.requests.absent import ABSENT, REFUSED_FIELDS
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/switching.md"
 HOMES = ("transformers.generation", "transformers.cache_utils")

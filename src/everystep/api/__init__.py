@@ -1,3 +1,3 @@
-"""From a call to requests: a config resolved, an engine driven, outputs collected."""
+"""What users import."""
 
 from __future__ import annotations

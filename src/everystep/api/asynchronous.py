@@ -10,13 +10,9 @@ from warnings import warn
 
 from torch import nn
 
-from everystep.api.described import lists_options
-from everystep.api.engine_thread import EngineThread, Submission
-from everystep.api.keywords import PromptOptions
-from everystep.api.model import LanguageModel
-from everystep.api.options import require_output_object
-from everystep.api.pairs import paired
-from everystep.api.session import (
+from everystep.api.model import LanguageModel, paired
+from everystep.drivers.engine_thread import EngineThread, Submission
+from everystep.drivers.session import (
     KEPT,
     Generated,
     PromptLike,
@@ -26,6 +22,8 @@ from everystep.api.session import (
 )
 from everystep.engine import Continuous, Reuse
 from everystep.errors import RequestError, shown
+from everystep.requests.keywords import PromptOptions, lists_options
+from everystep.requests.reading import require_output_object
 from everystep.types import Event
 
 

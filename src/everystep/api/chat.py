@@ -7,13 +7,11 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from everystep.api.described import lists_options
-from everystep.api.keywords import TextOptions
 from everystep.api.many import generate
-from everystep.api.model import LanguageModel
-from everystep.api.pairs import paired
-from everystep.api.session import Messages, TokenizerLike, is_messages
+from everystep.api.model import LanguageModel, paired
+from everystep.drivers.session import Messages, TokenizerLike, is_messages
 from everystep.errors import RequestError, shown
+from everystep.requests.keywords import TextOptions, lists_options
 
 _SEVERAL = ("num_return_sequences", "return_dict_in_generate", "options", "on_error")
 """Keywords of `generate` that lead to something else than one text."""

@@ -1,29 +1,33 @@
-"""What a called model reads of its arguments: positions, its cache, pictures."""
+"""A call of a model of this library: its arguments read, its forward, its output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from everystep.api.arrays import read_ids, read_mask, require_known
-from everystep.api.caches import require_cache, require_room
-from everystep.api.pictures import PictureRow, features_of, picture_names, read_pictures, vision_of
 from everystep.cache.containers import Cache, DynamicCache, EncoderDecoderCache
 from everystep.config.kinds import is_integer, require
 from everystep.errors import RequestError, UnknownArgumentError, UnsupportedError, nearest, shown
 from everystep.executors.positions import require_positions
+from everystep.models import Model
 from everystep.nn.network import Heard, Placed, holds_states
-from everystep.outputs import CausalLMOutput, encoder_states
+from everystep.outputs import CausalLMOutput, encoder_states, loss_of
+from everystep.requests.arrays import read_ids, read_mask, require_known
+from everystep.requests.caches import require_cache, require_room
+from everystep.requests.pictures import (
+    PictureRow,
+    features_of,
+    picture_names,
+    read_pictures,
+    vision_of,
+)
+from everystep.requests.subject import Subject
 from everystep.types import Injected, Prompt
 from everystep.types.given import require_tensor
-
-if TYPE_CHECKING:
-    from everystep.api.model import LanguageModel
-
 
 _FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any"]]] = {
     "input_ids": ("a (batch, length) tensor of ids", (2,), "integers"),
@@ -36,7 +40,69 @@ _FORMS: dict[str, tuple[str, tuple[int, ...], Literal["integers", "floats", "any
 }
 
 
-def require_inputs(model: LanguageModel, *given: object) -> None:
+def forward(
+    model: Subject,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    decoder_input_ids: Tensor | None = None,
+    logits_to_keep: int | Tensor = 0,
+    return_dict: bool | None = None,
+    labels: Tensor | None = None,
+    output_hidden_states: bool | None = None,
+    output_attentions: bool | None = None,
+    decoder_attention_mask: Tensor | None = None,
+    encoder_outputs: Any = None,
+    input_features: Tensor | None = None,
+    **pictures: Any,
+) -> Any:
+    """Return logits of every position, (B, T, V), and the cache with these positions after its own.
+
+    `input_ids` (B, T) or `inputs_embeds` (B, T, E) come after the S positions of
+    `past_key_values`, a cache object that is filled in place. `attention_mask` (B, S + T).
+    `position_ids` are S..S+T-1 unless given. `use_cache`: whether to begin a new cache where
+    none was passed; None: as the model's configuration says. `logits_to_keep`: of how many of
+    the last positions logits are given, 0 for all, or (n,) of which. `labels` (B, T): ids whose
+    loss is given, each predicted from what stands before it, -100 for none. `input_features`
+    (B, channels, frames): what an encoder of sounds reads; `encoder_outputs` stand in the place
+    of an encoder's prompt. With one it is `decoder_input_ids` (B, T) that come after what is
+    cached; keys and values of the encoder's states are cached beside them. `pictures`: pixels
+    and grids, as for `generate`. Differentiable after `requires_grad_`. Returns a
+    `CausalLMOutput`, or with `return_dict=False` a tuple.
+    """
+    own = input_ids, attention_mask, position_ids, inputs_embeds, labels
+    require_inputs(model, *own, decoder_input_ids, decoder_attention_mask)
+    states = states_in_place(encoder_outputs, input_ids, inputs_embeds, input_features)
+    inputs = inputs_embeds if input_ids is None else input_ids
+    given = inputs if decoder_input_ids is None else decoder_input_ids
+    kept = kept_positions(logits_to_keep, given)
+    cache = cache_of_forward(model, given, past_key_values, use_cache)
+    heard = listener(output_hidden_states, output_attentions)
+    read = input_ids, position_ids, inputs_embeds
+    seen = see_pictures(model, *read, attention_mask, cache, pictures)
+    logits = cast(Model, model.core).forward(
+        seen.ids,
+        attention_mask,
+        seen.positions,
+        seen.embeds,
+        decoder_input_ids=decoder_input_ids,
+        cache=cache,
+        kept=kept,
+        decoder_attention_mask=decoder_attention_mask,
+        encoder_states=states,
+        heard=heard,
+        sounds=input_features,
+        declared=seen.declared,
+    )
+    loss = loss_of(logits, labels, model.is_encoder_decoder)
+    result = output_of(logits, loss, cache, heard, output_hidden_states, output_attentions)
+    return result.to_tuple() if return_dict is False else result
+
+
+def require_inputs(model: Subject, *given: object) -> None:
     """RequestError where a tensor of a forward, in the order above, is none or of another form."""
     for (name, (wanted, dims, holds)), one in zip(_FORMS.items(), given, strict=True):
         if one is None:
@@ -105,7 +171,7 @@ def output_of(
 
 
 def cache_of_forward(
-    model: LanguageModel, inputs: Tensor | None, passed: object, use_cache: bool | None
+    model: Subject, inputs: Tensor | None, passed: object, use_cache: bool | None
 ) -> Cache | None:
     """The cache that a forward of `inputs` (B, T, ...), a decoder's, adds to; None if it keeps
     nothing.
@@ -152,7 +218,7 @@ class SeenInputs:
 
 
 def see_pictures(
-    model: LanguageModel,
+    model: Subject,
     input_ids: Tensor | None,
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,

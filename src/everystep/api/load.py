@@ -15,7 +15,6 @@ from torch import Tensor
 
 from everystep.api.chat_defaults import chat_defaults_of
 from everystep.api.model import LanguageModel
-from everystep.api.pictures import vision_of
 from everystep.cache.formats import CacheDtype
 from everystep.config import GenerationConfig
 from everystep.config.kinds import one_of
@@ -31,6 +30,7 @@ from everystep.models.families import find_family
 from everystep.models.load import usable_device
 from everystep.models.loader import HeldWeights
 from everystep.models.quantised_folder import build_quantised_model, folder_format
+from everystep.requests.pictures import vision_of
 from everystep.text import Tokenizer
 
 Progress = Callable[[int, int, str], None]

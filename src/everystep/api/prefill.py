@@ -8,20 +8,19 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from everystep.api.described import lists_options
-from everystep.api.features import Rows, with_features
-from everystep.api.inputs import read_inputs
-from everystep.api.keywords import PromptInputs
-from everystep.api.model import LanguageModel
-from everystep.api.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, read_options
-from everystep.api.pairs import paired
-from everystep.api.pictures import Pictures, with_pictures
-from everystep.api.prefixes import Prefix, after_prefix, require_whole
-from everystep.api.prompts import PromptLike, TokenizerLike, read_prompt
+from everystep.api.model import LanguageModel, paired
 from everystep.draws import SeededDraws
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.modes import inference_mode
+from everystep.requests.features import Rows, with_features
+from everystep.requests.keywords import PromptInputs, lists_options
+from everystep.requests.options import CONFIG_FIELDS, MODEL_INPUTS, OBJECTS, Prefix
+from everystep.requests.pictures import Pictures, with_pictures
+from everystep.requests.prefixes import after_prefix, require_whole
+from everystep.requests.prompts import PromptLike, TokenizerLike, read_prompt
+from everystep.requests.reading import read_options
+from everystep.requests.rectangles import read_inputs
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
 from everystep.types import Past, Prompt, Request, Wants

@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everystep.api.arrays import as_numbers, require_known
-from everystep.api.encoding import encoder_states
-from everystep.api.inputs import EncoderSource, read_inputs
-from everystep.api.model import LanguageModel
-from everystep.api.options import MODEL_INPUTS, Options, read_options, require_count
-from everystep.api.pairs import paired
-from everystep.api.progress import progress_bar
-from everystep.api.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
-from everystep.api.tables import table
+from everystep.api.model import LanguageModel, paired
 from everystep.config.kinds import is_integer
 from everystep.draws import SeededDraws
+from everystep.drivers.complete import encoder_states
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import prompt_logprobs
 from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
 from everystep.outputs import TokenLogprobs
+from everystep.requests.arrays import as_numbers, require_known
+from everystep.requests.inputs import EncoderSource
+from everystep.requests.options import MODEL_INPUTS, Options
+from everystep.requests.prompts import PromptLike, TokenizerLike, is_messages, listed, read_prompt
+from everystep.requests.reading import read_options, require_count
+from everystep.requests.rectangles import read_inputs
+from everystep.shown import progress_bar, table
 from everystep.stops.ends import MaxLength
 from everystep.strategies import Greedy
 from everystep.types import Prompt, Request, Wants

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everystep.api.described import lists_options
-from everystep.api.encoding import encoder_states
-from everystep.api.inputs import EncoderSource
 from everystep.api.load import LoadOptions, Source, load, load_model
 from everystep.api.model import LanguageModel
-from everystep.api.tables import cut, table
 from everystep.bridge.reference import Reference
 from everystep.config.kinds import is_integer
+from everystep.drivers.complete import encoder_states
 from everystep.errors import RequestError, UnsupportedError, shown
 from everystep.files.sources import DEFAULT_MODEL, resolve_source
 from everystep.nn.modes import inference_mode
+from everystep.requests.inputs import EncoderSource
+from everystep.requests.keywords import lists_options
+from everystep.shown import cut, table
 from everystep.types import Prompt, Verb, Work
 
 TEXT = (

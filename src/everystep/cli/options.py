@@ -133,7 +133,7 @@ def _own_strategy(name: str | None, options: Sequence[str] | None) -> dict[str, 
     for options that are spelled wrong, or that nobody reads.
     """
     if name is not None and not is_named(name):
-        from everystep.api.strategies import require_known
+        from everystep.requests.strategies import require_known
 
         require_known(name)
         return {"strategy": name, "strategy_options": dict(map(_read_option, options or ()))}

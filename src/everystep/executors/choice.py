@@ -63,7 +63,7 @@ def open_executor(
     return NativeExecutor(model, cache_dtype)
 
 
-def encoder_of(model: Model, name: ExecutorName = "auto") -> Encode | None:
+def encoder_of(model: Model, name: str = "auto") -> Encode | None:
     """The compiled kernels as the model's encoder, where they can be; None: its own network."""
     return None if name == "torch" or obstacles(model) else NativeEncoder(model)
 

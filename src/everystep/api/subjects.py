@@ -1,0 +1,355 @@
+"""The two kinds of model that a `LanguageModel` can hold: one of this library, one of another.
+
+Each is a `Subject`, which requests see, and does what the model's user asks of its weights.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from functools import partial
+from os import PathLike
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from everystep.adapters import Adapters, moved_adapters, with_adapter, without_adapter
+from everystep.api.forward import forward
+from everystep.api.saving import save_model, with_merged
+from everystep.bridge.core import ForeignModel
+from everystep.bridge.foreign import library
+from everystep.cache.formats import CacheDtype, KvFormat, Quantization
+from everystep.config import GenerationConfig
+from everystep.errors import ModelClassError, RequestError, UnknownArgumentError, UnsupportedError
+from everystep.executors.base import Executor
+from everystep.executors.choice import (
+    ExecutorName,
+    chosen,
+    holds_panels,
+    open_executor,
+    refuse_cache_dtype,
+)
+from everystep.models import (
+    Model,
+    convert_model,
+    first_layers,
+    learning_weights,
+    named_weights,
+    weight_bytes,
+)
+from everystep.models.load import usable_device
+from everystep.requests.features import PromptInput, own_inputs
+from everystep.requests.subject import Subject
+
+_OF_SAVING = {"dtype": None, "adapters": None, "max_shard_size": "5GB"}
+"""Arguments of `save_pretrained` and their defaults."""
+
+
+class Holder(Subject, Protocol):
+    """A subject that its user can move, teach, save and call; `LanguageModel` says what each does.
+
+    `given_inputs`: the prompt inputs that its user has set, empty for the model's own.
+    """
+
+    name_or_path: str
+    given_inputs: tuple[PromptInput, ...]
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module | None:
+        """The module of another library that it drives, None for a model of this one."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of weights by format or type, the most first."""
+
+    @property
+    @abstractmethod
+    def runs_on(self) -> str:
+        """The executor that plain requests get, or whose forwards are run."""
+
+    @abstractmethod
+    def configure(self, config: GenerationConfig) -> None:
+        """Let these values hold for every call that does not say otherwise."""
+
+    @abstractmethod
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a call of the model gives."""
+
+    @abstractmethod
+    def eval(self) -> None:
+        """Leave training mode, if there is one."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Move the weights to the device and convert them to the type; None: as they are."""
+
+    @abstractmethod
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        """Let requests ask for the adapter in a folder by this name."""
+
+    @abstractmethod
+    def delete_adapter(self, name: str) -> None:
+        """Let no new request ask for the adapter."""
+
+    @abstractmethod
+    def requires_grad_(self, requires_grad: bool) -> None:
+        """Let the weights require gradients, or no longer."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that can learn, with their names."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return every weight by name."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | PathLike[str], choices: Mapping[str, Any]) -> None:
+        """Write the model into the folder."""
+
+
+@final
+class OwnSubject(Holder):
+    """A model of this library, with its adapters and the executor that was asked for."""
+
+    module = None
+
+    def __init__(
+        self,
+        core: Model,
+        generation_config: GenerationConfig,
+        name: str,
+        executor: ExecutorName,
+        cache_dtype: CacheDtype | None,
+    ) -> None:
+        if not isinstance(core, Model):
+            raise ModelClassError(
+                "this object is not a model that can generate",
+                wanted="a models.Model",
+                got=type(core).__name__,
+                do="Use everystep.load_model",
+            )
+        refuse_cache_dtype(core, cache_dtype)
+        self._core = core
+        self._config = generation_config
+        self.name_or_path = name
+        self._executor_name = executor
+        self._cache_dtype = cache_dtype
+        self._adapters: Adapters = {}
+        self.given_inputs = ()
+
+    @property
+    def core(self) -> Model:
+        return self._core
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return self._config
+
+    def configure(self, config: GenerationConfig) -> None:
+        self._config = config
+
+    @property
+    def prompt_inputs(self) -> tuple[PromptInput, ...]:
+        return self.given_inputs or own_inputs(self._core.encoders)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self._adapters)
+
+    @property
+    def cache_dtype(self) -> str:
+        return str(KvFormat(self._core.dtype, self._cache_dtype).dtype).removeprefix("torch.")
+
+    @property
+    def executor_name(self) -> ExecutorName:
+        return self._executor_name
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        return weight_bytes(self._core)
+
+    @property
+    def runs_on(self) -> str:
+        return chosen(self._core, self._executor_name)
+
+    def executor(
+        self,
+        needs: Set[str] = frozenset(),
+        quantization: Quantization | None = None,
+        layers: int | None = None,
+    ) -> Executor:
+        core = self._core if layers is None else first_layers(self._core, layers)
+        return open_executor(
+            core, self._executor_name, needs, quantization, self._cache_dtype, self._adapters
+        )
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return forward(self, *args, **kwargs)
+
+    def eval(self) -> None:
+        """There is no training mode."""
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        place = self.device if device is None else usable_device(device)
+        if dtype is not None or place != self.device:
+            in_panels = partial(holds_panels, self._executor_name)
+            self._core = convert_model(self._core, device=place, dtype=dtype, in_panels=in_panels)
+            self._adapters = moved_adapters(self._adapters, self._core.device, self._core.dtype)
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        self._adapters = with_adapter(self._adapters, name, folder, self._core)
+
+    def delete_adapter(self, name: str) -> None:
+        self._adapters = without_adapter(self._adapters, name)
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        if requires_grad and not self._core.learns:
+            self._core = convert_model(self._core, learns=True)
+        if self._core.learns:
+            for _, weight in self.named_parameters():
+                weight.requires_grad_(requires_grad)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(learning_weights(self._core))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(named_weights(self._core))
+
+    def save_pretrained(self, folder: str | PathLike[str], choices: Mapping[str, Any]) -> None:
+        if strangers := [name for name in choices if name not in _OF_SAVING]:
+            do = f"Arguments are {', '.join(_OF_SAVING)}"
+            raise UnknownArgumentError(f"save_pretrained knows no {strangers[0]!r}", do=do)
+        core = with_merged(self._core, self._adapters, choices["adapters"])
+        save_model(core, self._config, folder, choices["dtype"], choices["max_shard_size"])
+
+
+@final
+class WrappedSubject(Holder):
+    """A module of another library, driven by this library's engine.
+
+    Weights, gradients, training mode, hooks and adapters are those of `module`, and calls leave
+    them as they were. What it can do is found out once, when it is wrapped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._core = ForeignModel(module)
+        self.name_or_path = str(getattr(module, "name_or_path", "") or "")
+        self.given_inputs: tuple[PromptInput, ...] = ()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def core(self) -> ForeignModel:
+        return self._core
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        own = getattr(self._core.foreign.base, "generation_config", None)
+        said = {} if own is None else own.to_diff_dict()
+        return GenerationConfig.from_checkpoint({k: v for k, v in said.items() if v is not None})
+
+    def configure(self, config: GenerationConfig) -> None:
+        raise RequestError(
+            "the generation_config of a wrapped model is a copy of its module's",
+            do="Set values in model.module.generation_config, or pass them in the call",
+        )
+
+    @property
+    def prompt_inputs(self) -> tuple[PromptInput, ...]:
+        return self.given_inputs
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self._core.foreign.adapters
+
+    @property
+    def cache_dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def executor_name(self) -> str:
+        return "bridge"
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for weight in self._module.parameters():
+            counts[str(weight.dtype).removeprefix("torch.")] += weight.nbytes
+        return dict(counts.most_common())
+
+    @property
+    def runs_on(self) -> str:
+        module = self._core.foreign.module
+        return f"{library(module)} ({type(module).__name__})"
+
+    def executor(
+        self,
+        needs: Set[str] = frozenset(),
+        quantization: Quantization | None = None,
+        layers: int | None = None,
+    ) -> Executor:
+        """Return a fresh executor; UnsupportedError for rows that are to be quantised, and for a
+        part of the layers."""
+        if layers is not None:
+            raise UnsupportedError(
+                "the layers of a wrapped model run as its own library runs them",
+                wanted="all of them",
+                got=f"the first {layers}",
+                do="Leave assistant_early_exit out, or load the model with everystep.load_model",
+            )
+        if quantization is not None:
+            raise UnsupportedError(
+                "rows of a wrapped model lie in cache objects of its own library",
+                wanted="a dynamic cache",
+                got="a quantised one",
+                do="Leave cache_implementation out",
+            )
+        return self._core.executor()
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._module(*args, **kwargs)
+
+    def eval(self) -> None:
+        self._module.eval()
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        wanted: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._module.to(**{name: one for name, one in wanted.items() if one is not None})
+        self._core = ForeignModel(self._module)
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        self._of_peft().load_adapter(folder, adapter_name=name)
+
+    def delete_adapter(self, name: str) -> None:
+        self._of_peft().delete_adapter(name)
+
+    def _of_peft(self) -> Any:
+        if library(self._module) != "peft":
+            raise UnsupportedError(
+                "adapters are loaded into PEFT models",
+                wanted="a PeftModel",
+                got=type(self._module).__name__,
+                do="Wrap peft.PeftModel.from_pretrained(model, folder)",
+            )
+        return self._module
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        self._module.requires_grad_(requires_grad)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self._module.named_parameters()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._module.state_dict())
+
+    def save_pretrained(self, folder: str | PathLike[str], choices: Mapping[str, Any]) -> None:
+        said = {name: one for name, one in choices.items() if one != _OF_SAVING.get(name)}
+        self._module.save_pretrained(folder, **said)  # type: ignore[operator]

@@ -1,0 +1,317 @@
+"""`generate` over a rectangle: transformers' call, answered by the engine in lockstep."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.cache.containers import Cache
+from everystep.drivers.complete import completed
+from everystep.drivers.custom import refuse_unseen, run_loop, take_own
+from everystep.engine import Engine, Lockstep
+from everystep.engine.collect import Collector
+from everystep.engine.decided import results_of
+from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
+from everystep.errors import UnsupportedError
+from everystep.nn.modes import inference_mode, ordinary_mode
+from everystep.outputs import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+from everystep.requests.arrays import require
+from everystep.requests.caches import fill_cache, hide_past, read_cache, with_seen
+from everystep.requests.inputs import EncoderSource, Inputs
+from everystep.requests.options import MODEL_INPUTS, OF_RECTANGLES, Options
+from everystep.requests.pictures import Held
+from everystep.requests.prepare import Call, prepare
+from everystep.requests.reading import cut_by_default, read_options, require_output_object
+from everystep.requests.rectangles import read_inputs, with_negative
+from everystep.requests.subject import Subject
+from everystep.streamers import Delivery, Wording
+from everystep.types import Event, Finished, Group
+
+_READ_OUT = 512  # positions whose logits are read out at once for prompt_logprobs
+
+
+def generate(model: Subject, given: dict[str, Any]) -> Any:
+    """New tokens after every row; a (rows, length) tensor, or an output object on request.
+
+    `given`: every keyword of `model.generate` by name.
+    """
+    streamer = require("streamer", given.get("streamer"), "put", "end")
+    loop = given.get("custom_generate")
+    own = {} if loop is None else take_own(loop, given)
+    options, inputs, past = read_call(model, given)
+    call = prepare(model, options, inputs, past, "lockstep" if loop is None else "loop")
+    if loop is not None:
+        refuse_unseen(call)
+    notices = call.options.effective.notices
+    for notice in (*notices, *_padding_notices(given, inputs, options)):
+        warnings.warn(notice, stacklevel=3)
+    delivery = None if streamer is None else _delivery(call, streamer)
+    with inference_mode():
+        call = completed(model, call)
+        if loop is None:
+            return _run(model, call, delivery, given.get("past_key_values"))
+    with torch.no_grad():
+        return run_loop(model, call, given, own)
+
+
+def read_call(model: Subject, given: dict[str, Any]) -> tuple[Options, Inputs, Cache | None]:
+    """What the keywords of a call say: its options, its inputs, and the cache it continues from."""
+    beside = (*MODEL_INPUTS, *OF_RECTANGLES)
+    options = read_options(model, given, beside, given.get("tokenizer"))
+    require_output_object(options)
+    past = read_cache(given, options.effective, model)
+    passed, seen = hide_past(given, None if model.is_encoder_decoder else past)
+    inputs = with_seen(read_inputs(model, passed, options, Held.by(past, seen)), seen)
+    return options, with_negative(model, given, inputs, options), past
+
+
+def _padding_notices(given: dict[str, Any], inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """The warning to a caller whose prompts look padded in a way that cannot be recognised."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if ids is None or mask is not None or inputs.batch == 1 or options.pad not in options.eos:
+        return ()
+    edges = torch.as_tensor(ids)[:, [0, -1]] == options.pad
+    if not edges.any() or edges.all():
+        return ()
+    return (
+        "prompts begin or end with the pad id, which also ends sequences; wanted an attention_mask "
+        "that says whether it is padding; got none. Pass the attention_mask that the tokenizer "
+        "returned; without it every id is read.",
+    )
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def _delivery(call: Call, streamer: Any) -> Delivery:
+    rows, strategy, tokenizer = call.inputs.batch, call.strategy, call.options.tokenizer
+    if not strategy.streams and rows * strategy.returns > 1 and not hasattr(streamer, "on_event"):
+        raise UnsupportedError(
+            "streamer cannot follow the beams of several results, which settle one by one",
+            wanted="one prompt and num_return_sequences=1, or a streamer with on_event",
+            got=f"{rows} prompts and num_return_sequences={strategy.returns}",
+            do="Use es.stream, or leave the streamer out",
+        )
+    returns, fill = strategy.returns, call.options.fill
+    return Delivery(streamer, rows, returns, fill, Wording(tokenizer))
+
+
+def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> Any:
+    e = call.options.effective
+    cached = e.use_cache is not False
+    collector = Collector(
+        slots=call.inputs.batch * call.kept_rows,
+        width=call.kept_rows,
+        scores=call.options.returns("output_scores"),
+        logits=call.options.returns("output_logits"),
+        captures=call.options.captures,
+        windows=model.windows,
+    )
+    # What the layers of a prompt show is one piece, so it is fed as one piece where that is wanted;
+    # and without a cache nothing of an earlier chunk would be left.
+    whole = collector.captures or not cached
+    lockstep = Lockstep(chunk=None if whole else _chunk(call), shares=cached)
+    needs = frozenset().union(*(request.needs for request in call.requests))
+    executor = model.executor(needs, call.quantization)
+    observers = (collector,) if collector.keeps else ()
+    engine = Engine(executor, lockstep, observers, early=delivery is not None)
+    groups = [engine.submit(request) for request in call.requests]
+    prompts = call.inputs.table(call.options.fill)
+    opened = nullcontext() if delivery is None else delivery.open(prompts)
+    with _freed(engine, groups), opened:
+        timings = _loop(engine, groups, delivery, cached=cached)
+    reasons = [done.reason for group in groups for done in group.done]
+    for notice in cut_by_default(call.options, reasons):
+        warnings.warn(notice, stacklevel=4)
+    # What callers get they may change in place and learn from, as tensors of inference mode forbid.
+    with ordinary_mode(), torch.no_grad():
+        own = fill_cache(call.cache, call.inputs, groups)
+        past = None if own is None else model.core.returned_cache(own, passed)
+        finished = [done for group in groups for done in results_of(group)]
+        if not e.return_dict_in_generate:
+            return _sequences(call, finished, model.device)
+        out = _output(call, groups, finished, collector, model.device)
+    out.past_key_values = past
+    if own is not None and call.options.legacy_cache:
+        out.past_key_values = own.to_legacy_cache()
+    out.timings = timings
+    if call.requests[0].drafter is not None:
+        counts, gained = engine.counts, engine.drafters.lengths.costs.gained_seconds
+        out.speculation = {"drafted": counts.drafted, "accepted": counts.accepted}
+        out.speculation["gained_seconds"] = gained
+    return out
+
+
+@contextmanager
+def _freed(engine: Engine, groups: list[Group]) -> Iterator[None]:
+    """Frees all rows if the call fails, even if only its streamer does."""
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            if group in engine.scheduler.groups:
+                engine.cancel(group)
+        raise
+
+
+def _chunk(call: Call) -> int | None:
+    """How many positions of a row are fed at once. A prompt whose logprobs are wanted is read out
+    at every position, (positions, V) logits a step, so those are bounded."""
+    asked: int | None = call.options.effective.prefill_chunk_size
+    if call.options.prompt_logprobs is None:
+        return asked
+    bound = max(1, _READ_OUT // call.inputs.batch)
+    return bound if asked is None else min(bound, asked)
+
+
+def _loop(
+    engine: Engine,
+    groups: list[Group],
+    follow: Callable[[list[Event]], None] | None,
+    *,
+    cached: bool,
+) -> dict[str, float]:
+    """Steps until nothing is pending; without a cache, every step feeds everything again.
+
+    Returns how long it took until every row had its first token, and from there on. Raises the
+    error of a row that ended by one.
+    """
+    begin = time.perf_counter()
+    opened: float | None = None
+    while engine.pending:
+        events = engine.step()
+        if opened is None and all(group.opened for group in groups):
+            opened = time.perf_counter()
+        if follow is not None:
+            follow(events)
+        for group in groups:
+            if group.error is not None:
+                raise group.error
+            if not cached:
+                engine.preempt(group)
+    end = time.perf_counter()
+    opened = end if opened is None else opened
+    return {
+        "prompt_seconds": opened - begin,
+        "decode_seconds": end - opened,
+        "total_seconds": end - begin,
+    }
+
+
+# --- what callers expect --------------------------------------------------------------------------
+
+
+def _sequences(call: Call, finished: list[Finished], device: torch.device) -> Tensor:
+    """(B * returns, length) int64: pads, prompt, new tokens, then pad ids up to the longest."""
+    width, fill = call.inputs.width, call.options.fill
+    prompts = call.inputs.table(fill).repeat(call.strategy.returns, axis=0)
+    longest = max(len(done.tokens) for done in finished)
+    table = np.pad(prompts, ((0, 0), (0, longest)), constant_values=fill)
+    for row, done in zip(table, finished, strict=True):
+        row[width : width + len(done.tokens)] = done.tokens
+    return torch.from_numpy(table).to(device)
+
+
+def _output(
+    call: Call,
+    groups: list[Group],
+    finished: list[Finished],
+    collector: Collector,
+    device: torch.device,
+) -> Any:
+    """The output object of transformers for this kind of model and strategy, with our extras."""
+    e, inputs, tokenizer = call.options.effective, call.inputs, call.options.tokenizer
+    beams = not call.strategy.streams  # then it keeps paths of beams
+    # Rows that have ended wait for the last one, which may catch up on them with drafts.
+    steps = slice(None if beams else max(len(done.tokens) for done in finished))
+    pads = np.repeat(np.array(inputs.margins), call.kept_rows)
+    fields: dict[str, Any] = {
+        "sequences": _sequences(call, finished, device),
+        "scores": collector.score_steps()[steps] if e.output_scores else None,
+        "logits": collector.logit_steps()[steps] if e.output_logits else None,
+    }
+    layers = collector.layer_steps(pads)[steps] if e.output_hidden_states else None
+    attentions = None
+    if e.output_attentions:
+        empty = np.array([inputs.total_width - prompt.length for prompt in inputs.prompts])
+        empty = np.repeat(empty, call.kept_rows)
+        attentions = collector.attention_steps(empty, inputs.lead)[steps]
+    if beams:
+        fields["beam_indices"] = _beam_indices(finished).to(device)
+        scores = torch.tensor([done.score for done in finished], dtype=torch.float32)
+        fields["sequences_scores"] = scores.to(device) if e.output_scores else None
+    fields["finish_reasons"] = [done.reason for done in finished]
+    fields["new_tokens"] = new = [done.tokens.tolist() for done in finished]
+    if tokenizer is not None:
+        fields["text"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in new]
+    if call.options.logprobs is not None:
+        fields["logprobs"] = [choice_logprobs(done.memo, len(done.tokens)) for done in finished]
+    if call.options.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [prompt_logprobs(group) for group in groups]
+    fields["prompt_length"] = inputs.prompt_width
+    fields["cached_tokens"] = [group.cached_tokens for group in groups]
+    fields["effective_config"] = e
+    if inputs.source is None:
+        fields |= {"hidden_states": layers, "attentions": attentions}
+        return (GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput)(**fields)
+    fields |= {"decoder_hidden_states": layers, "decoder_attentions": attentions}
+    fields |= _encoder_fields(call, inputs.source, collector, steps)
+    kind = GenerateBeamEncoderDecoderOutput if beams else GenerateEncoderDecoderOutput
+    return kind(**fields)
+
+
+def _encoder_fields(
+    call: Call, source: EncoderSource, collector: Collector, steps: slice
+) -> dict[str, Any]:
+    """What the rows' encoders showed, each at its place in the rectangle that was passed."""
+    e = call.options.effective
+    starts = [int(place[0]) for place in source.places]
+    width = source.width or max(int(place[-1]) + 1 for place in source.places)
+
+    def placed(rows: list[list[Tensor]], axes: int) -> tuple[Tensor, ...]:
+        """Per layer, (1, ..., S, ...) of every row -> one tensor; the S of `axes` axes grow."""
+        grown = [
+            [_grown(layer, start, width, axes) for layer in layers]
+            for layers, start in zip(rows, starts, strict=True)
+        ]
+        return tuple(map(torch.stack, zip(*grown, strict=True)))
+
+    fields: dict[str, Any] = {}
+    if e.output_hidden_states and call.heard:
+        fields["encoder_hidden_states"] = placed([one.layers for one in call.heard], 1)
+    if e.output_attentions:
+        if call.heard:
+            fields["encoder_attentions"] = placed([one.attentions for one in call.heard], 2)
+        across = np.repeat(np.array(starts), call.kept_rows)
+        fields["cross_attentions"] = collector.cross_steps(across, width)[steps]
+    return fields
+
+
+def _grown(layer: Tensor, start: int, width: int, axes: int) -> Tensor:
+    """(1, S, E) or, with two axes, (1, H, S, S) -> without the first, S grown to `width`."""
+    after = max(0, width - start - layer.shape[-2])  # layers of images may have several sizes
+    last = (start, after) if axes == 2 else (0, 0)
+    return torch.nn.functional.pad(layer[0], (*last, start, after))
+
+
+def _beam_indices(finished: list[Finished]) -> Tensor:
+    """(sequences, longest) int32: the beam each token came from, -1 beyond the end."""
+    chains = [done.memo.get("beams") for done in finished]
+    paths = [[] if chain is None else chain.values() for chain in chains]
+    longest = max(len(path) for path in paths)
+    table = np.full((len(paths), longest), -1, dtype=np.int32)
+    for row, path in enumerate(paths):
+        table[row, : len(path)] = path
+    return torch.from_numpy(table)

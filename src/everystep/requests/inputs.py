@@ -1,0 +1,163 @@
+"""From what callers pass (rectangles, masks, embeddings) to one prompt per row, without padding.
+
+Everything is checked here, before any compute. With an encoder there are two sides: what it reads,
+and the first ids of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everystep.errors import RequestError
+from everystep.nn.network import Heard
+from everystep.requests.arrays import of_row, read_positions
+from everystep.requests.features import Rows
+from everystep.requests.pictures import (
+    Pictures,
+)
+from everystep.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderSource:
+    """What stands on the encoder's side: B prompts to encode, or B states (S, E) that are done.
+
+    `places`: (B,) where the states of each row stand in the rectangle that was passed, of `width`
+    positions; empty until they are encoded where no ids are. `ids`: (B,) the rows of that
+    rectangle, empty where ids are not known.
+    """
+
+    prompts: tuple[Prompt, ...] = ()
+    states: tuple[Tensor, ...] = ()
+    places: tuple[np.ndarray, ...] = ()
+    width: int = 0
+    ids: tuple[np.ndarray, ...] = ()
+
+    def encoded(self, states: Sequence[Tensor], heard: Sequence[Heard]) -> EncoderSource:
+        """The same once it is known how many states there are, (B,) states (S, E)."""
+        widths = [one.layers[-1].shape[-2] for one in heard] or list(map(len, states))
+        places = tuple(np.arange(len(one)) for one in states)
+        return replace(self, places=places, width=max(widths))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """The prompts of a call. `margins`: (B,) padded positions of what was passed; `firsts`: (B,)
+    where each prompt starts in it. `width`: ids per row of the rectangle that processors and
+    outputs see, 0 without any. `embeds_width`: positions per row where embeddings stand beside no
+    ids, or beside more or fewer, else 0. `fills`: (B,) the id that a row
+    is padded with, if it is. `lead`: positions of a past that was passed without its ids; `seen`:
+    (B,) which of those are real, in ascending order. `source`: the encoder's side, None without
+    one. `negative`: (B,) what guidance leads away from, empty if it was not given. `number`: that
+    of the first prompt among all of a call whose prompts come one by one."""
+
+    prompts: tuple[Prompt, ...]
+    margins: tuple[int, ...]
+    firsts: tuple[int, ...]
+    width: int
+    embeds_width: int = 0
+    fills: tuple[int | None, ...] = ()
+    lead: int = 0
+    seen: tuple[np.ndarray, ...] = ()
+    source: EncoderSource | None = None
+    negative: tuple[Prompt, ...] = ()
+    values: Rows = ()
+    pictures: tuple[Pictures, ...] = ()
+    place: Callable[[Tensor], Any] | None = None
+    per_token: frozenset[str] = frozenset()
+    number: int = 0
+
+    @property
+    def batch(self) -> int:
+        """How many rows the call has."""
+        return len(self.prompts)
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """(B,) how many pad ids stand before each prompt in the rectangle of ids."""
+        return (0,) * self.batch if self.embeds_width else self.margins
+
+    @property
+    def prompt_width(self) -> int:
+        """Positions per row of the rectangle, whatever it is made of."""
+        return self.embeds_width or self.width
+
+    @property
+    def counted_width(self) -> int:
+        """What lengths count: positions, and ids beside them that are not theirs."""
+        return self.embeds_width + self.width
+
+    @property
+    def total_width(self) -> int:
+        """Positions per row of the rectangle and of what was cached before it."""
+        return self.lead + self.prompt_width
+
+    def places(self, row: int) -> np.ndarray:
+        """(length,) where the positions of a row's prompt stand in a rectangle of `total_width`
+        that is padded on the left, as results are."""
+        prompt = self.prompts[row]
+        own = self.lead + self.margins[row] + np.arange(prompt.length - prompt.before)
+        return np.concatenate([self.seen[row], own]) if self.seen else own
+
+    def visible(self, row: int, fill: int) -> np.ndarray:
+        """(width,) a row's ids after its padding: what was passed there, or `fill`."""
+        ids = self.prompts[row].ids
+        pad = self.fills[row] if self.fills else None
+        table = np.full(self.width, fill if pad is None else pad, dtype=np.int64)
+        if ids is not None:
+            table[self.width - len(ids) :] = ids
+        return table
+
+    def table(self, fill: int) -> np.ndarray:
+        """(B, width) what is `visible` of every row."""
+        return np.stack([self.visible(row, fill) for row in range(self.batch)])
+
+
+def placed(inputs: Inputs, new: int) -> Inputs:
+    """The inputs whose position ids, where a function gives them, are known for the prompts and for
+    all that may follow, `new` tokens at most. RequestError for what no position ids are."""
+    if inputs.place is None:
+        return inputs
+    prompts = []
+    for row, prompt in enumerate(inputs.prompts):
+        places = torch.arange(prompt.length + new)
+        found = read_positions(inputs.place(places), inputs.batch, len(places))
+        prompts.append(replace(prompt, positions=of_row(found, row)))
+    return replace(inputs, prompts=tuple(prompts))
+
+
+def require_begun(inputs: Inputs) -> None:
+    """RequestError for a prompt whose images were to be read after positions that are cached."""
+    for prompt in inputs.prompts:
+        if prompt.whole and prompt.past is not None:
+            raise RequestError(
+                "what is given for a whole prompt cannot be read after cached positions",
+                wanted="no past_key_values and no prefix before it",
+                got=", ".join(sorted(prompt.whole)),
+                do="Pass the whole prompt without a cache",
+            )
+
+
+def behind(prompt: Prompt, count: int, per_token: frozenset[str]) -> Prompt:
+    """The prompt, of which what is said by position says it behind `count` cached positions, which
+    are seen by all that comes and not fed again."""
+    positions, mask = prompt.positions, prompt.mask
+    if positions is not None:
+        # What comes next goes on behind the positions that are given, however many are cached.
+        lead = torch.arange(count).clamp(max=int(positions.min()))
+        lead = lead.expand(*positions.shape[:-1], count)
+        positions = torch.cat([lead, positions], dim=-1)
+    if mask is not None:
+        mask = F.pad(F.pad(mask, (count, 0), value=True), (0, 0, count, 0), value=True).tril()
+    inputs = {
+        name: F.pad(x, (*(0, 0) * (x.dim() - 1), count, 0)) if name in per_token else x
+        for name, x in prompt.inputs.items()
+    }
+    return replace(prompt, positions=positions, mask=mask, inputs=inputs)

@@ -1,0 +1,356 @@
+"""Pictures inside prompts: what a call passes of images and videos, read row by row, and their
+features.
+
+Keywords and shapes are those of transformers' processors. The placeholders among a row's
+ids say which pictures it has. The tower runs once for each content of a call, one picture at a
+time, and what it makes is kept with the request by absolute position (decision 25).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.cache.containers import Cache, own_half
+from everystep.errors import RequestError
+from everystep.models import Model
+from everystep.models.vision.places import (
+    AXES,
+    IMAGE,
+    VIDEO,
+    Extent,
+    kinds_of,
+    misplaced,
+    rope_index,
+)
+from everystep.models.vision.spec import Grid, VisionSpec
+from everystep.requests.arrays import as_numbers
+from everystep.requests.features import injected_with
+from everystep.requests.subject import Subject
+from everystep.types import Injected, Prompt, Request
+
+Given = Mapping[str, Any]
+
+_NAMES = {
+    IMAGE: ("pixel_values", "image_grid_thw"),
+    VIDEO: ("pixel_values_videos", "video_grid_thw"),
+}
+_KINDS, _SECONDS = "mm_token_type_ids", "second_per_grid_ts"
+_KEYWORDS = (*_NAMES[IMAGE], *_NAMES[VIDEO], _KINDS, _SECONDS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """An image or a video in a prompt.
+
+    `places`: (n,) where its features stand, counted back from the end of the prompt. `pixels`:
+    (t * h * w, values) its patches, None where what stands there is cached already.
+    """
+
+    extent: Extent
+    places: np.ndarray
+    pixels: Tensor | None
+
+
+Pictures = tuple[Picture, ...]
+
+
+def vision_of(model: Subject) -> VisionSpec | None:
+    """How the model reads pictures, None where it does not."""
+    core = model.core
+    return core.tower.spec if isinstance(core, Model) and core.tower is not None else None
+
+
+def picture_names(model: Subject) -> tuple[str, ...]:
+    """The keywords of pictures, where the model reads any."""
+    return _KEYWORDS if vision_of(model) is not None else ()
+
+
+def prompt_names(model: Subject) -> tuple[str, ...]:
+    """The keywords of what is encoded and read inside a prompt."""
+    return (*(one.name for one in model.prompt_inputs), *picture_names(model))
+
+
+# --- what is passed -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureRow:
+    """A row of a call. `real`: (T,) which of the prompt's ids are; `cached`: how many of the first
+    are cached. `place`, `begin`: the place and the position id of the first, which differ behind
+    pictures."""
+
+    prompt: Prompt
+    real: np.ndarray
+    cached: int = 0
+    place: int = 0
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What is cached before a call: `length` positions of each row among those that are passed, or
+    `counts` (B,) of each before them; `shifts`: (B,) by how much position ids are ahead of places
+    there, () for 0. One number stands for all rows."""
+
+    length: int = 0
+    counts: tuple[int, ...] = ()
+    shifts: tuple[int, ...] = ()
+
+    def row(self, number: int, prompt: Prompt, real: np.ndarray, first: int) -> PictureRow:
+        """A row whose prompt begins at the position `first` of what is passed."""
+        place = self.counts[number % len(self.counts)] if self.counts else 0
+        shift = self.shifts[number % len(self.shifts)] if place and self.shifts else 0
+        begin = place + shift
+        return PictureRow(prompt, real, max(0, self.length - first), place, begin)
+
+    @classmethod
+    def by(cls, cache: Cache | None, seen: Tensor | None) -> Held:
+        """What a cache holds. `seen`: (B, S) which of it is real, where what is cached is not
+        passed again."""
+        if cache is None or seen is None:
+            return cls(0 if cache is None else int(cache.get_seq_length()))
+        own, counts = own_half(cache).shifts, seen.sum(-1).tolist()
+        # Beams and returned sequences have several rows each.
+        shifts = () if own is None else own[:: max(1, len(own) // len(counts))].tolist()
+        return cls(counts=tuple(counts), shifts=tuple(shifts))
+
+
+NOTHING_HELD = Held()
+
+
+def shift_of(prompt: Prompt) -> int:
+    """By how much position ids are ahead of places behind the prompt; 0 where it has one axis,
+    whose position ids are the caller's for one call alone."""
+    several = prompt.positions is not None and prompt.positions.dim() > 1
+    return prompt.follows - prompt.length if several else 0
+
+
+def read_pictures(
+    spec: VisionSpec, given: Given, rows: Sequence[PictureRow]
+) -> tuple[tuple[Prompt, ...], tuple[Pictures, ...]]:
+    """The prompts with position ids, unless the caller gives some, and the pictures of each.
+
+    RequestError where grids, pixels and placeholders do not fit together.
+    """
+    kinds = [_kinds(spec, row.prompt) for row in rows]
+    passed = any(given.get(name) is not None for name in _KEYWORDS if name != _KINDS)
+    shifted = any(row.begin != row.place for row in rows)
+    if not (passed or shifted) and all(row.prompt.embeds is not None for row in rows):
+        # What stands at placeholders was embedded by the caller.
+        return tuple(row.prompt for row in rows), ((),) * len(rows)
+    if (passed or shifted) and not all(_is_aligned(row.prompt) for row in rows):
+        raise RequestError(
+            "images and videos need to know where they stand",
+            wanted="one id per position",
+            got="inputs_embeds without ids of the same length",
+            do="Pass input_ids too, or the features themselves with position_ids and deepstack",
+        )
+    _require_kinds(given, kinds, rows)
+    extents = {kind: _extents(spec, given, kind) for kind in (IMAGE, VIDEO)}
+    shares = {kind: _shares(spec, kind, extents[kind], kinds) for kind in extents}
+    prompts = []
+    for number, row in enumerate(rows):
+        own = [shares[kind][number] for kind in extents]
+        prompt = row.prompt
+        if (any(own) or row.begin != row.place) and given.get("position_ids") is None:
+            places = np.zeros((AXES, len(row.real)), np.int64)
+            found, follows = rope_index(spec, kinds[number][row.real], *own)
+            places[:, row.real] = found + row.begin
+            given_places = torch.from_numpy(places)
+            prompt = replace(prompt, positions=given_places, beyond=row.begin + follows)
+        prompts.append(prompt)
+    pictures = [_with_pixels(spec, given, kind, shares[kind], kinds, rows) for kind in extents]
+    return tuple(prompts), tuple(
+        (*images, *videos) for images, videos in zip(*pictures, strict=True)
+    )
+
+
+def _is_aligned(prompt: Prompt) -> bool:
+    return prompt.ids is not None and prompt.hidden == prompt.before
+
+
+def _kinds(spec: VisionSpec, prompt: Prompt) -> np.ndarray:
+    """(T,) what stands at each id."""
+    return kinds_of(spec, np.empty(0, np.int64) if prompt.ids is None else prompt.ids)
+
+
+def _require_kinds(given: Given, kinds: list[np.ndarray], rows: Sequence[PictureRow]) -> None:
+    """RequestError for token types that say something else than the ids do."""
+    if given.get(_KINDS) is None:
+        return
+    said = as_numbers(_KINDS, given[_KINDS], "(batch, length) numbers").cpu().numpy()
+    said = said[None] if said.ndim == 1 else said
+    do = f"Pass them as the processor returned them with the ids, or leave {_KINDS} out"
+    if said.ndim != 2 or len(said) != len(rows):
+        wanted = f"({len(rows)}, length)"
+        raise RequestError(f"{_KINDS} has the wrong shape", wanted=wanted, got=said.shape, do=do)
+    for number, (own, row) in enumerate(zip(kinds, rows, strict=True)):
+        # Padding is left out on both sides, and where it was is not known here.
+        theirs, ours = said[number], own[row.real]
+        if np.array_equal(theirs[theirs > 0], ours[ours > 0]) and len(theirs) >= len(own):
+            continue
+        raise RequestError(
+            f"{_KINDS} contradicts the ids of row {number}",
+            wanted=f"1 at {(own == IMAGE).sum()} image placeholders, 2 at {(own == VIDEO).sum()} "
+            "of videos, 0 elsewhere",
+            got=theirs[:16].tolist(),
+            do=do,
+        )
+
+
+def _shares(
+    spec: VisionSpec, kind: int, extents: list[Extent], kinds: list[np.ndarray]
+) -> list[list[Extent]]:
+    """Per row those whose features stand among its ids; rows have theirs one after another."""
+    found, at = list[list[Extent]](), 0
+    for own in kinds:
+        count, first = int((own == kind).sum()), at
+        while count > 0 and at < len(extents):
+            count, at = count - spec.features(extents[at].grid), at + 1
+        if count:
+            wanted = sum(spec.features(one.grid) for one in extents[first:at])
+            got = int((own == kind).sum())
+            raise misplaced(kind, f"{wanted} placeholders in row {len(found)}", got)
+        found.append(extents[first:at])
+    if at < len(extents):
+        raise misplaced(kind, f"placeholders for {len(extents)} grids", f"those of {at}")
+    return found
+
+
+def _extents(spec: VisionSpec, given: Given, kind: int) -> list[Extent]:
+    """What the call passes as grids; RequestError for what no picture has."""
+    pixels, name = _NAMES[kind]
+    if given.get(name) is None:
+        if given.get(pixels) is not None:
+            do = "Pass both, as the processor returned them"
+            raise RequestError(f"{pixels} was given without {name}", wanted=name, do=do)
+        _seconds(spec, given, kind, [])
+        return []
+    found = as_numbers(name, given[name], "(n, 3) whole numbers")
+    whole = not found.is_floating_point() and not found.is_complex() and found.dtype != torch.bool
+    if found.dim() != 2 or found.shape[1] != 3 or not whole:
+        wanted, got = "(n, 3) whole numbers: frame groups, rows, columns", tuple(found.shape)
+        raise RequestError(f"{name} has the wrong form", wanted=wanted, got=got)
+    grids: list[Grid] = [(t, h, w) for t, h, w in found.cpu().tolist()]
+    for grid in grids:
+        if min(grid) < 1 or grid[1] % spec.merge or grid[2] % spec.merge:
+            raise RequestError(
+                f"{name} holds a grid that no picture has",
+                wanted=f"positive numbers, rows and columns in multiples of {spec.merge}",
+                got=grid,
+                do="Pass grids as the processor returned them",
+            )
+    return [Extent(*pair) for pair in zip(grids, _seconds(spec, given, kind, grids), strict=True)]
+
+
+def _seconds(spec: VisionSpec, given: Given, kind: int, grids: list[Grid]) -> list[float]:
+    """How long a frame group of each picture lasts."""
+    if given.get(_SECONDS) is not None and spec.time_step is None:
+        what = f"{_SECONDS} has no effect on this model"
+        raise RequestError(what, do=f"Leave {_SECONDS} out")
+    if kind == IMAGE or given.get(_SECONDS) is None:
+        return [1.0] * len(grids)
+    found = as_numbers(_SECONDS, given[_SECONDS], f"{len(grids)} numbers").flatten().tolist()
+    if len(found) != len(grids) or not all(0 <= one < 1e6 for one in found):
+        wanted = f"one number of seconds for each of {len(grids)} videos"
+        raise RequestError(f"{_SECONDS} does not fit the videos", wanted=wanted, got=found[:8])
+    return [float(one) for one in found]
+
+
+def _with_pixels(
+    spec: VisionSpec,
+    given: Given,
+    kind: int,
+    shares: list[list[Extent]],
+    kinds: list[np.ndarray],
+    rows: Sequence[PictureRow],
+) -> list[Pictures]:
+    """The pictures of each row with their patches: those of all, or of all that is not cached."""
+    found = []
+    for own, marks, row in zip(shares, kinds, rows, strict=True):
+        places = np.flatnonzero(marks == kind)
+        ends = np.cumsum([spec.features(one.grid) for one in own])
+        for extent, here in zip(own, np.split(places, ends)[:-1], strict=True):
+            found.append((extent, here - len(marks), bool(here[-1] >= row.cached)))
+    name, grids = _NAMES[kind]
+    sizes = [int(np.prod(extent.grid, dtype=object)) for extent, _, _ in found]
+    everything = sum(sizes)
+    fresh = sum(size for size, (_, _, is_new) in zip(sizes, found, strict=True) if is_new)
+    pixels = _read_pixels(spec, name, given.get(name), everything)
+    if len(pixels) not in (everything, fresh):
+        also = f", or {fresh} of what is not cached" if fresh < everything else ""
+        do = "Pass both as the processor returned them"
+        what, wanted = f"{name} and {grids} differ in patches", f"{everything} rows{also}"
+        raise RequestError(what, wanted=wanted, got=len(pixels), do=do)
+    read = [len(pixels) == everything or is_new for _, _, is_new in found]
+    counts = [size for size, is_read in zip(sizes, read, strict=True) if is_read]
+    parts = iter(pixels.split(counts))  # type: ignore[no-untyped-call]
+    pairs = zip(found, read, strict=True)
+    each = iter([Picture(*one[:2], next(parts) if is_read else None) for one, is_read in pairs])
+    return [tuple(next(each) for _ in own) for own in shares]
+
+
+def _read_pixels(spec: VisionSpec, name: str, given: Any, most: int) -> Tensor:
+    """(n, values) patches, none where nothing is given; RequestError for what is none."""
+    if given is None:
+        return torch.empty(0, spec.patch_size)
+    wanted = f"({most}, {spec.patch_size}) values"
+    pixels = as_numbers(name, given, wanted)
+    if pixels.dim() != 2 or pixels.shape[1] != spec.patch_size:
+        do = "Pass them as the processor returned them, patch by patch"
+        raise RequestError(
+            f"{name} has the wrong shape", wanted=wanted, got=tuple(pixels.shape), do=do
+        )
+    if not pixels.is_floating_point():
+        do = "Pass normalised values, as the processor returns them"
+        raise RequestError(f"{name} has the wrong type", wanted="floats", got=pixels.dtype, do=do)
+    if not bool(pixels.isfinite().all()):
+        do = "Check what the picture was read from"
+        raise RequestError(f"{name} holds values that are not finite", got="NaN or infinity", do=do)
+    return pixels
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+def with_pictures(
+    model: Subject, requests: Sequence[Request], pictures: Sequence[Pictures]
+) -> tuple[Request, ...]:
+    """The requests, whose prompts hold the features of their pictures."""
+    if not any(pictures):
+        return tuple(requests)
+    prompts = [request.prompt for request in requests]
+    pairs = zip(requests, features_of(model, prompts, pictures), strict=True)
+    return tuple(replace(one, prompt=injected_with(one.prompt, own)) for one, own in pairs)
+
+
+def features_of(
+    model: Subject, prompts: Sequence[Prompt], pictures: Sequence[Pictures]
+) -> list[list[Injected]]:
+    """Per prompt the features of its pictures, where they stand; each content is encoded once."""
+    core, known = model.core, dict[bytes, tuple[Tensor, Tensor | None]]()
+    found = list[list[Injected]]()
+    for prompt, own in zip(prompts, pictures, strict=True):
+        found.append([])
+        for one in own:
+            if one.pixels is None or not isinstance(core, Model) or core.tower is None:
+                continue
+            key = _digest(one.pixels, one.extent.grid)
+            if key not in known:
+                known[key] = core.tower.encode(one.pixels, one.extent.grid)
+            found[-1].append(Injected(prompt.length + one.places, *known[key]))
+    return found
+
+
+def _digest(pixels: Tensor, grid: Grid) -> bytes:
+    plain = pixels.contiguous().cpu().view(-1).view(torch.uint8).numpy()
+    found = hashlib.sha256(repr((grid, str(pixels.dtype))).encode())
+    found.update(plain.tobytes())
+    return found.digest()

@@ -1,0 +1,138 @@
+"""`Prefix`: positions that were fed once, from which any number of calls go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError, shown
+from everystep.requests.inputs import Inputs
+from everystep.requests.options import Options, Prefix
+from everystep.requests.subject import Subject
+from everystep.types import InputSpec, Prompt
+
+
+def read_prefix(given: object) -> Prefix | None:
+    """What was passed as `prefix`; RequestError if it is something else."""
+    if given is None or isinstance(given, Prefix):
+        return given
+    do = "Make it with everystep.prefill(model, tokenizer, prompt)"
+    raise RequestError("prefix is of another kind", wanted="a Prefix", got=shown(given), do=do)
+
+
+def after_prefix(model: Subject, inputs: Inputs, options: Options) -> Inputs:
+    """Every prompt stands after the prefix of the call, if it has one.
+
+    Where the prefix and what follows are ids, the prompt is all of them; otherwise the positions of
+    the prefix have no ids.
+    """
+    prefix = options.prefix
+    if prefix is None:
+        return inputs
+    _require_fitting(prefix, model, inputs, options)
+    count, head, declared = len(prefix), prefix.ids, declared_of(model)
+    if head is not None and all(_only_ids(prompt) for prompt in inputs.prompts):
+        prompts = tuple(
+            replace(_moved(prompt, prefix, declared), ids=np.concatenate([head, prompt.ids]))
+            for prompt in inputs.prompts
+        )
+        return replace(inputs, prompts=prompts, width=inputs.width + count)
+    prompts = tuple(
+        replace(_moved(prompt, prefix, declared), before=count) for prompt in inputs.prompts
+    )
+    seen = (np.arange(count),) * inputs.batch
+    return replace(inputs, prompts=prompts, lead=count, seen=seen)
+
+
+def declared_of(model: Subject) -> Mapping[str, InputSpec]:
+    """What the model declares beside ids and embeddings, by name."""
+    return {one.name: one for one in model.core.network.inputs}
+
+
+def _only_ids(prompt: Prompt) -> bool:
+    return prompt.embeds is None and prompt.ids is not None
+
+
+def _moved(prompt: Prompt, prefix: Prefix, declared: Mapping[str, InputSpec]) -> Prompt:
+    """The prompt with the past of the prefix, and what it is given at its places after it."""
+    count, own, beyond = len(prefix), prompt.positions, prompt.beyond
+    if beyond is None and prefix.prompt.beyond is not None and own is None:
+        beyond = prefix.prompt.beyond + prompt.length
+    first = prefix.prompt.positions
+    if first is not None or own is not None:
+        if first is None:
+            first = torch.arange(count)
+        if own is None:
+            own = prefix.prompt.follows + torch.arange(prompt.length)
+        axes = max(first.shape[:-1], own.shape[:-1], key=len)
+        first, own = first.expand(*axes, -1), own.expand(*axes, -1)
+        own = torch.cat([first, own], dim=-1)
+    inputs = {
+        name: values for name, values in prefix.prompt.inputs.items() if declared[name].per == "row"
+    }
+    for name, values in prompt.inputs.items():
+        # What was fed is not given again.
+        fed = values.new_zeros(count, *values.shape[1:]) if values.dim() else values
+        inputs[name] = torch.cat([fed, values]) if declared[name].per == "token" else values
+    return replace(prompt, positions=own, inputs=inputs, past=prefix.past, beyond=beyond)
+
+
+def _require_fitting(prefix: Prefix, model: Subject, inputs: Inputs, options: Options) -> None:
+    """RequestError where a call cannot go on from the prefix."""
+    e = options.effective
+    if prefix.core != model.core:
+        do = "Make it anew with this model, and after model.to() or a change of its weights"
+        _refuse("is of another model", "the model that it was made with", "another", do)
+    if any(own != prefix.adapters for own in options.adapters(inputs.batch)):
+        got = shown(options.adapter_names)
+        do = "Make one for each adapter, with the same adapter_names"
+        _refuse("was fed with other adapters", [name for name, _ in prefix.adapters], got, do)
+    if inputs.lead or any(prompt.past is not None for prompt in inputs.prompts):
+        _refuse("and past_key_values both say what comes first", "one of the two", "both")
+    if e.use_cache is False:
+        _refuse("contradicts use_cache=False", "one of the two", "both")
+    if e.token_healing:
+        _refuse("does not go with token_healing", "one of the two", "both")
+    if options.prompt_logprobs is not None:
+        _refuse("hides logits of the prompt", "none, for prompt_logprobs", "both")
+    if e.cache_implementation == "quantized":
+        _refuse("is in full precision", "no quantised cache", "cache_implementation='quantized'")
+
+
+def refuse_unseen_states() -> NoReturn:
+    """RequestError: a strategy reads hidden states of positions that are not fed again."""
+    _refuse("lacks hidden states", "none, for penalty_alpha", "both")
+
+
+def require_whole(prompt: Prompt) -> None:
+    """RequestError if what follows a prompt could not know what it may see."""
+    if prompt.mask is not None:
+        do = "Leave out the positions that nothing is to see"
+        raise RequestError(
+            "a prefix cannot have a mask", wanted="positions that all see", got="a mask", do=do
+        )
+
+
+def rest_of(ids: Tensor, prefix: Prefix | None) -> Tensor:
+    """(n,) the ids of a whole conversation after the prefix that it begins with."""
+    if prefix is None:
+        return ids
+    if prefix.ids is None:
+        do = "Pass the text or the ids that follow it"
+        _refuse("has no ids that messages could begin with", "a prefix of ids", "embeddings", do)
+    head, count = torch.tensor(prefix.ids), len(prefix)
+    agree = (ids[:count] == head[: len(ids)]).long().cumprod(0).sum()
+    if int(agree) < count or len(ids) == count:
+        do = "Make it from the first messages of this conversation"
+        got = f"{len(ids)} ids, of which the first {int(agree)} agree"
+        _refuse("is not the beginning of these messages", f"its {count} ids and more", got, do)
+    return ids[count:]
+
+
+def _refuse(what: str, wanted: object, got: object, do: str = "Leave one of them out") -> NoReturn:
+    raise RequestError(f"prefix {what}", wanted=wanted, got=got, do=do)

@@ -1,0 +1,261 @@
+"""One prompt of the many-prompts calls: a text, messages, ids, or a mapping of a row's inputs.
+
+A mapping holds one row of what `model.generate` takes, without the batch dimension or with one of
+size 1: its content (`text`, `messages`, `input_ids`, `inputs_embeds`), `attention_mask`,
+`position_ids`, and what the model declares by name. Where an encoder reads something else than ids,
+that is the content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.errors import RequestError, TokenizerError, UnknownArgumentError, nearest
+from everystep.images.tokenizer import PictureTokenizer, has_pictures
+from everystep.requests.arrays import as_numbers, has_holes
+from everystep.requests.options import Prefix
+from everystep.requests.pictures import prompt_names
+from everystep.requests.prefixes import rest_of
+from everystep.requests.subject import Subject
+
+
+class Tokenizing(Protocol):
+    """What a tokenizer can do at least, for type checkers that shall tell it from None."""
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """The ids of a text."""
+        ...
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """The text of ids."""
+        ...
+
+
+TokenizerLike = Any
+"""A tokenizer of ours, or one of another library with `encode` and `decode`."""
+Messages = Sequence[Mapping[str, Any]]
+PromptLike = str | Sequence[int] | Messages | Tensor | np.ndarray | Mapping[str, Any]
+
+_ONE_ROW = "Pass each prompt by itself in a list: texts, messages, or lists of ids"
+_CONTENTS = ("text", "messages", "input_ids", "inputs_embeds")
+_KEYS = (*_CONTENTS, "attention_mask", "position_ids")
+
+
+def _contents(model: Subject) -> tuple[str, ...]:
+    """What a prompt has one of: ids in some form, or what an encoder reads in their place."""
+    return _CONTENTS if model.core.source is None else (model.core.source,)
+
+
+def listed(prompts: Any) -> tuple[Iterable[PromptLike], bool]:
+    """The prompts, and whether it is a single one that was not in a list."""
+    if isinstance(prompts, str | Mapping) or is_messages(prompts):
+        return [prompts], True
+    if isinstance(prompts, Tensor | np.ndarray):
+        return ([prompts], True) if prompts.ndim < 2 else (list(prompts), False)
+    if isinstance(prompts, (list, tuple)):
+        of_ids = bool(prompts) and isinstance(prompts[0], int | float | np.integer)
+        return ([prompts], True) if of_ids else (prompts, False)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        do = "Pass a text, a list of ids or of messages, a mapping, or several of them in a list"
+        raise RequestError("prompts are of no known kind", got=type(prompts).__name__, do=do)
+    return prompts, False
+
+
+def is_messages(prompt: object) -> bool:
+    """Whether a prompt is a conversation."""
+    first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+    return isinstance(first, Mapping) and "role" in first
+
+
+def needed(model: Subject, prompts: object) -> frozenset[str]:
+    """What an executor must be able to do for all of these prompts, where that can be seen before
+    they are asked for one by one."""
+    found: set[str] = set()
+    for prompt in prompts if isinstance(prompts, list | tuple) else ():
+        if isinstance(prompt, Mapping):
+            if not model.is_encoder_decoder:
+                found.update(name for name in prompt if name in model.inputs)
+            mask = prompt.get("attention_mask")
+            if mask is not None and (np.ndim(mask) > 2 or has_holes(torch.as_tensor(mask))):
+                found.add("mask")
+    return frozenset(found)
+
+
+def read_prompt(
+    model: Subject,
+    tokenizer: TokenizerLike | None,
+    prompt: Any,
+    *,
+    starts_answer: bool,
+    prefix: Prefix | None = None,
+) -> dict[str, Any]:
+    """What `model.generate` would be given for this prompt: a rectangle of one row.
+
+    After a prefix a text gets no special tokens; messages are the whole conversation, which begins
+    with the prefix, and only the rest of it is returned.
+    """
+    if not isinstance(prompt, Mapping):
+        if model.core.source is not None:
+            _require_content(model, {"input_ids": prompt})
+        given = _read_text(tokenizer, prompt, starts_answer, prefix)
+    else:
+        _require_content(model, prompt)
+        given = {name: _row(model, name, value) for name, value in prompt.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in ("text", "messages"):
+            if name in given:
+                given |= _read_text(tokenizer, given.pop(name), starts_answer, prefix)
+    if "attention_mask" not in given and model.core.source is None:
+        first = given.get("inputs_embeds", given.get("input_ids"))
+        shape = np.shape(first)[:2]  # type: ignore[arg-type]
+        given["attention_mask"] = np.ones(shape, dtype=np.int64)
+    return given
+
+
+def refuse_inputs(model: Subject, given: Mapping[str, Any]) -> None:
+    """RequestError for inputs of one prompt among the keywords that all prompts have in common."""
+    for name in _keys(model):
+        if given.get(name) is not None:
+            beside = "" if name in _CONTENTS else "'text': ..., "
+            raise RequestError(
+                f"{name} belongs to one prompt, and not to all of them",
+                wanted="a prompt that is a mapping",
+                got=f"{name} as a keyword",
+                do=f"Pass the prompt as {{{beside}{name!r}: ...}}",
+            )
+
+
+def _keys(model: Subject) -> tuple[str, ...]:
+    """What a prompt that is a mapping may hold."""
+    return (*_KEYS, *model.inputs, *prompt_names(model))
+
+
+def _require_content(model: Subject, prompt: Mapping[str, Any]) -> None:
+    """RequestError unless the mapping has one content, and names that are known."""
+    known, contents = _keys(model), _contents(model)
+    for name in prompt:
+        if name not in known:
+            near = nearest(str(name), known)
+            do = f"Perhaps you meant {near}" if near else f"Keys are {', '.join(known)}"
+            raise UnknownArgumentError(f"a prompt has no {name!r}", do=do)
+    passed = {name for name in (*_CONTENTS, *contents) if prompt.get(name) is not None}
+    if (len(passed) == 1 and passed <= {*contents}) or passed == {"input_ids", "inputs_embeds"}:
+        return
+    of_ids = "text, messages, input_ids, inputs_embeds, or both of the latter"
+    raise RequestError(
+        "a prompt has not one content",
+        wanted=of_ids if contents is _CONTENTS else f"a mapping with {contents[0]}",
+        got=", ".join(sorted(passed)) or "none of them",
+    )
+
+
+def _row(model: Subject, name: str, value: Any) -> Any:
+    """A value of one row in a batch of one."""
+    if value is None or name in ("text", "messages") or callable(value):
+        return value
+    if name not in _KEYS and name not in model.inputs:
+        return value  # what an encoder reads says its own shape
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.as_tensor(np.asarray(value))
+        except (ValueError, TypeError) as error:
+            got = type(value).__name__
+            raise RequestError(f"{name} is not a tensor", got=got) from error
+    if name in model.inputs and model.inputs[name].open:
+        return [value]  # of this one row
+    if name in model.inputs:
+        spec = model.inputs[name]
+        rank = len(spec.shape) + (spec.per == "token")
+    else:
+        rank = {"inputs_embeds": 2}.get(name, 1)
+    if name in ("input_ids", "inputs_embeds") and value.dim() > rank and value.shape[0] > 1:
+        do = "Pass each row as a prompt of its own, in a list, or call model.generate(**prompt)"
+        raise RequestError("a prompt has several rows", wanted=1, got=value.shape[0], do=do)
+    if name == "position_ids" and value.dim() == 2 and value.shape[0] > 1:
+        return value[:, None]  # one row of several axes
+    if name == "attention_mask" and value.dim() == 2 and value.shape[0] > 1:
+        return value[None, None]  # a square of what each position sees
+    if name == "attention_mask" and value.dim() == 3:
+        return value[None]
+    return value[None] if value.dim() == rank else value
+
+
+def _read_text(
+    tokenizer: TokenizerLike | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
+) -> dict[str, Any]:
+    """The ids of a text, of messages or of ids, (1, n), and the pictures of messages."""
+    if not is_messages(prompt) or not has_pictures(prompt):
+        return {"input_ids": _ids(tokenizer, prompt, starts_answer, prefix)[None]}
+    if not isinstance(tokenizer, PictureTokenizer) or prefix is not None:
+        raise RequestError(
+            "messages with pictures need a tokenizer that takes them, and no prefix",
+            wanted="the tokenizer that es.load returns for a model that reads pictures",
+            got=type(tokenizer).__name__ if prefix is None else "a prefix",
+            do="Pass that, or a mapping with input_ids, pixel_values and image_grid_thw",
+        )
+    encoding = tokenizer.apply_chat_template(
+        list(prompt), add_generation_prompt=starts_answer, return_tensors="pt"
+    )
+    return dict(encoding)
+
+
+def _ids(
+    tokenizer: TokenizerLike | None, prompt: Any, starts_answer: bool, prefix: Prefix | None
+) -> np.ndarray:
+    """The ids of a text, of messages through the chat template, or of ids as they are."""
+    if not isinstance(prompt, str) and not is_messages(prompt):
+        whole = isinstance(prompt, Tensor | np.ndarray)
+        given = list(prompt) if not whole and isinstance(prompt, Iterable) else prompt
+        ids = as_numbers("a prompt", given, "a text, messages or a list of ids", _ONE_ROW)
+    elif tokenizer is None:
+        raise RequestError(
+            "text needs a tokenizer",
+            wanted="a tokenizer, or prompts given as ids",
+            got="no tokenizer",
+            do="Pass the tokenizer that es.load returned",
+        )
+    elif isinstance(prompt, str):
+        how = {} if prefix is None else {"add_special_tokens": False}
+        ids = _returned(tokenizer.encode(prompt, **how))
+    elif _cannot_chat(tokenizer):
+        raise TokenizerError(
+            "messages need a chat template",
+            wanted="a tokenizer with one",
+            got=f"a {type(tokenizer).__name__} without any (a base model's, perhaps)",
+            do="Give the prompt as text, or set tokenizer.chat_template",
+        )
+    else:
+        rendered = tokenizer.apply_chat_template(
+            list(prompt),
+            tokenize=True,
+            add_generation_prompt=starts_answer,
+            return_dict=False,
+        )
+        ids = rest_of(_returned(rendered), prefix)
+    if ids.dim() != 1 or not len(ids):
+        do = "Pass a text, messages, or a list with at least one id"
+        raise RequestError(
+            "a prompt is empty or not a row of ids", got=f"shape {tuple(ids.shape)}", do=do
+        )
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        do = "Pass embeddings as a mapping, {'inputs_embeds': ...}"
+        raise RequestError("ids are not integers", wanted="integers", got=ids.dtype, do=do)
+    found: np.ndarray = ids.detach().cpu().numpy()
+    return found
+
+
+def _returned(ids: Any) -> Tensor:
+    """What a tokenizer returned, which may be the caller's own."""
+    do = "Pass a tokenizer that returns ids"
+    return as_numbers("what the tokenizer returned", ids, "a list of ids", do)
+
+
+def _cannot_chat(tokenizer: TokenizerLike) -> bool:
+    """Whether messages cannot be rendered: no template, or nothing that could use one."""
+    able = callable(getattr(tokenizer, "apply_chat_template", None))
+    return not able or getattr(tokenizer, "chat_template", "its own") is None

@@ -1,0 +1,162 @@
+"""What becomes of logits before processors: they are contrasted with those of earlier layers, then
+mixed with those of a negative prompt or of an amateur model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from warnings import warn
+
+from everystep.config import Effective
+from everystep.config.kinds import is_number
+from everystep.engine import Contrast, DoLa, Guidance
+from everystep.engine.dola import candidate_layers
+from everystep.errors import ModelClassError, RequestError, UnsupportedError, shown
+from everystep.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor as _UnbatchedGuidance,
+)
+from everystep.requests.inputs import Inputs
+from everystep.requests.options import Options
+from everystep.requests.subject import Subject
+from everystep.types import Prompt
+from everystep.types.protocols import Readout
+
+ALPHA, BETA = 0.1, 1.0
+_NUMBERS: dict[str, tuple[float, str, Callable[[float], bool]]] = {
+    "contrast_alpha": (ALPHA, "a number above 0, at most 1", lambda value: 0 < value <= 1),
+    "contrast_beta": (BETA, "a number of at least 0", lambda value: 0 <= value < float("inf")),
+}
+
+
+def read_contrast(model: Subject, given: Mapping[str, Any]) -> Contrast | None:
+    """Contrastive decoding as the keywords ask for it, or None."""
+    amateur = given.get("amateur_model")
+    asked = [name for name in _NUMBERS if given.get(name) is not None]
+    if amateur is None and asked:
+        what = f"{asked[0]} says how to contrast with a model that is not given"
+        raise RequestError(what, wanted="amateur_model with it", got="none")
+    if amateur is None:
+        return None
+    _require_model(amateur)
+    if model.is_encoder_decoder or amateur.is_encoder_decoder:
+        what = "amateur_model works with decoders alone"
+        raise UnsupportedError(what, got="an encoder-decoder model", do="Leave it out")
+    if amateur.vocab_size != model.vocab_size:
+        raise RequestError(
+            "the amateur model has another vocabulary",
+            wanted=f"{model.vocab_size} ids",
+            got=amateur.vocab_size,
+            do="Choose a smaller model of the same family",
+        )
+    alpha, beta = (_number(name, given.get(name)) for name in _NUMBERS)
+    # Of one model it is always the same method, so that contrasts with it are equal.
+    return Contrast(amateur.executor, alpha, beta)
+
+
+def _require_model(amateur: Any) -> None:
+    named = ("executor", "vocab_size", "is_encoder_decoder")
+    if isinstance(amateur, type) or not all(hasattr(amateur, name) for name in named):
+        raise ModelClassError(
+            "amateur_model is no model of this library",
+            wanted="a model, smaller than the one that is asked",
+            got=type(amateur).__name__,
+            do="Load it with everystep.load_model, or call everystep.wrap with it",
+        )
+
+
+def _number(name: str, value: Any) -> float:
+    default, wanted, fits = _NUMBERS[name]
+    if value is None:
+        return default
+    if not is_number(value) or not fits(value):
+        raise RequestError(f"{name} is impossible", wanted=wanted, got=shown(value))
+    return float(value)
+
+
+def readout_of(
+    model: Subject, options: Options, inputs: Inputs
+) -> tuple[Readout | None, tuple[tuple[Prompt, ...], ...]]:
+    """What mixes logits: of earlier layers, of a companion or an amateur, or of layers and then of
+    a companion; and for each row the prompts whose rows follow its own.
+
+    RequestError where two of them contradict each other, or cannot read the prompts.
+    """
+    mixing = _mixing(options, inputs)
+    readout = _over_layers(model, options.effective, mixing)
+    if not isinstance(mixing, Guidance):
+        return readout, ((),) * inputs.batch
+    size = model.vocab_size
+    return readout, tuple(_guided_away(inputs, row, size) for row in range(inputs.batch))
+
+
+def _mixing(options: Options, inputs: Inputs) -> Guidance | Contrast | None:
+    """What mixes in other logits; RequestError where the amateur cannot read a prompt."""
+    scale = options.effective.guidance_scale
+    own = any(type(one) is _UnbatchedGuidance for one in options.processors)
+    guides = not (scale is None or scale == 1 or own)
+    if options.contrast is None:
+        return Guidance(float(scale)) if guides else None
+    if guides:
+        raise RequestError(
+            "amateur_model and guidance_scale both change the logits",
+            wanted="one of the two",
+            got=f"guidance_scale={scale}",
+            do="Leave one of the two out",
+        )
+    gifted = any(hook.gives for hook in options.hooks)
+    if gifted or not all(prompt.plain for prompt in inputs.prompts):
+        raise RequestError(
+            "the amateur model reads ids alone",
+            wanted="prompts given as ids, whole, at positions 0, 1, ...",
+            got="a hook that gives inputs" if gifted else "embeddings, positions, or a cached past",
+            do="Leave amateur_model out, or pass the whole prompt as ids",
+        )
+    return options.contrast
+
+
+def _over_layers(
+    model: Subject, e: Effective, mixing: Guidance | Contrast | None
+) -> Readout | None:
+    """That, after layers are contrasted where `dola_layers` asks for it."""
+    if not e.dola_layers or int(e.num_beams or 1) > 1:
+        return mixing
+    if isinstance(mixing, Contrast):
+        raise RequestError(
+            "amateur_model and dola_layers both contrast the logits",
+            wanted="one of the two",
+            got=f"dola_layers={shown(e.dola_layers)}",
+            do="Leave one of the two out",
+        )
+    if model.is_encoder_decoder:
+        raise RequestError(
+            "dola_layers contrasts the layers of a decoder alone",
+            wanted="a decoder-only model",
+            got="a model with an encoder",
+            do="Leave dola_layers out",
+        )
+    asked = e.dola_layers if isinstance(e.dola_layers, str) else [*e.dola_layers]
+    layers = candidate_layers(asked, model.depth, tied=model.has_tied_head)
+    strange = [] if isinstance(asked, str) else [one for one in asked if one not in layers]
+    wanted, got = f"layers from 0 to {model.depth - 1}", f"dola_layers={asked}"
+    if not layers or min(strange, default=0) < 0:
+        do = "Name some of them, or set dola_layers='high'"
+        raise RequestError("dola_layers names no layer to contrast", wanted=wanted, got=got, do=do)
+    if strange:
+        text = f"dola_layers: the model has no layers {strange} to contrast with; wanted {wanted}."
+        warn(f"{text} They are left out.", UserWarning, stacklevel=6)
+    return DoLa(layers, mixing)
+
+
+def _guided_away(inputs: Inputs, row: int, vocabulary: int) -> tuple[Prompt, ...]:
+    """What guidance reads beside a row: its negative prompt, or the last token of its prompt."""
+    if inputs.negative:
+        return (inputs.negative[row],)
+    ids = inputs.prompts[row].ids
+    if ids is None or ids[-1] >= vocabulary:
+        raise RequestError(
+            "guidance_scale needs something to guide away from",
+            wanted="negative_prompt_ids, or a prompt given as ids",
+            got="inputs_embeds only" if ids is None else f"a prompt that ends with id {ids[-1]}",
+            do="Pass negative_prompt_ids",
+        )
+    return (Prompt(ids=ids[-1:]),)

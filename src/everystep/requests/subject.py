@@ -1,0 +1,130 @@
+"""`Subject`: what a request has to know of the model that it is for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Set
+from typing import Any, Protocol
+
+import torch
+
+from everystep.bridge.core import ForeignModel
+from everystep.cache.formats import Quantization
+from everystep.config import GenerationConfig
+from everystep.executors.base import Executor
+from everystep.models import Model
+from everystep.nn.network import Window
+from everystep.requests.features import PromptInput
+from everystep.types import InputSpec
+
+
+class Subject(Protocol):
+    """A model as requests, drivers and runs see it: facts, and a way to executors.
+
+    `api/subjects.py` has one for models of this library and one for those of transformers and PEFT.
+    Nothing below the faces asks which of the two it has.
+    """
+
+    @property
+    @abstractmethod
+    def core(self) -> Model | ForeignModel:
+        """The weights, or the module that holds them, and what they were built from."""
+
+    @property
+    @abstractmethod
+    def generation_config(self) -> GenerationConfig:
+        """The values that hold for every call that does not say otherwise."""
+
+    @property
+    @abstractmethod
+    def prompt_inputs(self) -> tuple[PromptInput, ...]:
+        """The inputs that are encoded and read inside a prompt, by keyword."""
+
+    @property
+    @abstractmethod
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may ask for."""
+
+    @property
+    @abstractmethod
+    def cache_dtype(self) -> str:
+        """The name of the type in which rows keep keys and values."""
+
+    @property
+    @abstractmethod
+    def executor_name(self) -> str:
+        """The executor that was asked for: "auto", "native", "torch" or, of a wrapped model,
+        "bridge"."""
+
+    @abstractmethod
+    def executor(
+        self,
+        needs: Set[str] = frozenset(),
+        quantization: Quantization | None = None,
+        layers: int | None = None,
+    ) -> Executor:
+        """Return a fresh executor with no rows that has the abilities in `needs`.
+
+        `quantization`: how its rows will keep what they hold, None for full precision. `layers`: it
+        runs the first so many layers alone, None for all.
+        """
+
+    # --- what follows from the core ---------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The values of config.json, as attributes."""
+        return self.core.config
+
+    @property
+    def device(self) -> torch.device:
+        """The place where the weights lie."""
+        return self.core.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights; the kernels compute in float32 with those of 16 bits too."""
+        return self.core.float_type
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self.core.vocab_size
+
+    @property
+    def width(self) -> int:
+        """The size of its hidden states, and of the embeddings that it reads."""
+        return int(self.core.network.spec.width)
+
+    @property
+    def inputs(self) -> Mapping[str, InputSpec]:
+        """The inputs that the network declares beside ids or embeddings: keywords of every call."""
+        return {one.name: one for one in self.core.inputs}
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence the model was made for."""
+        most: int | None = self.core.network.most_positions
+        return getattr(self.core.config, "max_position_embeddings", most)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The number of positions that each layer looks back; None for all."""
+        layers = self.core.network.stores
+        sizes = ([one.size for one in layer if isinstance(one, Window)] for layer in layers)
+        return tuple(size[0] if size else None for size in sizes)
+
+    @property
+    def depth(self) -> int:
+        """The number of layers between ids and logits."""
+        return int(getattr(self.core.config, "num_hidden_layers", len(self.core.network.stores)))
+
+    @property
+    def has_tied_head(self) -> bool:
+        """True where logits are read out with the table of embeddings."""
+        return bool(getattr(self.core.network.spec, "tied", False))
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """True where an encoder reads the prompt."""
+        return bool(getattr(self.core.config, "is_encoder_decoder", False))

@@ -1,0 +1,3 @@
+"""A generation in a caller's hands, step by step."""
+
+from __future__ import annotations

@@ -1,0 +1,192 @@
+"""What runs hold in their hands: the keywords they go by, and an engine that waits for turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from everystep.drivers.session import Session
+from everystep.engine import Engine, Turns
+from everystep.engine.choices import StepRecord
+from everystep.errors import RequestError, shown
+from everystep.nn.modes import inference_mode
+from everystep.requests.arrays import as_numbers
+from everystep.requests.inputs import Inputs
+from everystep.requests.options import Options
+from everystep.requests.prepare import Call, prepare
+from everystep.requests.subject import Subject
+from everystep.runs.steps import Sight
+from everystep.strategies import Beam
+from everystep.types import Event, Group, Request
+
+_BUDGET = 1024
+_READ_ONCE = (
+    *("add_generation_prompt", "trim_stop_strings", "return_dict_in_generate"),
+    *("prefix", "cache_salt", "adapter_names", "hooks"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """The keywords and the seed that a run goes by."""
+
+    options: Mapping[str, Any]
+    seed: int
+
+    def session(self, model: Subject, tokenizer: Any) -> Session:
+        """What reads the prompt and prepares its call."""
+        if self.options.get("return_dict_in_generate") is False:
+            raise RequestError(
+                "return_dict_in_generate=False contradicts a run, whose result is an object",
+                wanted="True, or nothing",
+                do="Leave it out, and take run.result().text or .tokens",
+            )
+        # A step has room for all that is else part of the output object alone.
+        common = {**self.options, "return_dict_in_generate": True}
+        return Session(model, tokenizer, [""], None, self.seed, common, gives_steps=True)
+
+    def changed(self, changes: Mapping[str, Any]) -> Asked:
+        """With other values of some of them."""
+        rest = {name: value for name, value in changes.items() if name != "seed"}
+        return Asked({**self.options, **rest}, changes.get("seed", self.seed))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """The options in force, and how many tokens a run may choose by them.
+
+    `asked`: what they were read from. `inputs`, `first`: the prompt, and the first request of the
+    run, whose prompts its later ones share.
+    """
+
+    asked: Asked
+    options: Options
+    inputs: Inputs
+    first: Request
+    room: int
+
+    @classmethod
+    def of(cls, asked: Asked, call: Call, first: Request | None = None) -> Rules:
+        """Those of a prepared call."""
+        (request,) = call.requests
+        room = int(call.options.effective.max_length) - call.inputs.counted_width
+        # The prompt stands after its prefix already.
+        options = replace(call.options, prefix=None)
+        return cls(asked, options, call.inputs, first or request, room)
+
+    def request(self, model: Subject, given: int, name: str) -> Request:
+        """The request of a run with so many ids that were given, for which there is more room."""
+        effective = self.options.effective.replaced("call", max_new_tokens=self.room + given)
+        (made,) = prepare(model, replace(self.options, effective=effective), self.inputs).requests
+        keeps, beside, strategy = is_one(made), self.first.companions, made.strategy
+        if isinstance(strategy, Beam):
+            # It may be asked for more hypotheses when it is over.
+            keeps, strategy = True, replace(strategy, gathers=True)
+        return replace(
+            made,
+            strategy=strategy,
+            request_id=name,
+            prompt=self.first.prompt,
+            companions=beside if len(beside) == len(made.companions) else made.companions,
+            linger=keeps,
+            keeps=keeps,
+        )
+
+
+def is_one(request: Request) -> bool:
+    """Whether the request has one sequence, whose tokens are settled as they are chosen."""
+    return request.strategy.streams and request.strategy.returns == 1
+
+
+def over(group: Group) -> bool:
+    """Whether the group chooses nothing any more."""
+    return not group.live or group.finished
+
+
+def read_ids(model: Subject, tokenizer: Any, ids: Sequence[int] | str) -> list[int]:
+    """The ids of what was sent, each of them in the vocabulary."""
+    if isinstance(ids, str):
+        if tokenizer is None:
+            raise RequestError("text needs a tokenizer", do="Pass ids, or open with a tokenizer")
+        ids = tokenizer.encode(ids, add_special_tokens=False)
+    size = model.vocab_size
+    found = as_numbers("what is sent", ids, "a text or a list of ids", "Pass such").reshape(-1)
+    whole = found.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if not len(found) or not whole or int(found.min()) < 0 or int(found.max()) >= size:
+        wanted = f"integers from 0 to {size - 1}, at least one"
+        raise RequestError("these are no ids to send", wanted=wanted, got=shown(ids))
+    return [int(one) for one in found.tolist()]
+
+
+def require_changeable(old: Request, new: Request, names: Iterable[str]) -> None:
+    """RequestError unless a run of the old request may go on as one of the new."""
+    changed = ", ".join(sorted(names))
+    what = f"this cannot change while a run is under way: {changed}"
+    if fixed := [name for name in sorted(names) if name in _READ_ONCE]:
+        raise RequestError(what, got=", ".join(fixed), do="Open a new run with it")
+    alike = old.strategy == new.strategy or (
+        old.strategy.reads.alone and new.strategy.reads.alone and old.strategy.width == 1
+    )
+    same = alike and new.strategy.width == old.strategy.width and old.wants == new.wants
+    if not same or len(old.companions) != len(new.companions):
+        raise RequestError(
+            what,
+            wanted="the same number of sequences, of prompts beside them, and things to record",
+            do="Open a new run with it, from the ids of this one",
+        )
+
+
+class Hands:
+    """What a run and its forks have in common: the engine, and what it has reported of each.
+
+    `mail`: by request id, events that its run has not seen; `sights`: by group, what its last step
+    saw.
+    """
+
+    def __init__(self, model: Subject, call: Call) -> None:
+        (request,) = call.requests
+        self.mail: dict[str, list[Event]] = {}
+        self.sights: dict[int, Sight] = {}
+        self.lock = threading.RLock()
+        self.quantization = call.quantization
+        self._turns = Turns(max(_BUDGET, 2 * request.strategy.width))
+        executor = model.executor(request.needs, call.quantization)
+        self.engine = Engine(executor, self._turns, (self._observe,))
+        self._names = 0
+
+    def _observe(self, record: StepRecord) -> None:
+        """Takes the record of a step, in which one group alone took part."""
+        self.sights[id(record.scored.groups[0])] = Sight(record)
+
+    def step(self, group: Group) -> Sight | None:
+        """Steps until the group has chosen or is over; what its choice saw."""
+        self._turns.turn = group
+        while not over(group) and id(group) not in self.sights:
+            with inference_mode():
+                self.post(self.engine.step())
+        return self.sights.pop(id(group), None)
+
+    def post(self, events: Iterable[Event]) -> None:
+        """Puts events where their runs find them."""
+        for event in events:
+            self.mail.setdefault(event.request_id, []).append(event)
+
+    def fork(self, group: Group) -> Group:
+        """A group that is as this one, and goes on by itself."""
+        return self.engine.fork(group, replace(group.request, request_id=self.name()))
+
+    def drop(self, group: Group) -> None:
+        """The group holds no row any more, and what it reported is not kept."""
+        with inference_mode():
+            self.engine.cancel(group)
+        self.mail.pop(group.request.request_id, None)
+        self.sights.pop(id(group), None)
+
+    def name(self) -> str:
+        """An id that no request of the engine has."""
+        self._names += 1
+        return f"0.{self._names}"

@@ -1,0 +1,309 @@
+"""What one step of a run saw and chose, and why: logits, each processor's change, draw, rivals.
+
+A step keeps the logits that it chose from. What the processors made of them is worked out when
+somebody asks, by running them again, one at a time, on copies of the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.engine.batches import mixed
+from everystep.engine.choices import StepRecord
+from everystep.processors.base import UserProcessor
+from everystep.processors.pipeline import apply
+from everystep.shown import table
+from everystep.strategies import Sample
+from everystep.streamers import LiveBeam
+from everystep.types import Event, FinishReason, Request, Rows, Scores, Sequence, TokenTable
+from everystep.types import values_of as immutable
+
+Spell = Callable[[list[int]], str | None]
+
+
+class ScoreChange(NamedTuple):
+    """What one processor made of the scores: (R, V) before and after it."""
+
+    name: str
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One hypothesis that came out of a step: whose it is, by the index of the hypothesis that it
+    continues, its own index, its new tokens, its score, and its end if it has one."""
+
+    parent: int
+    index: int
+    tokens: tuple[int, ...]
+    score: float
+    finish: FinishReason | None
+
+
+class Sight:
+    """The record of a step with copies of what later steps change: the ids of every row."""
+
+    def __init__(self, record: StepRecord) -> None:
+        scored, children = record.scored, record.children
+        self._scored, self._children, self._captures = scored, children, record.captures
+        sequences, first = scored.layout.sequences, scored.layout.first
+        self.request: Request = sequences[0].request
+        accepted = np.ones(len(sequences), dtype=np.int64)
+        np.maximum.at(accepted, children.parent, children.counts)
+        owners = [s for s, count in enumerate(accepted) for _ in range(count)]
+        self._owner = owners
+        self._rows = torch.tensor(
+            [first[s] + i for s, count in enumerate(accepted) for i in range(count)]
+        )
+        self._lengths = np.array(
+            [one.visible + i for one, n in zip(sequences, accepted, strict=True)
+             for i in range(n)]
+        )  # fmt: skip
+        lines = np.array([one.line for one in sequences])
+        self._ids = scored.batch.table.data[lines, : int(self._lengths.max())].copy()
+        self._values = [immutable(one.memo) for one in sequences]
+
+    @property
+    def logits(self) -> Tensor:
+        """(R, V) of the rows that led to tokens."""
+        return self._scored.logits[self._rows]
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """(R, V) what the strategy chose from."""
+        return self._scored.scores.whole().values[self._rows]
+
+    @cached_property
+    def changes(self) -> tuple[ScoreChange, ...]:
+        """What each processor made of them, in order; the readout is the first where it changed
+        something."""
+        request, found = self.request, []
+        given = self._scored.given.select(self._rows)
+        beside, early = self._scored.beside, self._scored.early
+        early = None if early is None else early[:, self._rows]
+        scores = mixed(request, given, [one[self._rows] for one in beside], early)
+        if scores is not given:
+            readout = request.readout
+            name = "log_softmax" if readout is None else type(readout).__name__.lower()
+            found.append(ScoreChange(name, given.values, scores.values))
+        rows, sources = self._prefixes()
+        for processor in request.processors:
+            for source in sources:
+                source.request = replace(request, processors=(processor,))
+            after = Scores.of(apply(rows, scores).whole().values)
+            inner = processor.call if isinstance(processor, UserProcessor) else processor
+            name = getattr(inner, "__name__", type(inner).__name__)
+            found.append(ScoreChange(name, scores.values, after.values))
+            scores = after
+        return tuple(found)
+
+    def _prefixes(self) -> tuple[Rows, list[Sequence]]:
+        """The rows as processors saw them, and the sequences that they belong to."""
+        table, sequences = TokenTable(*self._ids.shape), self._scored.layout.sequences
+        sources = []
+        for one, ids, values in zip(sequences, self._ids, self._values, strict=True):
+            line = table.open(ids)
+            source = Sequence(self.request, line, one.length, lineage=one.lineage, memo=values)
+            source.index, source.provisional = one.index, one.provisional
+            sources.append(source)
+        return Rows(table, [sources[s] for s in self._owner], self._lengths), sources
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Who continued whom."""
+        children, sequences = self._children, self._scored.layout.sequences
+        index = children.index
+        return tuple(
+            Branch(
+                sequences[parent].index,
+                sequences[parent].index if index is None else int(index[c]),
+                tuple(children.tokens[c, : children.counts[c]].tolist()),
+                float(children.score[c]),
+                children.finish[c],
+            )
+            for c, parent in enumerate(children.parent.tolist())
+        )
+
+    def number(self) -> float | None:
+        """The number in (0, 1) that drew the first row's token; None where nothing was drawn."""
+        if not isinstance(self.request.strategy, Sample):
+            return None
+        places = self._scored.batch.places()
+        return float(self.request.draws.uniform("choice", places)[int(self._rows[0]), 0])
+
+    def layers(self, name: str) -> tuple[Tensor, ...] | None:
+        """Hidden states or attentions of the first sequence, layer by layer, if they were asked
+        for."""
+        held = self._captures.get(0)
+        found: tuple[Tensor, ...] | None = None if held is None else getattr(held[1], name)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of a run, to be looked at; it holds (R, V) logits for as long as it is kept.
+
+    `number`: how many steps of the run came before. `events`: tokens that this step settled, and
+    ends. `beams`: the live hypotheses of a search after it, best first; empty for strategies that
+    settle tokens at once.
+    """
+
+    number: int
+    events: tuple[Event, ...]
+    beams: tuple[LiveBeam, ...]
+    _sight: Sight | None
+
+    def _own(self) -> list[Event]:
+        return [event for event in self.events if event.index == 0]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids that were settled, of the first sequence; see `events` for several."""
+        return tuple(event.token for event in self._own() if event.token >= 0)
+
+    @property
+    def text(self) -> str | None:
+        """The text that became final; None without a tokenizer."""
+        pieces = [event.text for event in self._own()]
+        return None if None in pieces else "".join(piece for piece in pieces if piece)
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the first sequence ended, if it ended here."""
+        return next((event.finish for event in self._own() if event.finish is not None), None)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """(R, V) logits, one row per live sequence, or per accepted draft; None where no choice was
+        made, as when a run is cancelled."""
+        return None if self._sight is None else self._sight.logits
+
+    @property
+    def scores(self) -> Tensor | None:
+        """(R, V) what the processors made of them: what the choice was made from."""
+        return None if self._sight is None else self._sight.scores
+
+    @property
+    def changes(self) -> tuple[ScoreChange, ...]:
+        """The scores before and after each processor."""
+        return () if self._sight is None else self._sight.changes
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The tree of this step: every hypothesis that came out of it, and whose it is."""
+        return () if self._sight is None else self._sight.branches
+
+    @property
+    def hidden_states(self) -> tuple[Tensor, ...] | None:
+        """(T, E) of the positions fed, embeddings first, with `output_hidden_states=True`."""
+        return None if self._sight is None else self._sight.layers("layers")
+
+    @property
+    def attentions(self) -> tuple[Tensor, ...] | None:
+        """(H, T, S) of every layer, with `output_attentions=True`."""
+        return None if self._sight is None else self._sight.layers("attentions")
+
+
+class Effect(NamedTuple):
+    """What one processor did to the explained token, and how many tokens it ruled out."""
+
+    name: str
+    before: float
+    after: float
+    ruled_out: int
+
+
+class Rival(NamedTuple):
+    """A token that might have been chosen: its logit, its score and its share of the draw."""
+
+    token: int
+    text: str | None
+    logit: float
+    score: float
+    probability: float
+
+
+class Draw(NamedTuple):
+    """The number in (0, 1) that was drawn, and the part of it that leads to the token."""
+
+    number: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a token stands where it stands.
+
+    `position` counts the ids after the prompt. `given`: it was not chosen, but sent or edited in.
+    `chosen`: the token with its numbers. `effects`: processor by processor. `draw`: None where the
+    best one is taken. `rivals`: the best scores there, the chosen one among them.
+    """
+
+    position: int
+    given: bool
+    chosen: Rival
+    effects: tuple[Effect, ...]
+    draw: Draw | None
+    rivals: tuple[Rival, ...]
+
+    def _repr_html_(self) -> str:
+        named = f"position {self.position}: {_named(self.chosen)}"
+        effects = table(Effect._fields, self.effects, named)
+        return effects + table(Rival._fields, self.rivals, "the best scores there")
+
+    def __str__(self) -> str:
+        token = self.chosen
+        lines = [f"position {self.position}: {_named(token)}, logit {token.logit:.4g}"]
+        for effect in self.effects:
+            ruled = f", rules {effect.ruled_out} tokens out" if effect.ruled_out else ""
+            lines.append(f"  {effect.name}: {effect.before:.4g} -> {effect.after:.4g}{ruled}")
+        if self.given:
+            lines.append("  it was given, not chosen")
+        elif self.draw is not None:
+            low, high = self.draw.low, self.draw.high
+            lines.append(f"  drawn: {self.draw.number:.4f} lies in {low:.4f} to {high:.4f}")
+        for one in self.rivals:
+            mark = "*" if one.token == token.token else " "
+            lines.append(f"  {mark} {one.probability:7.2%} {_named(one)}, score {one.score:.4g}")
+        return "\n".join(lines)
+
+
+def _named(one: Rival) -> str:
+    return str(one.token) if one.text is None else f"{one.token} {one.text!r}"
+
+
+def explained(
+    sight: Sight, position: int, token: int, spell: Spell, most: int, *, given: bool
+) -> Explanation:
+    """Why the token came out of this step, by its first row, with the `most` best rivals."""
+    logits, scores = sight.logits[0].cpu(), sight.scores[0].cpu()
+    share = torch.softmax(scores.double(), dim=-1)
+
+    def rival(one: int) -> Rival:
+        return Rival(one, spell([one]), float(logits[one]), float(scores[one]), float(share[one]))
+
+    effects = tuple(
+        Effect(
+            change.name,
+            float(change.before[0, token]),
+            float(change.after[0, token]),
+            int((torch.isneginf(change.after[0]) & ~torch.isneginf(change.before[0])).sum()),
+        )
+        for change in sight.changes
+    )
+    number, draw = sight.number(), None
+    if number is not None and not given:
+        below = float(share[:token].sum())
+        draw = Draw(number, below, below + float(share[token]))
+    best = torch.topk(scores, min(most, len(scores))).indices.tolist()
+    rivals = tuple(rival(one) for one in best if not torch.isneginf(scores[one]))
+    return Explanation(position, given, rival(token), effects, draw, rivals)

@@ -1,0 +1,3 @@
+"""Sounds longer than a window, written down window by window."""
+
+from __future__ import annotations

@@ -1,0 +1,293 @@
+"""What a call asks of a model that listens, read and checked before any compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everystep.config import GenerationConfig
+from everystep.errors import RequestError, UnsupportedError, shown
+from everystep.models import Model
+from everystep.requests.subject import Subject
+from everystep.speech.prefix import Said, SpeechTokens, read_tokens
+from everystep.speech.segments import Doubts
+
+OWN = (
+    *("language", "task", "is_multilingual", "return_timestamps", "return_segments"),
+    *("prompt_ids", "prompt_condition_type", "condition_on_prev_tokens", "temperature"),
+    *("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
+)
+"""Keywords of a call beside those of every model."""
+_READ = ("input_features", "attention_mask", "decoder_input_ids", "logits_processor")
+_CHOSEN = ("num_return_sequences", "do_sample", "max_length", "max_new_tokens")
+_ABSENT: Mapping[str, str] = {
+    "return_token_timestamps": "Set return_timestamps=True for the times of segments",
+    "force_unique_generate_call": "Leave return_timestamps out for a single window",
+    "monitor_progress": "Pass a streamer",
+    "num_segment_frames": "A window has as many frames as the encoder reads: leave it out",
+    "time_precision": "Times follow from the model: leave it out",
+    "time_precision_features": "Times follow from the model: leave it out",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Speech:
+    """What a call asks for.
+
+    `sounds`: (B,) features (channels, n); `frames`: (B,) how many of them are real. `span`: frames
+    of a window. `begun`: (B,) decoder ids of the caller's, empty where language and task say them.
+    `previous`: the id before what was said earlier, if there is one; `prompt`: ids before the first
+    window, `prompts_all`: before every one that follows another. `copies`: rows per utterance.
+    `most`: positions of the decoder. `limit`: `max_new_tokens` or `max_length` with its value.
+    `rest`: keywords of every model.
+    """
+
+    sounds: Sequence[Tensor]
+    frames: Sequence[int]
+    span: int
+    most: int
+    tokens: SpeechTokens
+    language: str | Sequence[str] | None
+    task: str | None
+    stamps: bool
+    begun: Sequence[list[int]]
+    previous: tuple[int, ...]
+    prompt: tuple[int, ...]
+    prompts_all: bool
+    follows: bool
+    temperatures: tuple[float | None, ...]
+    doubts: Doubts
+    copies: int
+    limit: tuple[str, int] | None
+    pad: int
+    ends: tuple[int, ...]
+    begin: int | None
+    suppressed: tuple[int, ...]
+    begin_suppressed: tuple[int, ...]
+    latest_first_stamp: int | None
+    first_stamp: int
+    returns_segments: bool
+    returns_output: bool
+    processors: tuple[Any, ...]
+    rest: Mapping[str, Any]
+
+    @property
+    def said_first(self) -> tuple[int, ...]:
+        """Ids of the prompt that stand before everything that was said."""
+        if self.prompts_all or not self.prompt:
+            return ()
+        return self.prompt[1:] if self.prompt[:1] == self.previous else self.prompt
+
+    def length(self, width: int) -> dict[str, int]:
+        """How long a window's ids may get after `width` ids of the decoder; RequestError where
+        that is longer than it has positions."""
+        if self.limit is None:
+            return {}
+        name, value = self.limit
+        if name == "max_length":
+            return {name: min(value + min(self.most // 2 - 1, width), self.most)}
+        if width + value > self.most:
+            raise RequestError(
+                "a transcript of that length has no room",
+                wanted=f"at most {self.most} ids, {width} at the beginning among them",
+                got=f"max_new_tokens={value}",
+                do="Lower max_new_tokens, or shorten prompt_ids",
+            )
+        return {name: value}
+
+
+def is_speech(model: Subject) -> bool:
+    """Whether calls of `generate` transcribe: whether the model's own encoder listens."""
+    return isinstance(model.core, Model) and model.core.source is not None
+
+
+def read_speech(model: Subject, given: Mapping[str, Any]) -> Speech:
+    """What the keywords of a call say; RequestError for what cannot be, UnsupportedError for what
+    is not done."""
+    for name, do in _ABSENT.items():
+        if given.get(name) is not None:
+            raise UnsupportedError(f"{name} is not supported", got=shown(given[name]), do=do)
+    said = _said(model, given)
+    tokens = read_tokens(said)
+    network = cast(Model, model.core).network
+    channels, span = network.source_shape
+    sounds, frames = _sounds(given, channels, span)
+    stamps = _stamps(said, tokens, max(one.shape[1] for one in sounds), span)
+    temperatures, doubts = _temperatures(given), _doubts(said)
+    _check(given, said, temperatures)
+    ends = _ids(said("eos_token_id"))
+    suppressed = _ids(said("suppress_tokens"))
+    previous = said("prev_sot_token_id")
+    if previous is None and len(suppressed) > 1:
+        previous = suppressed[-2]  # as in transformers, of older files
+    kept = said("pad_token_id")
+    skipped = {*OWN, *_READ, *_CHOSEN}
+    return Speech(
+        sounds=sounds,
+        frames=frames,
+        span=span,
+        most=int(network.most_positions or 0),
+        tokens=tokens,
+        language=said("language"),
+        task=said("task"),
+        stamps=stamps,
+        begun=_begun(given.get("decoder_input_ids"), len(sounds)),
+        previous=() if previous is None else (int(previous),),
+        prompt=_prompt(given.get("prompt_ids")),
+        prompts_all=given.get("prompt_condition_type") == "all-segments",
+        follows=bool(said("condition_on_prev_tokens")),
+        temperatures=temperatures,
+        doubts=doubts,
+        copies=int(said("num_return_sequences") or 1),
+        limit=_limit(said),
+        pad=int(kept) if kept is not None else (ends or (0,))[0],
+        ends=ends,
+        begin=said("bos_token_id"),
+        suppressed=suppressed,
+        begin_suppressed=_ids(said("begin_suppress_tokens")),
+        latest_first_stamp=said("max_initial_timestamp_index"),
+        first_stamp=(tokens.no_timestamps or model.vocab_size) + 1,
+        returns_segments=bool(given.get("return_segments")),
+        returns_output=bool(said("return_dict_in_generate")),
+        processors=tuple(given.get("logits_processor") or ()),
+        rest={name: value for name, value in given.items() if name not in skipped},
+    )
+
+
+def _said(model: Subject, given: Mapping[str, Any]) -> Said:
+    passed = given.get("generation_config")
+    settings = [] if passed is None else [GenerationConfig.of(passed)]
+    settings.append(model.generation_config)
+
+    def said(name: str) -> Any:
+        found = [given.get(name), *(getattr(one, name, None) for one in settings)]
+        found.append(getattr(model.config, name, None) if name == "forced_decoder_ids" else None)
+        return next((one for one in found if one is not None), None)
+
+    return said
+
+
+def _sounds(given: Mapping[str, Any], channels: int, span: int) -> tuple[list[Tensor], list[int]]:
+    """(B,) features (channels, n), and (B,) how many of their frames are real."""
+    features: Any = given.get("input_features")
+    right = isinstance(features, Tensor) and features.is_floating_point() and features.dim() == 3
+    if not right or features.shape[1] != channels or not features.numel():
+        got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise RequestError(
+            "input_features are no sounds that this model reads",
+            wanted=f"a float tensor (rows, {channels}, frames)",
+            got=got,
+            do="Pass what the model's feature extractor gives",
+        )
+    rows, _, length = features.shape
+    mask = given.get("attention_mask")
+    if mask is not None and tuple(torch.as_tensor(mask).shape) != (rows, length):
+        got = tuple(torch.as_tensor(mask).shape)
+        raise RequestError("attention_mask does not fit", wanted=(rows, length), got=got)
+    if rows == 1 or length <= span:
+        return list(features), [length] * rows
+    if mask is None:
+        raise RequestError(
+            f"several rows of more than {span} frames need to say where each ends",
+            wanted="attention_mask",
+            got=f"{length} frames and no mask",
+            do="Call the feature extractor with return_attention_mask=True",
+        )
+    return list(features), [int(one) for one in torch.as_tensor(mask).sum(-1)]
+
+
+def _stamps(said: Said, tokens: SpeechTokens, frames: int, span: int) -> bool:
+    """Whether there are timestamps, as there must be where there is more than one window."""
+    asked = said("return_timestamps")
+    if frames > span and asked is False:
+        raise RequestError(
+            f"more than {span} frames are more than one window, which need timestamps",
+            wanted="return_timestamps=True",
+            got=f"{frames} frames and return_timestamps=False",
+            do="Set return_timestamps=True, or pass fewer frames",
+        )
+    stamps = bool(asked) or frames > span
+    if stamps and tokens.no_timestamps is None:
+        raise UnsupportedError(
+            "the model's generation config names no timestamps",
+            wanted="generation_config.no_timestamps_token_id",
+            got="none",
+            do="Set return_timestamps=False, and pass one window at most",
+        )
+    return stamps
+
+
+def _temperatures(given: Mapping[str, Any]) -> tuple[float | None, ...]:
+    value = given.get("temperature")
+    each = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not each or any(one is not None and not 0 <= one < float("inf") for one in each):
+        raise RequestError("temperature is impossible", wanted="numbers from 0 on", got=value)
+    return each
+
+
+def _doubts(said: Said) -> Doubts:
+    names = ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold")
+    return Doubts(*map(said, names))
+
+
+def _check(given: Mapping[str, Any], said: Said, temperatures: Sequence[float | None]) -> None:
+    """RequestError for options that contradict each other."""
+    if given.get("do_sample") and not any(temperatures):
+        do = "Pass temperature=0.4, say, or leave do_sample out"
+        raise RequestError("sounds are sampled at a temperature", got="none or 0", do=do)
+    if len(temperatures) > 1 and said("return_dict_in_generate") and not said("return_timestamps"):
+        what = "rows that are tried again at several temperatures have no output object in common"
+        raise RequestError(what, do="Leave return_dict_in_generate out, or pass one temperature")
+    condition = given.get("prompt_condition_type")
+    if condition not in (None, "first-segment", "all-segments"):
+        wanted = "'first-segment' or 'all-segments'"
+        raise RequestError("there is no such condition", wanted=wanted, got=shown(condition))
+    if condition == "all-segments" and not said("condition_on_prev_tokens"):
+        do = "Set condition_on_prev_tokens=True"
+        raise RequestError("prompts of all segments follow what was said before", do=do)
+    named = given.get("task") is not None or given.get("language") is not None
+    if named and said("is_multilingual") is False:
+        do = "Leave language and task out, or set is_multilingual=True"
+        raise RequestError("this model knows one language, and writes down what it hears", do=do)
+    if said("no_speech_threshold") is not None and said("logprob_threshold") is None:
+        do = "Set logprob_threshold=-1.0, say"
+        raise RequestError("no_speech_threshold is read together with logprob_threshold", do=do)
+
+
+def _begun(ids: Any, rows: int) -> list[list[int]]:
+    """(B,) decoder ids of the caller's, or nothing."""
+    if ids is None:
+        return []
+    table = torch.as_tensor(ids)
+    if table.dim() != 2 or len(table) != rows or not table.shape[1]:
+        wanted = f"({rows}, n) ids"
+        raise RequestError("decoder_input_ids do not fit", wanted=wanted, got=tuple(table.shape))
+    return [[int(token) for token in row] for row in table]
+
+
+def _prompt(ids: Any) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    found = np.asarray(torch.as_tensor(ids))
+    if found.ndim != 1 or not len(found):
+        do = "Pass what the tokenizer's get_prompt_ids gives"
+        raise RequestError("prompt_ids are no row of ids", got=found.shape, do=do)
+    return tuple(int(token) for token in found)
+
+
+def _limit(said: Said) -> tuple[str, int] | None:
+    for name in ("max_new_tokens", "max_length"):
+        if said(name) is not None:
+            return name, int(said(name))
+    return None
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)

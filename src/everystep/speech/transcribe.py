@@ -1,0 +1,273 @@
+"""`generate` of a model that listens: windows of sounds become ids, with timestamps or without.
+
+Each window is one ordinary call, whose decoder begins with ids that say language and task. With
+timestamps the next window begins where the last segment ended, so sounds may be longer than one
+window. Names and results are those of transformers' `WhisperGenerationMixin.generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from everystep.drivers.rectangle import generate
+from everystep.models import Model
+from everystep.nn.modes import inference_mode
+from everystep.processors.audio import WhisperTimeStampLogitsProcessor
+from everystep.processors.length import (
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+from everystep.requests.subject import Subject
+from everystep.speech.options import Speech, is_speech, read_speech
+from everystep.speech.prefix import first_tokens
+from everystep.speech.segments import (
+    Segment,
+    mean_logprob,
+    segments_of,
+    without_second_stamp,
+)
+
+__all__ = ["is_speech", "transcribe"]
+
+
+@dataclass
+class _Utterance:
+    """One row: `begins`: what its transcript begins with, `frames`: how many of its sounds are
+    real, `seek`: from which on its next window begins. `follows`: whether that window is read after
+    what the last one became."""
+
+    number: int
+    sounds: Tensor
+    frames: int
+    begins: list[int]
+    follows: bool
+    seek: int = 0
+    segments: list[Segment] = field(default_factory=list)
+
+
+def transcribe(model: Subject, given: Mapping[str, Any]) -> Any:
+    """What was said: (rows, length) ids without those that a transcript begins with and without its
+    end, padded on the right; see the guide for what else can be asked for.
+
+    `given`: every keyword of `model.generate` by name.
+    """
+    speech = read_speech(model, given)
+    with inference_mode():
+        utterances = _utterances(model, speech)
+    last: Any = None
+    while active := [one for one in utterances if one.seek < one.frames]:
+        last = _window(model, speech, active)
+    if speech.returns_output and not speech.stamps:
+        return last
+    said = [one.segments for one in utterances]
+    rows = [torch.cat([_NOTHING, *(one["tokens"] for one in own)]) for own in said]
+    table = pad_sequence(rows, batch_first=True, padding_value=speech.pad)
+    sequences = table.to(model.device)
+    if speech.returns_segments or speech.returns_output:
+        return {"sequences": sequences, "segments": said}
+    return sequences
+
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+def _utterances(model: Subject, speech: Speech) -> list[_Utterance]:
+    """The rows of a call, each as often as it is asked for."""
+    sounds, copies = speech.sounds, speech.copies
+
+    def detect() -> list[int]:
+        return _languages(model, speech)
+
+    begins = speech.begun or first_tokens(
+        speech.tokens,
+        speech.language,
+        speech.task,
+        len(sounds),
+        stamps=speech.stamps,
+        detect=detect,
+    )
+    each = zip(sounds, speech.frames, begins, strict=True)
+    return [
+        _Utterance(row * copies + copy, own, frames, first, speech.follows)
+        for row, (own, frames, first) in enumerate(each)
+        for copy in range(copies)
+    ]
+
+
+def _languages(model: Subject, speech: Speech) -> list[int]:
+    """(B,) the language of each row that is likeliest after the start token."""
+    known = sorted((speech.tokens.languages or {}).values())
+    found = []
+    for sounds in speech.sounds:
+        first = _cut(sounds, 0, sounds.shape[1], speech.span)
+        logits = _after_start(model, first, [speech.tokens.start], 1)
+        found.append(known[int(logits[known].argmax())])
+    return found
+
+
+def _after_start(model: Subject, sounds: Tensor, ids: list[int], place: int) -> Tensor:
+    """(V,) logits after the id that stands `place` places before the end of the decoder's ids."""
+    core = cast(Model, model.core)  # one of this library, since it listens itself
+    with inference_mode():
+        logits = core.forward(
+            None,
+            decoder_input_ids=torch.tensor([ids]),
+            sounds=sounds[None],
+            kept=torch.tensor([len(ids) - place]),
+        )
+    return logits[0, 0].float()
+
+
+def _cut(sounds: Tensor, seek: int, end: int, span: int) -> Tensor:
+    """(channels, span) sounds from frame `seek` to `end`, with zeros after them."""
+    part = sounds[:, seek : min(seek + span, end)]
+    return F.pad(part, (0, span - part.shape[1]))
+
+
+def _window(model: Subject, speech: Speech, active: list[_Utterance]) -> Any:
+    """Every row has the segments of its next window; what the last call returned."""
+    heard = [_cut(one.sounds, one.seek, one.frames, speech.span) for one in active]
+    prompts = [_decoder_ids(speech, one) for one in active]
+    pending, result = list(range(len(active))), None
+    for attempt, temperature in enumerate(speech.temperatures, 1):
+        tokens, scores, result = _call(
+            model, speech, [heard[i] for i in pending], [prompts[i] for i in pending], temperature
+        )
+        again = []
+        for place, row in enumerate(pending):
+            said, one = tokens[place], active[row]
+            logprob = mean_logprob(scores[place], said, temperature) if scores else 0.0
+            silence = _silence(model, speech, one, heard[row], prompts[row])
+            retry, silent = speech.doubts.judge(said, model.vocab_size, logprob, silence)
+            one.follows = speech.follows and (temperature is None or temperature < 0.5)
+            if retry and attempt < len(speech.temperatures):
+                again.append(row)
+                continue
+            _settle(speech, one, said, result, silent=silent)
+        pending = again
+        if not pending:
+            break
+    return result
+
+
+def _settle(
+    speech: Speech, one: _Utterance, said: np.ndarray, result: Any, *, silent: bool
+) -> None:
+    """The row has the segments of a window, and goes on behind it."""
+    frames = min(one.frames - one.seek, speech.span)
+    if silent:
+        one.seek += frames
+        return
+    own = said[:-1] if len(said) and said[-1] in speech.ends else said
+    segments, further = segments_of(own, speech.first_stamp, one.seek, frames, result)
+    one.segments += segments
+    one.seek += further
+
+
+def _silence(
+    model: Subject, speech: Speech, one: _Utterance, heard: Tensor, prompt: list[int]
+) -> float:
+    """How likely the model thinks that nobody speaks in a window, where that is asked for."""
+    if speech.doubts.no_speech is None:
+        return 0.0
+    logits = _after_start(model, heard, prompt, len(one.begins))
+    return float(logits.softmax(-1)[speech.first_stamp - 2])
+
+
+def _decoder_ids(speech: Speech, one: _Utterance) -> list[int]:
+    """What the decoder begins a window with: what was said before, if it is to be known, then what
+    a transcript begins with."""
+    prompt, room = speech.prompt, speech.most // 2 - 1
+    if one.follows and one.segments:
+        said = list(speech.said_first)
+        for segment in one.segments:
+            said += without_second_stamp(segment["tokens"].tolist(), speech.first_stamp)
+        head = prompt if speech.prompts_all else speech.previous
+        return [*head, *said[-room:], *one.begins]
+    return [*prompt, *one.begins]
+
+
+def _call(
+    model: Subject,
+    speech: Speech,
+    heard: list[Tensor],
+    prompts: list[list[int]],
+    temperature: float | None,
+) -> tuple[list[np.ndarray], list[list[Tensor]], Any]:
+    """(B,) the ids of a window, its end among them, (B,) their scores where they are asked for, and
+    what the ordinary call returned."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[speech.pad] * (width - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    draws = temperature is not None and temperature > 0
+    given = {
+        **speech.rest,
+        "input_features": torch.stack(heard),
+        "decoder_input_ids": ids,
+        "decoder_attention_mask": mask,
+        # What stands first is where the decoder starts, a prompt too.
+        "decoder_start_token_id": [row[0] for row in prompts],
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+        "logits_processor": [*_processors(speech, width), *(speech.processors)],
+        "num_return_sequences": 1,
+        "do_sample": draws,
+        "temperature": temperature if draws else None,
+        **speech.length(width),
+    }
+    if draws:
+        given["num_beams"] = 1
+    scored = speech.doubts.logprob is not None
+    if scored:
+        given |= {"return_dict_in_generate": True, "output_scores": True}
+    result = generate(model, given)
+    sequences = result if isinstance(result, Tensor) else result.sequences
+    tokens = [_spoken(row, speech) for row in sequences[:, width:].cpu().numpy()]
+    return tokens, _scores_of(result) if scored else [], result
+
+
+def _processors(speech: Speech, begin: int) -> list[Any]:
+    """Those of the model, where its text begins after so many ids."""
+    found: list[Any] = []
+    if speech.begin_suppressed:
+        found.append(SuppressTokensAtBeginLogitsProcessor(speech.begin_suppressed, begin))
+    if speech.suppressed:
+        found.append(SuppressTokensLogitsProcessor(speech.suppressed))
+    if speech.stamps:
+        rules = SimpleNamespace(
+            no_timestamps_token_id=speech.first_stamp - 1,
+            eos_token_id=speech.ends[0] if speech.ends else speech.begin,
+            max_initial_timestamp_index=speech.latest_first_stamp,
+        )
+        found.append(WhisperTimeStampLogitsProcessor(rules, begin))
+    return found
+
+
+def _spoken(row: np.ndarray, speech: Speech) -> np.ndarray:
+    """(n,) a row's ids up to its end, without the padding after it."""
+    ends = np.flatnonzero(np.isin(row, speech.ends))
+    if len(ends):
+        return row[: ends[0] + 1]
+    real = np.flatnonzero(row != speech.pad)
+    return row[: real[-1] + 1] if len(real) else row[:0]
+
+
+def _scores_of(result: Any) -> list[list[Tensor]]:
+    """(B,) the scores (V,) of each step, those of the beam that it came from."""
+    rows = len(result.sequences)
+    paths = getattr(result, "beam_indices", None)
+    if paths is None:
+        return [[step[row] for step in result.scores] for row in range(rows)]
+    chosen = [[beam for beam in path.tolist() if beam >= 0] for path in paths]
+    return [
+        [step[beam] for step, beam in zip(result.scores, path, strict=False)] for path in chosen
+    ]

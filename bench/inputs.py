@@ -111,19 +111,21 @@ def prefix(repeats: int) -> dict[str, Any]:
     session = Session(model, tokenizer, (), None, 0, common)
     first, later = [], []
     for number in range(2 + 4 * repeats):
-        group = session.submit([*shared, 100 + number], number)
+        driver, box = session.submit(session.request([*shared, 100 + number], number))
         times = []
-        while group.live:
-            times.append(seconds(session.step))
+        while not box.over:
+            times.append(seconds(driver.step))
         if number > 1:
             first.append(times[0])
             later.append(times[1])
     session = Session(model, tokenizer, (), None, 0, common)
-    groups = [session.submit([*shared, 100 + number], number) for number in range(32)]
-    while any(group.live for group in groups):
-        session.step()
+    prompts = [[*shared, 100 + number] for number in range(32)]
+    boxes = [session.submit(session.request(one, number)) for number, one in enumerate(prompts)]
+    driver = boxes[0][0]
+    while not all(box.over for _, box in boxes):
+        driver.step()
     hit, step = statistics.median(first), statistics.median(later)
-    counts = session.engine.counts
+    counts = driver.engine.counts
     return {
         "hit_ms": 1e3 * hit,
         "step_ms": 1e3 * step,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any
 
 import everystep as es
@@ -26,27 +26,32 @@ def runs(main: Coroutine[Any, Any, None]) -> None:
 
 
 def asked(engine: es.AsyncEngine, question: Callable[[Engine], Any]) -> Awaitable[Any]:
-    """What the engine thread answers between two steps; nobody else may ask."""
-    answer: Future[Any] = Future()
+    """What the engine answers between two steps, once all that was handed in has come to it."""
 
-    def ask() -> None:
-        try:
-            answer.set_result(question(engine._session.engine))
-        except BaseException as error:
-            answer.set_exception(error)
+    def ask() -> Any:
+        driver = engine._session._plain
+        deadline = time.monotonic() + 60
+        while (driver.line or driver._departing) and time.monotonic() < deadline:
+            if not driver._has_room() and not driver._departing:
+                break
+            time.sleep(0.001)
+        with driver.alone() as inner:
+            return question(inner)
 
-    engine._thread._inbox.put(ask)
-    return asyncio.wrap_future(answer)
+    return asyncio.ensure_future(asyncio.to_thread(ask))
 
 
 async def require_nothing_left(engine: es.AsyncEngine) -> None:
     """Once what was asked for before is done, no group or prompt is inside, and no row but those
     that are kept for prompts that begin alike."""
+    driver = engine._session._plain
+    while driver.busy:
+        await asyncio.sleep(0.001)
     await asked(engine, audit)
     assert await asked(engine, lambda inner: inner.scheduler.groups) == []
     kept = await asked(engine, lambda inner: {one.row for one in inner.prefixes.kept})
     assert await asked(engine, lambda inner: inner.ledger.held) == kept
-    assert (engine._thread._inside, engine._session._own) == ({}, {})
+    assert (driver._boxes, list(driver._line)) == ({}, [])
 
 
 def kept(event: Any) -> tuple[Any, ...]:

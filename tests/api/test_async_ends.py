@@ -28,6 +28,18 @@ from tests.api.asking import (
     web_app,
 )
 
+
+def waiting(stream: es.AsyncStream) -> int:
+    """How many events of a stream nobody has read."""
+    return 0 if stream._one.box is None else len(stream._one.box.events)
+
+
+async def all_read(streams: list[es.AsyncStream]) -> None:
+    """Every prompt has come to its engine."""
+    while any(one._one.box is None for one in streams):
+        await asyncio.sleep(0.001)
+
+
 # --- leaving --------------------------------------------------------------------------------------
 
 
@@ -168,9 +180,9 @@ def test_a_slow_reader_holds_few_events_and_holds_nobody_up(model: LanguageModel
             first = [kept(await anext(slow))]
             for name in ("quick", "quicker"):
                 assert await read(engine.stream(name, **LONG)) == alone(model, name, **LONG)
-                while len(slow._one.events) < 4:
+                while waiting(slow) < 4:
                     await asyncio.sleep(0.01)
-                assert len(slow._one.events) == 4
+                assert waiting(slow) == 4
             assert (await asked(engine, lambda inner: inner.counts)).preemptions == 1
             assert first + await read(slow) == alone(model, "slow", **LONG)
             await require_nothing_left(engine)
@@ -184,7 +196,7 @@ def test_slow_readers_keep_their_rows_while_nobody_needs_them(model: LanguageMod
             slow = engine.stream("slow", **LONG)
             other = await read(engine.stream("other", **LONG))
             assert len(other) == LONG["max_new_tokens"]
-            while len(slow._one.events) < 4:
+            while waiting(slow) < 4:
                 await asyncio.sleep(0.01)
             assert await read(slow) == alone(model, "slow", **LONG)
             assert (await asked(engine, lambda inner: inner.counts)).preemptions == 0
@@ -205,14 +217,16 @@ def test_a_prompt_beyond_those_that_may_wait_is_refused(model: LanguageModel) ->
             streams = [engine.stream("first", **OPTIONS, logits_processor=[gate])]
             await asyncio.to_thread(begun.wait, 60)
             streams += [engine.stream(f"waits {i}", **OPTIONS) for i in range(2)]
+            await all_read(streams)
             for call in (engine.stream, engine.generate):
                 with pytest.raises(CapacityError, match="at most 2; got 2 and this one"):
                     await call("late", **OPTIONS)
             assert (await post(web_app(engine), "late"))[0] == 503
             del streams[1]
-            go.set()
-            await asked(engine, lambda _: None)
             streams.append(engine.stream("waits 2", **OPTIONS))
+            with pytest.raises(CapacityError, match="at most 2; got 2 and this one"):
+                engine.stream("late", **OPTIONS)
+            go.set()
             found = await asyncio.gather(*map(read, streams))
         names = ["first", "waits 1", "waits 2"]
         assert found == [alone(model, name, **OPTIONS) for name in names]
@@ -266,7 +280,7 @@ def test_wrong_options_are_refused_by_the_call_itself(model: LanguageModel) -> N
         for value in (0, -1, 1.5, True):
             with pytest.raises(RequestError, match=f"{limit} is impossible"):
                 es.AsyncEngine(model, TOKENIZER, **{limit: value})
-    assert engine._thread._thread is None, "nothing has begun"
+    assert not engine._desk._threads, "nothing has begun"
 
 
 def test_an_error_of_the_step_ends_all_that_are_inside(model: LanguageModel) -> None:
@@ -296,7 +310,7 @@ def test_a_tokenizer_that_fails_ends_its_prompt_alone(model: LanguageModel) -> N
             def fail(_: Any) -> Any:
                 raise ZeroDivisionError("of the wording")
 
-            broken._one.wording = fail  # type: ignore[assignment]
+            broken._wording = fail  # type: ignore[assignment]
             with pytest.raises(ZeroDivisionError, match="wording"):
                 await read(broken)
             assert await read(engine.stream("two", **OPTIONS)) == alone(model, "two", **OPTIONS)
@@ -335,9 +349,10 @@ def test_closing_ends_what_is_inside_and_takes_no_more(model: LanguageModel) -> 
         with pytest.raises(RequestError, match="the engine is closed"):
             engine.stream("four")
         assert (await read(never))[-1][-1].kind == "cancelled"
-        audit(engine._session.engine)
-        assert engine._session.engine.ledger.held == set()
-        assert engine._thread._thread is not None
-        assert not engine._thread._thread.is_alive()
+        inner = engine._session._plain.engine
+        audit(inner)
+        assert inner.ledger.held == set()
+        (thread,) = engine._desk._threads.values()
+        assert not thread.is_alive
 
     runs(main())

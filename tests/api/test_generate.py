@@ -256,7 +256,7 @@ def test_a_cancelled_stream_ends_with_the_reason_and_frees_its_rows(
     assert {event.finish for event in rest if event.finish} == {es.FinishReason("cancelled")}
     assert {event.request_id for event in rest if event.finish} == {"0", "1"}
     assert len(seen) == 4
-    audit(session_stream._session.engine)
+    audit(session_stream._session._plain.engine)
 
 
 def test_chat_goes_through_the_template(talker: tuple[LanguageModel, es.Tokenizer]) -> None:

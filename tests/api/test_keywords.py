@@ -20,7 +20,7 @@ from everystep.config.attributes import FieldAttributes
 from everystep.config.options import ConfigOptions, StoredOptions
 from everystep.drivers import session
 from everystep.requests import keywords, pictures
-from everystep.requests import reading as options
+from everystep.requests import options as call_options
 from everystep.requests.keywords import described_keys, lists_options
 from everystep.speech import options as speech_options
 from everystep.testing.models import tiny_document, tiny_llama
@@ -71,7 +71,7 @@ def test_the_fields_are_those_of_the_configuration() -> None:
 
 
 def test_calls_about_prompts_take_what_their_type_says() -> None:
-    taken = {*options.OBJECTS, *options.CONFIG_FIELDS, *session._OF_TEXTS}
+    taken = {*call_options.OBJECTS, *call_options.CONFIG_FIELDS, *session._OF_TEXTS}
     assert keys(keywords.PromptOptions) == taken
     assert keys(keywords.TextOptions) == taken - {"seed"}
     open_results = {"num_return_sequences", "return_dict_in_generate", "n_best", "strategy"}
@@ -80,7 +80,7 @@ def test_calls_about_prompts_take_what_their_type_says() -> None:
 
 
 def test_a_call_about_a_rectangle_takes_what_its_type_says() -> None:
-    taken = {*options.KEYWORDS, *speech_options.OWN, *OF_ENCODERS}
+    taken = {*call_options.KEYWORDS, *speech_options.OWN, *OF_ENCODERS}
     assert keys(keywords.RectangleOptions) | {"tokenizer"} == taken - {"text", "messages"}
     spelled = {*inspect.signature(es.LanguageModel.generate).parameters}
     assert keys(keywords.ModelOptions) | spelled - {"self", "kwargs", "synced_gpus"} == (

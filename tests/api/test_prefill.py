@@ -141,14 +141,15 @@ def test_one_past_is_stored_once_for_all_rows() -> None:
     model = MODELS["native"]()
     prefix = es.prefill(model, None, HEAD * 8)
     session = Session(model, None, [[1]] * 9, None, 3, {"prefix": prefix, **QUIET})
-    groups = [session.submit([n + 1, 4], n) for n in range(9)]
-    session.step()
-    rows = session.engine.executor.rows
+    boxes = [session.submit(session.request([n + 1, 4], n)) for n in range(9)]
+    (driver,) = {driver for driver, _ in boxes}
+    driver.step()
+    rows = driver.engine.executor.rows
     assert rows.pool.in_use <= 9 + 9 + 1 and rows.pool.counts.forks == 8
-    while session.engine.pending:
-        session.step()
-        audit(session.engine)
-    assert {group.cached_tokens for group in groups} == {len(HEAD) * 8}
+    while driver.engine.pending:
+        driver.step()
+        audit(driver.engine)
+    assert {group.cached_tokens for _, box in boxes for group in box.groups} == {len(HEAD) * 8}
 
 
 # --- embeddings, positions ------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def test_s3_43_ids_may_be_anything_that_holds_integers(pair: tuple[Any, Language
 def test_values_of_a_checkpoint_make_no_noise(pair: tuple[Any, LanguageModel]) -> None:
     _, model = pair
     values = {"temperature": 0.6, "top_p": 0.9, "max_length": 99, "min_length": 90}
-    noisy = LanguageModel(model._core, GenerationConfig.from_checkpoint(values))
+    noisy = LanguageModel(model.core, GenerationConfig.from_checkpoint(values))
     assert said(noisy, {"do_sample": False}) == NOTHING
 
 

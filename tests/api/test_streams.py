@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import everystep as es
-from everystep.api import many
 from everystep.api.model import LanguageModel
+from everystep.drivers import driver as driver_file
+from everystep.drivers import stream as stream_file
 from everystep.engine import audit
 from everystep.streamers import wording
 from everystep.testing.models import tiny_llama
@@ -76,7 +77,7 @@ def test_another_thread_may_cancel(model: LanguageModel, attempt: int) -> None:
         for i in range(3)
     }
     assert list(shown.values()) == [list(one.tokens) for (one,) in stream.results()]
-    audit(stream._session.engine)
+    audit(stream._session._plain.engine)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -87,7 +88,7 @@ def test_a_reader_that_takes_the_lock_again_ends_too(model: LanguageModel, how: 
     with stream._lock:
         asking = threading.Thread(target=getattr(stream, how))
         asking.start()
-        while stream._ending is None:
+        while any(box.leaving is None for _, box in stream._inside):
             asking.join(0.001)
         rest = list(stream)
     asking.join(60)
@@ -113,7 +114,7 @@ def test_a_processor_may_end_its_own_stream(model: LanguageModel, how: str) -> N
         assert one.finish_reason.kind == "cancelled"
         assert len(one.tokens) == 4
     assert list(stream) == []
-    audit(stream._session.engine)
+    audit(stream._session._plain.engine)
 
 
 def test_an_interrupt_of_the_consumer_loses_nothing(model: LanguageModel) -> None:
@@ -132,7 +133,7 @@ def test_an_interrupt_of_the_consumer_loses_nothing(model: LanguageModel) -> Non
     assert events == wanted
 
 
-FILES = {many.__file__, wording.__file__}
+FILES = {stream_file.__file__, driver_file.__file__, wording.__file__}
 
 
 class Interrupting:

@@ -10,15 +10,8 @@ from torch import nn
 
 from everystep.api.model import LanguageModel, paired
 from everystep.config.kinds import FLAG, one_of
-from everystep.drivers.generated import Results
-from everystep.drivers.session import (
-    Generated,
-    OptionsLike,
-    PromptLike,
-    Session,
-    TokenizerLike,
-    listed,
-)
+from everystep.drivers.generated import Generated, Results
+from everystep.drivers.session import OptionsLike, Session
 from everystep.drivers.stream import Stream
 from everystep.errors import RequestError, shown
 from everystep.requests.keywords import (
@@ -27,7 +20,7 @@ from everystep.requests.keywords import (
     TextOptions,
     lists_options,
 )
-from everystep.requests.prompts import Tokenizing
+from everystep.requests.prompts import PromptLike, TokenizerLike, Tokenizing, listed
 from everystep.shown import progress_bar
 from everystep.streamers import BeamEvent
 from everystep.types import Event
@@ -228,5 +221,7 @@ def stream(
     many = list(listed(prompts)[0])
     if not many:
         raise RequestError("there is no prompt to stream", do="Pass at least one")
-    session = Session(model, tokenizer, many, options, seed, common, gives_events=True)
+    session = Session(
+        model, tokenizer, many, options, seed, common, gives_events=True, shares=not beam_events
+    )
     return Stream(session, many, beam_events=beam_events)

@@ -48,7 +48,7 @@ def open(
     passed = session.read(prompt, 0)
     call = session.prepared(passed, 0)
     rules, hands = Rules.of(asked, call), Hands(model, call)
-    group = hands.engine.submit(rules.request(model, 0, "0"))
+    group = hands.submit(rules.request(model, 0, "0"))
     return Run(model, session, passed, [(0, rules)], hands, group)
 
 
@@ -111,7 +111,7 @@ def _restored(
     if hands is None or session is None:
         raise KeyError("rules")
     request = rules[-1][1].request(model, len(given), "0")
-    group = hands.engine.restore(request, state["group"].tobytes())
+    group = hands.restore(request, state["group"].tobytes())
     run = Run(model, session, passed, rules, hands, group)
     run._given, run._memos, run._number = given, state["memos"], state["number"]
     run._shown = frozenset(state["shown"])

@@ -10,6 +10,7 @@ from torch import nn
 
 from everystep.api.model import LanguageModel, paired
 from everystep.draws import SeededDraws
+from everystep.drivers.driver import Driver, finished
 from everystep.engine import Engine, Lockstep
 from everystep.errors import RequestError, UnsupportedError
 from everystep.nn.modes import inference_mode
@@ -116,10 +117,6 @@ def _held(
     requests = with_features(model.prompt_inputs, (request,), values, model.width)
     (request,) = with_pictures(model, requests, pictures)
     engine = Engine(model.executor(request.needs), Lockstep(_CHUNK))
-    group = engine.submit(request)
-    while engine.pending:
-        engine.step()
-    if group.error is not None:
-        raise group.error
+    (group,) = finished(Driver(engine), (request,))
     (past,) = group.pasts
     return past

@@ -16,6 +16,7 @@ from everystep.api.model import LanguageModel, paired
 from everystep.config.kinds import is_integer
 from everystep.draws import SeededDraws
 from everystep.drivers.complete import encoder_states
+from everystep.drivers.driver import Driver, finished
 from everystep.engine import Continuous, Engine
 from everystep.engine.logprobs import prompt_logprobs
 from everystep.errors import RequestError, shown
@@ -266,7 +267,7 @@ def _run(
     adapters: tuple[tuple[str, float], ...],
 ) -> Iterator[tuple[_Window, TokenLogprobs]]:
     """What is known of each window, as they end; several are read at once."""
-    wants, engine = Wants(prompt_logprobs=best), None
+    wants, driver = Wants(prompt_logprobs=best), None
     while taken := list(islice(windows, _AT_ONCE)):
         requests = [
             Request(
@@ -280,15 +281,11 @@ def _run(
             )
             for number, one in enumerate(taken)
         ]
-        if engine is None:
+        if driver is None:
             budget = max(_AT_ONCE, _LOGITS // model.vocab_size)
-            engine = Engine(model.executor(requests[0].needs), Continuous(budget, _AT_ONCE))
-        groups = [engine.submit(request) for request in requests]
-        while engine.pending:
-            engine.step()
-        for group, one in zip(groups, taken, strict=True):
-            if group.error is not None:
-                raise group.error
+            executor = model.executor(requests[0].needs)
+            driver = Driver(Engine(executor, Continuous(budget, _AT_ONCE)))
+        for group, one in zip(finished(driver, requests), taken, strict=True):
             yield one, _from(prompt_logprobs(group), one.first - 1)
 
 

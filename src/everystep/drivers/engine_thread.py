@@ -1,128 +1,195 @@
-"""The thread that owns the engine of an `AsyncEngine`, and what passes between it and its readers.
+"""Threads that own engines, and the desk where prompts of any thread or event loop are handed in.
 
-Whoever wants something of the engine puts a message into the inbox, which is safe from any thread
-and from finalizers. The thread writes the events of a prompt into its `Submission`, wakes the
-reader, and sets a prompt aside while its reader is behind.
+A prompt is read by a thread of its bringer's, never by one that steps: text, template, schema and
+pictures become a `Request` there, and the thread that steps gets that. Whoever wants something of
+an engine rings; messages are safe from any thread and from finalizers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, cast
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from weakref import WeakSet
 
-from everystep.drivers.session import PromptLike, Session
-from everystep.engine import Continuous
+from everystep.drivers.driver import CANCELLED, Driver, Mailbox
+from everystep.drivers.generated import Reply
+from everystep.drivers.session import Session
 from everystep.errors import CapacityError, RequestError
 from everystep.requests.options import Options
+from everystep.requests.prompts import PromptLike
 from everystep.streamers import Wording
 from everystep.types import Event, FinishReason, Group
 
 _started: WeakSet[EngineThread] = WeakSet()
-
-
-class Submission:
-    """A prompt that was submitted: the engine thread writes what becomes of it, one reader reads.
-
-    `most`: how many events may wait for the reader, or None where only the end is awaited. `over`:
-    nothing will be added any more; then `result` or `error` says what became of it.
-    """
-
-    def __init__(self, prompt: PromptLike, options: Options, most: int | None) -> None:
-        self.prompt = prompt
-        self.options = options
-        self.most = most
-        self.events: deque[Event] = deque()
-        self.over = False
-        self.result: Any = None
-        self.error: Exception | None = None
-        # Below: of the engine thread alone, but for the waiter, which is the reader's.
-        self.group: Group | None = None
-        self.wording = Wording(None)
-        self.aside = False
-        self.left = False
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-
-    async def news(self) -> None:
-        """Returns when there is an event to read or all is over, in the loop that runs."""
-        if self._waiter is not None:
-            raise RequestError(
-                "two tasks read one stream", wanted="one reader", do="Make a stream for each"
-            )
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        self._waiter = loop, waiter
-        try:
-            # Looked at after the waiter is set: what the thread adds from now on wakes it.
-            if not self.events and not self.over:
-                await waiter
-        finally:
-            self._waiter = None
-
-    def wake(self) -> bool:
-        """Has the reader look again; False if its loop is closed, so that it never will."""
-        if (waiting := self._waiter) is None:
-            return True
-        loop, waiter = waiting
-        try:
-            loop.call_soon_threadsafe(_set, waiter)
-        except RuntimeError:
-            return False
-        return True
-
-    def end(self, result: Any, error: Exception | None) -> None:
-        """Nothing more comes."""
-        self.result, self.error = result, self.error or error
-        self.over = True
-
-    def hear(self, event: Event) -> None:
-        """The event waits for the reader, with its text."""
-        if self.most is None or self.left:
-            return
-        try:
-            self.events.append(self.wording(event))
-        except Exception as error:
-            self.error, self.left = error, True
-
-    @property
-    def caught_up(self) -> bool:
-        """Whether few enough events wait that more may be made."""
-        return self.most is None or len(self.events) <= self.most // 2
+_READERS = 4
+"""Threads that read prompts; long ones have as many of their own, so that short ones pass them."""
+_LONG = 1 << 16
+"""Characters or ids from which on a prompt is long."""
 
 
 class EngineThread:
-    """Runs one session in a thread of its own, which begins with the first prompt."""
+    """A thread that takes the steps of one driver, as long as there are any to take."""
 
-    def __init__(self, session: Session, scheduler: Continuous, most_waiting: int | None) -> None:
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="everystep engine", daemon=True)
+        _started.add(self)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """True until it has ended."""
+        return self._thread.is_alive()
+
+    def ring(self) -> None:
+        """Have the thread look whether there is something to do. Safe in a finalizer."""
+        self._bell.put(None)
+
+    def close(self) -> None:
+        """End what is inside, then the thread, soon. Safe in a finalizer."""
+        self._closing = True
+        self.ring()
+
+    def join(self) -> None:
+        """Return when the thread has ended, which `close` makes it do."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._bell.get()
+                while self.driver.busy and not self._closing:
+                    self._step()
+        finally:
+            self.driver.end_all(CANCELLED)
+
+    def _step(self) -> None:
+        try:
+            self.driver.step_until(lambda: self._closing or not self.driver.busy)
+        except Exception as error:
+            # It is nobody's in particular, such as a lack of memory: all that is inside ends.
+            self.driver.end_inside(FinishReason("error", error))
+
+
+class Submission:
+    """A prompt that was handed in: read by one thread, stepped by another, followed by one reader.
+
+    `reply`: how it is answered, once its options are read. `box`: what becomes of it, once it was
+    read. `error`: why it was not read. `left`: nobody follows it any more.
+    """
+
+    def __init__(self, number: int, notice: Callable[[], object]) -> None:
+        self.number = number
+        self.notice = notice
+        self.reply: Reply | None = None
+        self.box: Mailbox | None = None
+        self.thread: EngineThread | None = None
+        self.error: Exception | None = None
+        self.read = False  # or left before that, or refused
+        self.left = False
+
+    @property
+    def waits(self) -> bool:
+        """True until it has begun, or never will."""
+        return not (self.left or self.error is not None or (self.box and self.box.begun))
+
+    @property
+    def over(self) -> bool:
+        """True once nothing more comes of it."""
+        if self.box is None:
+            return self.read
+        return self.box.over
+
+    def answer(self) -> Reply:
+        """Return how it is answered; raise what kept it from being read."""
+        if self.reply is None:
+            raise self.error or ended_early()
+        return self.reply
+
+    def group(self) -> Group:
+        """Return the group of a prompt that has begun; raise what kept it from beginning."""
+        for error in (self.error, None if self.box is None else self.box.error):
+            if error is not None:
+                raise error
+        if self.box is None or not self.box.groups:
+            raise ended_early()
+        return self.box.groups[0]
+
+    def wording(self) -> Wording:
+        """Return what gives its events their text."""
+        if self.reply is None or self.box is None:
+            return Wording(None)
+        made, (request,) = Wording(self.reply.tokenizer), self.box.requests
+        if (trim := self.reply.trim(request)) is not None:
+            made.trim(request.request_id, *trim)
+        return made
+
+    def hand_over(self, thread: EngineThread, box: Mailbox) -> None:
+        """Put what was read in line for the thread that steps."""
+        self.thread, self.box = thread, box
+        thread.driver.post(box)
+        if self.left:
+            thread.driver.leave(box)
+        thread.ring()
+
+    def leave(self) -> None:
+        """End the prompt soon, since nobody follows it. Safe in a finalizer."""
+        self.left = True
+        if (box := self.box) is not None and not box.over and (thread := self.thread) is not None:
+            thread.driver.leave(box)
+            thread.ring()
+
+    def caught_up(self) -> None:
+        """Let a prompt that was set aside go on, where its reader has taken enough events."""
+        if (box := self.box) is not None and box.aside and (thread := self.thread) is not None:
+            thread.driver.take_back(box)
+            thread.ring()
+
+
+class Desk:
+    """Where the prompts of one session are handed in, and the threads that read and step them.
+
+    `most_waiting`: how many may wait that have not begun, those that are being read among them;
+    None for any number.
+    """
+
+    def __init__(self, session: Session, most_waiting: int | None) -> None:
         self.session = session
         self.closed = False
-        self._scheduler = scheduler
         self._most_waiting = most_waiting
-        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._lock = threading.Lock()  # of the next three, and of `closed`
-        self._thread: threading.Thread | None = None
-        self._process = 0
-        self._accepted = 0
-        # Below: of the engine thread alone; `_begun` is read by others.
-        self._begun = 0
-        self._line: deque[tuple[int, Submission]] = deque()
-        self._inside: dict[str, Submission] = {}
-        self._closing = False
+        self._lock = threading.Lock()  # of all below
+        self._threads: dict[Driver, EngineThread] = {}
+        self._short: ThreadPoolExecutor | None = None
+        self._long: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+        self._number = 0
+        self._waiting: list[Submission] = []
 
-    # --- from any thread --------------------------------------------------------------------------
+    # --- handing in -------------------------------------------------------------------------------
 
-    def submit(self, one: Submission) -> int:
-        """The prompt is in line, with the number that is returned; CapacityError if it is full."""
+    def submit(
+        self,
+        prompt: PromptLike,
+        options: Callable[[], Options],
+        notice: Callable[[], object],
+        most: int | None,
+    ) -> Submission:
+        """Take the prompt in; CapacityError if too many wait.
+
+        `options`: gives what is asked for it, in the thread that reads. `notice`: called, in any
+        thread, when there is something new. `most`: how many events may wait for the reader.
+        """
         with self._lock:
             self._require_open()
-            waiting = self._accepted - self._begun
+            self._waiting = [one for one in self._waiting if one.waits]
+            waiting = len(self._waiting)
             if self._most_waiting is not None and waiting >= self._most_waiting:
                 raise CapacityError(
                     "too many prompts wait for the engine",
@@ -130,38 +197,71 @@ class EngineThread:
                     got=f"{waiting} and this one",
                     do="Try again later, or raise max_waiting",
                 )
-            if self._thread is None:
-                self._start()
-            number, self._accepted = self._accepted, self._accepted + 1
-            self._inbox.put(partial(self._line.append, (number, one)))
-        return number
+            one = Submission(self._number, notice)
+            self._number += 1
+            self._waiting.append(one)
+            readers = self._readers_of(prompt)
+        readers.submit(self._read, one, prompt, options, most)
+        return one
 
-    def leave(self, one: Submission) -> None:
-        """Nobody reads this prompt any more: it will end soon. Safe in a finalizer."""
-        if not one.over:
-            self._inbox.put(partial(self._drop, one))
+    def _readers_of(self, prompt: PromptLike) -> ThreadPoolExecutor:
+        """Return the threads that read prompts of this size."""
+        if self._short is None or self._long is None:
+            self._process = os.getpid()
+            self._short = ThreadPoolExecutor(_READERS, "everystep reader")
+            self._long = ThreadPoolExecutor(_READERS, "everystep reader of long prompts")
+        return self._long if _is_long(prompt) else self._short
 
-    def make_room(self, one: Submission) -> None:
-        """The reader has taken an event: a prompt that was set aside may go on."""
-        if one.aside and one.caught_up:
-            self._inbox.put(partial(self._take_back, one))
+    def _read(
+        self,
+        one: Submission,
+        prompt: PromptLike,
+        options: Callable[[], Options],
+        most: int | None,
+    ) -> None:
+        """Turn the prompt into a request, in the thread of a reader, and hand it to an engine."""
+        try:
+            if one.left:
+                return
+            own = options()
+            one.reply = Reply(own, self.session.tokenizer)
+            request = self.session.own_request(prompt, one.number, own)
+            driver = self.session.driver(request)
+            # Of a prompt whose end alone is awaited no event is kept.
+            kept: deque[Event] | None = deque(maxlen=0) if most is None else None
+            box = Mailbox((request,), events=kept, most=most, notice=one.notice)
+            with self._lock:
+                self._require_open()
+                thread = self._threads.get(driver) or EngineThread(driver)
+                self._threads[driver] = thread
+                one.hand_over(thread, box)
+        except Exception as error:
+            one.error = error
+        finally:
+            one.read = True
+            one.notice()
+
+    # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Takes no more prompts and ends those inside, soon. Safe in a finalizer."""
-        self._inbox.put(self._stop)
+        """Take no more prompts and end those inside, soon. Safe in a finalizer."""
+        self.closed = True
+        for thread in list(self._threads.values()):
+            thread.close()
 
     def join(self) -> None:
-        """Returns when the thread has ended, which `close` makes it do."""
+        """Return when no thread steps any more, and no row is held."""
         with self._lock:
-            self.closed = True
-            thread = self._thread
-        if thread is not None:
             self.close()
+        for pool in (self._short, self._long):
+            if pool is not None:
+                pool.shutdown(wait=False)
+        for thread in self._threads.values():
             thread.join()
 
     def require_here(self) -> None:
-        """RequestError in a forked child of the process that the thread runs in."""
-        if self._thread is not None and self._process != os.getpid():
+        """RequestError in a forked child of the process that the threads run in."""
+        if self._short is not None and self._process != os.getpid():
             raise RequestError(
                 "this engine runs in the process that this one was forked from",
                 do="Make an AsyncEngine in each process, or fork before its first prompt",
@@ -172,154 +272,27 @@ class EngineThread:
         if self.closed:
             raise RequestError("the engine is closed", do="Make another AsyncEngine")
 
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="everystep engine", daemon=True)
-        _started.add(self)
-        self._thread.start()
 
-    # --- in the engine thread ---------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._hear(wait=not self._busy)
-                self._begin()
-                if self._busy:
-                    self._step()
-        finally:
-            self._finish()
-
-    @property
-    def _busy(self) -> bool:
-        """Whether there is something to step, now or when those in line have begun."""
-        return bool(self._line or self._scheduler.running or self._scheduler.waiting)
-
-    def _hear(self, *, wait: bool) -> None:
-        """Does what the messages ask for; waits for the first one if there is nothing else."""
-        try:
-            while True:
-                self._inbox.get(block=wait)()
-                wait = False
-        except Empty:
-            return
-
-    def _stop(self) -> None:
-        self._closing = True
-
-    def _begin(self) -> None:
-        """Prompts enter the engine in order of arrival while it has rows for them."""
-        groups = [*self._scheduler.running, *self._scheduler.waiting]
-        rows = sum(group.rows for group in groups)
-        while self._line and rows < self._scheduler.max_rows and not self._closing:
-            number, one = self._line.popleft()
-            self._begun += 1
-            try:
-                one.group = group = self.session.submit(one.prompt, number, one.options)
-            except Exception as error:
-                self._over(one, None, error)
-                continue
-            rows += group.rows
-            self._inside[group.request.request_id] = one
-            if one.most is not None:
-                one.wording = Wording(self.session.tokenizer)
-                if (trim := self.session.trim(group)) is not None:
-                    one.wording.trim(group.request.request_id, *trim)
-
-    def _step(self) -> None:
-        try:
-            events = self.session.step()
-        except Exception as error:
-            # It is nobody's in particular, such as a lack of memory: all prompts end with it.
-            self._end_all(FinishReason("error", error))
-        else:
-            self._deliver(events)
-
-    def _deliver(self, events: list[Event]) -> None:
-        """Every prompt gets its events; those that are over end, and those behind are set aside."""
-        heard = {event.request_id: self._inside[event.request_id] for event in events}
-        for event in events:
-            heard[event.request_id].hear(event)
-        for name, one in heard.items():
-            group = cast(Group, one.group)
-            if not group.live:
-                del self._inside[name]
-                self._over(one, *self._outcome(one, group))
-            elif one.left or (one.events and not one.wake()):
-                self._drop(one)
-            elif one.most is not None and len(one.events) >= one.most and not one.aside:
-                self._set_aside(one)
-
-    def _outcome(self, one: Submission, group: Group) -> tuple[Any, Exception | None]:
-        """What a group that has ended became: results for a stream, else what `generate` gives."""
-        try:
-            if one.most is not None:
-                return self.session.generated(group), None
-            cancelled = any(done.reason.kind == "cancelled" for done in group.done)
-            return self.session.shaped(group), _closed() if cancelled else group.error
-        except Exception as error:
-            return None, error
-        finally:
-            self.session.forget(group)
-
-    def _over(self, one: Submission, result: Any, error: Exception | None) -> None:
-        one.end(result, error)
-        one.wake()
-
-    def _drop(self, one: Submission) -> None:
-        """The prompt ends here and tells nobody."""
-        one.left = True
-        if one.over:
-            return
-        one.events.clear()
-        if one.group is not None:
-            self._deliver(self.session.engine.cancel(one.group))
-            return
-        self._line = deque(pair for pair in self._line if pair[1] is not one)
-        self._begun += 1
-        self._over(one, None, None)
-
-    def _set_aside(self, one: Submission) -> None:
-        self._scheduler.set_aside(cast(Group, one.group))
-        one.aside = True
-        # The reader looks at `aside` after it has taken an event; so what it took before counts.
-        if one.caught_up:
-            self._take_back(one)
-
-    def _take_back(self, one: Submission) -> None:
-        if one.aside and not one.over:
-            one.aside = False
-            self._scheduler.take_back(cast(Group, one.group))
-
-    def _end_all(self, reason: FinishReason) -> None:
-        for one in list(self._inside.values()):
-            self._deliver(self.session.engine.cancel(cast(Group, one.group), reason))
-
-    def _finish(self) -> None:
-        """Whatever is left ends, however the thread came to its end."""
-        with self._lock:
-            self.closed = True
-        self._hear(wait=False)
-        try:
-            self._end_all(FinishReason("cancelled"))
-        finally:
-            for one in [*self._inside.values(), *(one for _, one in self._line)]:
-                self._over(one, None, _closed())
-
-
-def _closed() -> RequestError:
+def ended_early() -> RequestError:
+    """Return the error of a prompt whose engine was closed before its end."""
     return RequestError(
         "the engine was closed before the prompt ended", do="Close it when all are read"
     )
 
 
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def _is_long(prompt: PromptLike) -> bool:
+    """Return whether reading a prompt may take long: by its size, or since it holds more than
+    ids and text."""
+    if isinstance(prompt, str):
+        return len(prompt) > _LONG
+    if isinstance(prompt, list | tuple) and len(prompt) < _LONG:
+        parts = [one.get("content") for one in prompt if isinstance(one, dict)]
+        return any(not isinstance(part, str) or len(part) > _LONG for part in parts)
+    return True
 
 
 def _end_before_exit() -> None:
-    """Threads that wait for messages end before the interpreter waits for them."""
+    """End the threads that wait for messages before the interpreter waits for them."""
     for one in list(_started):
         one.close()
 

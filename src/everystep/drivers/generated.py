@@ -1,15 +1,22 @@
-"""`Generated`: what became of one prompt."""
+"""`Generated`: what became of one prompt, and how a group is turned into it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from everystep.engine.decided import results_of
+from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import shown
 from everystep.outputs import TokenLogprobs
+from everystep.requests.options import Options
+from everystep.requests.prompts import TokenizerLike
+from everystep.requests.reading import cut_by_default
 from everystep.shown import cut, table
-from everystep.types import FinishReason
+from everystep.stops.strings import StopStrings
+from everystep.text import Trimmer
+from everystep.types import Finished, FinishReason, Group, Request
 
 _HEAD = ("text", "tokens", "ended by", "score", "prompt tokens", "cached")
 
@@ -69,3 +76,73 @@ class Results(list[Any]):
             for result in one if isinstance(one, list) else (one,):
                 cells = result._cells if isinstance(result, Generated) else (result,)
                 yield (number, *cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """How what became of a prompt is given back: by the options it was asked with, as text where
+    there is a tokenizer."""
+
+    options: Options
+    tokenizer: TokenizerLike | None
+
+    def generated(self, group: Group) -> list[Generated]:
+        """Return the results of a group that has ended."""
+        if (error := group.error) is not None:
+            done = next(one for one in group.done if one.reason.kind == "error")
+            return [self.failed(error, done.tokens, group.request.prompt.length)]
+        return self.of(group, results_of(group))
+
+    def of(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
+        """Return these hypotheses of a group."""
+        length, wants = group.request.prompt.length, group.request.wants
+        of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
+        trim = self.trim(group.request)
+        results = []
+        for done in finished:
+            ids = done.tokens.tolist()
+            text = self.text(ids)
+            if trim is not None:
+                text = Trimmer(*trim).finish(text, done.reason.matched)
+            asked = self.options.logprobs
+            known = None if asked is None else choice_logprobs(done.memo, len(ids))
+            counts = length, group.cached_tokens
+            found = done.reason, done.score, *counts, known, of_prompt
+            results.append(Generated(text, tuple(ids), *found))
+        return results
+
+    def failed(self, error: Exception, tokens: Iterable[int] = (), prompt: int = 0) -> Generated:
+        """Return what stands in the place of a prompt that failed after these tokens."""
+        ids = tuple(int(token) for token in tokens)
+        return Generated(self.text(ids), ids, FinishReason("error", error), 0.0, prompt)
+
+    def shaped(self, group: Group) -> Any:
+        """Return what `generate` gives for a group that has ended."""
+        values: list[Any] = list(self.generated(group))
+        if group.error is None and not self.options.effective.return_dict_in_generate:
+            plain = self.tokenizer is None
+            values = [list(one.tokens) if plain else one.text for one in values]
+        return values[0] if len(values) == 1 else values
+
+    def trim(self, request: Request) -> tuple[tuple[str, ...], str] | None:
+        """Return the stop strings that the texts of a request lose and the end of its prompt, if
+        that was asked for."""
+        if not self.options.trims:
+            return None
+        stops = (stop for stop in request.stops if isinstance(stop, StopStrings))
+        strings = tuple(string for stop in stops for string in stop.strings)
+        ids = request.prompt.ids
+        longest = max((len(string.encode()) for string in strings), default=0)
+        before = [] if ids is None or not longest else ids[-longest:].tolist()
+        return strings, self.text(before)
+
+    def cut(self, group: Group) -> tuple[str, ...]:
+        """Return what to tell a caller who set no length and shall not take a cut text for a whole
+        one."""
+        return cut_by_default(self.options, (done.reason for done in group.done))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids, empty without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from everystep.config import GenerationConfig
+from everystep.drivers.driver import Driver, finished
 from everystep.engine import Engine, Lockstep
 from everystep.engine.decided import results_of
 from everystep.requests.inputs import Inputs
@@ -69,12 +70,7 @@ def _healed_row(model: Subject, ids: list[int], vocabulary: dict[str, int], pad:
     }
     options = read_options(model, given, MODEL_INPUTS, None)
     (request,) = prepare(model, options, read_inputs(model, given, options)).requests
-    engine = Engine(model.executor(request.needs), Lockstep())
-    group = engine.submit(request)
-    while engine.pending:
-        engine.step()
-    if group.error is not None:
-        raise group.error
+    (group,) = finished(Driver(Engine(model.executor(request.needs), Lockstep())), (request,))
     return [*ids[:-1], *results_of(group)[0].tokens.tolist()]
 
 

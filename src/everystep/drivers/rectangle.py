@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from everystep.cache.containers import Cache
 from everystep.drivers.complete import completed
 from everystep.drivers.custom import refuse_unseen, run_loop, take_own
+from everystep.drivers.driver import Driver, Mailbox, freed
 from everystep.engine import Engine, Lockstep
 from everystep.engine.collect import Collector
 from everystep.engine.decided import results_of
@@ -127,11 +128,12 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> 
     executor = model.executor(needs, call.quantization)
     observers = (collector,) if collector.keeps else ()
     engine = Engine(executor, lockstep, observers, early=delivery is not None)
-    groups = [engine.submit(request) for request in call.requests]
-    prompts = call.inputs.table(call.options.fill)
+    driver = Driver(engine)
+    box = driver.submit(call.requests)
+    groups, prompts = box.groups, call.inputs.table(call.options.fill)
     opened = nullcontext() if delivery is None else delivery.open(prompts)
-    with _freed(engine, groups), opened:
-        timings = _loop(engine, groups, delivery, cached=cached)
+    with freed(driver, box), opened:
+        timings = _loop(driver, box, delivery, cached=cached)
     reasons = [done.reason for group in groups for done in group.done]
     for notice in cut_by_default(call.options, reasons):
         warnings.warn(notice, stacklevel=4)
@@ -154,18 +156,6 @@ def _run(model: Subject, call: Call, delivery: Delivery | None, passed: Any) -> 
     return out
 
 
-@contextmanager
-def _freed(engine: Engine, groups: list[Group]) -> Iterator[None]:
-    """Frees all rows if the call fails, even if only its streamer does."""
-    try:
-        yield
-    except BaseException:
-        for group in groups:
-            if group in engine.scheduler.groups:
-                engine.cancel(group)
-        raise
-
-
 def _chunk(call: Call) -> int | None:
     """How many positions of a row are fed at once. A prompt whose logprobs are wanted is read out
     at every position, (positions, V) logits a step, so those are bounded."""
@@ -177,30 +167,27 @@ def _chunk(call: Call) -> int | None:
 
 
 def _loop(
-    engine: Engine,
-    groups: list[Group],
-    follow: Callable[[list[Event]], None] | None,
-    *,
-    cached: bool,
+    driver: Driver, box: Mailbox, follow: Callable[[list[Event]], None] | None, *, cached: bool
 ) -> dict[str, float]:
-    """Steps until nothing is pending; without a cache, every step feeds everything again.
+    """Step until the rows are over; without a cache, every step feeds everything again.
 
     Returns how long it took until every row had its first token, and from there on. Raises the
     error of a row that ended by one.
     """
     begin = time.perf_counter()
     opened: float | None = None
-    while engine.pending:
-        events = engine.step()
-        if opened is None and all(group.opened for group in groups):
+    while not box.over:
+        driver.step()
+        if opened is None and all(group.opened for group in box.groups):
             opened = time.perf_counter()
         if follow is not None:
-            follow(events)
-        for group in groups:
+            follow(list(box.events))
+        box.events.clear()
+        for group in box.groups:
             if group.error is not None:
                 raise group.error
             if not cached:
-                engine.preempt(group)
+                driver.engine.preempt(group)
     end = time.perf_counter()
     opened = end if opened is None else opened
     return {

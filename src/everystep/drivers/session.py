@@ -1,12 +1,14 @@
-"""One engine for many prompts: what is asked for each, its turn, and what became of it."""
+"""A call about prompts: what is asked for each, their requests, and what drives them."""
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,11 +17,9 @@ import torch
 from everystep.config import GenerationConfig, is_configuration
 from everystep.draws import seed_of
 from everystep.drivers.complete import completed
-from everystep.drivers.generated import Generated as Generated
-from everystep.drivers.shared_engine import SharedEngine, is_data, shared_engine
+from everystep.drivers.driver import Driver, Mailbox, is_data, shared_driver
+from everystep.drivers.generated import Reply
 from everystep.engine import Continuous, Engine, Reuse
-from everystep.engine.decided import results_of
-from everystep.engine.logprobs import choice_logprobs, prompt_logprobs
 from everystep.errors import (
     CapacityError,
     EverystepError,
@@ -38,14 +38,12 @@ from everystep.requests.prompts import PromptLike as PromptLike
 from everystep.requests.prompts import TokenizerLike as TokenizerLike
 from everystep.requests.prompts import is_messages as is_messages
 from everystep.requests.prompts import listed as listed
-from everystep.requests.prompts import needed, read_prompt, refuse_inputs
-from everystep.requests.reading import cut_by_default, read_options, require_output_object
+from everystep.requests.prompts import read_prompt, refuse_inputs
+from everystep.requests.reading import read_options, require_output_object
 from everystep.requests.rectangles import read_inputs
 from everystep.requests.strategies import strategy_of
 from everystep.requests.subject import Subject
-from everystep.stops.strings import StopStrings
-from everystep.text import Trimmer
-from everystep.types import Event, Finished, FinishReason, Group, Request, needs_of_hooks
+from everystep.types import Event, Group, Request
 
 OptionsLike = Mapping[str, Any] | GenerationConfig
 
@@ -58,14 +56,16 @@ KEPT = 4096
 
 
 class Session:
-    """One engine for many prompts of one model.
+    """Prompts of one model, as one call asks for them: read, turned into requests, and driven.
 
     `options`: what holds for each prompt beside the `common` keywords. `seed`: from it and the
     prompt's number come the draws of each prompt, and from nothing else; without it one is taken
     from torch's global generator. Several are one per prompt, in their order. `gives_events`: a
     stream, whose events have room for log-probabilities. `gives_steps`: a run, whose steps have
-    room for all that the output object of `model.generate` has. `scheduler`: that of the engine, or
-    one with room for any prompt. Everything about the options is checked here, before any compute.
+    room for all that the output object of `model.generate` has. `shares`: its engines may be those
+    of other calls. `scheduler`: makes those of its
+    engines, which otherwise have room for any prompt. Everything about the options is checked here,
+    before any compute.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class Session:
         *,
         gives_events: bool = False,
         gives_steps: bool = False,
-        scheduler: Continuous | None = None,
+        shares: bool = True,
+        scheduler: Callable[[], Continuous] | None = None,
     ) -> None:
         self._model = model
         self._gives_events = gives_events or gives_steps
@@ -92,46 +93,21 @@ class Session:
         if type(seed) is not int:
             seed = read_seeds(seed, _count(prompts, f"a seed each: got seed={shown(seed)}"))
         self._seed = seed
-        self._own: dict[str, Options] = {}  # of prompts that were submitted with options
         if options is None:
             self._options = [self._read(common)]
         else:
             self._options = self._read_each(common, options, prompts)
         for notice in {one: None for each in self._options for one in each.effective.notices}:
             warnings.warn(notice, stacklevel=3)
-        hooked = (needs_of_hooks(each.hooks) for each in self._options)
-        self._abilities = needed(model, prompts).union(*hooked)
         self._scheduler = scheduler
-        self._is_data = is_data((common, options))
+        self._shares = shares and scheduler is None and is_data((common, options))
+        self._drivers: dict[frozenset[str], Driver] = {}
+        self._opening = threading.Lock()
 
-    @cached_property
-    def engine(self) -> Engine:
-        """What runs the prompts that are submitted."""
-        executor = self._model.executor(self._abilities, quantization=self._quantization)
-        own = Continuous(max(_TOKEN_BUDGET, self._rows), self._rows, reuse=Reuse(KEPT))
-        return Engine(executor, self._scheduler or own)
-
-    @property
-    def _rows(self) -> int:
-        return max(_ROWS, *map(_rows_of, self._options))
-
-    @property
-    def _quantization(self) -> Any:
-        options = self._options
-        return row_quantization(options[0].effective, self._model) if options else None
-
-    def _shared_engine(self) -> SharedEngine:
-        """The engine of the calls like this one that run now; one of its own where an object of the
-        caller's takes part."""
-        model, core = self._model, self._model.core
-        if not self._is_data or not isinstance(core, Model):
-            return SharedEngine(self.engine)
-        alike = (model.executor_name, model.cache_dtype, torch.get_num_threads())
-        key = (self._abilities, self._quantization, self._rows, *alike)
-        return shared_engine(core, key, lambda: self.engine)
+    # --- what is asked for ------------------------------------------------------------------------
 
     def asked(self, given: Mapping[str, Any]) -> Options:
-        """What these keywords ask for a prompt that `submit` gets with them."""
+        """Return what these keywords ask for a prompt that is a call of its own."""
         own = self._read(given)
         _require_alike(self._model, self._options[0], own, "the engine")
         return own
@@ -176,38 +152,40 @@ class Session:
                 raise type(error)(f"options[{index}]: {error}") from error
         return read
 
-    def _options_of(self, index: int | str) -> Options:
-        """What is asked for the prompt of this number, or for all alike."""
-        if str(index) in self._own:
-            return self._own[str(index)]
-        return self._options[0 if len(self._options) == 1 else int(index)]
+    def reply(self, index: int) -> Reply:
+        """Return how the prompt of this number is answered."""
+        return Reply(self._options_of(index), self.tokenizer)
 
-    def submit(self, prompt: PromptLike, index: int, own: Options | None = None) -> Group:
-        """Queues the prompt of this number, which is the id of its request, after everything about
-        it is decided and computed but for its tokens.
+    def _options_of(self, index: int) -> Options:
+        """Return what is asked for the prompt of this number, or for all alike."""
+        return self._options[0 if len(self._options) == 1 else index]
 
-        `own`: what is asked for it where it is a call of its own, which then is `forget`'s to end.
-        """
-        passed = self.read(prompt, index, own)
-        if own is None:
-            (request,) = self.prepared(passed, index).requests
-            return self.engine.submit(request)
-        if own.seed is None:
-            own = replace(own, seed=self._seed_for(index, alone=True))
-        (request,) = self._call(passed, own, 0).requests
-        group = self.engine.submit(replace(request, request_id=str(index)))
-        self._own[str(index)] = own
-        return group
+    # --- requests ---------------------------------------------------------------------------------
 
-    def read(self, prompt: PromptLike, index: int, own: Options | None = None) -> dict[str, Any]:
-        """The prompt of this number as one row of the inputs of `model.generate`."""
-        options = self._options_of(index) if own is None else own
+    def request(self, prompt: PromptLike, index: int) -> Request:
+        """Return the request of the prompt of this number, after everything about it is decided and
+        computed but for its tokens."""
+        (request,) = self.prepared(self.read(prompt, index), index).requests
+        return request
+
+    def own_request(self, prompt: PromptLike, index: int, options: Options) -> Request:
+        """Return the request of a prompt that is a call of its own, with options of its own."""
+        if options.seed is None:
+            options = replace(options, seed=self._seed_for(index, alone=True))
+        (request,) = self._call(self._passed(prompt, options), options, 0).requests
+        return replace(request, request_id=str(index))
+
+    def read(self, prompt: PromptLike, index: int) -> dict[str, Any]:
+        """Return the prompt of this number as one row of the inputs of `model.generate`."""
+        return self._passed(prompt, self._options_of(index))
+
+    def _passed(self, prompt: PromptLike, options: Options) -> dict[str, Any]:
         begins, prefix = options.starts_answer, options.prefix
         return read_prompt(self._model, self.tokenizer, prompt, starts_answer=begins, prefix=prefix)
 
     def prepared(self, passed: Mapping[str, Any], index: int) -> Call:
-        """The call of one prompt, read already, that has this number, with everything but its
-        tokens decided and computed."""
+        """Return the call of one prompt, read already, that has this number, with everything but
+        its tokens decided and computed."""
         options = self._options_of(index)
         if options.seed is None:
             options = replace(options, seed=self._seed_for(index, alone=False))
@@ -222,115 +200,100 @@ class Session:
             return completed(self._model, prepare(self._model, options, inputs))
 
     def _seed_for(self, index: int, *, alone: bool) -> int | tuple[int, ...]:
-        """Where the draws of a prompt come from that brings no seed."""
+        """Return where the draws of a prompt come from that brings no seed."""
         if isinstance(self._seed, int):
             return (seed_of(self._seed, index),) if alone else self._seed
         return self._seed[index : index + 1]
 
-    def forget(self, group: Group) -> None:
-        """What was asked for a prompt that is over is not kept."""
-        self._own.pop(group.request.request_id, None)
+    # --- driving ----------------------------------------------------------------------------------
 
-    def step(self) -> list[Event]:
-        """One step of the engine."""
-        with inference_mode():
-            return self.engine.step()
+    def driver(self, request: Request) -> Driver:
+        """Return what runs this request: the driver of the executor that can do what it needs.
+
+        Which one that is follows from the request alone. Calls like this one that run now share it,
+        unless an object of the caller's takes part.
+        """
+        needs = request.needs
+        if needs <= self._plain.engine.executor.abilities:
+            return self._plain
+        return self._driver_for(needs)
+
+    @property
+    def _plain(self) -> Driver:
+        """The driver of prompts that need nothing special."""
+        return self._driver_for(frozenset())
+
+    def _driver_for(self, needs: frozenset[str]) -> Driver:
+        with self._opening:
+            if needs not in self._drivers:
+                self._drivers[needs] = self._opened(needs)
+            return self._drivers[needs]
+
+    def _opened(self, needs: frozenset[str]) -> Driver:
+        model, core = self._model, self._model.core
+        quantization = row_quantization(self._options[0].effective, model)
+        rows = max(_ROWS, *map(_rows_of, self._options))
+
+        def engine() -> Engine:
+            executor = model.executor(needs, quantization=quantization)
+            own = Continuous(max(_TOKEN_BUDGET, rows), rows, reuse=Reuse(KEPT))
+            return Engine(executor, own if self._scheduler is None else self._scheduler())
+
+        if not self._shares or not isinstance(core, Model):
+            return Driver(engine())
+        alike = (model.executor_name, model.cache_dtype, torch.get_num_threads())
+        return shared_driver(core, (needs, quantization, rows, *alike), engine)
+
+    def submit(
+        self, request: Request, *, events: deque[Event] | None = None, most: int | None = None
+    ) -> tuple[Driver, Mailbox]:
+        """Let the request take part from the next step on; return what drives it, and where what
+        becomes of it is found. `events`, `most`: as for `Driver.submit`; calls that share no steps
+        are never behind."""
+        driver = self.driver(request)
+        if self._shares and request.salt is None:
+            # It reuses rows of this call, never those that another thread happened to leave.
+            request = replace(request, salt=self._mark)
+        most = most if self._shares else None
+        return driver, driver.submit((request,), events=events, most=most)
 
     def run(
         self, prompts: Iterable[PromptLike]
     ) -> Generator[tuple[int, Any, Exception | None], None, None]:
-        """Every prompt by number, as it ends: what `generate` gives for it, and its error if it
-        failed. No more of them wait in the engine than it can soon admit."""
+        """Yield every prompt by number, as it ends: what `generate` gives for it, and its error if
+        it failed. No more of them wait in the engine than it can soon admit."""
         coming = enumerate(prompts)
-        inside: dict[int, Group] = {}
-        shared = self._shared_engine()
+        inside: dict[int, tuple[Driver, Mailbox]] = {}
         try:
             while (taken := list(islice(coming, _INSIDE - len(inside)))) or inside:
                 for number, prompt in taken:
                     try:
-                        request = self._alone(self.read(prompt, number), number)
-                        inside[number] = shared.submit(request)
+                        inside[number] = self.submit(self.request(prompt, number))
                     except Exception as error:
-                        yield number, self._failed(error), error
-                if inside:
-                    shared.step_until(lambda: not all(group.live for group in inside.values()))
-                for number in [n for n, group in inside.items() if not group.live]:
-                    group = inside.pop(number)
-                    self.note_cut(group)
-                    yield number, self.shaped(group), group.error
+                        yield number, self.reply(number).failed(error), error
+                for driver in {driver: None for driver, _ in inside.values()}:
+                    own = [box for one, box in inside.values() if one is driver]
+                    driver.step_until(partial(_any_over, own))
+                for number in [n for n, (_, box) in inside.items() if box.over]:
+                    (group,) = inside.pop(number)[1].groups
+                    self.note_cut(number, group)
+                    yield number, self.reply(number).shaped(group), group.error
         finally:
-            shared.leave(inside.values())  # after an error or interrupt: others may continue
+            for driver, box in inside.values():  # after an error or interrupt: others may go on
+                driver.leave(box)
 
-    def _alone(self, passed: Mapping[str, Any], number: int) -> Request:
-        """The request of one prompt, which reuses rows of this call and of its own salt only, never
-        those that another thread happened to leave."""
-        (request,) = self.prepared(passed, number).requests
-        return request if request.salt is not None else replace(request, salt=self._mark)
-
-    def note_cut(self, group: Group, *, depth: int = 4) -> None:
-        """Warns a caller once who set no length and shall not take a cut text for a whole one;
-        `depth`: how many calls away the caller is, this one counted."""
+    def note_cut(self, index: int, group: Group, *, depth: int = 4) -> None:
+        """Warn a caller once whose texts are cut at the default length; `depth`: how many calls
+        away the caller is, this one counted."""
         if self._cut:
             return
-        options = self._options_of(group.request.request_id)
-        for notice in cut_by_default(options, (done.reason for done in group.done)):
+        for notice in self.reply(index).cut(group):
             self._cut = True
             warnings.warn(notice, stacklevel=depth)
 
-    def generated(self, group: Group) -> list[Generated]:
-        """The result of a group that has ended."""
-        if (error := group.error) is not None:
-            done = next(one for one in group.done if one.reason.kind == "error")
-            return [self._failed(error, done.tokens, group.request.prompt.length)]
-        return self.generated_from(group, results_of(group))
 
-    def generated_from(self, group: Group, finished: Iterable[Finished]) -> list[Generated]:
-        """These hypotheses of a group."""
-        length, wants = group.request.prompt.length, group.request.wants
-        asked = self._options_of(group.request.request_id).logprobs
-        of_prompt = None if wants.prompt_logprobs is None else prompt_logprobs(group)
-        trim = self.trim(group)
-        results = []
-        for done in finished:
-            ids = done.tokens.tolist()
-            text = self._text(ids)
-            if trim is not None:
-                text = Trimmer(*trim).finish(text, done.reason.matched)
-            known = None if asked is None else choice_logprobs(done.memo, len(ids))
-            counts = length, group.cached_tokens
-            found = done.reason, done.score, *counts, known, of_prompt
-            results.append(Generated(text, tuple(ids), *found))
-        return results
-
-    def _failed(self, error: Exception, tokens: Any = (), prompt: int = 0) -> Generated:
-        """What stands in the place of a prompt that failed after these tokens."""
-        ids = tuple(int(token) for token in tokens)
-        return Generated(self._text(ids), ids, FinishReason("error", error), 0.0, prompt)
-
-    def shaped(self, group: Group) -> Any:
-        """What `generate` gives for a group that has ended."""
-        values: list[Any] = list(self.generated(group))
-        whole = self._options_of(group.request.request_id).effective.return_dict_in_generate
-        if group.error is None and not whole:
-            plain = self.tokenizer is None
-            values = [list(one.tokens) if plain else one.text for one in values]
-        return values[0] if len(values) == 1 else values
-
-    def trim(self, group: Group) -> tuple[tuple[str, ...], str] | None:
-        """The stop strings that the texts of a group lose and the end of its prompt, if asked."""
-        if not self._options_of(group.request.request_id).trims:
-            return None
-        stops = (stop for stop in group.request.stops if isinstance(stop, StopStrings))
-        strings = tuple(string for stop in stops for string in stop.strings)
-        ids = group.request.prompt.ids
-        longest = max((len(string.encode()) for string in strings), default=0)
-        before = [] if ids is None or not longest else ids[-longest:].tolist()
-        return strings, self._text(before)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+def _any_over(boxes: Sequence[Mailbox]) -> bool:
+    return any(box.over for box in boxes)
 
 
 def _said(own: Any) -> Mapping[str, Any]:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, Literal, TypeVar, cast
+from itertools import chain, repeat
+from typing import Generic, TypeVar, cast
 
-from everystep.drivers.session import (
-    Generated,
-    PromptLike,
-    Session,
-)
+from everystep.drivers.driver import Driver, Mailbox
+from everystep.drivers.generated import Generated
+from everystep.drivers.session import Session
+from everystep.requests.prompts import PromptLike
 from everystep.streamers import BeamEvent, Wording, beam_event
-from everystep.types import Event, FinishReason, Group
+from everystep.types import Event, Group
 
 E = TypeVar("E", bound=Event | BeamEvent, covariant=True)
+_AHEAD = 64
+"""Events that may wait for a reader, while the steps of others move his prompts on too."""
 
 
 class Stream(Generic[E]):
     """Events of one or several prompts, as they happen.
 
-    Iterating drives the engine; nothing runs between two events. Tokens of beams come when every
-    possible result begins with them; with `beam_events` a `BeamEvent` per request and step shows
-    the live beams after them. `cancel()` ends every prompt with the tokens it has (their last
-    events say so), `close()` ends them silently.
+    Iterating takes the steps. Streams and calls of one model share them, so that a step of one
+    moves the others on too, as far as 64 events that nobody has read. Tokens of beams come when
+    every possible result begins with them; with `beam_events` a `BeamEvent` per request and step
+    shows the live beams after them, and such a stream shares no steps. `cancel()` ends every prompt
+    with the tokens it has (their last events say so), `close()` ends them silently.
 
     Several threads may read, cancel and close: each event goes to one reader, and a step is over
     before anything else happens. An interrupt loses no event: what was produced comes next.
@@ -37,11 +41,24 @@ class Stream(Generic[E]):
         self._wording = Wording(session.tokenizer)
         self._beam_events = beam_events
         self._lock = threading.RLock()
-        self._stepping: int | None = None  # the thread that runs a step
-        self._ending: Literal["cancel", "close"] | None = None  # asked for, not done yet
-        self._reported: list[Event] = []  # by the engine, without text
+        self._closed = False
+        self._reported: deque[Event] = deque()  # by the engine, without text
         self._events: deque[Event | BeamEvent] = deque()
-        self.groups = [self._submit(prompt, i) for i, prompt in enumerate(prompts)]
+        self._inside: list[tuple[Driver, Mailbox]] = []
+        self._turn = 0  # whose, where several engines have prompts of it
+        weakref.finalize(self, _leave, self._inside).atexit = False
+        most = _AHEAD * len(prompts)
+        for index, prompt in enumerate(prompts):
+            try:
+                request = session.request(prompt, index)
+                inside = session.submit(request, events=self._reported, most=most)
+            except Exception as error:
+                _leave(self._inside)
+                error.add_note(f"This was prompt {index}.")
+                raise
+            self._inside.append(inside)
+            if (trim := session.reply(index).trim(request)) is not None:
+                self._wording.trim(request.request_id, *trim)
 
     def __repr__(self) -> str:
         live = sum(bool(group.live) for group in self.groups)
@@ -60,17 +77,23 @@ class Stream(Generic[E]):
                 if not self._produce():
                     raise StopIteration from None
 
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of the prompts, in their order."""
+        return [group for _, box in self._inside for group in box.groups]
+
     def cancel(self) -> None:
-        """Every prompt ends here; the last event of each has the reason `cancelled`."""
-        self._end("cancel")
+        """End every prompt here; the last event of each has the reason `cancelled`."""
+        self._end()
 
     def close(self) -> None:
-        """Every prompt ends here, and there are no more events."""
-        self._end("close")
+        """End every prompt here; there are no more events."""
+        self._closed = True
+        self._end()
 
     def results(self) -> list[list[Generated]]:
-        """What every prompt that has ended became, in the order of the prompts."""
-        return [self._session.generated(group) for group in self.groups]
+        """Return what every prompt that has ended became, in the order of the prompts."""
+        return [self._session.reply(i).generated(one) for i, one in enumerate(self.groups)]
 
     def __enter__(self) -> Stream[E]:
         return self
@@ -78,68 +101,69 @@ class Stream(Generic[E]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, prompt: PromptLike, index: int) -> Group:
-        try:
-            group = self._session.submit(prompt, index)
-        except Exception as error:
-            error.add_note(f"This was prompt {index}.")
-            raise
-        if (trim := self._session.trim(group)) is not None:
-            self._wording.trim(group.request.request_id, *trim)
-        return group
-
     def _produce(self) -> bool:
-        """Steps until there is an event; False if none will come."""
+        """Take steps until there is an event; return False if none will come."""
         with self._lock:
             self._word()
-            while not self._events:
-                if self._ending is not None:
-                    self._finish(self._ending)
-                elif self._session.engine.pending:
-                    self._step()
-                else:
-                    break
+            while not self._events and not self._over:
+                self._advance()
+                self._word()
             return bool(self._events)
 
-    def _step(self) -> None:
-        self._stepping = threading.get_ident()
-        try:
-            self._reported.extend(self._session.step())
-        finally:
-            self._stepping = None
-        for event in self._reported:
-            if event.finish is not None and not self.groups[int(event.request_id)].live:
-                self._session.note_cut(self.groups[int(event.request_id)], depth=5)
+    @property
+    def _over(self) -> bool:
+        return not self._reported and all(box.over for _, box in self._inside)
+
+    def _advance(self) -> None:
+        """Wait until something of a prompt was reported, or is over."""
+        live = [(driver, box) for driver, box in self._inside if not box.over]
+        for driver, box in live:
+            driver.take_back(box)
+        drivers = list({driver: None for driver, _ in live})
+        if not drivers:
+            return
+        driver = drivers[self._turn % len(drivers)]
+        self._turn += 1
+        if not self._beam_events:
+            own = [box for one, box in live if one is driver]
+            driver.step_until(lambda: bool(self._reported) or any(box.over for box in own))
+            return
+        driver.step()
         self._word()
-        if self._beam_events:
-            table, live = self._session.engine.table, [g for g in self.groups if g.live]
-            beamed = (g for g in live if g.opened and not g.request.strategy.streams)
-            self._events.extend(beam_event(group, table, self._wording) for group in beamed)
+        with driver.alone() as engine:
+            beamed = [g for g in self.groups if g.live and g.opened]
+            for group in (g for g in beamed if not g.request.strategy.streams):
+                self._events.append(beam_event(group, engine.table, self._wording))
 
     def _word(self) -> None:
-        """What the engine reported has its text and may be taken; cut short, it is done again."""
-        if not self._reported:
+        """Give what the engine reported its text, so that it may be taken; cut short, it is done
+        again."""
+        count, after = len(self._reported), self._wording.copy()
+        if not count:
             return
-        after = self._wording.copy()
-        worded = [after(event) for event in self._reported]
+        worded = [after(self._reported[i]) for i in range(count)]
+        for event in worded:
+            index = int(event.request_id)
+            if event.finish is not None and self._inside[index][1].over:
+                self._session.note_cut(index, self.groups[index], depth=5)
+        add, take, raw = self._events.append, deque.popleft, self._reported
         # One line: an interrupt comes before all of it, or after.
-        self._wording, self._reported, _ = after, [], self._events.extend(worded)  # type: ignore[func-returns-value]
-
-    def _end(self, how: Literal["cancel", "close"]) -> None:
-        """Every prompt ends here, or after the step, if the step is what asks for it."""
-        # Written down before the lock is taken: a reader who takes it again and again could keep
-        # it from us for as long as there are events, and sees this before his next step.
-        self._ending = how
-        if self._stepping != threading.get_ident():
-            with self._lock:
-                self._finish(how)
-
-    def _finish(self, how: Literal["cancel", "close"]) -> None:
-        for group in self.groups:
-            if group.live:
-                reason = FinishReason("cancelled")
-                self._reported.extend(self._session.engine.cancel(group, reason))
-        self._word()
-        if how == "close":
+        self._wording, _ = after, deque(chain(map(add, worded), map(take, repeat(raw, count))), 0)
+        if self._closed:
             self._events.clear()
-        self._ending = None
+
+    def _end(self) -> None:
+        """End every prompt, or after the step, if the step is what asks for it."""
+        _leave(self._inside)
+        if not any(driver.is_stepping_here() for driver, _ in self._inside):
+            for driver, box in self._inside:
+                driver.step_until(lambda box=box: box.over)  # type: ignore[misc]
+        if self._closed:
+            self._reported.clear()
+            self._events.clear()
+
+
+def _leave(inside: list[tuple[Driver, Mailbox]]) -> None:
+    for driver, box in inside:
+        if not box.over:
+            driver.leave(box)

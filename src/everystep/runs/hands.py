@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from everystep.drivers.driver import Driver, Mailbox
 from everystep.drivers.session import Session
-from everystep.engine import Engine, Turns
+from everystep.engine import Beginning, Engine, Known, Turns
 from everystep.engine.choices import StepRecord
 from everystep.errors import RequestError, shown
 from everystep.nn.modes import inference_mode
@@ -141,49 +143,75 @@ def require_changeable(old: Request, new: Request, names: Iterable[str]) -> None
 
 
 class Hands:
-    """What a run and its forks have in common: the engine, and what it has reported of each.
+    """What a run and its forks have in common: a driver, and what a step saw.
 
-    `mail`: by request id, events that its run has not seen; `sights`: by group, what its last step
-    saw.
+    `sights`: by group, what its last step saw.
     """
 
     def __init__(self, model: Subject, call: Call) -> None:
         (request,) = call.requests
-        self.mail: dict[str, list[Event]] = {}
         self.sights: dict[int, Sight] = {}
         self.lock = threading.RLock()
         self.quantization = call.quantization
         self._turns = Turns(max(_BUDGET, 2 * request.strategy.width))
         executor = model.executor(request.needs, call.quantization)
         self.engine = Engine(executor, self._turns, (self._observe,))
+        self._driver = Driver(self.engine)
+        self._boxes: dict[str, Mailbox] = {}  # by request
         self._names = 0
 
     def _observe(self, record: StepRecord) -> None:
         """Takes the record of a step, in which one group alone took part."""
         self.sights[id(record.scored.groups[0])] = Sight(record)
 
+    def submit(self, request: Request) -> Group:
+        """The group of a request, before its first step."""
+        return self._adopted(self.engine.submit(request))
+
+    def restore(self, request: Request, data: bytes) -> Group:
+        """The group that was dumped."""
+        return self._adopted(self.engine.restore(request, data))
+
+    def replace(self, group: Group, request: Request, beginning: Beginning) -> None:
+        """The group is one of this request, which begins with other ids."""
+        with inference_mode():
+            self.engine.replace(group, request, beginning)
+        self._adopted(group)
+
+    def fork(
+        self, group: Group, request: Request | None = None, known: Known | None = None
+    ) -> Group:
+        """A group that is as this one, and goes on by itself; `request`, `known`: as for
+        `Engine.fork`."""
+        twin = replace(group.request, request_id=self.name()) if request is None else request
+        with inference_mode():
+            return self._adopted(self.engine.fork(group, twin, known))
+
+    def _adopted(self, group: Group) -> Group:
+        """The group, whose events are collected from now on."""
+        name = group.request.request_id
+        self._boxes[name] = self._driver.adopt(group, self._boxes.get(name))
+        return group
+
     def step(self, group: Group) -> Sight | None:
         """Steps until the group has chosen or is over; what its choice saw."""
         self._turns.turn = group
         while not over(group) and id(group) not in self.sights:
-            with inference_mode():
-                self.post(self.engine.step())
+            self._driver.step()
         return self.sights.pop(id(group), None)
 
-    def post(self, events: Iterable[Event]) -> None:
-        """Puts events where their runs find them."""
-        for event in events:
-            self.mail.setdefault(event.request_id, []).append(event)
+    def mail(self, group: Group) -> deque[Event]:
+        """The events that the run of the group has not seen."""
+        return self._boxes[group.request.request_id].events
 
-    def fork(self, group: Group) -> Group:
-        """A group that is as this one, and goes on by itself."""
-        return self.engine.fork(group, replace(group.request, request_id=self.name()))
+    def cancel(self, group: Group) -> None:
+        """The group ends here, and reports it."""
+        self._driver.end(self._boxes[group.request.request_id])
 
     def drop(self, group: Group) -> None:
         """The group holds no row any more, and what it reported is not kept."""
-        with inference_mode():
-            self.engine.cancel(group)
-        self.mail.pop(group.request.request_id, None)
+        self.cancel(group)
+        del self._boxes[group.request.request_id]
         self.sights.pop(id(group), None)
 
     def name(self) -> str:

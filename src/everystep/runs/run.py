@@ -19,13 +19,13 @@ from typing import Any, Unpack, cast
 import numpy as np
 
 from everystep.config.kinds import is_integer
-from everystep.drivers.session import Generated, Session
+from everystep.drivers.generated import Generated
+from everystep.drivers.session import Session
 from everystep.engine import Beginning, Known
 from everystep.engine.decided import results_of
 from everystep.engine.logprobs import with_given
 from everystep.errors import RequestError, shown
 from everystep.files.opening import as_path
-from everystep.nn.modes import inference_mode
 from everystep.requests.keywords import PromptOptions
 from everystep.requests.subject import Subject
 from everystep.runs.hands import Hands, Rules, is_one, over, read_ids, require_changeable
@@ -113,7 +113,7 @@ class Run:
         for _ in self:
             pass
         with self._hands.lock:
-            found = self._session.generated(self._group)
+            found = self._session.reply(0).generated(self._group)
         return found[0] if len(found) == 1 else found
 
     def more(self, n: int = 10) -> list[Generated]:
@@ -129,7 +129,7 @@ class Run:
     def hypotheses(self) -> list[Generated]:
         """Every hypothesis of a beam search that has ended so far, best first."""
         with self._hands.lock:
-            return self._session.generated_from(self._group, complete(self._group))
+            return self._session.reply(0).of(self._group, complete(self._group))
 
     def explain(self, position: int, rivals: int = 5, index: int = 0) -> Explanation:
         """Why this token: its logit, what each processor changed, the draw, the best `rivals`.
@@ -147,7 +147,7 @@ class Run:
             twin = self._hands.fork(self._group)
             name = twin.request.request_id
             try:
-                self._hands.engine.replace(twin, *self._before(tokens[:position], index, name))
+                self._hands.replace(twin, *self._before(tokens[:position], index, name))
                 sight: Any = self._hands.step(twin)
                 if twin.error is not None:
                     raise twin.error
@@ -209,16 +209,16 @@ class Run:
 
     def _deliver(self, sight: Any) -> None:
         """What was reported of the run becomes a step."""
-        mail, group = self._hands.mail, self._group
-        name = group.request.request_id
+        group = self._group
+        mail = self._hands.mail(group)
         beams: tuple[LiveBeam, ...] = ()
         after = self._wording.copy()
-        events = tuple(after(event) for event in mail.get(name, ()))
+        events = tuple(map(after, mail))
         if not over(group) and not group.request.strategy.streams:
             beams = beam_event(group, self._hands.engine.table, after).beams
         self._ready.append(Step(self._number, events, beams, sight))
         self._wording, self._number = after, self._number + 1
-        mail.pop(name, None)
+        mail.clear()
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -309,8 +309,7 @@ class Run:
         """The run ends here, with the tokens it has, and holds no row any more."""
         with self._hands.lock:
             ended = over(self._group)
-            with inference_mode():
-                self._hands.post(self._hands.engine.cancel(self._group))
+            self._hands.cancel(self._group)
             if not ended:
                 self._deliver(None)
 
@@ -365,14 +364,14 @@ class Run:
                 got=len(tokens) - len(given),
                 do="Call set(max_new_tokens=...) with more first",
             )
-        group, engine = self._group, self._hands.engine
+        group = self._group
         request = rules.request(self.model, len(given), group.request.request_id)
         values, best = self._values(kept), request.wants.logprobs
         if best is not None:
             values |= with_given(known_of(group), kept, tokens[kept:], best)
         lineage = getattr(first_of(group), "lineage", 0)
-        with inference_mode():
-            engine.replace(group, request, Beginning(np.array(tokens, np.int64), values, lineage))
+        beginning = Beginning(np.array(tokens, np.int64), values, lineage)
+        self._hands.replace(group, request, beginning)
         self._given = frozenset(given)
         self._memos = {n: one for n, one in self._memos.items() if n <= kept}
         self._memos[len(tokens)] = values
@@ -391,7 +390,7 @@ class Run:
         """Text follows the ids that stand there now."""
         group, name = self._group, self._group.request.request_id
         self._wording = Wording(self.tokenizer)
-        if (trim := self._session.trim(group)) is not None:
+        if (trim := self._session.reply(0).trim(group.request)) is not None:
             self._wording.trim(name, *trim)
         for index in range(group.request.strategy.returns):
             self._wording.follow(name, index, self._ids(index))
@@ -424,7 +423,7 @@ def more_of(run: Run, n: int) -> list[Generated]:
         group = run._group
         fresh = [one for one in _ranked(group) if one.serial not in run._shown][:n]
         run._shown |= {one.serial for one in fresh}
-        return run._session.generated_from(group, fresh)
+        return run._session.reply(0).of(group, fresh)
 
 
 def _widen(run: Run, keeps: int) -> None:
@@ -435,8 +434,7 @@ def _widen(run: Run, keeps: int) -> None:
     rules = Rules.of(asked, call, run._rules[0][1].first)
     request = rules.request(run.model, 0, hands.name())
     bank = cast(Beam, request.strategy).widened(old)
-    with inference_mode():
-        twin = hands.engine.fork(old, request, Known(bank, not bool(bank.open.any())))
+    twin = hands.fork(old, request, Known(bank, not bool(bank.open.any())))
     try:
         while not over(twin):
             hands.step(twin)
@@ -445,9 +443,8 @@ def _widen(run: Run, keeps: int) -> None:
     except BaseException:
         hands.drop(twin)
         raise
-    with inference_mode():
-        hands.engine.cancel(old)
-    hands.mail.pop(request.request_id, None)
+    hands.drop(old)
+    hands.mail(twin).clear()
     run._group, run._rules = twin, [(0, rules)]
     run._reword()
 

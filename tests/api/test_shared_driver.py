@@ -6,7 +6,6 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ import torch
 
 import everystep as es
 from everystep.api.model import LanguageModel
-from everystep.drivers import shared_engine
+from everystep.drivers import driver as drivers
+from everystep.drivers.driver import Driver, is_data
 from everystep.drivers.session import Session
-from everystep.drivers.shared_engine import SharedEngine, is_data
 from everystep.engine import Engine, audit
 from everystep.testing.models import tiny_llama
 from everystep.testing.tokenizer import tiny_tokenizer
@@ -49,15 +48,15 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 def meet(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """Every thread's first step waits until all have submitted their prompts."""
-    barrier, wait, here = threading.Barrier(threads), SharedEngine.step_until, threading.local()
+    barrier, wait, here = threading.Barrier(threads), Driver.step_until, threading.local()
 
-    def together(self: SharedEngine, is_over: Callable[[], bool]) -> None:
+    def together(self: Driver, is_over: Callable[[], bool]) -> None:
         if not getattr(here, "met", False):
             here.met = True
             barrier.wait(60)
         wait(self, is_over)
 
-    monkeypatch.setattr(SharedEngine, "step_until", together)
+    monkeypatch.setattr(Driver, "step_until", together)
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -226,7 +225,7 @@ def test_nothing_is_kept_after_the_last_call(
     at_once(calls_of(model, PROMPTS[:2], **OPTIONS))
     gc.collect()
     core: Any = model.core
-    assert dict(shared_engine._OPEN.get(core, {})) == {}
+    assert dict(drivers._OPEN.get(core, {})) == {}
 
 
 def test_a_call_that_fails_takes_its_prompts_along(
@@ -276,22 +275,22 @@ def test_a_call_that_fails_takes_its_prompts_along(
 
 def test_prompts_leave_without_waiting_even_within_a_step(model: LanguageModel) -> None:
     """A generator that garbage collection closes there would wait for its own thread."""
-    session = Session(model, TOKENIZER, PROMPTS[:1], None, None, OPTIONS)
-    shared = SharedEngine(session.engine)
-    (request,) = session.prepared(session.read(PROMPTS[0], 0), 0).requests
-    first, second = shared.submit(request), shared.submit(replace(request, request_id="second"))
-    step = session.engine.step
+    session = Session(model, TOKENIZER, PROMPTS[:1], None, None, OPTIONS, shares=False)
+    request = session.request(PROMPTS[0], 0)
+    shared = Driver(session.driver(request).engine)
+    first, second = shared.submit((request,)), shared.submit((request,))
+    step = shared.engine.step
     left = list[Any]()
 
     def leaving() -> Any:
         if not left:
-            left.append(shared.leave([second]))
+            left.append(shared.leave(second))
         return step()
 
-    session.engine.step = leaving  # type: ignore[method-assign]
-    shared.step_until(lambda: not first.live)
-    reasons = [[one.reason.kind for one in group.done] for group in (first, second)]
-    assert reasons == [["length"], ["cancelled"]] and not second.live
+    shared.engine.step = leaving  # type: ignore[method-assign]
+    shared.step_until(lambda: first.over)
+    reasons = [[one.reason.kind for one in box.groups[0].done] for box in (first, second)]
+    assert reasons == [["length"], ["cancelled"]] and second.over
 
 
 def test_a_call_within_a_step_has_an_engine_of_its_own(

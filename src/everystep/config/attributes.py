@@ -10,7 +10,7 @@ from everystep.config.options import CacheName
 
 
 class FieldAttributes:
-    """What type checkers know of a configuration's attributes; `options.py` has the meanings."""
+    """The attributes of a configuration, as type checkers know them; `options.py` explains them."""
 
     max_length: int | None
     max_new_tokens: int | None

@@ -55,11 +55,11 @@ class Effective(Mapping[str, Any]):
         return f"Effective({', '.join(said)}; everything else by default)"
 
     def source(self, name: str) -> Source:
-        """Who gave the field its value."""
+        """Return who gave the field its value."""
         return self.sources[name]
 
     def replaced(self, source: Source, **values: Any) -> Effective:
-        """The same with other values, such as those that depend on the prompt."""
+        """Return the same with other values, such as those that depend on the prompt."""
         for name in values:
             if name not in FIELDS:
                 raise unknown_name(name, "no field is called")
@@ -71,9 +71,9 @@ class Effective(Mapping[str, Any]):
 
 
 def for_rows(effective: Effective, rows: int) -> list[Effective]:
-    """What holds for each row of a call; the same object for all if no field has one value per row.
+    """Return the values for each row of a call, one object for all where no field has one per row.
 
-    RequestError if a field has values for another number of rows.
+    Raise RequestError if a field has values for another number of rows.
     """
     lists = {n: v for n, v in effective.items() if FIELDS[n].per_row and isinstance(v, list)}
     for name, values in lists.items():
@@ -97,10 +97,11 @@ def merge_configs(
     passed: GenerationConfig | None = None,
     checkpoint: GenerationConfig | None = None,
 ) -> Effective:
-    """The values that hold for a call with the keywords `call`.
+    """Return the values that hold for a call with the keywords `call`.
 
-    UnknownArgumentError for a keyword that is not a field; RequestError for values that cannot be,
-    that nothing can be generated with, or that the caller set and that contradict each other.
+    Raise UnknownArgumentError for a keyword that is not a field, and RequestError for values that
+    cannot be, that nothing can be generated with, or that the caller set and that contradict each
+    other.
     """
     passed = None if passed is None else GenerationConfig.of(passed)
     checkpoint = None if checkpoint is None else GenerationConfig.of(checkpoint)

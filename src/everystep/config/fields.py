@@ -58,11 +58,14 @@ class Field:
 
     @property
     def neutral(self) -> Any:
-        """What a None that the call gives on purpose stands for."""
+        """The meaning of a None that the call gives on purpose."""
         return None if self.name in ("top_k", "max_length") else self.default
 
     def read(self, value: Any) -> Any:
-        """The value in the form in which it is kept; RequestError if it is of another kind."""
+        """Return the value in the form in which it is kept.
+
+        Raise RequestError if it is of another kind.
+        """
         value = plain(value)
         if value is None:
             return None
@@ -217,7 +220,7 @@ CALL_ONLY: frozenset[str] = frozenset(
 
 
 def unknown_name(name: str, says: str) -> UnknownArgumentError:
-    """The error for a name that no field has, with the nearest one that there is."""
+    """Return the error for a name that no field has, with the nearest one that there is."""
     if name in CALL_ONLY:
         do = f"Pass {name} to generate() itself"
     else:
@@ -242,7 +245,7 @@ class GenerationMode(StrEnum):
 
 
 def generation_mode(values: Mapping[str, Any], *, assisted: bool = False) -> GenerationMode:
-    """The mode that every field's values stand for; `assisted` by a second model.
+    """Return the mode that the values of all fields stand for; `assisted` by a second model.
 
     Drafts and DoLa build on greedy decoding and sampling, and are not modes of anything else.
     """

@@ -87,7 +87,7 @@ class GenerationConfig(FieldAttributes):
         return f"GenerationConfig({said})"
 
     def _said(self) -> dict[str, Any]:
-        """What makes two configurations differ."""
+        """Return the values in which two configurations may differ."""
         return {name: value for name, value in self.to_diff_dict().items() if name not in META}
 
     @property
@@ -96,14 +96,14 @@ class GenerationConfig(FieldAttributes):
         return frozenset(n for n in FIELDS if self.__dict__[n] is not None) - self.inherited - META
 
     def filled(self) -> dict[str, Any]:
-        """Every field's value, the default where nothing was said."""
+        """Return every field's value, the default where nothing was said."""
         return {
             name: field.default if self.__dict__[name] is None else self.__dict__[name]
             for name, field in FIELDS.items()
         }
 
     def get_generation_mode(self, assistant_model: object = None) -> GenerationMode:
-        """Which way of generating the values ask for, with the defaults where nothing was said."""
+        """Return the mode that the values ask for, with the defaults where nothing was said."""
         return generation_mode(self.filled(), assisted=assistant_model is not None)
 
     def validate(
@@ -143,12 +143,12 @@ class GenerationConfig(FieldAttributes):
         return unused
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy of every field's value, and of the extra ones."""
+        """Return a copy of every field's value, and of the extra ones."""
         fields = {name: self.__dict__[name] for name in FIELDS}
         return copy.deepcopy({**fields, **self.extra})
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """`to_dict()` without the fields that were not set."""
+        """Return `to_dict()` without the fields that were not set."""
         values = self.to_dict()
         return {n: v for n, v in values.items() if v is not None or n not in FIELDS}
 
@@ -158,7 +158,10 @@ class GenerationConfig(FieldAttributes):
         ignore_metadata: bool = False,
         keys_to_pop: Collection[str] = (),
     ) -> str:
-        """The values as JSON, sorted by name; RequestError for values that JSON cannot hold."""
+        """Return the values as JSON, sorted by name.
+
+        Raise RequestError for values that JSON cannot hold.
+        """
         values = self.to_diff_dict() if use_diff else self.to_dict()
         left_out = {*keys_to_pop, *(META if ignore_metadata else ())}
         values = {name: value for name, value in values.items() if name not in left_out}
@@ -170,7 +173,7 @@ class GenerationConfig(FieldAttributes):
         use_diff: bool = True,
         keys_to_pop: Collection[str] = (),
     ) -> None:
-        """The file holds `to_json_string()`, or is as it was if that fails."""
+        """Write `to_json_string()` to a file, which stays as it was if that fails."""
         text = self.to_json_string(use_diff, keys_to_pop=keys_to_pop)
         write_atomic(as_path(json_file_path), text.encode())
 
@@ -179,7 +182,7 @@ class GenerationConfig(FieldAttributes):
         save_directory: str | os.PathLike[str],
         config_file_name: str | os.PathLike[str] | None = None,
     ) -> None:
-        """The folder, made if need be, holds the configuration; strictly validated before."""
+        """Validate the configuration strictly and write it to a folder, which may be new."""
         self.validate(strict=True)
         folder = as_path(save_directory)
         if folder.exists() and not folder.is_dir():
@@ -232,12 +235,14 @@ class GenerationConfig(FieldAttributes):
         return_unused_kwargs: bool = False,
         **overrides: Any,
     ) -> GenerationConfig | tuple[GenerationConfig, dict[str, Any]]:
-        """The configuration in a folder or hub repository, all of it inherited but the overrides.
+        """Return the configuration in a folder or hub repository, all of it inherited but the
+        overrides.
 
-        With `return_unused_kwargs` a pair of it and the overrides that no field has, which are an
-        error otherwise. UnsupportedError for `force_download` and `proxies`, MissingFileError if
-        there is no such file, DownloadError if it could not be fetched, FormatError if it is not a
-        JSON object or a value cannot be. Names in the file that no field has are kept in `extra`.
+        With `return_unused_kwargs`, return a pair of it and the overrides that no field has, which
+        are an error otherwise. Raise UnsupportedError for `force_download` and `proxies`,
+        MissingFileError if there is no such file, DownloadError if it could not be fetched, and
+        FormatError if it is not a JSON object or a value cannot be. Names in the file that no field
+        has are kept in `extra`.
         """
         for option, given, do in (
             ("force_download", force_download, "Delete the file from the hub's cache"),
@@ -278,9 +283,9 @@ class GenerationConfig(FieldAttributes):
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **overrides: Any
     ) -> GenerationConfig | tuple[GenerationConfig, dict[str, Any]]:
-        """A configuration with the given values, which count as set by the caller.
+        """Return a configuration with the given values, which count as set by the caller.
 
-        With `return_unused_kwargs` a pair of it and the overrides that no field has.
+        With `return_unused_kwargs`, return a pair of it and the overrides that no field has.
         """
         NAMED.checked(config_dict, "the configuration")
         unused = {k: v for k, v in overrides.items() if return_unused_kwargs and k not in FIELDS}
@@ -292,7 +297,7 @@ class GenerationConfig(FieldAttributes):
     def from_checkpoint(
         cls, values: Mapping[str, Any], name: str = CONFIG_NAME
     ) -> GenerationConfig:
-        """A configuration with the values of the file `name`, inherited; see `from_pretrained`."""
+        """Return a configuration that inherits from the file `name`; see `from_pretrained`."""
         known = {key: value for key, value in values.items() if key in FIELDS}
         extra = {key: values[key] for key in values if key not in FIELDS and key != "_commit_hash"}
         try:
@@ -307,10 +312,11 @@ class GenerationConfig(FieldAttributes):
 
     @classmethod
     def from_model_config(cls, model_config: Any) -> GenerationConfig:
-        """What a model's config, a dict or an object with `to_dict()`, says about generating.
+        """Return what a model's config, a dict or an object with `to_dict()`, says about
+        generating.
 
-        The decoder's own part counts where the outer one says nothing. Values that no such field
-        can have belong to some other field of that name and are left out.
+        The decoder's own part counts where the outer one says nothing. A value that its field
+        cannot have belongs to another field of that name, and is left out.
         """
         outer = _as_mapping(model_config)
         inner: Any = next((outer[key] for key in _INNER_CONFIGS if outer.get(key)), {})
@@ -323,10 +329,13 @@ class GenerationConfig(FieldAttributes):
 
     @classmethod
     def of(cls, config: Any) -> GenerationConfig:
-        """The configuration itself, or one with what is set in an object of transformers' class.
+        """Return the configuration itself, or one with what is set in an object of transformers'
+        class.
 
-        They count as set by the caller, as that class does not remember what came out of a file,
-        unless made from a model's config. A name that resembles no field's is kept as extra."""
+        These values count as set by the caller, as that class does not remember what came out of a
+        file, unless the object was made from a model's config. A name that resembles no field's is
+        kept as extra.
+        """
         if isinstance(config, GenerationConfig):
             return config
         if not is_configuration(config):
@@ -357,12 +366,12 @@ class GenerationConfig(FieldAttributes):
 
 
 def is_configuration(value: object) -> bool:
-    """Whether it is a configuration of generation, ours or transformers'."""
+    """Return whether a value is a configuration of generation, ours or transformers'."""
     return type(value).__name__ == "GenerationConfig" and hasattr(value, "to_diff_dict")
 
 
 def _usable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are some field's, and could be."""
+    """Return the values that are some field's, and could be."""
     found = {}
     for name, field in FIELDS.items():
         value = values.get(name)
@@ -381,7 +390,7 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
 
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as JSON can hold them; `_pairs` of `kinds` reads the biases back."""
+    """Return the values as JSON can hold them; `_pairs` of `kinds` reads the biases back."""
     encoded = dict(values)
     if biases := encoded.get("sequence_bias"):
         encoded["sequence_bias"] = [[list(ids), bias] for ids, bias in biases.items()]

@@ -31,21 +31,24 @@ class Kind:
     stored: Callable[[Any], Any] = _same
 
     def checked(self, value: Any, name: str, do: str | None = None) -> Any:
-        """The value as it is kept; RequestError, which calls it `name`, if it does not pass."""
+        """Return the value as it is kept.
+
+        Raise RequestError, which calls it `name`, if it does not pass.
+        """
         require(self.accepts(value), name, self.wanted, value, do)
         return self.stored(value)
 
 
 def require(holds: bool, name: str, wanted: str, got: object, do: str | None = None) -> None:
-    """RequestError unless it holds."""
+    """Raise RequestError unless it holds."""
     if not holds:
         do = do or f"Give {name} such a value"
         raise RequestError(f"{name} is not valid", wanted=wanted, got=shown(got), do=do)
 
 
 def plain(value: Any) -> Any:
-    """Tensors, arrays and their scalars as Python numbers and lists; anything else unchanged, also
-    a tensor that has no numbers to give."""
+    """Return tensors, arrays and their scalars as Python numbers and lists, and anything else
+    unchanged, also a tensor that has no numbers to give."""
     try:
         return value.tolist()
     except Exception:
@@ -53,26 +56,26 @@ def plain(value: Any) -> Any:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a whole number of 64 bits, and not a flag."""
+    """Return whether a value is a whole number of 64 bits, and not a flag."""
     if isinstance(value, bool):
         return False
     return isinstance(value, Integral) and -(1 << 63) <= int(value) < 1 << 63
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number within the range of floats, and not a flag; nan is refused."""
+    """Return whether a value is a real number within the range of floats, not a flag or nan."""
     if isinstance(value, bool):
         return False
     return isinstance(value, Real) and value == value and _in_range(value)
 
 
 def _in_range(value: Any) -> bool:
-    """Whether a float can be made of it."""
+    """Return whether a float can be made of a value."""
     return abs(value) <= sys.float_info.max or abs(value) == math.inf
 
 
 def is_list(value: Any, of: Callable[[Any], bool], least: int = 0) -> bool:
-    """Whether it is a list or tuple of at least `least` values that all pass `of`."""
+    """Return whether a value is a list or tuple of at least `least` values that all pass `of`."""
     return isinstance(value, list | tuple) and len(value) >= least and all(map(of, value))
 
 
@@ -89,34 +92,34 @@ def _ids(value: Any) -> tuple[Any, ...]:
 
 
 def _as_lists(value: Any) -> Any:
-    """Tuples as lists, all the way down, as they come back from a file."""
+    """Return tuples as lists, all the way down, as they come back from a file."""
     return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def integer(least: int | None = None) -> Kind:
-    """Whole numbers, from `least` on."""
+    """Return the kind of whole numbers, from `least` on."""
     if least is None:
         return Kind("an integer", is_integer)
     return Kind(f"an integer of at least {least}", lambda v: is_integer(v) and v >= least)
 
 
 def number(wanted: str, passes: Callable[[float], bool]) -> Kind:
-    """Real numbers that pass a test."""
+    """Return the kind of real numbers that pass a test."""
     return Kind(wanted, lambda value: is_number(value) and passes(value), _within_64_bits)
 
 
 def _within_64_bits(value: Any) -> Any:
-    """The number as a float where it is a whole one beyond 64 bits, which torch does not take."""
+    """Return the number, whole ones beyond 64 bits, which torch does not take, as floats."""
     return value if not isinstance(value, Integral) or is_integer(value) else float(value)
 
 
 def list_of(wanted: str, passes: Callable[[Any], bool], least: int = 0) -> Kind:
-    """Lists of at least `least` values, all of which pass a test."""
+    """Return the kind of lists of at least `least` values, all of which pass a test."""
     return Kind(wanted, lambda value: is_list(value, passes, least), _as_lists)
 
 
 def one_of(*names: Any) -> Kind:
-    """One of a few values; True is not taken for 1."""
+    """Return the kind of a few values; True is not taken for 1."""
     wanted = "one of " + ", ".join(repr(name) for name in names)
     return Kind(wanted, lambda v: any(type(v) is type(name) and v == name for name in names))
 
@@ -193,7 +196,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    """The (ids, bias) pairs of a bias table in any of its spellings; empty if it is none.
+    """Return the (ids, bias) pairs of a bias table in any of its spellings; none if it is no table.
 
     A file holds a list of pairs, or, written by transformers, a dict whose keys are the text of
     tuples: "(1, 2)".
@@ -206,7 +209,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_bias(value: Any) -> bool:
-    """Whether scores of 32 bits can be raised by it; infinity among them."""
+    """Return whether scores of 32 bits can be raised by a value; infinity is among them."""
     return is_number(value) and (abs(value) <= _LARGEST_OF_32_BITS or abs(value) == math.inf)
 
 
@@ -229,7 +232,7 @@ BIASES = Kind(
 
 
 def _biased(value: Any) -> dict[int, float] | None:
-    """A table of biases by id, whose keys a file holds as text; None if it is none."""
+    """Return a table of biases by id, whose keys a file holds as text; None for anything else."""
     if not isinstance(value, Mapping) or not value:
         return None
     keys: list[Any] = [whole_number(key) if isinstance(key, str) else key for key in value]

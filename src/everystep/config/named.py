@@ -68,14 +68,14 @@ NAMED: Mapping[str, NamedStrategy] = {
 
 
 def is_named(name: str) -> bool:
-    """Whether the table has the name, spelled with hyphens or underscores."""
+    """Return whether the table has the name, spelled with hyphens or underscores."""
     return _spelled(name) in NAMED
 
 
 def with_named(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call with `said` that names this strategy.
+    """Return the keywords of a call with `said` that names this strategy.
 
-    RequestError where one of them makes the strategy another one, or where one is missing.
+    Raise RequestError where one of them makes the strategy another one, or where one is missing.
     """
     named = NAMED[_spelled(name)]
     fixed = named.fixed
@@ -98,7 +98,7 @@ def with_named(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_strategy(name: str, known: Collection[str]) -> UnknownArgumentError:
-    """The error about a name that neither the table nor the registry, which has `known`, has."""
+    """Return the error about a name that neither the table nor the registry (`known`) has."""
     every = sorted({*NAMED, *known})
     near = nearest(_spelled(name), every)
     return UnknownArgumentError(
@@ -109,8 +109,8 @@ def unknown_strategy(name: str, known: Collection[str]) -> UnknownArgumentError:
 
 
 def _differs(name: str, said: Any, fixed: Any) -> bool:
-    """Whether a call asks for another value than the strategy has; None is without effect, and so
-    are the default and 0 beside it."""
+    """Return whether a call asks for another value than the strategy has; None is without effect,
+    and so are the default and 0 beside it."""
     if said is None or said == fixed:
         return False
     default = FIELDS[name].default if name in FIELDS else None

@@ -31,12 +31,12 @@ class _Nested:
             kind.checked(getattr(self, name), f"{self.where}.{name}", do)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values by name."""
+        """Return the values by name."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> Self:
-        """A configuration with the given values."""
+        """Return a configuration with the given values."""
         known = {one.name for one in fields(cls)}
         for name in config_dict:
             if name not in known:
@@ -95,7 +95,7 @@ class SynthIDTextWatermarkingConfig(_Nested):
 
 @dataclass
 class CompileConfig(_Nested):
-    """How forwards are compiled, in the terms of `torch.compile`."""
+    """Settings for compiling forwards, in the terms of `torch.compile`."""
 
     fullgraph: bool = False
     dynamic: bool | None = None
@@ -106,7 +106,7 @@ class CompileConfig(_Nested):
     where: ClassVar[str] = "compile_config"
 
     def to_dict(self) -> dict[str, Any]:
-        """The values by name; a backend is the same object."""
+        """Return the values by name; a backend is the same object."""
         return {**vars(self)}
 
 
@@ -114,22 +114,21 @@ Watermark = WatermarkingConfig | SynthIDTextWatermarkingConfig
 
 
 def is_nested(value: object, *ours: type) -> bool:
-    """Whether it is one of `ours`, a dict of one, or transformers' class of the same name."""
+    """Return whether it is one of `ours`, a dict of one, or of transformers' class of that name."""
     names = {one.__name__ for one in ours}
     foreign = type(value).__name__ in names and callable(getattr(value, "to_dict", None))
     return foreign or isinstance(value, (*ours, Mapping))
 
 
 def _values(value: Any) -> Mapping[str, Any]:
-    """The values of a dict, or of an object of transformers, its private ones left out."""
+    """Return the values of a dict, or of an object of transformers without its private ones."""
     if isinstance(value, Mapping):
         return value
     return {name: one for name, one in value.to_dict().items() if not name.startswith("_")}
 
 
 def watermark(value: Any) -> Watermark:
-    """A watermark configuration as it is, or the one whose values a dict or transformers' object
-    holds."""
+    """Return a watermark configuration as it is, or made of a dict or transformers' object."""
     if isinstance(value, Watermark):
         return value
     value = _values(value)
@@ -139,5 +138,5 @@ def watermark(value: Any) -> Watermark:
 
 
 def compilation(value: Any) -> CompileConfig:
-    """A compile configuration as it is, or as for a watermark."""
+    """Return a compile configuration as it is, or as for a watermark."""
     return value if isinstance(value, CompileConfig) else CompileConfig.from_dict(_values(value))

@@ -38,7 +38,7 @@ class ConfigRule:
     do: str
 
     def text(self, values: Values) -> str:
-        """What is wrong and what to do."""
+        """Return what is wrong and what to do."""
         got = f"{self.loses}={shown(values[self.loses])}"
         if self.decides != self.loses:
             got += f" with {self.decides}={shown(values[self.decides])}"
@@ -61,7 +61,7 @@ def _off(name: str) -> Test:
 
 
 def _differs(name: str) -> Test:
-    """The field has another value than its default."""
+    """Return a test that the field has another value than its default."""
     return lambda values: values[name] is not None and values[name] != FIELDS[name].default
 
 
@@ -70,7 +70,7 @@ def _both(*tests: Test) -> Test:
 
 
 def _draws(name: str) -> Test:
-    """As `_differs`, but for a temperature of 0, which says the same as not to sample."""
+    """Return the test of `_differs`, but let a temperature of 0 pass, which means not to sample."""
     differs = _differs(name)
     return lambda values: differs(values) and (name != "temperature" or _highest(values[name]) != 0)
 
@@ -95,12 +95,12 @@ def _contrasting(values: Values) -> bool:
 
 
 def _highest(value: Any) -> Any:
-    """The value, or the highest of one per row."""
+    """Return the value, or the highest of one per row."""
     return max(value) if isinstance(value, list) else value
 
 
 def _lowest(value: Any) -> Any:
-    """The value, or the lowest of one per row."""
+    """Return the value, or the lowest of one per row."""
     return min(value) if isinstance(value, list) else value
 
 
@@ -113,7 +113,10 @@ def _no_effect(
     *,
     given: Callable[[str], Test] = _differs,
 ) -> Iterator[ConfigRule]:
-    """A rule per field: it has no effect for that reason `where` that holds; `do` has a {name}."""
+    """Yield a rule per field: it has no effect for that reason where `where` holds.
+
+    `do` has a {name}.
+    """
     for name in names:
         what, clash = f"{name} has no effect {reason}", _both(where, given(name))
         yield ConfigRule("conflict", decides, name, clash, what, do.format(name=name))
@@ -308,7 +311,7 @@ _CACHING = (
 
 
 def _listed(value: Any) -> list[int]:
-    """One id, several or none, as a list."""
+    """Return one id, several or none, as a list."""
     if value is None:
         return []
     return [value] if isinstance(value, int) else list(value)
@@ -384,7 +387,7 @@ def refuse_impossible(values: Values) -> None:
 
 
 def judge(values: Values, caller: Collection[str]) -> tuple[str, ...]:
-    """Warnings for the caller; RequestError for what is impossible or in conflict.
+    """Return warnings for the caller; raise RequestError for what is impossible or in conflict.
 
     `values`: every field's value, defaults filled in. `caller`: the fields that the caller set.
     """

@@ -11,12 +11,12 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU (Hendrycks and Gimpel 2016)."""
+    """Return the tanh approximation of GELU (Hendrycks and Gimpel 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x times the logistic function of 1.702 x, which is close to GELU."""
+    """Return x times the logistic function of 1.702 x, which is close to GELU."""
     return x * (1.702 * x).sigmoid()
 
 
@@ -33,6 +33,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """(..., 2F), gate before up -> (..., F): activation(gate) * up (Shazeer 2020)."""
+    """Gate (..., 2F), gate before up, -> (..., F): activation(gate) * up (Shazeer 2020)."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate) * up

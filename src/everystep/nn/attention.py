@@ -21,7 +21,7 @@ _FEW_QUERIES = 16
 
 @dataclass(frozen=True)
 class Rule:
-    """How a layer attends: the factor on scores, the cap on them, the window.
+    """The way a layer attends: the factor on scores, the cap on them, the window.
 
     `window`: key j is seen from position i iff i - window < j <= i.
     """
@@ -45,12 +45,12 @@ class RelativeBias:
     both_ways: bool
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Query positions (..., T), key positions (..., S) -> (..., H, T, S)."""
+        """Return biases (..., H, T, S) for query positions (..., T) and key positions (..., S)."""
         distance = keys[..., None, :] - queries[..., :, None]
         return F.embedding(self.bucket(distance), self.table).movedim(-1, -3)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Key minus query position -> bucket, of the same shape."""
+        """Return the buckets of key minus query positions, of the same shape."""
         buckets, offset = self.table.shape[0], torch.zeros_like(distance)
         if self.both_ways:
             buckets //= 2
@@ -68,7 +68,7 @@ Places = np.ndarray | Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """What queries may see of keys; its masks are made once per window and bias.
+    """The part of the keys that queries may see; its masks are made once per window and bias.
 
     `queries` (..., T) and `keys` (..., S): where they stand in their rows. `seen`: which keys are
     seen, as far as that is not said by places, (..., 1 or H, 1 or T, S), or None for all. `causal`:
@@ -85,14 +85,14 @@ class Sight:
     def mask(
         self, rule: Rule, bias: RelativeBias | None, q: Tensor, kv_heads: int
     ) -> Tensor | None:
-        """(..., 1 or K, T * H/K, S) for queries q (R, T, H, D); None where everything is seen."""
+        """Return the mask (..., 1 or K, T * H/K, S) for queries q (R, T, H, D), or None."""
         key = (rule.window, id(bias))
         if key not in self._masks:
             self._masks[key] = self._make(rule, bias, q, kv_heads)
         return self._masks[key]
 
     def is_plain(self, rule: Rule, bias: RelativeBias | None) -> bool:
-        """Whether position i sees the keys j <= i of its own row and nothing else is asked."""
+        """Return whether position i sees the keys j <= i of its own row and no more is asked."""
         plain = rule.window is None and rule.softcap is None and bias is None
         return plain and self.aligned and self.causal and self.seen is None
 
@@ -113,14 +113,14 @@ class Sight:
         return _folded(mask if bias is None else mask + bias(queries, keys), q, kv_heads)
 
     def _exceeds(self, window: int | None) -> bool:
-        """Whether a query may stand further from a key than a window reaches."""
+        """Return whether a query may stand further from a key than a window reaches."""
         if window is None or isinstance(self.queries, Tensor) or isinstance(self.keys, Tensor):
             return window is not None
         return bool(self.queries.max() - self.keys.min() >= window)
 
 
 def _folded(mask: Tensor, q: Tensor, kv_heads: int) -> Tensor:
-    """(..., 1 or H, 1 or T, S) -> (..., 1 or K, 1 or T * H/K, S), as `fold_heads` folds queries."""
+    """Fold (..., 1 or H, 1 or T, S) -> (..., 1 or K, 1 or T * H/K, S), as `fold_heads` does."""
     *lead, heads, length, keys = mask.shape
     groups = q.shape[2] // kv_heads
     if heads > 1:
@@ -135,7 +135,7 @@ def _folded(mask: Tensor, q: Tensor, kv_heads: int) -> Tensor:
 def look(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, sight: Sight, bias: RelativeBias | None = None
 ) -> Tensor:
-    """Queries (R, T, H, D) on keys and values (R, K, S, D) -> (R * T, H * D)."""
+    """Attend with queries (R, T, H, D) to keys and values (R, K, S, D) -> (R * T, H * D)."""
     if sight.is_plain(rule, bias):
         return (
             attend_causally(q.transpose(1, 2), k, v, rule).transpose(1, 2).flatten(0, 1).flatten(1)
@@ -147,7 +147,7 @@ def look(
 def look_and_weigh(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, sight: Sight, bias: RelativeBias | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `look`, and the (R, H, T, S) weights."""
+    """Do as `look`, and return the (R, H, T, S) weights too."""
     folded, mask = fold_heads(q, k.shape[1]), sight.mask(rule, bias, q, k.shape[1])
     weights = probabilities(folded @ k.transpose(-1, -2), rule, mask)
     rows, length = q.shape[:2]
@@ -156,7 +156,7 @@ def look_and_weigh(
 
 
 def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
-    """(R, T, H, D) -> (R, K, T * H/K, D): the queries of each key head, positions outermost."""
+    """Fold (R, T, H, D) -> (R, K, T * H/K, D), the queries by key head, positions outermost."""
     rows, length, heads, dim = q.shape
     grouped = q.view(rows, length, kv_heads, heads // kv_heads, dim)
     if length == 1:
@@ -165,7 +165,7 @@ def fold_heads(q: Tensor, kv_heads: int) -> Tensor:
 
 
 def unfold_heads(out: Tensor, length: int) -> Tensor:
-    """(R, K, T * H/K, D) -> (R * T, H * D), the inverse of `fold_heads`."""
+    """Undo `fold_heads`: (R, K, T * H/K, D) -> (R * T, H * D)."""
     rows, kv_heads, folded, dim = out.shape
     if length == 1:
         return out.reshape(rows, kv_heads * folded * dim)
@@ -174,7 +174,7 @@ def unfold_heads(out: Tensor, length: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
-    """(R, K, q, D) over (R, K, S, D) -> (R, K, q, D); `mask` broadcasts to (R, K, q, S)."""
+    """Attend with (R, K, q, D) to (R, K, S, D) -> (R, K, q, D), with a `mask` for (R, K, q, S)."""
     # For a few queries of many rows the fused kernel of the CPU costs up to twice as much.
     few = q.device.type == "cpu" and q.shape[2] <= _FEW_QUERIES
     if rule.softcap is None and not few:
@@ -183,14 +183,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None) -> 
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
-    """(R, H, T, D) over (R, K, T, D) -> (R, H, T, D): position i sees the keys j <= i."""
+    """Attend with (R, H, T, D) to (R, K, T, D) -> (R, H, T, D): position i sees the keys j <= i."""
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
 def probabilities(scores: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
-    """Raw scores (..., q, S) -> weights (..., q, S) that sum to one."""
+    """Turn raw scores (..., q, S) into weights (..., q, S) that sum to one."""
     scores = scores * rule.scale
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
@@ -201,7 +201,7 @@ def probabilities(scores: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None, *, causal: bool = True) -> Tensor:
-    """Which key positions (..., S) are seen from which query positions (..., T): (..., T, S)."""
+    """Return (..., T, S): which keys at (..., S) the queries at (..., T) see."""
     i, j = queries[..., :, None], keys[..., None, :]
     if window is None:
         return j <= i
@@ -210,7 +210,7 @@ def visible(queries: Tensor, keys: Tensor, window: int | None, *, causal: bool =
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where seen, minus infinity elsewhere."""
+    """Return 0 where a key is seen, minus infinity elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
         ~seen, float("-inf")
     )

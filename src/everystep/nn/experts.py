@@ -24,7 +24,8 @@ class Experts:
     down: tuple[LinearMap, ...]
 
     def choose(self, x: Tensor, chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-        """(N, E) -> shares and numbers of the `chosen` experts, (N, chosen) each, largest first.
+        """Choose for (N, E) the `chosen` experts: their shares and numbers, (N, chosen), largest
+        first.
 
         Shares are probabilities over all experts, taken in float32 as in transformers.
         `normalised`: those of the chosen ones add up to 1.
@@ -38,7 +39,7 @@ class Experts:
     def __call__(
         self, x: Tensor, chosen: int, activate: Callable[[Tensor], Tensor], *, normalised: bool
     ) -> Tensor:
-        """(N, E) -> (N, E), what the chosen experts make of each position, by their shares.
+        """Return (N, E): what the chosen experts make of each position (N, E), by their shares.
 
         `activate`: what an expert's `up` gives -> what its `down` reads.
         """

@@ -45,15 +45,15 @@ class LinearMap:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Map (..., in) -> (..., out)."""
         raise NotImplementedError
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
+        """Return `residual` (..., out) plus the map of `x` (..., in); `residual` stays as it is."""
         return residual + self(x)
 
     def matrix(self) -> Matrix:
-        """The weight, (out, in), as it was given; a copy if oneDNN's layout holds it."""
+        """Return the weight, (out, in), as it was given; a copy if oneDNN's layout holds it."""
         raise NotImplementedError
 
 
@@ -144,7 +144,7 @@ class JoinedLinear(LinearMap):
 def packed_linear(
     weight: Matrix, bias: Tensor | None = None, *, exact_activations: bool = False
 ) -> LinearMap:
-    """A linear map with a layout of its own; a float `weight` is not kept where it is packed."""
+    """Make a linear map with a layout of its own; a float `weight` that is packed is not kept."""
     if isinstance(weight, tuple):
         parts = (packed_linear(one, exact_activations=exact_activations) for one in weight)
         return JoinedLinear(tuple(parts), bias)
@@ -157,7 +157,7 @@ def packed_linear(
 def shared_linear(
     weight: Weight, bias: Tensor | None = None, *, exact_activations: bool = False
 ) -> LinearMap:
-    """A linear map that reads `weight` (out, in) where it lies, as a head tied to embeddings."""
+    """Make a linear map that reads `weight` (out, in) where it lies, as a head tied to a table."""
     if isinstance(weight, Tensor):
         return Linear(weight, bias, onednn=runs_on_onednn(weight))
     if isinstance(weight, Panels) and weight.format is None:
@@ -176,9 +176,9 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 
 def runs_on_onednn(weight: Tensor) -> bool:
-    """Whether oneDNN can multiply by this weight without emulating its type.
+    """Return whether oneDNN can multiply by this weight without emulating its type.
 
-    Not by one that requires gradients.
+    It cannot by one that requires gradients.
     """
     if weight.device.type != "cpu" or not _HAS_ONEDNN or weight.requires_grad:
         return False
@@ -188,7 +188,7 @@ def runs_on_onednn(weight: Tensor) -> bool:
 
 
 def rounded_activations(x: Tensor) -> Tensor:
-    """(..., in) float32 with every 32 inputs rounded to 255 steps of their largest magnitude.
+    """Return (..., in) float32, every 32 inputs rounded to 255 steps of their largest magnitude.
 
     The step is that magnitude / 127, both float32, a number of steps is rounded to the nearest,
     halves to even. A block of zeros stays so; one that is not finite gives nothing finite. Of
@@ -203,15 +203,17 @@ def rounded_activations(x: Tensor) -> Tensor:
 
 
 def look_up(table: Weight, tokens: Tensor) -> Tensor:
-    """The rows of a (rows, columns) table, (...,) ids -> (..., columns); float32 unless it is a
-    tensor of another type."""
+    """Look up ids (...,) in a (rows, columns) table -> (..., columns).
+
+    The result is float32 unless the table is a tensor of another type.
+    """
     if isinstance(table, Tensor):
         return F.embedding(tokens, table)
     return dense(table.gather(tokens.flatten())).float().view(*tokens.shape, table.columns)
 
 
 def joined(weights: Sequence[Rows]) -> Rows | tuple[Rows, ...]:
-    """The weights below each other: one where their formats allow, else as they are."""
+    """Join the weights below each other where their formats allow; else leave them as they are."""
     quantised = [one for one in weights if isinstance(one, QuantizedWeight)]
     if len(quantised) == len(weights) and all(map(quantised[0].alike, quantised)):
         return QuantizedWeight.cat(quantised)
@@ -219,17 +221,17 @@ def joined(weights: Sequence[Rows]) -> Rows | tuple[Rows, ...]:
 
 
 def rows_of(weight: Weight, start: int, stop: int) -> Rows:
-    """Rows `start` to `stop`, as views without gradients; copies of those of panels."""
+    """Return rows `start` to `stop`, as views without gradients; copies of those of panels."""
     return weight[start:stop].detach() if isinstance(weight, Tensor) else weight.slice(start, stop)
 
 
 def weights_of(matrix: Matrix) -> tuple[Weight, ...]:
-    """What a matrix consists of, from the first row on."""
+    """Return the weights that make up a matrix, from the first row on."""
     return matrix if isinstance(matrix, tuple) else (matrix,)
 
 
 def dense(matrix: Matrix) -> Tensor:
-    """A matrix as float values, (rows, columns); itself if it is that."""
+    """Return a matrix as float values, (rows, columns); itself if it is that."""
     if isinstance(matrix, Tensor):
         return matrix
     if isinstance(matrix, QuantizedWeight):
@@ -240,7 +242,7 @@ def dense(matrix: Matrix) -> Tensor:
 
 
 def _by_stretches(x: Tensor, weight: QuantizedWeight | Panels) -> Tensor:
-    """(..., in) -> (..., out), with few rows of the weight at a time as values."""
+    """Map (..., in) -> (..., out), with few rows of the weight at a time as values."""
     step = max(1, _STRETCH_VALUES // weight.columns)
     starts = range(0, weight.rows, step)
     stretches = (weight.slice(start, min(start + step, weight.rows)) for start in starts)

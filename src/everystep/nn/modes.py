@@ -15,17 +15,17 @@ import torch
 
 
 def inference_mode() -> AbstractContextManager[None]:
-    """Within, tensors are made that never take part in autograd."""
+    """Make tensors within that never take part in autograd."""
     return _modes(True)
 
 
 def ordinary_mode() -> AbstractContextManager[None]:
-    """Within, tensors are ordinary ones and gradients are on; ends a `no_grad` within too."""
+    """Make ordinary tensors within, with gradients on; this ends a `no_grad` within too."""
     return _modes(False)
 
 
 def modes_kept() -> AbstractContextManager[None]:
-    """Within, inference mode is as it was; what is changed within, by `no_grad`, ends with it."""
+    """Keep inference mode as it is; what is changed within, by `no_grad`, ends with it."""
     return _modes(torch.is_inference_mode_enabled())
 
 

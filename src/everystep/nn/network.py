@@ -63,7 +63,7 @@ Store = Full | Window | Cross | State
 
 
 def holds_states(stores: Sequence[Sequence[Store]]) -> bool:
-    """Whether rows of a network with these stores hold states, which no cache object does."""
+    """Return whether rows of a network with these stores hold states, unlike cache objects."""
     return any(isinstance(store, State) for layer in stores for store in layer)
 
 
@@ -81,11 +81,11 @@ class Context(Protocol):
         ...
 
     def feeds(self) -> Ragged:
-        """The step as a recurrent layer reads it."""
+        """Return the step as a recurrent layer reads it."""
         ...
 
     def recall(self, layer: int) -> tuple[Tensor, ...]:
-        """(R, *shape) of each shape: the layer's states before the feeds."""
+        """Return (R, *shape) of each shape: the layer's states before the feeds."""
         ...
 
     def remember(self, layer: int, states: tuple[Tensor, ...]) -> None:
@@ -93,7 +93,7 @@ class Context(Protocol):
         ...
 
     def keep(self, hidden: Tensor) -> None:
-        """Is given the (N, E) hidden states before the first layer and after each."""
+        """Take the (N, E) hidden states before the first layer and after each."""
         ...
 
 
@@ -120,14 +120,17 @@ class StepInputs:
     declared: Mapping[str, Placed] = field(default_factory=dict)
 
     def places(self, axes: Sequence[int]) -> Tensor:
-        """The positions that a rope with these axes turns by: all, or the first of each."""
+        """Return the positions that a rope with these axes turns by: all, or the first of each."""
         return self.positions if axes or self.positions.dim() == 1 else self.positions[0]
 
 
 @dataclass(slots=True, eq=False)
 class Heard:
-    """What an encoder showed on the way: `layers`, (B, S, E) each, the embeddings first and the
-    normalised states last; `attentions`, (B, H, S, S) each."""
+    """The results of an encoder on the way.
+
+    `layers`: (B, S, E) each, the embeddings first and the normalised states last. `attentions`: (B,
+    H, S, S) each.
+    """
 
     layers: list[Tensor] = field(default_factory=list)
     attentions: list[Tensor] = field(default_factory=list)
@@ -153,17 +156,17 @@ class Network:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return self.table.device
 
     @property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
-        """What each layer keeps of a row, at most one store of each kind; () for nothing."""
+        """The stores of each layer for a row, at most one of each kind; () for none."""
         raise NotImplementedError
 
     @property
     def encodes(self) -> bool:
-        """Whether rows look at an encoder."""
+        """True if rows look at an encoder."""
         return False
 
     @property
@@ -178,36 +181,36 @@ class Network:
 
     @property
     def most_source_positions(self) -> int | None:
-        """How many positions an encoder can read, None for any number."""
+        """The number of positions that an encoder can read, None for any number."""
         return None
 
     @property
     def heads(self) -> int:
-        """How many query heads a layer has; 0 where nothing is attended to."""
+        """The number of query heads of a layer; 0 where nothing is attended to."""
         return 0
 
     @property
     def axes(self) -> int:
-        """How many position ids a position has."""
+        """The number of position ids that a position has."""
         return 1
 
     @property
     def most_positions(self) -> int | None:
-        """How many positions it can tell apart; None where any number will do."""
+        """The number of positions that it can tell apart; None where any number will do."""
         return None
 
     @property
     def counts_seen(self) -> bool:
-        """Whether the plain forward numbers the positions that its mask leaves, not all of them."""
+        """True if the plain forward numbers the positions that its mask leaves, not all of them."""
         return False
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:
-        """What it reads beside ids or embeddings."""
+        """The inputs that it reads beside ids or embeddings."""
         return ()
 
     def require_places(self, first: int, last: int) -> None:
-        """RequestError where it cannot tell a position from `first` to `last` from others."""
+        """Raise RequestError where it cannot tell a position from `first` to `last` from others."""
         most = self.most_positions
         if most is not None and (first < 0 or last >= most):
             raise RequestError(
@@ -218,43 +221,43 @@ class Network:
             )
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...,) ids -> (..., E)."""
+        """Embed ids (...,) -> (..., E)."""
         return look_up(self.table, tokens)
 
     @property
     def source_vocab_size(self) -> int:
-        """How many ids there are of those that an encoder reads, or a decoder that stands alone."""
+        """The number of ids that an encoder can read, or a decoder that stands alone."""
         size: int = self.spec.vocab_size
         return size
 
     def embed_source(self, tokens: Tensor) -> Tensor:
-        """(...,) ids that an encoder reads -> (..., E)."""
+        """Embed ids (...,) that an encoder reads -> (..., E)."""
         return self.embed(tokens)
 
     def listen(self, sounds: Tensor) -> Tensor:
-        """(B, channels, frames) features of sounds -> (B, S, E) embeddings, where it has a source
-        of them."""
+        """Turn features of sounds (B, channels, frames), if it reads them, into (B, S, E)."""
         raise NotImplementedError
 
     def forward(self, inputs: StepInputs, context: Context) -> Tensor:
-        """(N, E) hidden states after the last layer, before the last norm."""
+        """Return (N, E) hidden states after the last layer, before the last norm."""
         raise NotImplementedError
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The last norm, (..., E) -> (..., E)."""
+        """Apply the last norm, (..., E) -> (..., E)."""
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normalised hidden states (..., E) -> (..., V)."""
+        """Turn normalised hidden states (..., E) into logits (..., V)."""
         return self.head(hidden)
 
     def encode(self, hidden: Tensor, seen: Tensor | None, heard: Heard | None = None) -> Tensor:
-        """Embeddings (B, S, E), of which `seen` (B, S) are real, -> encoder states (B, S, E).
+        """Turn embeddings (B, S, E), of which `seen` (B, S) are real, into encoder states (B, S,
+        E).
 
         What the layers show is added to `heard`.
         """
         raise NotImplementedError
 
     def across(self, encoder: Tensor) -> Tensor:
-        """Encoder states (S, E) -> their keys and values (L, 2, K, S, D), where it `encodes`."""
+        """Turn encoder states (S, E) into keys and values (L, 2, K, S, D), where it `encodes`."""
         raise NotImplementedError

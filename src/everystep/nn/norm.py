@@ -27,7 +27,7 @@ class Norm:
     plus_one: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., E) -> (..., E)."""
+        """Normalise (..., E) -> (..., E)."""
         if self.kind == "layer":
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         exact = x.float()

@@ -20,19 +20,19 @@ Part = TypeVar("Part")
 
 @dataclass(slots=True, eq=False)
 class Squares:
-    """Of `count` inputs the sum of squares by column, (in,) float64."""
+    """The sum of squares of `count` inputs by column, (in,) float64."""
 
     total: Tensor | float = 0.0
     count: int = 0
 
     def add(self, x: Tensor) -> None:
-        """(..., in) more inputs."""
+        """Add (..., in) more inputs."""
         rows = x.detach().reshape(-1, x.shape[-1])
         self.total = self.total + rows.float().square().sum(0, dtype=torch.float64)
         self.count += len(rows)
 
     def mean(self) -> Tensor:
-        """(in,) float32, of one input or more."""
+        """Return the mean (in,) float32, of one input or more."""
         return torch.as_tensor(self.total / self.count, dtype=torch.float32)
 
 
@@ -61,7 +61,7 @@ class ObservedLinear(LinearMap):
 
 
 def observed(part: Part) -> Part:
-    """A part of a network, such as all of it, in which every linear map is observed."""
+    """Return a part of a network, such as all of it, in which every linear map is observed."""
     if isinstance(part, LinearMap):
         return ObservedLinear(part)  # type: ignore[return-value]
     if isinstance(part, tuple):
@@ -77,7 +77,7 @@ def observed(part: Part) -> Part:
 
 
 def observations(key: str, part: object) -> Iterator[tuple[str, Squares]]:
-    """What was read by every map of a part whose own key is `key`."""
+    """Yield what was read by every map of a part whose own key is `key`."""
     if isinstance(part, ObservedLinear):
         yield key, part.squares
     elif isinstance(part, tuple):

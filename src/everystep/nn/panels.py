@@ -46,7 +46,7 @@ class Arena:
         self._piece = torch.empty(0, dtype=torch.uint8)
 
     def room(self, size: int) -> Tensor:
-        """So many bytes, from the beginning of a cache line on; not initialised."""
+        """Return so many bytes, from the beginning of a cache line on; not initialised."""
         taken = _whole_lines(size)
         if taken > len(self._piece):
             self._piece = _mapped(max(taken, _PIECE))
@@ -56,7 +56,7 @@ class Arena:
 
 
 def _mapped(size: int) -> Tensor:
-    """So many bytes from the beginning of a page on.
+    """Return so many bytes from the beginning of a page on.
 
     They come from the system, not from the allocator: there they would lie between what is freed
     when a model is loaded, and keep it from being given back.
@@ -96,7 +96,7 @@ class Panels:
 
     @staticmethod
     def of(weight: Tensor | QuantizedWeight, arena: Arena) -> Panels:
-        """The weight in memory of the arena; floats of 16 bits as they are, others as float32."""
+        """Put the weight into the arena; floats of 16 bits as they are, others as float32."""
         rows, columns = weight.shape
         count = -(-rows // PANEL)
         if isinstance(weight, Tensor):
@@ -127,12 +127,12 @@ class Panels:
         return self.data.device
 
     def values(self) -> Tensor:
-        """(panels, columns, 16) of type `floats` where they lie; only where `format` is None."""
+        """Return (panels, columns, 16) of type `floats` where they lie, if `format` is None."""
         (region,) = self._regions()
         return region
 
     def slice(self, start: int, stop: int) -> Tensor | QuantizedWeight:
-        """Rows `start` to `stop` as they were packed, in memory of their own."""
+        """Return rows `start` to `stop` as they were packed, in memory of their own."""
         first, last = start // PANEL, -(-stop // PANEL)
         lanes = [region[first:last].transpose(1, 2).flatten(0, 1) for region in self._regions()]
         cut = [part[start - first * PANEL : stop - first * PANEL] for part in lanes]
@@ -140,13 +140,13 @@ class Panels:
         return self._unpacked(cut, scales)
 
     def gather(self, rows: Tensor) -> Tensor | QuantizedWeight:
-        """The rows with these numbers, in their order; `rows`: (n,) int64."""
+        """Return the rows with these numbers, in their order; `rows`: (n,) int64."""
         panel, lane = rows // PANEL, rows % PANEL
         cut = [region[panel, :, lane] for region in self._regions()]
         return self._unpacked(cut, None if self.row_scales is None else self.row_scales[rows])
 
     def whole(self, start: int, stop: int) -> Panels | None:
-        """Rows `start` to `stop` where they lie; None where they are not whole panels."""
+        """Return rows `start` to `stop` where they lie; None where they are not whole panels."""
         if start % PANEL or (stop % PANEL and stop != self.rows):
             return None
         first, last = start // PANEL, -(-stop // PANEL)
@@ -160,7 +160,7 @@ class Panels:
         return self.data[:, : _blocks(self.columns) * PANEL * block_bytes(format)]
 
     def _regions(self) -> Iterator[Tensor]:
-        """What a panel holds, one after another, as (panels, values of a row, 16) each.
+        """Yield the regions of a panel, one after another, as (panels, values of a row, 16) each.
 
         Of codes a value is a word of four bytes.
         """
@@ -176,7 +176,7 @@ class Panels:
             before += size
 
     def _unpacked(self, parts: list[Tensor], row_scales: Tensor | None) -> Tensor | QuantizedWeight:
-        """Rows of a weight from those of its regions."""
+        """Return rows of a weight, made of those of its regions."""
         if self.format is None:
             return parts[0]
         codes = parts[0].contiguous().view(torch.uint8)
@@ -193,7 +193,7 @@ class Panels:
 
 
 def _regular(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
-    """The contents of the regions, (rows, values of a row) each."""
+    """Yield the contents of the regions, (rows, values of a row) each."""
     if isinstance(weight, Tensor):
         yield weight
         return
@@ -207,7 +207,7 @@ def _regular(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
 
 
 def _fill(region: Tensor, values: Tensor) -> None:
-    """(rows, n) values into (panels, n, 16) lanes; zeros where rows are missing."""
+    """Fill (panels, n, 16) lanes with (rows, n) values; with zeros where rows are missing."""
     full, left = divmod(len(values), PANEL)
     region[:full].copy_(values[: full * PANEL].unflatten(0, (full, PANEL)).transpose(1, 2))  # type: ignore[no-untyped-call]
     if left:
@@ -216,7 +216,7 @@ def _fill(region: Tensor, values: Tensor) -> None:
 
 
 def _lanes(values: Tensor) -> Tensor:
-    """(panels, n * 16) -> (panels, n, 16)."""
+    """View (panels, n * 16) as (panels, n, 16)."""
     return values.unflatten(1, (-1, PANEL))  # type: ignore[no-untyped-call]
 
 
@@ -229,7 +229,7 @@ def _blocks(columns: int) -> int:
 
 
 def _scales(format: Format, columns: int, lifted: bool) -> list[tuple[torch.dtype, int]]:
-    """Of what follows the codes of a panel one after another: type, and values of a row."""
+    """Return type, and values of a row, of each part that follows the codes of a panel."""
     if format == "int8":
         return []
     blocks, super_blocks = _blocks(columns), columns // SUPER_BLOCK
@@ -241,7 +241,7 @@ def _scales(format: Format, columns: int, lifted: bool) -> list[tuple[torch.dtyp
 
 
 def _quantised_bytes(format: Format, columns: int, lifted: bool) -> int:
-    """One panel, up to the end of its last cache line."""
+    """Return the size of one panel, up to the end of its last cache line."""
     scales = sum(dtype.itemsize * count for dtype, count in _scales(format, columns, lifted))
     return _whole_lines(PANEL * (_blocks(columns) * block_bytes(format) + scales))
 

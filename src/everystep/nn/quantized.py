@@ -70,16 +70,16 @@ class QuantizedWeight:
 
     @property
     def bytes(self) -> int:
-        """What codes, scales and minimums take."""
+        """The size of codes, scales and minimums."""
         return sum(part.nbytes for part in self.tensors().values())
 
     @property
     def device(self) -> torch.device:
-        """Where the codes lie."""
+        """The device of the codes."""
         return self.codes.device
 
     def dequantize(self) -> Tensor:
-        """(rows, columns) values, float32."""
+        """Return (rows, columns) values, float32."""
         if self.format == "int8":
             return self.codes * self.scales[:, None]
         if self.super_scales is not None:
@@ -90,7 +90,7 @@ class QuantizedWeight:
         return values.view(self.shape)
 
     def _centred(self) -> Tensor:
-        """What the scales multiply, float32 (rows, blocks, 32), in memory of its own."""
+        """Return what the scales multiply, float32 (rows, blocks, 32), in memory of its own."""
         blocks = self.codes.view(self.rows, self.columns // BLOCK, -1)
         if self.format == "q8_0":
             return blocks.float()
@@ -104,7 +104,7 @@ class QuantizedWeight:
         return values if self.mins is not None else values.sub_(8 << bits)
 
     def _of_super_blocks(self, super_scales: Tensor) -> Tensor:
-        """Each value is rounded where GGUF's definition rounds it."""
+        """Round each value where GGUF's definition rounds it."""
         count = self.columns // SUPER_BLOCK
 
         def wide(small: Tensor, which: int) -> Tensor:
@@ -118,19 +118,19 @@ class QuantizedWeight:
         return values.view(self.shape)
 
     def slice(self, start: int, stop: int) -> QuantizedWeight:
-        """Rows `start` to `stop`, as views."""
+        """Return rows `start` to `stop`, as views."""
         return self._each(lambda part: part[start:stop])
 
     def gather(self, rows: Tensor) -> QuantizedWeight:
-        """The rows with these numbers, in their order; `rows`: (n,) int64."""
+        """Return the rows with these numbers, in their order; `rows`: (n,) int64."""
         return self._each(lambda part: part.index_select(0, rows))
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same weight on a device; itself if it is there."""
+        """Return the same weight on a device; itself if it is there."""
         return self._each(lambda part: part.to(device))
 
     def alike(self, other: object) -> bool:
-        """Whether the rows of `other` can stand below these in one weight."""
+        """Return whether the rows of `other` can stand below these in one weight."""
         return (
             isinstance(other, QuantizedWeight)
             and (self.format, self.columns) == (other.format, other.columns)
@@ -139,7 +139,7 @@ class QuantizedWeight:
 
     @staticmethod
     def cat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """One weight with the rows of all parts, in order; they must be alike."""
+        """Make one weight of the rows of all parts, in order; they must be alike."""
         first = parts[0]
         if not all(first.alike(part) for part in parts):
             formats = ", ".join(f"{part.format} of {part.columns} columns" for part in parts)
@@ -152,7 +152,7 @@ class QuantizedWeight:
         return QuantizedWeight(first.format, **joined)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors, by name."""
+        """Return the fields that are tensors, by name."""
         names = ("codes", "scales", "mins", "super_scales")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -162,14 +162,14 @@ class QuantizedWeight:
 
 
 def block_bytes(format: Format) -> int:
-    """The codes of 32 inputs of a row."""
+    """Return the size of the codes of 32 inputs of a row."""
     if format in EIGHT_BITS:
         return BLOCK
     return BLOCK // 2 + 4 * HIGH_BITS.get(format, 0)
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """(rows, columns) uint8 codes of 4 + `bits` bits as bytes, (rows, bytes of all blocks)."""
+    """Pack (rows, columns) uint8 codes of 4 + `bits` bits as bytes, (rows, bytes of all blocks)."""
     blocks = codes.view(len(codes), -1, BLOCK)
     low, high = blocks & 0x0F, blocks >> 4
     parts = [low[..., : BLOCK // 2] | low[..., BLOCK // 2 :] << 4]
@@ -181,12 +181,12 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _high_codes(packed: Tensor, bits: int) -> Tensor:
-    """(rows, blocks, 4 * bits) bytes -> (rows, blocks, 32) what they add to codes."""
+    """Turn (rows, blocks, 4 * bits) bytes into (rows, blocks, 32): what they add to codes."""
     groups = packed.unflatten(2, (bits, 1, 4))  # type: ignore[no-untyped-call]
     own = groups >> _places(bits).to(packed.device) & (1 << bits) - 1
     return (own << 4).flatten(2)
 
 
 def _places(bits: int) -> Tensor:
-    """(groups, 1) where the bits of each group begin in a byte."""
+    """Return (groups, 1): where the bits of each group begin in a byte."""
     return torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]

@@ -31,7 +31,7 @@ class Ragged:
 
     @staticmethod
     def of(counts: Sequence[int], kept: Sequence[Sequence[int]], device: torch.device) -> Ragged:
-        """Feeds of so many positions, with states kept after so many of each."""
+        """Describe feeds of so many positions, with states kept after so many of each."""
         lengths = np.array(counts, dtype=np.int64)
         longest = int(lengths.max(initial=0))
         rows = np.repeat(np.arange(len(counts)), [len(one) for one in kept])
@@ -50,7 +50,7 @@ class Ragged:
 
     @staticmethod
     def of_rectangle(batch: int, length: int, seen: Tensor | None, device: torch.device) -> Ragged:
-        """B rows of T positions of which `seen` (B, T) count; no state is kept."""
+        """Describe B rows of T positions of which `seen` (B, T) count; no state is kept."""
         if seen is None:
             return Ragged.of([length] * batch, [[]] * batch, device)
         ragged = Ragged.of(seen.sum(dim=1).tolist(), [[]] * batch, device)
@@ -58,7 +58,7 @@ class Ragged:
         return replace(ragged, chosen=chosen, total=batch * length)
 
     def padded(self, x: Tensor) -> Tensor:
-        """(N, ...) -> (R, T, ...), 0 after the end of a feed."""
+        """Pad (N, ...) -> (R, T, ...), 0 after the end of a feed."""
         shape = (len(self.lengths), self.longest, *x.shape[1:])
         given = x if self.chosen is None else x[self.chosen]
         if self.places is None:
@@ -68,7 +68,7 @@ class Ragged:
         return room.view(shape)
 
     def packed(self, x: Tensor) -> Tensor:
-        """(R, T, ...) -> (N, ...), 0 where a position does not count."""
+        """Pack (R, T, ...) -> (N, ...), 0 where a position does not count."""
         flat = x.flatten(0, 1)
         found = flat if self.places is None else flat[self.places]
         if self.chosen is None:
@@ -79,5 +79,5 @@ class Ragged:
 
 
 def on_device(device: torch.device, array: np.ndarray) -> Tensor:
-    """The same numbers as a tensor there."""
+    """Return the same numbers as a tensor there."""
     return torch.from_numpy(array).to(device)

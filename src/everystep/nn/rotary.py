@@ -33,8 +33,11 @@ class Rope:
 
 
 def section_axes(sections: Sequence[int], *, interleaved: bool) -> tuple[int, ...]:
-    """The axis of every pair, of which axis a turns `sections[a]`: one section after the other, or
-    by turns as long as an axis has pairs left, the first axis taking those that remain."""
+    """Return the axis of every pair, of which axis a turns `sections[a]`.
+
+    One section follows the other, or the axes take turns as long as they have pairs left; the first
+    axis takes those that remain.
+    """
     if not interleaved:
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     axes = [0] * sum(sections)
@@ -54,8 +57,10 @@ class RotaryTable:
 def rotary_table(
     rope: Rope, positions: Tensor, lengths: Tensor | None, dtype: torch.dtype
 ) -> RotaryTable:
-    """The table for `positions` (..., N), or (axes, N) where the rope turns by several axes; equal
-    on all of them if they are (N,). `lengths` (N,), on the CPU, matter to some."""
+    """Return the table for `positions` (..., N), or (axes, N) where the rope turns by several axes.
+
+    Positions (N,) are equal on all axes. `lengths` (N,), on the CPU, matter to some ropes.
+    """
     wanted = lengths if rope.scaling.by_length else None
     frequencies = rope.scaling.frequencies(rope.dim, rope.theta, wanted).to(positions.device)
     places = positions[..., None]
@@ -70,7 +75,7 @@ def rotary_table(
 
 
 def rotate_(x: Tensor, table: RotaryTable) -> None:
-    """Turns (..., N, H, D) in place; values of a head beyond the table's width stay."""
+    """Turn (..., N, H, D) in place; values of a head beyond the table's width stay."""
     dim = table.cos.shape[-1]
     part = x if x.shape[-1] == dim else x[..., :dim]
     swapped = part.roll(dim // 2, dims=-1)
@@ -78,7 +83,7 @@ def rotate_(x: Tensor, table: RotaryTable) -> None:
 
 
 def inverse_frequencies(dim: int, theta: float | Tensor) -> Tensor:
-    """theta^(-2i/dim) for i < dim/2, float32."""
+    """Return theta^(-2i/dim) for i < dim/2, float32."""
     return 1.0 / theta ** _exponents(dim)
 
 
@@ -99,7 +104,7 @@ class Interpolated:
     by_length: ClassVar[bool] = False
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(dim/2,), zeros for the pairs that stay."""
+        """Return (dim/2,), zeros for the pairs that stay."""
         frequencies = inverse_frequencies(dim, theta)
         frequencies[int(self.share * dim // 2) :] = 0.0
         return frequencies / self.factor
@@ -118,7 +123,7 @@ class Dynamic:
     by_length: ClassVar[bool] = True
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(N, dim/2); (dim/2,) without lengths."""
+        """Return (N, dim/2); (dim/2,) without lengths."""
         if lengths is None:
             return inverse_frequencies(dim, theta)
         # One length at a time: powers of single numbers and of arrays differ in their last bit.
@@ -143,7 +148,7 @@ class Yarn:
     by_length: ClassVar[bool] = False
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(dim/2,)."""
+        """Return (dim/2,)."""
         wavelengths = theta ** _exponents(dim)
         kept, interpolated = 1.0 / wavelengths, 1.0 / (self.factor * wavelengths)
         low, high = self._bounds(dim, theta)
@@ -154,7 +159,7 @@ class Yarn:
         return interpolated * (1 - share) + kept * share
 
     def _bounds(self, dim: int, theta: float) -> tuple[float, float]:
-        """The pairs that turn `beta_fast` and `beta_slow` times over the trained length."""
+        """Return the pairs that turn `beta_fast` and `beta_slow` times over the trained length."""
         low, high = (
             dim * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (self.beta_fast, self.beta_slow)
@@ -165,7 +170,7 @@ class Yarn:
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, all_dim: float | None) -> float:
-    """The attention factor where the configuration leaves it open."""
+    """Return the attention factor where the configuration leaves it open."""
 
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -186,7 +191,7 @@ class LongRope:
     by_length: ClassVar[bool] = True
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(N, dim/2); (dim/2,) without lengths."""
+        """Return (N, dim/2); (dim/2,) without lengths."""
         wavelengths = theta ** _exponents(dim)
         short = 1.0 / (torch.tensor(self.short) * wavelengths)
         if lengths is None:
@@ -207,7 +212,7 @@ class Llama3:
     by_length: ClassVar[bool] = False
 
     def frequencies(self, dim: int, theta: float, lengths: Tensor | None) -> Tensor:
-        """(dim/2,)."""
+        """Return (dim/2,)."""
         plain = inverse_frequencies(dim, theta)
         wavelengths = 2 * math.pi / plain
         smooth = (self.trained / wavelengths - self.low) / (self.high - self.low)

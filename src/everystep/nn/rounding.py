@@ -20,7 +20,7 @@ _STRETCH_VALUES = 1 << 20
 
 
 def quantize(values: Tensor, format: Rounding) -> QuantizedWeight:
-    """A (rows, columns) float matrix in 8 bits per output channel or 4 bits per group of 32.
+    """Round a (rows, columns) float matrix to 8 bits per output channel or 4 per group of 32.
 
     `int8`: scale = largest magnitude of the row / 127. `int4`: of the forms with and without a
     minimum the one with the smaller squared error over the matrix. Raises UnsupportedError for
@@ -43,10 +43,10 @@ def quantize(values: Tensor, format: Rounding) -> QuantizedWeight:
 
 
 def eight_bits(values: Tensor, scales: Tensor | None = None) -> QuantizedWeight:
-    """A (rows, columns) float matrix as `q8_0`: 8 bits, with a scale per block of 32.
+    """Round a (rows, columns) float matrix as `q8_0`: 8 bits, with a scale per block of 32.
 
     `scales`: (rows, blocks) float16, where they are known; otherwise largest magnitude of the block
-    / 127. UnsupportedError as for `storable`.
+    / 127. Raise UnsupportedError as for `storable`.
     """
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     stored = storable(blocks.abs().amax(2) / 127 if scales is None else scales)
@@ -55,9 +55,10 @@ def eight_bits(values: Tensor, scales: Tensor | None = None) -> QuantizedWeight:
 
 
 def storable(values: Tensor) -> Tensor:
-    """Scales or minimums as float16.
+    """Return scales or minimums as float16.
 
-    UnsupportedError for what is too large for it or no number: no code could make up for that.
+    Raise UnsupportedError for what is too large for it or no number: no code could make up for
+    that.
     """
     stored = values.half()
     if not bool(stored.isfinite().all()):
@@ -77,9 +78,10 @@ def _int8(values: Tensor) -> QuantizedWeight:
 
 
 def _symmetric(values: Tensor) -> QuantizedWeight:
-    """value = (code - 8) * scale; the value farthest from zero becomes -8, the code without a twin.
+    """Round as value = (code - 8) * scale.
 
-    So the scale takes the opposite sign, as in ggml's Q4_0.
+    The value farthest from zero becomes -8, the code without a twin, so the scale takes the
+    opposite sign, as in ggml's Q4_0.
     """
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     far = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
@@ -89,7 +91,7 @@ def _symmetric(values: Tensor) -> QuantizedWeight:
 
 
 def _lifted(values: Tensor) -> QuantizedWeight:
-    """value = code * scale + min; codes 0 and 15 are the least and the largest value."""
+    """Round as value = code * scale + min; codes 0 and 15 are the least and the largest value."""
     blocks = values.unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     mins = storable(blocks.amin(2, keepdim=True))
     scales = storable((blocks.amax(2, keepdim=True) - mins) / 15)
@@ -98,12 +100,12 @@ def _lifted(values: Tensor) -> QuantizedWeight:
 
 
 def nearest(values: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
-    """The codes whose multiples of the scales are nearest; 0 where the scale is."""
+    """Return the codes whose multiples of the scales are nearest; 0 where the scale is."""
     return (values / torch.where(scales == 0, 1, scales)).round_().clamp_(least, most)
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """(rows, blocks, 32) codes 0..15 -> (rows, blocks * 16) bytes."""
+    """Pack (rows, blocks, 32) codes 0..15 -> (rows, blocks * 16) bytes."""
     low, high = torch.split(codes.to(torch.uint8), BLOCK // 2, dim=2)
     return (low | high << 4).flatten(1)
 
